@@ -21,8 +21,8 @@ from hardware.gpus import Gpu, gpu_named
 from hardware.machines import catalogue
 from hardware.units import GIGA
 from topology.expected import Paths, span
+from topology.links import nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.paths import pcie_generations
-from topology.plan import nvlink_bytes_per_second, pcie_bytes_per_second
 
 MIB = 1 << 20
 _DOMAIN = 72  # GPUs of an NVL72

@@ -41,9 +41,10 @@ import sys
 from pathlib import Path
 from agent.http import serve as cmd_serve
 from agent.http.state import State
+from probes.registry import ALL
 from probes.scanner import Scanner
 root, port, count, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
-scanner, made = Scanner(root), 0
+scanner, made = Scanner(root, probes=ALL), 0
 def counted(view):
     global made
     made += 1

@@ -57,11 +57,12 @@ from planner.forecast.calibration import CalibrationError, dump_calibration, loa
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
 from planner.lint.sources import KINDS, EnvironmentTextError, read_text
-from probes.host.recording import RecordedHost, RecordingError, load
+from probes.host.recording import RecordedHost, load
 from probes.interfaces.read import annotation, parse_network_status
 from probes.pci.read import parse_config
-from probes.scan import scan
-from probes.wire import SnapshotError, dumps, loads, to_json
+from probes.registry import ALL, BY_NAME
+from probes.wire import RecordingError, outcome_from_json, outcome_to_json
+from probes.worker import scan
 from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_matrix
 from topology.formats.xml import parse as parse_xml
@@ -224,15 +225,15 @@ def _recording(name: str) -> Any:
 
 @cache
 def _scanned(name: str = "titan-rtx-2x-nv2") -> Any:
-    return scan(RecordedHost(_recording(name)))
+    return scan(RecordedHost(_recording(name)), ALL)
 
 
 _SMALL = ("titan-rtx-2x-nv2", "cpu-only-vm", "sick-l40s-x4", "r760xa-2xA40-bf3", "aws-p4d-8xA100-4efa")
 
 
 @cache
-def _snapshot() -> Any:
-    return to_json(_scanned("r760xa-2xA40-bf3"))
+def _outcomes() -> Any:
+    return {name: outcome_to_json(outcome) for name, outcome in _scanned("r760xa-2xA40-bf3").outcomes.items()}
 
 
 @cache
@@ -354,17 +355,17 @@ def recording(data: bytes) -> object:
     """A recording from the file to the answer over HTTP: scan, topology, checks, metrics, JSON."""
     name = _SMALL[data[1] % len(_SMALL)] if len(data) > 1 else _SMALL[0]
     host = load(_scratch().file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
-    found = scan(host)
-    loads(dumps(found))
+    found = scan(host, ALL)
     view = look((found,))
     metrics.exposition(view, "")
     return document({"checks": view.checks, "snapshots": view.snapshots, "topologies": view.topologies})
 
 
-@reads(b"{}", errors=(SnapshotError,), stepped=True)
-def snapshot(data: bytes) -> object:
-    """A snapshot from another process."""
-    return dumps(loads(_json(_snapshot, data)))
+@reads(b"{}", errors=(ValueError, RecursionError), stepped=True)
+def outcome(data: bytes) -> object:
+    """What the child process that asks a host sends of each probe."""
+    sent = json.loads(_json(_outcomes, data))
+    return [outcome_from_json(BY_NAME[name], sent[name]) for name in BY_NAME if isinstance(sent, dict) and name in sent]
 
 
 @reads(seed("network_status.json"), b'"[]"', errors=(ValueError,), stepped=True)

@@ -30,6 +30,7 @@ from agent.base.hosts import snapshots  # noqa: E402
 from agent.base.units import seconds as duration  # noqa: E402
 from collectives.bench import run as bench  # noqa: E402
 from contracts import run_record  # noqa: E402
+from probes.registry import ALL  # noqa: E402
 from topology.build import build  # noqa: E402
 from topology.formats.text import parse  # noqa: E402
 from topology.graph import Pairs  # noqa: E402
@@ -130,7 +131,7 @@ class Tier:
             yield "cells", "not run: no nvidia-smi on this host"
             return
         text = self.call("nvidia-smi", "topo", "-m", most=30).stdout
-        theirs, ours = parse(text, "nvidia-smi topo -m"), build(snapshots(())[0])
+        theirs, ours = parse(text, "nvidia-smi topo -m"), build(snapshots((), ALL)[0])
         own, wrong = Pairs(ours.pairs), []
         for pair in theirs.pairs:
             label = own.label(pair.a, pair.b)

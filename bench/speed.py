@@ -28,8 +28,9 @@ import resident
 from probes.api import Ok
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
-from probes.scan import scan
+from probes.registry import ALL
 from probes.scanner import Scanner
+from probes.worker import scan
 
 SCAN_LIMIT_MS = 50.0
 SCAN_GROWTH_MIB = 2.0  # allowed between the second tenth of the scans and the last
@@ -47,7 +48,7 @@ def recorded_scan() -> Iterator[OneScan]:
     host = load(resident.ROOT / "tests" / "machines" / f"{resident.MACHINE}.json")
 
     def scan_once() -> None:
-        assert isinstance(scan(host).outcomes["gpu"], Ok)  # noqa: S101 - a bench of failures measures nothing
+        assert isinstance(scan(host, ALL).outcomes["gpu"], Ok)  # noqa: S101 - a bench of failures measures nothing
 
     yield "recording, all probes", scan_once, psutil.Process()
 
@@ -58,7 +59,7 @@ def faked_scan() -> Iterator[OneScan]:
     with tempfile.TemporaryDirectory() as folder:
         root, environment = resident.restore(Path(folder))
         os.environ |= environment
-        with Scanner(root) as scanner:
+        with Scanner(root, probes=ALL) as scanner:
             facts = scanner.scan().facts(GpuFacts)
             assert facts is not None and len(facts.gpus) == 8  # noqa: S101
             yield "fake NVML through the child, all probes", scanner.scan, psutil.Process(scanner.child_pid or 0)

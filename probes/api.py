@@ -1,17 +1,22 @@
-"""What every probe shares: outcome, metric, sample, probe, snapshot.
+"""What every probe shares: source, outcome, snapshot, finding, metric, sample.
+
+A probe is a folder. `read.py` asks the host and is imported by the child process alone (`probes.worker`); what it
+returns is sent to this process as JSON. The module with the facts names them in a `Source`, and `probe.py` has the
+checks. `findings.toml` has the texts of the findings, `metrics.toml` the families that are exported.
 
 Absent is not failed, and a value that was not read is ``None``, never zero.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-if TYPE_CHECKING:
-    from contracts.finding import Finding
-    from probes.host.protocol import Host
+from contracts.finding import Finding, Status
+from contracts.tables import read_table
 
 SCHEMA_VERSION = 1
 """Raised whenever an older reader would misread a snapshot or a recording."""
@@ -45,6 +50,9 @@ class Failed:
 
     error: str
     seconds: float = 0.0
+
+
+Outcome = Ok[Any] | Absent | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +90,23 @@ def known_samples(values: Iterable[tuple[str, float | None]], labels: tuple[str,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe(Generic[F]):
-    """A record the scan runs: what to read, how to judge it, what to export."""
+class Source(Generic[F]):
+    """What a scan asks a host for: the facts of one probe."""
 
-    name: str  # file = probe = metric infix = finding prefix
+    name: str  # folder = probe = metric infix = finding prefix
     facts: type[F]
-    read: Callable[[Host], F]
+    timeout_seconds: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe(Source[F]):
+    """A source, how its facts are judged, and what of them is exported."""
+
     check: Callable[[F], Iterable[Finding]]
     codes: tuple[str, ...] = ()  # every finding code `check` may return
     metrics: tuple[Metric, ...] = ()
     samples: Callable[[F], Iterable[Sample]] = lambda _facts: ()
     unjudged: Callable[[F], Mapping[str, str]] = lambda _facts: {}  # codes these facts cannot decide, each with why
-    timeout_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +116,7 @@ class Snapshot:
     hostname: str
     taken_at_seconds: float  # Unix time
     topoflight_version: str
-    outcomes: dict[str, Ok[Any] | Absent | Failed]
+    outcomes: dict[str, Outcome]
     schema_version: int = SCHEMA_VERSION
 
     def facts(self, wanted: type[F]) -> F | None:
@@ -112,3 +125,68 @@ class Snapshot:
             if isinstance(outcome, Ok) and isinstance(outcome.facts, wanted):
                 return outcome.facts
         return None
+
+
+def snapshot_of(hostname: str, taken_at_seconds: float, outcomes: dict[str, Outcome]) -> Snapshot:
+    """The snapshot that this release of Topoflight makes of these outcomes."""
+    from importlib import metadata  # whoever only reads topologies makes no snapshot
+
+    try:
+        version = metadata.version("topoflight")
+    except metadata.PackageNotFoundError:
+        version = "unknown"
+    return Snapshot(hostname=hostname, taken_at_seconds=taken_at_seconds, topoflight_version=version, outcomes=outcomes)
+
+
+def host_name() -> str:
+    """This host's name; in a pod whose manifest sets NODE_NAME the node's, since a pod's own changes with every pod."""
+    of_node = os.environ.get("NODE_NAME", "") if os.environ.get("KUBERNETES_SERVICE_HOST") else ""
+    return of_node or socket.gethostname()
+
+
+Texts = Mapping[str, Mapping[str, Any]]
+"""Key -> "message", and "status", "evidence" (a text or several) and "remedy" where the check does not give them.
+
+A key is the finding's code, and after a space which of its cases. Texts have the names of values in braces; only what
+is INFO has no remedy.
+"""
+
+
+def probe_of(module: str, source: Source[F], check: Callable[[F], Iterable[Finding]], **more: Any) -> Probe[F]:
+    """Make the probe of a source; its codes and metric families are from the tables of the module's folder.
+
+    A probe without `samples` has no `metrics.toml`.
+    """
+    codes = codes_of(read_table(module, "findings.toml"))
+    rows = read_table(module, "metrics.toml") if "samples" in more else {}
+    metrics = tuple(Metric(name=name, **row | {"labels": tuple(row.get("labels", ()))}) for name, row in rows.items())
+    return Probe(
+        name=source.name, facts=source.facts, timeout_seconds=source.timeout_seconds,
+        check=check, codes=codes, metrics=metrics, **more,
+    )  # fmt: skip
+
+
+def codes_of(texts: Texts) -> tuple[str, ...]:
+    """Every code of the table, in its order."""
+    return tuple(dict.fromkeys(key.partition(" ")[0] for key in texts))
+
+
+def finding(
+    texts: Texts, key: str, status: Status | None = None, subject: str = "", evidence: tuple[str, ...] = (),
+    **values: object,
+) -> Finding:  # fmt: skip
+    """The finding of that key, its texts filled in; `status` and `evidence` go before those of the table."""
+    row = texts[key]
+    seen = row.get("evidence", ())
+    message, remedy, *own = (
+        text.format(subject=subject, **values)
+        for text in (row["message"], row.get("remedy", ""), *([seen] if isinstance(seen, str) else seen))
+    )
+    return Finding(
+        code=key.partition(" ")[0],
+        status=status or Status(row["status"]),
+        subject=subject,
+        message=message,
+        evidence=evidence or tuple(own),
+        remedy=remedy,
+    )

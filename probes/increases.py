@@ -16,13 +16,12 @@ from collections.abc import Iterator, Sequence
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from probes.api import Snapshot
+from probes.api import Snapshot, finding
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import XID_CAUSES, named_xids, xids_of
 from probes.gpu.health import finding as gpu_finding
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaFacts, RdmaPort
-from probes.texts import finding
 
 NVLINK_COUNTERS = ("replay", "recovery", "receive", "recovery_failed")
 """Of each link: any rise is one too many. From Blackwell on packets received with errors, and links that were lost."""

@@ -1,13 +1,14 @@
-"""Scans the live machine through a child process, so that a driver call that hangs or crashes costs one probe.
+"""Scans the live machine and recordings through a child process, which alone imports what reads (probes.worker).
 
-The child (probes.worker) is kept between scans: the driver stays open and a scan costs only its questions. A child
-that does not answer in time is killed with its process group and never waited for longer than a moment: a process
-stuck in the kernel cannot be killed, and must not take the agent with it.
+A driver call that hangs or crashes costs one probe. The child is kept between scans: the driver stays open and a scan
+costs only its questions. A child that does not answer in time is killed with its process group and never waited for
+longer than a moment: a process stuck in the kernel cannot be killed, and must not take the agent with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -21,18 +22,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from probes.api import Failed, Probe, Snapshot
-from probes.host.live import LiveHost
-from probes.host.nvml import CALL_BYTES
-from probes.host.protocol import Json
-from probes.host.recording import archive
-from probes.registry import ALL
-from probes.scan import snapshot_of
-from probes.wire import Outcome, SnapshotError, outcome_from_json
+from probes.api import Failed, Outcome, Snapshot, Source, host_name, snapshot_of
+from probes.wire import Json, OutcomeError, RecordingError, archive, from_json, outcome_from_json
+
+Probes = Sequence[Source[Any]]
 
 START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
 ANSWER_LIMIT_BYTES = 64 << 20
 _REAP_SECONDS = 1.0
+_CALL_BYTES = 4096  # more than the name of a driver call takes
+REPLAY_SECONDS = 300.0  # for one recording, the largest of which takes seconds
 RETRY_SECONDS = 600.0
 """How long a probe rests whose driver call hung or crashed: each attempt costs the probe's whole time limit."""
 
@@ -46,7 +45,7 @@ class HangError(WorkerError):
 
 
 class _Worker:
-    """One child and the pipe to it."""
+    """One child and the pipe to it; one without a root replays recordings."""
 
     def __init__(self, root: str) -> None:
         package_parent = str(Path(__file__).resolve().parent.parent)
@@ -83,15 +82,17 @@ class _Worker:
             self.kill()
             raise
 
-    def ask(self, probe: str, seconds: float, *, record: bool, begin: bool) -> dict[str, Json]:
-        """One request, one answer. Raises WorkerError."""
+    def request(self, **request: Json) -> None:
+        """Send a request; `answer` gives its answers. Raises WorkerError."""
         self._requests += 1
-        request = {"id": self._requests, "probe": probe, "record": record, "begin": begin}
         assert self.process.stdin is not None  # noqa: S101 - opened above
         try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.write(json.dumps({"id": self._requests, **request}).encode() + b"\n")
         except BrokenPipeError:
             raise WorkerError(self._death()) from None
+
+    def answer(self, seconds: float) -> dict[str, Json]:
+        """The next answer to the last request. Raises WorkerError."""
         answer = self._receive(time.monotonic() + seconds)
         if not isinstance(answer, dict) or answer.get("id") != self._requests:
             raise WorkerError("the probe process answered something else than it was asked")
@@ -130,7 +131,7 @@ class _Worker:
 
     def driver_call(self) -> str:
         """The NVML call that has not returned: "nvmlDeviceGetName of GPU3"; empty where there is none."""
-        return os.pread(self._call_file, CALL_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+        return os.pread(self._call_file, _CALL_BYTES, 0).rstrip(b"\0").decode(errors="replace")
 
     def kill_process(self) -> None:
         """Kill the child's process group and wait for nothing; a caller that waits for an answer gets a WorkerError."""
@@ -154,13 +155,14 @@ class Scanner:
     """Scans a live machine again and again; safe to share between threads."""
 
     def __init__(
-        self, root: str = "/", probes: Sequence[Probe[Any]] = ALL, *, timeout_seconds: float | None = None,
+        self, root: str = "/", *, probes: Probes, timeout_seconds: float | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:  # fmt: skip
         """`timeout_seconds` replaces every probe's own time limit; a probe that hung rests for `retry_seconds`."""
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be greater than 0")
-        self._host = LiveHost(root)
+        if not Path(root).is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "the host's root is not a folder", root)
         self._root = str(Path(root).resolve())
         self._probes = tuple(probes)
         self._timeout_seconds = timeout_seconds
@@ -180,17 +182,16 @@ class Scanner:
     def scan(self) -> Snapshot:
         """Ask every probe; one that hangs, crashes or talks nonsense is `Failed`, the others answer."""
         with self._lock:
-            identity, self._start_error = self._host.identity(), None
-            outcomes = {probe.name: self._run(probe, {}) for probe in self._probes}
-            return snapshot_of(identity, outcomes)
+            began, self._start_error = time.time(), None
+            return snapshot_of(host_name(), began, {probe.name: self._run(probe, {}) for probe in self._probes})
 
     def capture(self, source: str = "") -> tuple[Snapshot, dict[str, Json]]:
-        """A scan and the recording of all that the host answered to it (see probes.host.recording)."""
+        """A scan and the recording of all that the host answered to it (see probes.wire)."""
         with self._lock:
-            identity, self._start_error = self._host.identity(), None
-            answers: dict[str, dict[str, Json]] = {"identity": {"": identity}}
+            name, began, self._start_error = host_name(), time.time(), None
+            answers: dict[str, dict[str, Json]] = {}
             outcomes = {probe.name: self._run(probe, answers, record=True) for probe in self._probes}
-        return snapshot_of(identity, outcomes), archive(identity, answers, source)
+        return snapshot_of(name, began, outcomes), archive({"hostname": name, "time": began}, answers, source)
 
     @property
     def child_pid(self) -> int | None:
@@ -212,7 +213,7 @@ class Scanner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, probe: Probe[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
+    def _run(self, probe: Source[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
         start = time.perf_counter()
         stuck = next(
             (w.process for name, w in self._lingering if name == probe.name and w.process.poll() is None), None
@@ -226,12 +227,13 @@ class Scanner:
         try:
             worker = self._started()
             seconds, begin = self._timeout_seconds or probe.timeout_seconds, probe is self._probes[0]
-            answer = worker.ask(probe.name, seconds, record=record, begin=begin)
-            outcome = outcome_from_json(probe.name, answer.get("outcome"))
+            worker.request(probe=probe.name, record=record, begin=begin)
+            answer = worker.answer(seconds)
+            outcome = outcome_from_json(probe, answer.get("outcome"))
             for method, answered in answer["answers"].items() if record else ():
                 _merge(answers.setdefault(method, {}), answered)
             return outcome
-        except (WorkerError, SnapshotError) as caught:
+        except (WorkerError, OutcomeError) as caught:
             words = self._failure(probe.name, caught, worker.driver_call() if worker else "")
             self._drop(probe.name)
             return Failed(error=words, seconds=time.perf_counter() - start)
@@ -277,7 +279,34 @@ def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
             into[key] = answer
 
 
-def capture(root: str = "/", source: str = "", timeout_seconds: float | None = None) -> dict[str, Json]:
-    """Record this machine: the content of a recording file (`probes.host.recording.dumps` writes it)."""
-    with Scanner(root, timeout_seconds=timeout_seconds) as scanner:
-        return scanner.capture(source)[1]
+_replaying = threading.Lock()
+_replayers: dict[int, _Worker] = {}  # the child for recordings, by the process that started it: a fork has none
+
+
+def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
+    """Scan each recording of a file, in a child that is kept; those not yet read at `stop` are left out.
+
+    Raises RecordingError that names the file and what is wrong with it.
+    """
+    found: list[Snapshot] = []
+    request = {"recording": str(path), "folder": str(Path.cwd()), "probes": [probe.name for probe in probes]}
+    with _replaying:
+        worker = _replayers.pop(os.getpid(), None)
+        try:
+            if worker is not None and worker.process.poll() is not None:
+                worker.kill()
+                worker = None
+            worker = worker or _Worker("")
+            worker.request(**request)
+            while "outcomes" in (answer := worker.answer(REPLAY_SECONDS)) and not (stop and stop.is_set()):
+                found.append(from_json(answer, probes))
+            if "outcomes" not in answer:
+                _replayers[os.getpid()] = worker
+        except WorkerError as error:
+            raise RecordingError(f"{path}: {error}") from None
+        finally:
+            if worker is not None and os.getpid() not in _replayers:
+                worker.kill()
+    if "error" in answer:
+        raise RecordingError(answer["error"])
+    return tuple(found)

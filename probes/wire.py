@@ -1,24 +1,26 @@
-"""Outcomes and snapshots as JSON and back.
+"""What the child process that asks a host sends (outcomes as JSON), and the file that a recording is.
 
 An outcome is {"status": "ok", "facts": {...}}, {"status": "absent", "why": ...} or {"status": "failed", "error": ...},
 always with "seconds". Facts are dataclasses of numbers, text, None, and tuples and dicts of these. Fields that this
-release does not know are left out, a newer schema_version is refused. The child that asks the drivers writes only, and
-never imports what reads.
+release does not know are left out. The child writes only, and never imports what reads.
+
+A recording is JSON (plain or gzip): schema_version, kind "topoflight-recording", hostname, captured_at (Unix seconds),
+source, and `answers` by method and question. An error is an answer too: {"$errno": "ENOENT"},
+{"$nvml": "NOT_SUPPORTED"} or {"$import": "..."}. `probes.host.recording` answers from one.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from contracts.plain import PlainError, strict
-from contracts.plain import loads as plain
-from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Snapshot
-from probes.host.protocol import Json
-from probes.registry import BY_NAME
+from contracts.plain import strict
+from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Outcome, Snapshot, Source, snapshot_of
 
-Outcome = Ok[Any] | Absent | Failed
+Json = Any
+"""None, bool, int, float, str, or lists and string-keyed dicts of these."""
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Json]:
@@ -63,12 +65,12 @@ def _converter() -> Any:
     return converter
 
 
-class SnapshotError(ValueError):
-    """The data is not a snapshot that can be read here."""
+class OutcomeError(ValueError):
+    """The data is not an outcome that can be read here."""
 
 
-def outcome_from_json(probe: str, data: Json) -> Outcome:
-    """The outcome of the probe of that name. Raises SnapshotError that says what does not fit."""
+def outcome_from_json(source: Source[Any], data: Json) -> Outcome:
+    """The outcome of a probe. Raises OutcomeError that says what does not fit."""
     try:
         status, seconds = data["status"], float(data.get("seconds", 0.0))
         if status == "absent":
@@ -76,59 +78,31 @@ def outcome_from_json(probe: str, data: Json) -> Outcome:
         if status == "failed":
             return Failed(error=str(data["error"]), seconds=seconds)
         if status != "ok":
-            raise SnapshotError(f'outcome of probe {probe!r}: status is {status!r}; allowed: "ok", "absent", "failed"')
-        if probe not in BY_NAME:
-            return Failed(error=f"this release has no probe {probe!r}; its facts cannot be read", seconds=seconds)
-        return Ok(facts=_converter().structure(data["facts"], BY_NAME[probe].facts), seconds=seconds)
-    except SnapshotError:
+            raise OutcomeError(
+                f'outcome of probe {source.name!r}: status is {status!r}; allowed: "ok", "absent", "failed"'
+            )
+        return Ok(facts=_converter().structure(data["facts"], source.facts), seconds=seconds)
+    except OutcomeError:
         raise
     except (ExceptionGroup, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise SnapshotError(f"outcome of probe {probe!r}: {_words(error)}") from None
+        raise OutcomeError(f"outcome of probe {source.name!r}: {_words(error)}") from None
 
 
 def to_json(snapshot: Snapshot) -> dict[str, Json]:
-    """A snapshot as plain data."""
-    return {
-        "schema_version": snapshot.schema_version,
-        "hostname": snapshot.hostname,
-        "taken_at_seconds": snapshot.taken_at_seconds,
-        "topoflight_version": snapshot.topoflight_version,
-        "outcomes": {name: outcome_to_json(outcome) for name, outcome in snapshot.outcomes.items()},
-    }
+    """A snapshot for another process of this release."""
+    outcomes = {name: outcome_to_json(outcome) for name, outcome in snapshot.outcomes.items()}
+    return {"hostname": snapshot.hostname, "taken_at_seconds": snapshot.taken_at_seconds, "outcomes": outcomes}
 
 
-def from_json(data: Json) -> Snapshot:
-    """A snapshot from plain data. Raises SnapshotError."""
-    if not isinstance(data, dict) or not isinstance(data.get("outcomes"), dict):
-        raise SnapshotError('not a snapshot: an object with "outcomes" is expected')
-    version = data.get("schema_version")
-    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
-        raise SnapshotError(f"snapshot: schema_version is {version!r}; this release reads 1 to {SCHEMA_VERSION}")
-    try:
-        taken = float(data.get("taken_at_seconds", 0.0))
-    except (TypeError, ValueError, OverflowError):
-        raise SnapshotError("snapshot: taken_at_seconds must be a number") from None
-    return Snapshot(
-        hostname=str(data.get("hostname", "")),
-        taken_at_seconds=taken,
-        topoflight_version=str(data.get("topoflight_version", "")),
-        outcomes={name: outcome_from_json(name, outcome) for name, outcome in data["outcomes"].items()},
-        schema_version=version,
-    )
-
-
-def dumps(snapshot: Snapshot) -> str:
-    """A snapshot as JSON text."""
-    return json.dumps(to_json(snapshot))
-
-
-def loads(text: str | bytes) -> Snapshot:
-    """A snapshot from JSON text. Raises SnapshotError."""
-    try:
-        data = plain(text)
-    except PlainError as error:
-        raise SnapshotError(str(error)) from None
-    return from_json(data)
+def from_json(data: dict[str, Json], probes: Iterable[Source[Any]]) -> Snapshot:
+    """The outcomes of these probes in such a snapshot; facts of another kind than the declared one are a failure."""
+    outcomes: dict[str, Outcome] = {}
+    for probe in (each for each in probes if each.name in data["outcomes"]):
+        try:
+            outcomes[probe.name] = outcome_from_json(probe, data["outcomes"][probe.name])
+        except OutcomeError as error:
+            outcomes[probe.name] = Failed(error=str(error))
+    return snapshot_of(data["hostname"], data["taken_at_seconds"], outcomes)
 
 
 def _words(error: BaseException) -> str:
@@ -137,3 +111,42 @@ def _words(error: BaseException) -> str:
 
         return "; ".join(cattrs.transform_error(error)[:5])
     return f"{type(error).__name__}: {error}"
+
+
+# Recordings ----------------------------------------------------------------------------------------------------------
+
+KIND = "topoflight-recording"
+METHODS = (
+    "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
+    "identity", "nvml", "netlink", "port_link", "rdma_netlink", "verbs", "cpu", "kernel_log",
+)  # fmt: skip
+"""Questions of a host (`probes.host.protocol`)."""
+
+
+class RecordingError(ValueError):
+    """A file is not a recording that can be read here."""
+
+
+def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
+    """The content of a recording file."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": KIND,
+        "hostname": identity["hostname"],
+        "captured_at": identity["time"],
+        "source": source,
+        "answers": {method: dict(sorted(answers[method].items())) for method in METHODS if method in answers},
+    }
+
+
+def dumps(content: dict[str, Json]) -> str:
+    """The recording as JSON with one answer per line, so that two of them can be compared by eye."""
+    head = {k: v for k, v in content.items() if k != "answers"}
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
+    sections = [f"  {json.dumps(m)}: {_section(a)}" for m, a in content["answers"].items()]
+    return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
+
+
+def _section(answers: dict[str, Json]) -> str:
+    rows = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in answers.items()]
+    return "{\n" + ",\n".join(rows) + "\n  }"

@@ -1,7 +1,8 @@
-"""The child that asks the drivers: `python -m probes.worker ROOT`, one JSON request and one JSON answer per line.
+"""The child that asks a host: `python -m probes.worker ROOT CALL_FILE PARENT`. Requests and answers are lines of JSON.
 
-A driver call may hang or crash this process; the parent (probes.scanner) then kills it and starts another. It ends by
-itself as soon as the pipe from the parent closes, even while a call hangs, because a thread of its own reads the pipe.
+It alone imports what reads (`probes/*/read.py`, `probes.host`): a driver call that hangs or crashes ends this process,
+and the parent (probes.scanner) then starts another. It ends by itself as soon as the pipe from the parent closes, even
+while a call hangs, because a thread of its own reads the pipe. With an empty ROOT it replays recordings only.
 """
 
 from __future__ import annotations
@@ -13,32 +14,78 @@ import queue
 import signal
 import sys
 import threading
-from typing import IO, Any, cast
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from contracts.redaction import without_secrets
-from probes.host.live import LiveHost
-from probes.host.protocol import Host, Json
-from probes.host.recording import RecordingHost
-from probes.registry import BY_NAME
-from probes.scan import run
-from probes.wire import outcome_to_json
+from probes.api import Absent, Failed, Ok, Outcome, Snapshot, Source, UnavailableError
+from probes.host.protocol import Host
+from probes.host.recording import RecordingHost, load_all
+from probes.wire import Json, RecordingError, from_json, outcome_to_json
+
+if TYPE_CHECKING:
+    from probes.host.live import LiveHost
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def answer(host: LiveHost, request: dict[str, Json]) -> dict[str, Json]:
-    """Run the probe that is asked for.
+def reader(name: str) -> Callable[[Host], Any]:
+    """What reads the facts of the probe of that name: `read` of the module `read` in its folder."""
+    found: Callable[[Host], Any] = import_module(f"probes.{name}.read").read
+    return found
 
-    With "record", every answer of the host comes back as well; with "begin" it is a scan's first.
-    """
-    probe = BY_NAME[request["probe"]]
-    if request.get("begin"):
+
+def run(read: Callable[[Host], Any], host: Host) -> Outcome:
+    """Read the facts of one probe. An error is an outcome and never raised: UnavailableError is `Absent`."""
+    start = time.perf_counter()
+    try:
+        facts = read(host)
+    except UnavailableError as error:
+        return Absent(why=str(error), seconds=time.perf_counter() - start)
+    except Exception as error:  # noqa: BLE001 - the one place: a probe's error is an outcome
+        return Failed(error=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - start)
+    return Ok(facts=facts, seconds=time.perf_counter() - start)
+
+
+def scan(host: Host, probes: Sequence[Source[Any]]) -> Snapshot:
+    """Scan a host in this process: for tests and measurements of hosts that cannot hang."""
+    return from_json(_scanned(host, [probe.name for probe in probes]), probes)
+
+
+def _scanned(host: Host, names: Sequence[str]) -> dict[str, Json]:
+    """As `wire.to_json` has it."""
+    outcomes = {name: outcome_to_json(run(reader(name), host)) for name in names}
+    identity = host.identity()
+    return {"hostname": identity["hostname"], "taken_at_seconds": identity["time"], "outcomes": outcomes}
+
+
+def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[str, Json]]:
+    """Answer one request: of a probe of the live host, or of every probe for each recording in a file."""
+    if host is None:
+        yield from _replayed(request)
+        return
+    if request["begin"]:  # a scan's first
         host.begin_scan()
-    if not request.get("record"):
-        return {"id": request["id"], "outcome": without_secrets(outcome_to_json(run(probe, host)))}
-    recorder = RecordingHost(host)
-    outcome = run(probe, cast("Host", recorder))
-    return {"id": request["id"], "outcome": without_secrets(outcome_to_json(outcome)), "answers": recorder.answers}
+    read = reader(request["probe"])
+    if not request["record"]:
+        yield {"outcome": without_secrets(outcome_to_json(run(read, host)))}
+        return
+    recorder = RecordingHost(host)  # every answer of the host goes back as well
+    outcome = run(read, cast("Host", recorder))
+    yield {"outcome": without_secrets(outcome_to_json(outcome)), "answers": recorder.answers}
+
+
+def _replayed(request: dict[str, Json]) -> Iterator[dict[str, Json]]:
+    try:
+        os.chdir(request["folder"])
+        for host in load_all(request["recording"]):
+            yield _scanned(host, request["probes"])
+    except (OSError, RecordingError) as error:
+        yield {"error": str(error)}
+    else:
+        yield {"end": True}
 
 
 def _listen(requests: queue.Queue[dict[str, Json]]) -> None:
@@ -66,17 +113,26 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
+def _live(root: str, call_file: int) -> LiveHost:
+    from probes.host.live import LiveHost  # a recording is replayed without NVML and netlink
+
+    host = LiveHost(root)
+    host.name_driver_calls_in(call_file)
+    return host
+
+
 def main(root: str, call_file: int, parent: int) -> None:
     """Answer requests until the parent goes; `call_file` is the descriptor for `LiveHost.name_driver_calls_in`."""
     _die_with(parent)
     pipe = _private_stdout()
-    host = LiveHost(root)
-    host.name_driver_calls_in(call_file)
+    host = _live(root, call_file) if root else None
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     _send(pipe, {"ready": True})
     while True:
-        _send(pipe, answer(host, requests.get()))
+        request = requests.get()
+        for answer in answers(host, request):
+            _send(pipe, {"id": request["id"], **answer})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.gpus import most_links, without_gdr
 from hardware.tables import is_of
-from probes.texts import codes_of, finding
+from probes.api import codes_of, finding
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
 from topology.reference import departures, reference_of

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import TypeVar
 
 from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, rank
-from topology.paths import cluster_expectations
-from topology.plan import Plan, gigabytes, node_plan, usable_rate
+from topology.paths import cluster_expectations, with_expectations
+from topology.plan import Plan, gigabytes, node_plan, rail_plan, usable_rate
 
 T = TypeVar("T")
 _OF_GPU = attrgetter(*(field.name for field in fields(GpuNode) if field.name != "uuid"))
@@ -22,11 +22,14 @@ _TRANSPORTS = (("efa", "efa"), ("hca", "rdma"), ("rxe", "rdma"), ("siw", "rdma")
 
 
 def join(nodes: tuple[NodeTopology, ...] | list[NodeTopology]) -> ClusterTopology:
-    """The cluster of these nodes. A single node has no inter-node transport."""
-    nodes = tuple(nodes)
+    """The cluster of these nodes, each with its expectations. A single node has no inter-node transport."""
+    models = _each(_models(nodes), with_expectations)
+    nodes = tuple(
+        node if node.expectations is model.expectations else replace(node, expectations=model.expectations)
+        for node, model in zip(nodes, models, strict=True)
+    )
     if len(nodes) < 2:
         return ClusterTopology(nodes=nodes)
-    models = _models(nodes)
     warnings = list(_asymmetries(nodes, models))
     transport = _transport(nodes, models, warnings)
     value, steps = _between(nodes, models, transport)
@@ -100,9 +103,7 @@ def _between(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], tran
 def _rate_of(node: NodeTopology, transport: str) -> float | None:
     """Together; where each GPU has a rail, as many as there are at the pace of the slowest: channels share evenly."""
     nics = _nics_of(node, transport)
-    plans = [
-        each.busbw_bytes_per_second for each in node.expectations if each.scope == "rail" and each.op == "all_gather"
-    ]
+    plans = [rail_plan(node, rail)[0] for rail in node.rails] if not node.lacking else []
     if plans and {nic.name for nic in nics} == {name for rail in node.rails for name in rail.nics}:
         known_plans = [plan for plan in plans if plan]
         return len(plans) * min(known_plans) if len(known_plans) == len(plans) else None

@@ -1,5 +1,5 @@
 """What follows from devices and pairs, whatever their source: NVLink islands, each GPU's nearest NICs, rails, signs
-of a virtual machine, expectations.
+of a virtual machine.
 
 Specification: `nvidia-smi topo -m` labels; NCCL src/graph/search.cc for why the nearest NIC decides.
 """
@@ -26,11 +26,10 @@ from topology.graph import (
     path_class,
     rank,
 )
-from topology.paths import node_expectations
 
 
 def complete(node: NodeTopology) -> NodeTopology:
-    """The node with islands, nearest NICs, rails and expectations derived from its pairs.
+    """The node with islands, nearest NICs and rails derived from its pairs; `topology.paths` says what they carry.
 
     A reason in `virtual` is kept; without one, the pairs themselves may show that a hypervisor hides the tree.
     """
@@ -41,17 +40,16 @@ def complete(node: NodeTopology) -> NodeTopology:
     warnings = node.warnings
     if virtual and virtual not in warnings:
         warnings = (*warnings, virtual)
-    derived = replace(
+    return replace(
         node,
         pairs=through_neighbours(node.gpus, node.pairs),
         virtual=virtual,
         islands=islands(node.gpus, node.pairs),
         nearest_nic=nearest,
         rails=rails(nearest),
+        expectations=(),
         warnings=warnings,
     )
-    # Of a cut text nobody knows what the pairs that it lacks would carry.
-    return replace(derived, expectations=() if node.lacking else node_expectations(derived))
 
 
 def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
@@ -71,10 +69,10 @@ def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
     dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in kept}
     pairs = tuple(pair for pair in node.pairs if pair.a not in dropped and pair.b not in dropped)
     nearest = tuple(near for near in node.nearest_nic if near.gpu not in dropped)
-    part = replace(
-        node, gpus=kept, pairs=pairs, islands=islands(kept, pairs), nearest_nic=nearest, rails=rails(nearest)
-    )
-    return replace(part, expectations=node_expectations(part) if node.expectations else ())
+    return replace(
+        node, gpus=kept, pairs=pairs, islands=islands(kept, pairs), nearest_nic=nearest, rails=rails(nearest),
+        expectations=(),
+    )  # fmt: skip
 
 
 SYS_RANK = rank("SYS")

@@ -183,7 +183,7 @@ class NodeTopology:
     islands: tuple[Island, ...] = ()
     nearest_nic: tuple[NearestNic, ...] = ()  # empty where there are no NICs
     rails: tuple[Rail, ...] = ()
-    expectations: tuple[Expectation, ...] = ()
+    expectations: tuple[Expectation, ...] = ()  # empty until `topology.paths.with_expectations`
     cpu_count: int | None = None
     numa_nodes: int | None = None
     sku: str | None = None  # row of the reference table this node was recognised as

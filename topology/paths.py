@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from contracts.finding import Interval
-from hardware.gpus import most_links, refuses_peers
+from hardware.gpus import gpu_named, most_links, refuses_peers
 from hardware.units import GIGA
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
 from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs
+from topology.links import nvlink_bytes_per_second, nvlink_candidates, pcie_bytes_per_second
 from topology.plan import (
     Plan,
     has_nvlink_ring,
@@ -23,9 +24,6 @@ from topology.plan import (
     island_plan,
     links_into,
     node_plan,
-    nvlink_bytes_per_second,
-    nvlink_candidates,
-    pcie_bytes_per_second,
     rail_plan,
     usable_rate,
 )
@@ -112,8 +110,19 @@ _TWO_NODES = "on two nodes all_reduce by tree may exceed this: the wire carries 
 _LARGE_BYTES = 1 << 30  # of every rank: latency no longer counts
 
 
-def node_expectations(node: NodeTopology) -> tuple[Expectation, ...]:
-    """For every NVLink island and for the node, among the GPUs that answer, and for every rail."""
+def with_expectations(node: NodeTopology) -> NodeTopology:
+    """The node with what every NVLink island, every rail and all of its GPUs that answer are expected to carry.
+
+    Nothing is expected of a node whose text was cut, since nobody knows what the pairs that it lacks would carry, nor
+    of AMD's GPUs: what RCCL makes of their links is not modelled.
+    """
+    makers = {gpu.maker for each in node.gpus if (gpu := gpu_named(each.model))}
+    if node.expectations or node.lacking or makers - {"NVIDIA"}:
+        return node
+    return replace(node, expectations=_of_node(node))
+
+
+def _of_node(node: NodeTopology) -> tuple[Expectation, ...]:
     usable = tuple(gpu.name for gpu in node.gpus if gpu.usable)
     made: list[Expectation] = []
     for island in node.islands:

@@ -20,6 +20,7 @@ from topology.graph import (
     NodeTopology,
     Pairs,
 )
+from topology.paths import with_expectations
 from topology.reference import candidates, departures
 
 Json = dict[str, Any]
@@ -110,7 +111,7 @@ def _values(item: object, *names: str) -> Json:
 
 def json_document(node: NodeTopology) -> Json:
     """The node as plain JSON values. Names are stable: a frozen surface for scripts."""
-    labels = columns(node)
+    node, labels = with_expectations(node), columns(node)
     return {
         **_values(node, "schema_version", "hostname", "source", "sku"),
         "sku_candidates": list(candidates(node)),

@@ -299,7 +299,7 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
     step, best = sharded.forecast.step_seconds.mid, fitting[0].forecast.step_seconds.mid
     why = (
         f"This small test run uses {sharded.layout.family} to show sharded traffic. Its forecast is "
-        f"{units.seconds(step)} a step; {fitting[0].layout.family}, which would be chosen for speed, takes "
+        f"{units.seconds(step)} a step; {fitting[0].layout.family}, the recommended layout, takes "
         f"{units.seconds(best)}."
     )
 

@@ -11,38 +11,40 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
-    from probes.scanner import Scanner
+    from probes.scanner import Probes, Scanner
 
 _POLL_SECONDS = 0.05  # a signal's event is looked at this often
 
 
 def snapshots(
-    hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float = 30.0, quiet: bool = False,
+    hosts: Sequence[Path], probes: Probes, *, root: str = "/", timeout_seconds: float = 30.0, quiet: bool = False,
     stop: threading.Event | None = None,
 ) -> tuple[Snapshot, ...]:  # fmt: skip
-    """Scan this host in a child process, `timeout_seconds` for each probe, or replay the recordings in order.
+    """Ask this host for these probes' facts, `timeout_seconds` for each, or replay the recordings in order.
 
     A person at a terminal sees that it is under way; `quiet` is for callers that say so themselves. Soon after `stop`
     is set this returns: what a scan was asked from then on is failed in it, and recordings not yet read are left out.
     """
     stop = stop or threading.Event()
     if quiet or not sys.stderr.isatty():  # what draws on terminals is not imported where there is none
-        return _snapshots(hosts, root, timeout_seconds, stop)
+        return _snapshots(hosts, probes, root, timeout_seconds, stop)
     from agent.base.output import waiting
 
     with waiting("scan: asking this host" if not hosts else "scan: replaying"):
-        return _snapshots(hosts, root, timeout_seconds, stop)
+        return _snapshots(hosts, probes, root, timeout_seconds, stop)
 
 
-def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float, stop: threading.Event) -> tuple[Snapshot, ...]:
+def _snapshots(
+    hosts: Sequence[Path], probes: Probes, root: str, timeout_seconds: float, stop: threading.Event
+) -> tuple[Snapshot, ...]:
     if not hosts:
         from probes.scanner import Scanner
 
-        with Scanner(root, timeout_seconds=timeout_seconds) as scanner, _closed_by(stop, scanner):
+        with Scanner(root, probes=probes, timeout_seconds=timeout_seconds) as scanner, _closed_by(stop, scanner):
             return (scanner.scan(),)
     from agent.base.recordings import replay
 
-    return replay(hosts, stop)
+    return replay(hosts, probes, stop)
 
 
 @contextlib.contextmanager

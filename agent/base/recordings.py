@@ -19,22 +19,22 @@ import click
 from agent.base.inputs import InputError
 from agent.base.output import say
 from contracts import bounded
+from probes import scanner
 from probes.api import Snapshot
-from probes.host.recording import RecordingError, load_all
-from probes.scan import scan
+from probes.wire import RecordingError
 
 RECORDINGS = (".json", ".json.gz", ".tgz", ".tar.gz")
 
 
-def replay(hosts: Sequence[Path], stop: threading.Event) -> tuple[Snapshot, ...]:
+def replay(hosts: Sequence[Path], probes: scanner.Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
     """Scan recordings in order, those not yet read at `stop` left out. Raises InputError."""
-    found, paths = [], []
+    found: list[Snapshot] = []
+    paths: list[Path] = []
     for path in recordings(hosts):
         try:
-            for host in load_all(path):
-                if not stop.is_set():
-                    found.append(scan(host))
-                    paths.append(path)
+            if not (stop and stop.is_set()):
+                found += scanner.replay(path, probes, stop)
+                paths += [path] * (len(found) - len(paths))
             if path.name.endswith((".tgz", ".tar.gz")):
                 with contextlib.suppress(BundleError):
                     packed = bounded.read(path, MOST_BUNDLE_BYTES)

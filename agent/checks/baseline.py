@@ -22,10 +22,11 @@ from contracts import bounded, plain
 from contracts.finding import Finding, Status
 from contracts.plain import PlainError
 from probes.api import Snapshot
-from probes.host.recording import RecordingError, load
 from probes.pci import facts as pci_facts
 from probes.pci.facts import PciFacts
-from probes.scan import scan
+from probes.registry import ALL
+from probes.scanner import replay
+from probes.wire import RecordingError
 
 REPORT_VERSION = 1  # of report.json: raised when an older reader would misread it
 LIMIT_BYTES = 32 << 20  # as much as a recording may have
@@ -84,14 +85,12 @@ def _read(path: Path) -> Baseline:
         bench = value.get("bench")
         return Baseline(statuses=statuses, buses=_buses(value), busbw=_busbw(bench) if bench else {})
     try:
-        snapshot = scan(load(path))
+        snapshots = replay(path, ALL)
     except RecordingError as error:
         raise GateError(f"no report, no benchmark and no recording: {error}") from None
-    facts = snapshot.facts(PciFacts)
-    checks = checks_of_scans((snapshot,))
     return Baseline(
-        statuses=_worst((check.code, check.node, check.subject, check.status) for check in checks),
-        buses={snapshot.hostname: facts} if facts else {},
+        statuses=_worst((check.code, check.node, check.subject, check.status) for check in checks_of_scans(snapshots)),
+        buses={snapshot.hostname: facts for snapshot in snapshots if (facts := snapshot.facts(PciFacts))},
     )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.measured import BENCH_CODES, RUN_CODES
 from planner.lint.values import CODES as ENVIRONMENT_CODES
-from probes.registry import ALL
-from probes.scan import SCAN_CODES
+from probes.registry import ALL, SCAN_CODES
 from topology.check import CODES as TOPOLOGY_CODES
 
 RDMA_BENCH_CODES = ("bench.rdma.low_bandwidth",)

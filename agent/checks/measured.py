@@ -15,8 +15,7 @@ from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
 from contracts.run_record import Comparison, RunRecord, compare
 from contracts.tables import read_table
-from probes.api import Snapshot
-from probes.texts import finding
+from probes.api import Snapshot, finding
 from topology.build import build
 from topology.expected import FAILS_BELOW
 from topology.paths import Bar as BarName

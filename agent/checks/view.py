@@ -58,12 +58,12 @@ def look(
 
     `expected` is what each of them must have, or why that could not be read.
     """
-    topologies = tuple(build(snapshot) for snapshot in snapshots)
-    checks = checks_of_hosts(snapshots, topologies, earlier=earlier, expected=expected)
+    cluster = join([build(snapshot) for snapshot in snapshots])
+    checks = checks_of_hosts(snapshots, cluster.nodes, earlier=earlier, expected=expected)
     return View(
         snapshots=tuple(snapshots),
-        topologies=topologies,
-        cluster=join(topologies),
+        topologies=cluster.nodes,
+        cluster=cluster,
         checks=without_secrets(checks),
         verdict=judge(checks),
         made_at_seconds=time.time(),

@@ -41,6 +41,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     from agent.jobs.benchmark import replay_spec, spec_of, watch
     from agent.terminal import measured
     from collectives.bench.run import run
+    from probes.registry import ALL
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -58,7 +59,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     keep_bench(result)
     emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))
     _save(result, save)
-    sys.exit(_bench_exit(result, _report_low(checks_of_bars(result, snapshots(())))))
+    sys.exit(_bench_exit(result, _report_low(checks_of_bars(result, snapshots((), ALL)))))
 
 
 def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
@@ -84,6 +85,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
     from collectives.bench import perftest, processes
+    from probes.registry import ALL
 
     stop, got = threading.Event(), list[int]()
 
@@ -98,7 +100,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     try:
         before = read_baseline(baseline, ("writes",)).writes  # first: a wrong file costs no run
         perftest.require_program()
-        (found,) = snapshots((), stop=stop)
+        (found,) = snapshots((), ALL, stop=stop)
         ports = ports_of(found, options["devices"])
         if not ports:
             say(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
@@ -158,8 +160,9 @@ def calibrate(
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.base.hosts import snapshots
     from agent.jobs.child import calibration, default_ranks, has_gpu
+    from probes.registry import ALL
 
-    found_hosts = snapshots(())
+    found_hosts = snapshots((), ALL)
     copies = ranks or default_ranks(found_hosts)
     progress = Progress()
     progress.step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(budget)}")

@@ -28,11 +28,12 @@ def bundle(
         with waiting("bundle: asking the agents"):
             hosts = making.of_cluster(namespace, context, nodes)
     else:
-        from probes.scanner import capture
+        from probes.registry import ALL
+        from probes.scanner import Scanner
 
-        with waiting("bundle: asking this host"):
-            recording = capture(root)
-        hosts = {str(recording["hostname"]): making.of_host(recording, root=root, state=state)}
+        with waiting("bundle: asking this host"), Scanner(root, probes=ALL) as scanner:
+            snapshot, recording = scanner.capture()
+        hosts = {snapshot.hostname: making.of_host(snapshot, recording, root=root, state=state)}
     content = pack_bundle(hosts)
     if target == "-":
         sys.stdout.buffer.write(content)

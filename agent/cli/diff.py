@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def _only(path: Path) -> Snapshot:
     """The host of a recording, by its own name. Raises UsageError where there are several."""
-    found = snapshots((path,))
+    from probes.registry import ALL
+
+    found = snapshots((path,), ALL)
     if len(found) != 1:
         raise click.UsageError(f"{path}: holds {len(found)} hosts; diff compares two, and --fleet a folder of many")
     return found[0]
@@ -31,12 +33,13 @@ def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
 
     With --fleet DIR: show the nodes that differ from the others, and the groups of equal nodes.
     """
+    from probes.registry import ALL
     from topology import diff as differ
 
     if fleet is not None:
         if files:
             raise click.UsageError("--fleet takes a folder and no further files")
-        view = differ.fleet(snapshots((fleet,)))
+        view = differ.fleet(snapshots((fleet,), ALL))
         emit(view, form, lambda out: out.print(differ.fleet_text(view), markup=False))
         return
     if len(files) != 2:

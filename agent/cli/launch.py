@@ -46,6 +46,7 @@ def launch(
     from agent.base.hosts import snapshots
     from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS
+    from probes.registry import ALL
 
     storage_rate(options["storage_rate"])  # refused before anything starts
     if script is not None:
@@ -54,7 +55,7 @@ def launch(
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
-    found = () if options["machine"] else snapshots(options["hosts"], root=options["root"])
+    found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     settings = explicit_settings(options["config"], options["overrides"])
     request = for_whole_run(with_rows(training_request(options), settings), settings)
     advice = advise(request, lambda: found)
@@ -310,8 +311,9 @@ def _gate(
     from agent.checks.measured import must_be_measured, with_bench
     from agent.checks.verdict import judge, select
     from agent.checks.view import look, with_environment
+    from probes.registry import ALL
 
-    here = found if found and not options["hosts"] else snapshots((), root=options["root"])
+    here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
     stopped = result.stopped_by or "" if result else ""
     view = with_bench(look([with_environment(one, settings) for one in here]), result)
     checks = view.checks if stopped or result is None else must_be_measured(view.checks)
@@ -330,8 +332,9 @@ def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: thr
     """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
     from agent.base.hosts import snapshots
     from agent.jobs.child import measure
+    from probes.registry import ALL
 
-    return measure(snapshots(())[0], ranks, progress, stop, quick=True, environment=settings)
+    return measure(snapshots((), ALL)[0], ranks, progress, stop, quick=True, environment=settings)
 
 
 def _launch_script(
@@ -344,12 +347,13 @@ def _launch_script(
     from agent.jobs import script as trainer
     from agent.terminal import measured
     from contracts.bounded import open_regular
+    from probes.registry import ALL
 
     try:
         open_regular(script).close()
     except OSError as error:
         raise InputError(f"--script {script}: {error.strerror}") from None
-    found = snapshots(options["hosts"], root=options["root"])
+    found = snapshots(options["hosts"], ALL, root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
     for line in plan.said:
         say(f"note: {line}", err=True)

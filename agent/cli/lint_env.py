@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from pathlib import Path
 
 import click
@@ -38,8 +37,9 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     if hosts:
         from agent.base.recordings import replay
         from planner.lint.machine import machine_of
+        from topology.build import SOURCES
 
-        machine = machine_of(replay(hosts[:1], threading.Event())[0])
+        machine = machine_of(replay(hosts[:1], SOURCES)[0])
     name = "" if source == "-" or kind == "process" else source
     linted = lint_text(text, kind, nccl_version=nccl_version, machine=machine, name=name)
     if form != "table":

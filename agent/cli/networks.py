@@ -58,6 +58,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     from agent.jobs.child import sigterm
     from agent.jobs.namespaces import HOSTS
     from contracts.run_record import read
+    from probes.registry import ALL
 
     if options["ranks"] not in (None, HOSTS):
         raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
@@ -81,7 +82,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     )  # fmt: skip
     with sigterm() as stop:
         try:
-            bars = networks.compare_here(job, shaped, snapshots(()), stop)
+            bars = networks.compare_here(job, shaped, snapshots((), ALL), stop)
         finally:
             progress.done()
     records = [read(Path(bar.record)) for bar in bars if bar.record]
@@ -107,12 +108,13 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from agent.cluster.client import connect
     from agent.jobs import cluster_job, networks, submission
     from planner.kubernetes.manifests import render as render_documents
+    from probes.registry import ALL
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
     over = networks.parse(options["networks"])
     settings = explicit_settings(options["config"], options["overrides"])
     request = for_whole_run(with_rows(training_request(options), settings), settings)
-    found = snapshots(options["hosts"], root=options["root"])
+    found = snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
     advice = answer(request, found)
     if advice.model and advice.model.name == EMBEDDED_MODEL:

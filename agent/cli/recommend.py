@@ -32,6 +32,7 @@ def recommend(**options: object) -> None:
     """
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
     from agent.advice.request import Request
+    from probes.registry import ALL
 
     if options.pop("list_exports"):
         say("\n".join(FORMATS))
@@ -53,7 +54,7 @@ def recommend(**options: object) -> None:
         _what_if(request, options, form)
         return
     with waiting("recommend: forecasting layouts"):
-        found = () if request.machine else snapshots(request.hosts, root=request.root)
+        found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
         advice = advise(request, lambda: found)
     if form == "k8s":
         advice, left_out = in_pods(advice, found, here=not request.hosts)
@@ -139,10 +140,11 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from planner.forecast.calibration import load_calibration
     from planner.recommend import forecast_named, plan, scaled
     from planner.sweep import compare
+    from probes.registry import ALL
 
     model = model_of(request)
     assert model is not None  # noqa: S101 - `_what_if` has refused otherwise
-    found = () if request.machine else snapshots(request.hosts, root=request.root)
+    found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
     try:
         cluster = cluster_of(request, found, request.ranks_per_node)
         ranks = request.ranks_per_node or default_ranks(request, cluster)

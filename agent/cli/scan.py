@@ -20,8 +20,9 @@ def scan(
     """Inspect this host and print its devices and findings. Reads only. NAME selects one node, device or code."""
     from agent.checks.view import look, named
     from agent.terminal.hosts import scan as show
+    from probes.registry import ALL
 
-    view = look(snapshots(hosts, root=root, timeout_seconds=timeout))
+    view = look(snapshots(hosts, ALL, root=root, timeout_seconds=timeout))
     view = named(view, name) if name else view
     value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
     verbose = verbose or everything or bool(name)
@@ -39,9 +40,10 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
     from agent.checks.view import look
     from agent.terminal.hosts import scan as show
+    from probes.registry import ALL
 
     say("This node is a built-in example with deliberate faults. It is not a real machine.")
-    view = look(snapshots((DEMO,)))
+    view = look(snapshots((DEMO,), ALL))
     show(console(), view, verbose=verbose, everything=False)
     say(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")
     if page:
@@ -60,11 +62,12 @@ def capture(root: str, target: Path | None) -> None:
 
     The recording contains no environment variables except those of NCCL and related libraries, and no process names.
     """
-    from probes.host.recording import dumps
-    from probes.scanner import capture as record
+    from probes.registry import ALL
+    from probes.scanner import Scanner
+    from probes.wire import dumps
 
-    with waiting("capture: asking this host"):
-        text = dumps(record(root))
+    with waiting("capture: asking this host"), Scanner(root, probes=ALL) as scanner:
+        text = dumps(scanner.capture()[1])
     if target is None:
         say(text, nl=False)
         return

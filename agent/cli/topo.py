@@ -6,6 +6,7 @@ import gzip
 import re
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
@@ -37,7 +38,9 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
 
     Exit code 5: a matrix is incomplete. 0: otherwise.
     """
-    nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
+    from topology.paths import with_expectations
+
+    nodes = [with_expectations(node) for node in ([read_topology(source)] if source else _nodes(hosts, root))]
     if form == "svg":
         from topology.svg import svg
 
@@ -70,13 +73,11 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
         sys.exit(EXIT_UNKNOWN)
 
 
-def build_node(snapshot: object) -> NodeTopology:
-    """The topology of one scanned or replayed host."""
-    from probes.api import Snapshot
-    from topology.build import build
+def _nodes(hosts: Sequence[Path], root: str = "/") -> list[NodeTopology]:
+    """The topologies of recorded hosts, or of this one."""
+    from topology.build import SOURCES, build  # which `topo --from` of a matrix does not need
 
-    assert isinstance(snapshot, Snapshot)  # noqa: S101 - typed late to keep `topo --from` light
-    return build(snapshot)
+    return [build(snapshot) for snapshot in snapshots(hosts, SOURCES, root=root)]
 
 
 def read_topology(source: str) -> NodeTopology:
@@ -105,10 +106,10 @@ def read_topology(source: str) -> NodeTopology:
 
 def _recording(source: str, raw: bytes) -> NodeTopology:
     if source != "-":
-        return build_node(snapshots((Path(source),))[0])
+        return _nodes((Path(source),))[0]
     from tempfile import NamedTemporaryFile
 
     with NamedTemporaryFile(suffix=".json") as copy:
         copy.write(raw)
         copy.flush()
-        return build_node(snapshots((Path(copy.name),))[0])
+        return _nodes((Path(copy.name),))[0]

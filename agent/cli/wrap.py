@@ -45,6 +45,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     the arguments of the command give the layout. Existing settings stay.
     """
     from agent.jobs.wrapped import wrapped
+    from probes.registry import ALL
 
     if in_place and source == "-":
         raise click.UsageError("--apply writes over FILE and cannot be used with standard input.")
@@ -53,7 +54,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise inputs.InputError(f"{inputs.name_of(source)}: not UTF-8: {error}") from None
-    found = () if options["machine"] else snapshots(options["hosts"], root=options["root"])
+    found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     if record:
         _record(text, found, options, record)
         return

@@ -64,6 +64,12 @@ def readable(names: Iterable[str], held: Fleet) -> tuple[Snapshot, ...]:
     return tuple(held.snapshot(record) for record in records if held.topology(record) is not None)
 
 
+_START_AGENT = (
+    "Start the agent on this node, restore its rights, or correct the clock of the node. "
+    f"`topoflight explain {_SILENT}` says how to find out which."
+)
+
+
 def checks_of(
     names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
 ) -> tuple[Finding, ...]:
@@ -75,8 +81,8 @@ def checks_of(
         record = held.record(name)
         if record is None or record.silent(now):
             why = _why_silent(record, now)
-            message, remedy = f"{why}: nothing is known of this node", "topoflight explain cluster.node.silent"
-            checks.append(Finding(code=_SILENT, status=Status.FAIL, node=name, message=message, remedy=remedy))
+            message = f"{why}: nothing is known of this node"
+            checks.append(Finding(code=_SILENT, status=Status.FAIL, node=name, message=message, remedy=_START_AGENT))
             continue
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = published(name, record)
@@ -162,7 +168,7 @@ def published(name: str, record: NodeRecord) -> list[Finding]:
         found.append(
             Finding(code=_VERDICT, status=statuses[worst], node=name, required=worst == "unknown",
                   message=f"its agent says {worst} and publishes no finding that says why",
-                  remedy="topoflight explain cluster.node.verdict")
+                  remedy="Read the log of the agent on this node, or run `topoflight preflight` there.")
         )  # fmt: skip
     else:
         found.append(Finding(code=_VERDICT, status=Status.PASS, node=name))

@@ -23,14 +23,13 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 from contracts.plain import LARGEST_DECIMAL, strict
 from contracts.redaction import redact
 from contracts.tables import read_table
-from probes.api import Absent, Failed, Ok, Snapshot
+from probes.api import Absent, Failed, Ok, Outcome, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciDevice, PciFacts, is_bridge, is_network
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts
-from probes.wire import Outcome
 
 Json = dict[str, Any]
 MOST_ADDRESSES = 256

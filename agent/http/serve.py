@@ -38,7 +38,8 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     from agent.base.hosts import snapshots
     from agent.checks.history import History
     from agent.http.state import State
-    from probes.hostinfo.container import ROLE
+    from probes.hostinfo.probe import ROLE
+    from probes.registry import ALL
     from probes.scanner import Scanner
 
     if os.getpid() == 1:  # in a container: to the first process a signal that it does not handle means nothing
@@ -48,10 +49,10 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     client = connected(options)
     places = bind(address, port)  # who asks while the rest is loaded waits, and is not refused
     os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
-    scanner = None if hosts else Scanner(root)
+    scanner = None if hosts else Scanner(root, probes=ALL)
     if scanner:  # the child imports while this process does
         threading.Thread(target=scanner.start, name="start", daemon=True).start()
-    scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts))
+    scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts, ALL))
     state = State(
         scan, interval_seconds=interval, folder=options["folder"],
         expected=lambda: _expected(options),

@@ -197,8 +197,9 @@ def _allows_nvls(text: str) -> bool:
 def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     """The benchmark that the command line asks for, on this host."""
     from agent.base.hosts import snapshots
+    from probes.registry import ALL
 
-    found = snapshots(())
+    found = snapshots((), ALL)
     ranks = options["ranks"] or default_ranks(found)
     budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)
     spec = preflight_spec(found, ranks, budget, force=options["force"], hosts=options["hosts"],
@@ -425,13 +426,15 @@ def _cause_of_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None
 
 def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.Event) -> dict[str, Any]:
     """The result of the benchmark or the calibration that is asked for, in plain values."""
+    from probes.registry import ALL
+
     if request.pop("task") == "calibrate":
         return calibrate(CalibrationRequest(**request), stop=stop)
     due = Due(**request["due"]) if request["due"] else None
+    found = (wire.from_json(request["snapshot"], ALL),)
     spec = preflight_spec(
-        (wire.from_json(request["snapshot"]),), request["ranks"], request["budget_seconds"], force=request["force"],
-        quick=request["quick"], due=due,
-    )  # fmt: skip
+        found, request["ranks"], request["budget_seconds"], force=request["force"], quick=request["quick"], due=due
+    )
     return result_to_json(run(replace(spec, environment=request["environment"]), watch(note), stop))
 
 

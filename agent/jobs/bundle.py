@@ -29,10 +29,9 @@ from contracts.plain import PlainError, loads
 from contracts.redaction import redact, without_secrets
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.host.recording import RecordedHost, dumps
 from probes.pci.facts import PciFacts
 from probes.pci.facts import gpus as on_the_bus
-from probes.scan import scan
+from probes.wire import dumps
 
 LOG_LINES = 2000
 NODE_SECONDS = 180
@@ -53,9 +52,8 @@ LIMIT_FILES = ("proc/self/limits", "proc/self/cgroup", "sys/fs/cgroup/memory.max
                "sys/fs/cgroup/pids.max")  # fmt: skip
 
 
-def of_host(recording: dict[str, Any], *, root: str, state: Path, live: bool = True) -> Files:
+def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: Path, live: bool = True) -> Files:
     """The files of one host, by their name in its folder; `live` is whether this is the host that was recorded."""
-    snapshot = scan(RecordedHost(recording))
     checks = worst_first(checks_of_scans((snapshot,)))
     found: Files = {
         "recording.json": dumps(without_secrets(recording)).encode(),

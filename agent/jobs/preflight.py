@@ -38,6 +38,7 @@ from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from probes.api import Snapshot
+from probes.registry import ALL
 from topology.graph import NodeTopology
 from topology.paths import Due
 
@@ -119,7 +120,7 @@ def run(options: Options, progress: Progress) -> Report:
             if not keep.read_runs([place]):
                 raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
         progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
-        found = read_snapshots(options.hosts, root=options.root, quiet=True, stop=stop)
+        found = read_snapshots(options.hosts, ALL, root=options.root, quiet=True, stop=stop)
         report = (
             _unscanned(options, progress)
             if stop.is_set()

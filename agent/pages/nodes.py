@@ -73,23 +73,14 @@ class Console:
     checks: tuple[Finding, ...]
     rows: tuple[Row, ...]  # all nodes
     matching: int  # nodes that were asked for
-    lines: tuple[tuple[Row, ...], ...]  # of the table of these nodes
+    shown: tuple[tuple[Row, ...], ...]  # the lines of the table on the requested page
+    pages: int
     counts: dict[str, int]
     faults: tuple[tuple[Group, str], ...]  # each with the time of the oldest
     places: Places
     map: tuple[tuple[str, tuple[Row, ...]], ...]
     families: tuple[diff.FleetFamily, ...]
     choices: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def shown(self) -> tuple[tuple[Row, ...], ...]:
-        """The lines of the page that was asked for."""
-        return self.lines[ROWS * (self.asked.page - 1) : ROWS * self.asked.page]
-
-    @property
-    def pages(self) -> int:
-        """How many pages there are."""
-        return max(1, -(-len(self.lines) // ROWS))
 
     @property
     def summary(self) -> str:
@@ -109,8 +100,10 @@ def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
         for row in rows(records, checks, now)
     )
     matching = [row for row in every if asked.matches(row)]
+    table = lines(matching)
     return Console(
-        asked=asked, verdict=judge(checks), checks=checks, rows=every, matching=len(matching), lines=lines(matching),
+        asked=asked, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
+        shown=table[ROWS * (asked.page - 1) : ROWS * asked.page], pages=max(1, -(-len(table) // ROWS)),
         counts=dict(Counter(row.word for row in every)),
         faults=tuple(_faults(records, checks)), places=places, map=_map(every, places),
         families=_families(fleet, records, now),
@@ -160,7 +153,7 @@ def _map(rows: Sequence[Row], places: Places) -> tuple[tuple[str, tuple[Row, ...
 
 
 def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:
-    """Nodes with one kind of GPU and how the odd ones depart from what most of them have; of those that are heard of.
+    """Compare the reporting nodes with one kind of GPU, and return how some of them differ from the majority.
 
     Equal machines are compared once.
     """

@@ -249,14 +249,14 @@ class Row:
     place: str = ""
 
     def text(self) -> str:
-        """What a search looks in."""
+        """Return the text that a search reads."""
         found = self.worst.message if self.worst else ""
         about = (self.name, self.gpus, self.kind, self.version, self.place, *self.codes, found)
         return " ".join(about).lower()
 
 
 def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:
-    """Every node, sick ones first; one that fell silent is unknown, whatever it said last."""
+    """Return every node, failed ones first. A node that stopped reporting is unknown, whatever its last verdict was."""
     mine: dict[str, list[Finding]] = defaultdict(list)
     for check in checks:
         if check.status != "pass":

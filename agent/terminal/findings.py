@@ -96,7 +96,7 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
             where = (units.hostlist(nodes) if named else "", "" if one and not named else units.hostlist(what))
             indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
     if group.size > SHOWN and not group.alike:
-        indented(out, "in the words of the first: the others differ in figures or places (-v)")
+        indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")
 
 
 def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:

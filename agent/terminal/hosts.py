@@ -169,8 +169,12 @@ def _where(group: Group, at: str) -> str:
 
 
 def sound_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
-    """Nodes without a failure or a warning, named, by what they have: pairs of name and kind."""
-    bad = {name for check in checks if check.status in ("fail", "warn") for name in check.node.split(", ")}
+    """Print the nodes without problems by hardware; `found` are pairs of name and hardware.
+
+    A node with a failure, a warning or a required check that could not run is not among them.
+    """
+    wrong = [c for c in checks if c.status in ("fail", "warn") or (c.required and c.status == "unknown")]
+    bad = {name for check in wrong for name in check.node.split(", ")}
     kinds: dict[str, list[str]] = {}
     for name, words in found:
         if name not in bad:

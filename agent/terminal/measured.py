@@ -55,7 +55,7 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
         columns = ("one training step", "bytes", "calls", "ranks", "time")
         out.print(table_of(Grid(columns=columns, rows=tuple(rows))))
     if result.step is not None:
-        out.print(f"communication of the step, nothing hidden: {units.seconds(result.step.median_seconds)}")
+        out.print(f"communication of one step without overlap: {units.seconds(result.step.median_seconds)}")
     if len(set(result.hosts)) > 1 and result.carried:
         over: dict[str, int] = {}
         for row in result.carried:
@@ -84,7 +84,7 @@ def _verdict(result: BenchResult, wrong: int) -> str:
         return f"[magenta]? unknown[/magenta] [bold]Measured[/bold]: {ended}"
     if result.problems:
         return f"[bold red]✗ FAIL[/bold red] [bold]Measured[/bold]: the run ended early; {many} verified until then"
-    todo = "→ keep it as the bar: --save FILE, then --baseline FILE"
+    todo = "→ save a baseline with --save FILE, compare with --baseline FILE"
     return f"[green]✓[/green] [bold]Measured[/bold]: every result verified {todo}"
 
 

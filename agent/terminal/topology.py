@@ -54,9 +54,9 @@ def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
     """Matrix, islands, nearest NICs, expectations and warnings of one node; in a report the matrix in blocks."""
     out.print(f"\n[bold]{escape(topology.hostname)}[/bold] ({escape(topology.source)})")
     if topology.sku or topology.gpus:
-        out.print(f"recognised as: {escape(topology.sku or 'no machine of the reference table')}")
+        out.print(f"recognised as: {escape(topology.sku or 'not in the reference table')}")
     for departure in departures(topology):
-        out.print(f"[yellow]! departs from it:[/yellow] {escape(departure)}")
+        out.print(f"[yellow]! differs from the reference:[/yellow] {escape(departure)}")
     if not topology.gpus and not topology.nics:
         out.print("no GPU and no RDMA device was read: there is no link to show")
     elif brief:
@@ -83,19 +83,19 @@ def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> Non
     worst = "fail" if any(f.status == "fail" for f in found) else "warn" if bad else "unknown"
     worst = worst if bad or open_ else "pass"
     judged = topology.gpus or topology.nics
-    word, todo = (
-        (worst, "See below." if bad or open_ else "Nothing to do.") if judged else ("unknown", "Scan where GPUs are.")
-    )
-    what = topology.sku or ("no machine of the reference table" if judged else "no GPU and no RDMA device was read")
+    word, todo = worst, "See below." if bad or open_ else "Nothing to do."
+    if not judged:
+        word, todo = "unknown", "Run this on a node with GPUs."
+    what = topology.sku or ("not in the reference table" if judged else "no GPU and no RDMA device was read")
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
     headline(out, word, f"{topology.hostname}: {what}; {counted}", todo)
     pairs(out, links(topology))
     for departure in departures(topology):
-        point(out, "[yellow]![/yellow]", escape(f"departs from it: {departure}"))
+        point(out, "[yellow]![/yellow]", escape(f"differs from the reference: {departure}"))
     for warning in topology.warnings:
         point(out, "[yellow]![/yellow]", escape(warning))
     if judged:
-        out.print("[dim]the matrix: -v, or -o svg, json, yaml[/dim]")
+        out.print("[dim]full matrix: -v, or -o svg, json, yaml[/dim]")
 
 
 def nearest_nics(out: Console, topology: NodeTopology) -> None:

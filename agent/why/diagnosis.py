@@ -444,8 +444,9 @@ def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Finding, ...]:
 def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
     """The recordings given, else what the nodes' agents publish."""
     from agent.base.hosts import snapshots as replay
+    from probes.registry import ALL
 
-    return tuple(replay(request.hosts)) if request.hosts else published
+    return tuple(replay(request.hosts, ALL)) if request.hosts else published
 
 
 def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hardware.gpus import Gpu, gpu_named
 from hardware.units import GIGA
 from topology.graph import ClusterTopology, NodeTopology
-from topology.plan import nvlink_bytes_per_second
+from topology.links import nvlink_bytes_per_second
 
 if TYPE_CHECKING:  # a question without measurements does not wait for their reader
     from collectives.bench.results import Measurement

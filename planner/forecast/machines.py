@@ -13,8 +13,8 @@ from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from topology.derive import islands, nearest_nic, through_neighbours, with_gpus
 from topology.graph import ClusterTopology, GpuNode, Island, NicNode, NodeTopology, Pair, PathClass
-from topology.paths import node_expectations
-from topology.plan import nvlink_bytes_per_second
+from topology.links import nvlink_bytes_per_second
+from topology.paths import with_expectations
 
 
 class MachineError(ValueError):
@@ -107,7 +107,7 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         pairs += [_nic_pair(device, nic, local=j in mine) for j, nic in enumerate(nics)]
     whole = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
     joined = through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
-    node = NodeTopology(
+    return with_expectations(NodeTopology(
         hostname=hostname or row.name,
         gpus=gpus,
         nics=nics,
@@ -118,9 +118,7 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         numa_nodes=2,
         sku=row.name,
         source=f"catalogue: {row.source}",
-    )
-    # what RCCL makes of xGMI is not judged, so nothing is expected of it
-    return replace(node, expectations=node_expectations(node)) if nvidia else node
+    ))  # fmt: skip
 
 
 _NETWORK = re.compile(r"(?:(\d{1,2})x)?(\d{1,6}(?:\.\d{1,3})?)([GMT])(?:b/s|bps|bit)?", re.IGNORECASE)
@@ -171,7 +169,7 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
     if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= 65536:
         raise MachineError(f"nodes={nodes!r}: must be a whole number from 1 to 65536")
     row = machine(name)
-    node = get(name) if gpus_per_node is None else with_gpus(get(name), gpus_per_node)
+    node = get(name) if gpus_per_node is None else with_expectations(with_gpus(get(name), gpus_per_node))
     near = {nic for nearest in node.nearest_nic for nic in nearest.nics}
     transport = {"efa": "efa", "hca": "rdma", "ethernet": "tcp"}[row.nic_kind]
     if row.nvlink_nodes >= nodes > 1:

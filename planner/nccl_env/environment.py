@@ -24,6 +24,7 @@ from planner.nccl_env.platforms import published, settings_as_published
 from planner.nccl_env.situation import NodeView, Situation, situation
 from planner.nccl_env.texts import Note, PodNeed, Setting, need, note, setting
 from probes.api import Snapshot
+from probes.limits.probe import LimitsFacts
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # a question without a log does not wait for its reader
@@ -122,7 +123,7 @@ class _Share(NamedTuple):
 
 
 def _cores_per_rank(case: Situation, node: NodeView) -> _Share | None:
-    info, limits = node.hostinfo(), node.limits()
+    info, limits = node.hostinfo(), _limits(node)
     cores = info.cores or info.threads if info else None
     if cores is None:
         return None
@@ -192,8 +193,13 @@ def _has_hcas(node: NodeView) -> bool:
     return any(nic.kind in ("hca", "efa") for nic in nics)
 
 
+def _limits(node: NodeView) -> LimitsFacts | None:
+    """Limits of the process that read them."""
+    return node.snapshot.facts(LimitsFacts) if node.snapshot else None
+
+
 def _shm(node: NodeView, ranks: int) -> PodNeed:
-    limits = node.limits()
+    limits = _limits(node)
     have = limits.shm_size_bytes if limits and not limits.of_agent else None
     evidence = f"{node.hostname}: {ranks} ranks"
     if have is not None and limits is not None:
@@ -209,7 +215,7 @@ def _locked_memory(case: Situation) -> Iterator[PodNeed]:
 
 def _memlock_evidence(case: Situation) -> str:
     for node in case.nodes:
-        limits = node.limits()
+        limits = _limits(node)
         if limits is None or not limits.memlock_known:
             continue
         soft = limits.memlock_soft_bytes
@@ -232,7 +238,7 @@ def _efa(case: Situation) -> Iterator[PodNeed]:
 
 
 def _hugepages(node: NodeView) -> str:
-    limits = node.limits()
+    limits = _limits(node)
     pages = limits.hugepages if limits else None
     if not pages:
         return f"{node.hostname}: huge pages were not read"

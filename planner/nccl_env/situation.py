@@ -17,7 +17,6 @@ from probes.api import Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciFacts, amd_gpus, is_cassini
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import ClusterTopology, NodeTopology, PathClass
@@ -70,10 +69,6 @@ class NodeView:
     def hostinfo(self) -> HostinfoFacts | None:
         """The machine itself."""
         return self.snapshot.facts(HostinfoFacts) if self.snapshot else None
-
-    def limits(self) -> LimitsFacts | None:
-        """Limits of the process that read them."""
-        return self.snapshot.facts(LimitsFacts) if self.snapshot else None
 
     def pci(self) -> PciFacts | None:
         """The PCIe tree."""

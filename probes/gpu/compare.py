@@ -1,4 +1,12 @@
-"""Rules that compare the GPUs of one host: models, twins, NVLinks, fabric, P2P, and what this process may use."""
+"""Rules that compare the GPUs of one host: models, twins, NVLinks, fabric, P2P, and what this process may use.
+
+sysfs shows every GPU of the machine, in a container too; NVML lists those whose device node this process may open. So a
+GPU that NVML leaves out is a fault only where its node can be opened, or where nothing keeps this process from it. In a
+container that asked for all GPUs a missing node proves nothing: the toolkit makes nodes only for GPUs that NVML listed.
+
+Sources: NVML API reference, nvmlDeviceGetCount_v2; NVIDIA Container Toolkit (device nodes, and in its legacy mode the
+folders of /proc/driver/nvidia/gpus, of the GPUs given only).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +18,10 @@ from typing import Any
 
 from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import clock_share, gpu_named, refuses_peers, soldered
-from probes.gpu.facts import Gpu, GpuFacts, GpuPair
+from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
 from probes.gpu.health import WORDS, finding, subject_of
+
+PCI = "/sys/bus/pci/devices"
 
 
 def compare(facts: GpuFacts) -> Iterator[Finding]:
@@ -233,3 +243,74 @@ def _beside_a_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:
         return False
     ends = [{link.remote_bus_id for link in gpu.nvlinks if link.active and link.remote_kind == "gpu"} for gpu in (a, b)]
     return all(ends) and b.bus_id not in ends[0] and a.bus_id not in ends[1]
+
+
+# GPUs of the bus ------------------------------------------------------------------------------------------------------
+
+
+def check_bus(bus: GpuBus | None, listed: set[str], count: int) -> Iterator[Finding]:
+    """GPUs of the bus under NVIDIA's driver that NVML does not list; `listed` are its addresses, `count` its number.
+
+    Where NVML gives fewer addresses than GPUs (a lost one, a virtual machine that hides them) only the number counts.
+    """
+    if bus is None:
+        return
+    bound = [gpu for gpu in bus.gpus if gpu.driver == "nvidia"]
+    absent = [gpu for gpu in bound if gpu.bus_id not in listed]
+    unplaced = max(0, count - len(listed))
+    if not absent or len(absent) <= unplaced:
+        return
+    assigned = {gpu: _is_assigned(gpu, bus, count) for gpu in absent}
+    missing = [gpu for gpu in absent if assigned[gpu]]
+    if len(missing) > unplaced:
+        yield _missing(missing, bound, count, unplaced)
+    if others := [gpu for gpu in absent if not assigned[gpu]]:
+        yield _not_assigned(others, bound, count, bus, doubtful=None in (assigned[gpu] for gpu in others))
+
+
+def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int) -> bool | None:
+    """Whether this process was to see the GPU; None where that cannot be told.
+
+    What a container or a device cgroup keeps from this process is none of its own.
+    """
+    if gpu.node_exists:
+        return bool(gpu.node_usable)  # a device cgroup (Slurm, a container engine) refuses the node
+    if bus.container is None and bus.requested is None and not bus.all_requested:
+        return True  # on the host itself nothing is given away
+    if bus.requested is not None:
+        return bus.requested > count
+    # A container has no node of it, or the toolkit hides it in /proc: it was given to others, unless there are nodes
+    # that NVML does not use, or all were asked for.
+    return True if bus.nodes > count else None if bus.all_requested else False
+
+
+def _missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
+    names = ", ".join(gpu.bus_id for gpu in gpus)
+    which = names if not unplaced else f"{len(gpus) - unplaced} of {names}"
+    one = len(gpus) == 1
+    seen = (f"nvmlDeviceGetCount = {count}", *(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in gpus[:8]))
+    return finding(
+        "gpu.device.missing", ", ".join(gpu.bus_id for gpu in gpus[:8]), evidence=seen, count=count, bound=len(bound),
+        which=which, are="is" if one else "are", them="it" if one else "them",
+    )  # fmt: skip
+
+
+def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
+    names = ", ".join(gpu.bus_id for gpu in others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    place = f"this {bus.container} container" if bus.container else "this process"
+    # where none was given nothing was read: then the machine's GPUs are unknown, not fine
+    known = bool(count) and not doubtful
+    why = " NVIDIA_VISIBLE_DEVICES=all requests them. Whether the driver or another container has them is unknown."
+    return finding(
+        "gpu.device.not_given" + " unknown" * (not known), ", ".join(gpu.bus_id for gpu in others[:8]),
+        evidence=tuple(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in others[:8]),
+        count=len(others), bound=len(bound), place=place, names=names, why=why if doubtful else "",
+    )  # fmt: skip
+
+
+def _node(gpu: BusGpu) -> str:
+    if gpu.minor is None:
+        return f"{PROC}/{gpu.bus_id}: not there"
+    if not gpu.node_exists:
+        return f"/dev/nvidia{gpu.minor}: not there"
+    return f"/dev/nvidia{gpu.minor}: {'can be opened' if gpu.node_usable else 'may not be opened'}"

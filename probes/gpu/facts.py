@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from contracts.tables import read_table
+from probes.api import Source
 
 UNREAD = "unread"
 """In place of where a link ends: the driver failed to say. A hypervisor that hides it leaves None."""
 
 LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS
+PROC = "/proc/driver/nvidia/gpus"
 
 BROKEN = frozenset({"GPU_IS_LOST", "RESET_REQUIRED", "INSUFFICIENT_POWER", "IRQ_ISSUE", "CORRUPTED_INFOROM"})
 """nvmlReturn_t of a GPU's handle that name a fault of the GPU or of its place."""
@@ -173,3 +179,18 @@ class GpuFacts:
     pci_gpus: int | None = None  # NVIDIA display functions on the PCI bus (sysfs), whatever NVML says
     bus: GpuBus | None = None  # GPUs of the PCI bus, and which of them this process was given; None without sysfs
     xids_off_bus: tuple[tuple[str, tuple[int, ...]], ...] = ()  # Xids at bus ids where the bus has no device any more
+
+
+# The first NVML call on a host without persistence mode initialises every GPU: about 1 s each, 16 GPUs at most. A
+# driver that takes 100 ms for an answer tells of 8 GPUs' health and of their links in the rest.
+SOURCE = Source(name="gpu", facts=GpuFacts, timeout_seconds=45.0)
+
+
+@cache
+def row_of(question: str) -> dict[str, Any]:
+    """The row of `questions.toml` with the longest key that a question, "nvmlDeviceGetTemperature(0)", begins with.
+
+    An empty one where there is none.
+    """
+    rows: dict[str, dict[str, Any]] = read_table(__file__, "questions.toml")
+    return rows.get(max(filter(question.startswith, rows), key=len, default=""), {})

@@ -16,7 +16,7 @@ from typing import Literal
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.gpus import clock_share, on_grace
-from probes import texts
+from probes import api
 from probes.gpu.facts import Gpu, GpuFacts
 
 TEXTS = read_table(__file__, "findings.toml")
@@ -77,8 +77,8 @@ def finding(
 ) -> Finding:
     """The finding of a row of `findings.toml` about a GPU, whose facts its texts may name, or about another subject."""
     if isinstance(about, Gpu):
-        return texts.finding(TEXTS, key, status, subject_of(about), evidence, gpu=about, **values)
-    return texts.finding(TEXTS, key, status, about, evidence, **values)
+        return api.finding(TEXTS, key, status, subject_of(about), evidence, gpu=about, **values)
+    return api.finding(TEXTS, key, status, about, evidence, **values)
 
 
 Rule = Callable[[Gpu], Iterator[Finding]]

@@ -14,14 +14,11 @@ import re
 from collections.abc import Iterator
 
 from contracts.finding import Finding, Status
-from probes.api import Sample, known_samples
-from probes.gpu.bus import PCI, check_bus
-from probes.gpu.compare import compare
-from probes.gpu.facts import Gpu, GpuFacts
+from contracts.tables import read_table
+from probes.api import Sample, known_samples, probe_of
+from probes.gpu.compare import PCI, check_bus, compare
+from probes.gpu.facts import SOURCE, Gpu, GpuFacts, row_of
 from probes.gpu.health import RULES, TEXTS, WORDS, finding, named_xids, subject_of, unjudged
-from probes.gpu.read import read, row_of, throttle_names
-from probes.host.nvml import nvml_bus_id
-from probes.texts import probe_of
 
 
 def check(facts: GpuFacts) -> Iterator[Finding]:
@@ -148,18 +145,27 @@ def _unjudged(code: str, status: Status, subjects: dict[str, list[str]]) -> Find
 
 def samples(facts: GpuFacts) -> Iterator[Sample]:
     """Values that are known; an unknown one has no sample."""
+    reasons = tuple(read_table(__file__, "names.toml")["throttle_bit"].values())
     for gpu in facts.gpus:
         labels = (str(gpu.index), gpu.uuid or "", nvml_bus_id(gpu.bus_id))
         yield from known_samples(_values(gpu), labels)
         yield Sample(metric="gpu_info", value=1.0, labels=(*labels, gpu.name or ""))
         yield from _links(gpu, labels)
-        for reason in throttle_names() if gpu.throttle_reasons is not None else ():
+        for reason in reasons if gpu.throttle_reasons is not None else ():
             active = reason in (gpu.throttle_reasons or ())
             yield Sample(metric="gpu_throttling", value=float(active), labels=(*labels, reason))
     for pair in facts.pairs:
         if pair.p2p_read is not None:
             for one, other in ((pair.a, pair.b), (pair.b, pair.a)):
                 yield Sample(metric="gpu_p2p_ok", value=float(pair.p2p_read == "ok"), labels=(str(one), str(other)))
+
+
+def nvml_bus_id(sysfs_: str | None) -> str:
+    """The bus id as NVML and dcgm-exporter spell it: "00000000:1B:00.0"; empty where unknown."""
+    if not sysfs_:
+        return ""
+    domain, _, rest = sysfs_.partition(":")
+    return f"{int(domain, 16):08X}:{rest.upper()}"
 
 
 def _values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:
@@ -187,6 +193,4 @@ def _links(gpu: Gpu, labels: tuple[str, ...]) -> Iterator[Sample]:
             yield Sample(metric="gpu_nvlink_errors_total", value=count, labels=(*labels, str(link.link), kind))
 
 
-# The first NVML call on a host without persistence mode initialises every GPU: about 1 s each, 16 GPUs at most. A
-# driver that takes 100 ms for an answer tells of 8 GPUs' health and of their links in the rest.
-PROBE = probe_of(__file__, GpuFacts, read, check, samples=samples, unjudged=unjudged, timeout_seconds=45.0)
+PROBE = probe_of(__file__, SOURCE, check, samples=samples, unjudged=unjudged)

@@ -16,16 +16,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, cast
 
 from contracts.tables import read_table
 from probes.api import UnavailableError
-from probes.gpu.bus import PCI, read_bus
-from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, MigSlice, NvLink
+from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, MigSlice, NvLink, row_of
 from probes.host import sysfs
 from probes.host.nvml import ERROR_NAMES, HANDLE, INIT, MIG_SLICE, NO_DEVICE_FILES, XIDS, sysfs_bus_id
 from probes.host.protocol import GpuHandle, Host, NvmlError
+from probes.pci.read import DEVICES, read_bus
 
 GPUS_MAX = 64  # NVML lists GPUs, not MIG slices; no host has more
 MEMORY_MAX = 1 << 42  # 4 TiB: the largest boards sold so far have 288 GiB
@@ -49,13 +48,6 @@ _RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT = 230, 306, 307, 91
 _Found = dict[str, Any]  # fields of `Gpu`
 
 
-@cache
-def questions() -> dict[str, dict[str, Any]]:
-    """The rows of `questions.toml` by the beginning of the question, longest first."""
-    rows = read_table(__file__, "questions.toml")
-    return {start: rows[start] for start in sorted(rows, key=len, reverse=True)}
-
-
 def _names() -> dict[str, dict[str, Any]]:
     return read_table(__file__, "names.toml")
 
@@ -63,17 +55,6 @@ def _names() -> dict[str, dict[str, Any]]:
 def named(kind: str, number: Any) -> Any:
     """What a number of an NVML enumeration stands for, by `names.toml`; None for one that it does not have."""
     return _names()[kind].get(str(number)) if isinstance(number, int) else None
-
-
-def throttle_names() -> tuple[str, ...]:
-    """Every reason that holds clocks down."""
-    return tuple(_names()["throttle_bit"].values())
-
-
-@cache
-def row_of(question: str) -> dict[str, Any]:
-    """The row that a question, "nvmlDeviceGetTotalEccErrors(1, 0)", belongs to; an empty one where there is none."""
-    return next((row for start, row in questions().items() if question.startswith(start)), {})
 
 
 def does_not_apply(error: NvmlError) -> bool:
@@ -271,7 +252,7 @@ def _of(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple[int, ...
 def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Xids of places where sysfs shows no device, of whatever driver; none where sysfs does not tell."""
     try:
-        present = {name.rpartition(".")[0].lower() for name in host.list_dir(PCI)} if xids else set()
+        present = {name.rpartition(".")[0].lower() for name in host.list_dir(DEVICES)} if xids else set()
     except OSError:
         return ()
     return tuple((place, tuple(numbers)) for place, numbers in xids.items() if present and place not in present)

@@ -11,13 +11,13 @@ import os
 import platform
 import re
 import resource
-import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from probes.api import host_name
 from probes.host import netlink
 from probes.host.nvml import Nvml
 from probes.host.protocol import GpuHandle, Json
@@ -148,7 +148,7 @@ class LiveHost:
     def identity(self) -> dict[str, Json]:
         """Keys: hostname, pid, uid, kernel, architecture, time (Unix seconds), home."""
         return {
-            "hostname": _node_name() or socket.gethostname(),
+            "hostname": host_name(),
             "pid": os.getpid(),
             "uid": os.getuid(),
             "kernel": platform.release(),
@@ -283,8 +283,3 @@ def _register(device: str, length: int) -> Json:
         MR(domain, length, _LOCAL_WRITE),
     ):
         return {"registered_bytes": length, "pid": os.getpid()}
-
-
-def _node_name() -> str:
-    """The node's name in a pod whose manifest sets NODE_NAME: a pod's own host name changes with every pod."""
-    return os.environ.get("NODE_NAME", "") if os.environ.get("KUBERNETES_SERVICE_HOST") else ""

@@ -26,7 +26,7 @@ NO_DEVICE_FILES = "NO_DEVICE_FILES"
 """No word of NVML's: DRIVER_NOT_LOADED where the kernel has the driver and this container has no /dev/nvidiactl."""
 
 CALL_BYTES = 128
-"""Size of the file that names the call under way (`Nvml.call_file`)."""
+"""Size of the file that names the call under way (`Nvml.call_file`); what the call's name leaves is zero."""
 
 LIBRARY = "libnvidia-ml.so.1"
 DRIVER_PATHS = "TOPOFLIGHT_DRIVER_PATHS"
@@ -208,14 +208,6 @@ def sysfs_bus_id(nvml: str) -> str | None:
     if found is None or found[1].strip("F") == "":
         return None
     return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}.{found[4]}".lower()
-
-
-def nvml_bus_id(sysfs_: str | None) -> str:
-    """The bus id as NVML and dcgm-exporter spell it: "00000000:1B:00.0"; empty where unknown."""
-    if not sysfs_:
-        return ""
-    domain, _, rest = sysfs_.partition(":")
-    return f"{int(domain, 16):08X}:{rest.upper()}"
 
 
 def _field_values(handle: Any, *fields: int | str) -> list[Json]:

@@ -8,10 +8,9 @@ replays the whole product without the hardware.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-Json = Any
-"""None, bool, int, float, str, or lists and string-keyed dicts of these."""
+from probes.wire import Json as Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,6 @@
-"""A host's answers in a file: captured on a customer's machine, replayed anywhere without the hardware.
+"""A host's answers in a file (`probes.wire`): captured on a customer's machine, replayed without the hardware.
 
-The file is JSON (plain or gzip): schema_version, kind "topoflight-recording", hostname, captured_at (Unix seconds),
-source, and `answers` by method and question. An error is an answer too: {"$errno": "ENOENT"},
-{"$nvml": "NOT_SUPPORTED"} or {"$import": "..."}. What was never asked replays as "not there", so that a newer probe
-reads an older recording.
+What was never asked replays as "not there", so that a newer probe reads an older recording.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ from __future__ import annotations
 import base64
 import errno
 import gzip
-import json
 import os
 import re
 import tarfile
@@ -26,25 +22,15 @@ from contracts.plain import loads as plain
 from contracts.redaction import without_secrets
 from probes.api import SCHEMA_VERSION
 from probes.host.nvml import ERROR_CODES, failure
-from probes.host.protocol import GpuHandle, Host, Json, NvmlError
+from probes.host.protocol import GpuHandle, Host, NvmlError
+from probes.wire import KIND, METHODS, Json, RecordingError
 
-KIND = "topoflight-recording"
 BUNDLE_LIMIT_BYTES = 512 << 20  # unpacked, of all hosts
 SIZE_LIMIT_BYTES = 32 << 20  # unpacked; a 16-GPU host takes about 1 MB, and parsed data some 20 times the text
 MOST_VALUES = 8_000_000  # of all recordings in a bundle; a host of 16 GPUs has some 20,000, each of up to 100 bytes
 _IN_BUNDLE = re.compile(r"[^/]+/recording\.json")
 
-_METHODS = (
-    "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
-    "identity", "nvml", "netlink", "port_link", "rdma_netlink", "verbs", "cpu", "kernel_log",
-)  # fmt: skip
-
-
 T = TypeVar("T")
-
-
-class RecordingError(ValueError):
-    """A file is not a recording that can be read here."""
 
 
 def question(*arguments: GpuHandle | int | str) -> str:
@@ -61,7 +47,7 @@ class RecordingHost:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         """Every question of `Host` is passed on in the same way."""
-        if method not in _METHODS:
+        if method not in METHODS:
             raise AttributeError(method)
 
         def ask(*arguments: GpuHandle | int | str) -> Any:
@@ -83,18 +69,6 @@ class RecordingHost:
             symbols.setdefault(str(arguments[0]), {})[question(*arguments[1:])] = answer
         else:
             self.answers.setdefault(method, {})[question(*arguments)] = answer
-
-
-def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
-    """The content of a recording file."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "kind": KIND,
-        "hostname": identity["hostname"],
-        "captured_at": identity["time"],
-        "source": source,
-        "answers": {method: dict(sorted(answers[method].items())) for method in _METHODS if method in answers},
-    }
 
 
 def _answered(method: str, kind: Callable[[Any], T]) -> Callable[..., T]:
@@ -288,16 +262,3 @@ def _checked(data: Json, path: Path) -> dict[str, Json]:
     if not isinstance(identity.get("hostname", ""), str) or not isinstance(identity.get("time", 0), int | float):
         raise RecordingError(f'{path}: "answers.identity": "hostname" must be text and "time" a number')
     return data
-
-
-def dumps(content: dict[str, Json]) -> str:
-    """The recording as JSON with one answer per line, so that two of them can be compared by eye."""
-    head = {k: v for k, v in content.items() if k != "answers"}
-    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
-    sections = [f"  {json.dumps(m)}: {_section(a)}" for m, a in content["answers"].items()]
-    return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
-
-
-def _section(answers: dict[str, Json]) -> str:
-    rows = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in answers.items()]
-    return "{\n" + ",\n".join(rows) + "\n  }"

@@ -1,25 +1,21 @@
 """The machine itself: CPU, NUMA, memory, kernel, virtualisation.
 
-Specification: proc(5); DMI; Linux Documentation/ABI/stable/sysfs-devices-node; NCCL user guide, nccl.conf; cloud-init,
-instance metadata (/run/cloud-init/cloud-id). The probe is not called host, because that is what a probe asks.
+The probe is not called host, because that is what a probe asks.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contracts.finding import Finding
 from contracts.tables import read_table
-from probes.api import Sample
-from probes.host import sysfs
-from probes.host.protocol import Host
-from probes.hostinfo.container import NAMES
-from probes.texts import finding, probe_of
+from probes.api import Sample, Source, finding, probe_of
 
 TEXTS = read_table(__file__, "findings.toml")
+
+ROLE = "TOPOFLIGHT_ROLE"
+"""A variable that is "agent" in the resident agent's container: what that was given says nothing of what a job gets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,134 +92,5 @@ def samples(facts: HostinfoFacts) -> Iterator[Sample]:
             yield Sample(metric="hostinfo_numa_distance_ratio", value=distance / 10, labels=labels)
 
 
-DMI = "/sys/class/dmi/id/"
-NODES = "/sys/devices/system/node/"
-_OF_THE_CONTAINER = ("container", "TOPOFLIGHT_ROLE")  # read by probes.hostinfo.container; no library reads them
-NODES_MAX = 1024  # MAX_NUMNODES of the kernel's largest configuration
-
-_SERVER = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3})(?=[:@,]|$)", re.ASCII)
-SERVERS_MAX = 64
-
-
-def read(host: Host) -> HostinfoFacts:
-    """Ask every question; whatever is not there stays None."""
-    identity, cpu = host.identity(), host.cpu()
-    cpuinfo = sysfs.text(host, "/proc/cpuinfo")
-    first = _processor(cpuinfo)
-    vendor, product = sysfs.text(host, DMI + "sys_vendor"), sysfs.text(host, DMI + "product_name")
-    conf, conf_files = nccl_conf(host, str(identity.get("home") or ""))
-    balancing = sysfs.number(host, "/proc/sys/kernel/numa_balancing")
-    load = cpu.get("load_average")
-    return HostinfoFacts(
-        hostname=str(identity.get("hostname") or "unknown"),
-        kernel=_text(identity.get("kernel")),
-        os=sysfs.fields(sysfs.text(host, "/etc/os-release"), "=").get("PRETTY_NAME", "").strip("\"'") or None,
-        architecture=_text(identity.get("architecture")),
-        cpu_vendor=_cpu_vendor(first),
-        cpu_name=first.get("model name") or first.get("cpu"),
-        cpu_family=sysfs.parse_number(first.get("cpu family")),
-        cpu_model=sysfs.parse_number(first.get("model")),
-        sockets=len(set(re.findall(r"^physical id[ \t]*:[ \t]*(\d+)", cpuinfo or "", re.MULTILINE | re.ASCII))) or None,
-        cores=cpu.get("physical"),
-        threads=cpu.get("logical"),
-        memory_bytes=cpu.get("memory_bytes"),
-        numa=numa_nodes(host),
-        virtual_machine=virtual_machine(host, first),
-        product=product,
-        vendor=vendor,
-        chassis_asset_tag=sysfs.text(host, DMI + "chassis_asset_tag"),
-        cloud_id=sysfs.text(host, "/run/cloud-init/cloud-id"),
-        vendor_files=tuple(path for path in NAMES["vendor_files"] if host.exists(path)),
-        storage_servers=storage_servers(sysfs.text(host, "/proc/self/mounts")),
-        boot_id=sysfs.text(host, "/proc/sys/kernel/random/boot_id"),
-        load=load[0] if load else None,
-        nccl_environment={k: v for k, v in host.environment().items() if k not in _OF_THE_CONTAINER},
-        nccl_conf=conf,
-        nccl_conf_files=conf_files,
-        numa_balancing=None if balancing is None else balancing != 0,  # 1 and 2 (memory tiering) both scan
-    )
-
-
-def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str | None:
-    """The hypervisor's name; None on bare metal, or where nothing tells."""
-    if processor is None:
-        processor = _processor(sysfs.text(host, "/proc/cpuinfo"))
-    vendor, product = sysfs.text(host, DMI + "sys_vendor") or "", sysfs.text(host, DMI + "product_name") or ""
-    flags = processor.get("flags")
-    if flags is not None and "hypervisor" not in flags.split():
-        return None  # x86 without the CPUID bit, whatever DMI says: a cloud's bare-metal instance
-    if flags is None and "metal" in product:
-        return None
-    named = next((name for mark, name in NAMES["hypervisors"].items() if mark in f"{vendor} {product}"), None)
-    return named or sysfs.text(host, "/sys/hypervisor/type") or ("unknown hypervisor" if flags is not None else None)
-
-
-def storage_servers(mounts: str | None) -> tuple[str, ...]:
-    """IPv4 addresses that file systems are mounted from: "10.1.2.3:/data" of NFS, "10.1.2.3@o2ib:/fs" of Lustre."""
-    found: dict[str, None] = {}
-    for line in (mounts or "").splitlines():
-        words = line.split()
-        if len(words) < 3 or words[2] not in NAMES["network_file_systems"]:
-            continue
-        for text in _SERVER.findall(words[0]):
-            try:
-                found[str(ipaddress.IPv4Address(text))] = None
-            except ValueError:
-                continue
-    return tuple(found)[:SERVERS_MAX]
-
-
-def numa_nodes(host: Host) -> tuple[NumaNode, ...]:
-    """The nodes in the order of their numbers, which may have gaps (POWER9: 0 and 8)."""
-    numbers = sorted(int(name[4:]) for name in sysfs.names(host, NODES) if re.fullmatch(r"node\d{1,4}", name))
-    nodes = []
-    for number in numbers[:NODES_MAX]:
-        folder = f"{NODES}node{number}/"
-        memory = re.search(r"MemTotal:\s*(\d{1,18}) kB", sysfs.text(host, folder + "meminfo") or "", re.ASCII)
-        distances = (sysfs.parse_number(part) for part in (sysfs.text(host, folder + "distance") or "").split())
-        nodes.append(
-            NumaNode(
-                node=number,
-                cpus=sysfs.text(host, folder + "cpulist") or "",
-                memory_bytes=int(memory[1]) * 1024 if memory else None,
-                distances=tuple(d for d in distances if d is not None),
-            )
-        )
-    return tuple(nodes)
-
-
-def nccl_conf(host: Host, home: str) -> tuple[dict[str, str] | None, tuple[str, ...]]:
-    """Settings of the user's file ($NCCL_CONF_FILE, else ~/.nccl.conf), then of /etc/nccl.conf; the first one wins."""
-    user = host.environment().get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home else "")
-    settings: dict[str, str] = {}
-    files = []
-    for path in (user, "/etc/nccl.conf"):
-        content = sysfs.text(host, path) if path.startswith("/") and "\0" not in path else None
-        if content is None:
-            continue
-        files.append(path)
-        for line in content.splitlines():
-            key, equals, value = line.strip().partition("=")
-            if equals and not key.startswith("#"):
-                settings.setdefault(key.strip(), value.strip())
-    return (settings if files else None), tuple(files)
-
-
-def _processor(content: str | None) -> dict[str, str]:
-    """The first block of /proc/cpuinfo."""
-    return sysfs.fields(re.split(r"\n[ \t]*\n", (content or "").lstrip(), maxsplit=1)[0])
-
-
-def _cpu_vendor(processor: dict[str, str]) -> str | None:
-    if "vendor_id" in processor:
-        return processor["vendor_id"]
-    if processor.get("CPU implementer"):
-        return "ARM"  # the architecture; the implementer's number names the maker
-    return "IBM" if processor.get("cpu", "").startswith("POWER") else None
-
-
-def _text(value: object) -> str | None:
-    return str(value) if value else None
-
-
-PROBE = probe_of(__file__, HostinfoFacts, read, check, samples=samples)
+SOURCE = Source(name="hostinfo", facts=HostinfoFacts)
+PROBE = probe_of(__file__, SOURCE, check, samples=samples)

@@ -6,17 +6,12 @@ Specification: NVIDIA IMEX guide, "IMEX Channels" (the character device nvidia-c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contracts.finding import Finding
 from contracts.tables import read_table
-from probes.api import UnavailableError
-from probes.host import sysfs
-from probes.host.protocol import Host
-from probes.hostinfo.container import of_agent
-from probes.texts import finding, probe_of
+from probes.api import Source, finding, probe_of
 
 TEXTS = read_table(__file__, "findings.toml")
 DEVICE = "nvidia-caps-imex-channels"
@@ -32,21 +27,6 @@ class ImexFacts:
     usable: tuple[str, ...]  # of these, what the process may open
     nodes: int | None  # hosts of the domain; None where no list is to be seen, as in a container
     of_agent: bool = False  # the resident agent's own pod, which is given no channel
-
-
-def read(host: Host) -> ImexFacts:
-    """Channels and the domain's size. Raises UnavailableError where the driver has no IMEX."""
-    if not re.search(rf"^\s*\d+ {DEVICE}$", sysfs.text(host, "/proc/devices") or "", re.MULTILINE):
-        raise UnavailableError(f"no driver registers {DEVICE} (/proc/devices)")
-    channels = tuple(name for name in sysfs.names(host, CHANNELS) if re.fullmatch(r"channel\d+", name))
-    listed = sysfs.text(host, NODES)
-    rows = [row.strip() for row in (listed or "").splitlines()]
-    return ImexFacts(
-        channels=channels,
-        usable=tuple(name for name in channels if host.usable(f"{CHANNELS}/{name}")),
-        nodes=None if listed is None else sum(bool(row) and not row.startswith("#") for row in rows),
-        of_agent=of_agent(host),
-    )
 
 
 def check(facts: ImexFacts) -> Iterator[Finding]:
@@ -66,4 +46,5 @@ def unjudged(facts: ImexFacts) -> dict[str, str]:
     return {"imex.channel.missing": f"not known of a job's pod: {why}"}
 
 
-PROBE = probe_of(__file__, ImexFacts, read, check, unjudged=unjudged)
+SOURCE = Source(name="imex", facts=ImexFacts)
+PROBE = probe_of(__file__, SOURCE, check, unjudged=unjudged)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from probes.api import Source
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
@@ -50,7 +52,10 @@ class InterfacesFacts:
     gloo_ifname: str | None = None  # GLOO_SOCKET_IFNAME of the process that read, None where unset
     networks_missing: dict[str, str] = field(default_factory=dict)  # interface of the annotation, gone -> network
     of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
-    backend: str | None = None  # "gloo" on a host without GPU: set for the judgement by `topology.build`
+    backend: str | None = None  # "gloo" on a host without GPU: set for the judgement (`agent.checks.view`)
+
+
+SOURCE = Source(name="interfaces", facts=InterfacesFacts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

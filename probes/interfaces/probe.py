@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.units import gigabits
-from probes.api import Sample
-from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
-from probes.interfaces.read import read
-from probes.texts import finding, probe_of
+from probes.api import Sample, finding, probe_of
+from probes.interfaces.facts import ON_A_WIRE, SOURCE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
 
 NET = "/sys/class/net"
 TEXTS = read_table(__file__, "findings.toml")
@@ -244,4 +242,4 @@ def samples(facts: InterfacesFacts) -> Iterator[Sample]:
         yield Sample(metric="interfaces_nccl_choice_info", value=1, labels=(facts.nccl_choice,))
 
 
-PROBE = probe_of(__file__, InterfacesFacts, read, check, samples=samples, unjudged=unjudged)
+PROBE = probe_of(__file__, SOURCE, check, samples=samples, unjudged=unjudged)

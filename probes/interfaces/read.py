@@ -22,7 +22,7 @@ from contracts.tables import read_table
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
-from probes.hostinfo.container import container, of_agent
+from probes.hostinfo.read import container, of_agent
 from probes.interfaces.facts import Entry, Interface, InterfacesFacts, NetworkStatus, nccl_choice, role_of
 from probes.rdma.facts import ipv4_of
 from probes.rdma.read import read_gids

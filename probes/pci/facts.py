@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hardware.gpus import NVIDIA
 from hardware.nics import MELLANOX, is_efa, is_virtual
+from probes.api import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,9 @@ class PciFacts:
     hypervisor: str | None = None  # None bare metal or unknown: ACS and IOMMU matter there only
     container: str | None = None  # "kubernetes", ...: in a pod, a NIC's RDMA device may be another namespace's
     topology_files: tuple[str, ...] = ()  # NCCL topology XML the provider put on this host
+
+
+SOURCE = Source(name="pci", facts=PciFacts)
 
 
 DEPTH_MAX = 64  # bridges; the 256 buses of the specification cannot nest deeper in practice

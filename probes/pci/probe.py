@@ -14,9 +14,10 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from hardware.nics import is_efa
-from probes.api import Sample, known_samples
+from probes.api import Sample, finding, known_samples, probe_of
 from probes.pci.facts import (
     INFINIBAND_CLASS,
+    SOURCE,
     PciDevice,
     PciFacts,
     amd_gpus,
@@ -28,8 +29,6 @@ from probes.pci.facts import (
     is_network,
     is_passed_through,
 )
-from probes.pci.read import read
-from probes.texts import finding, probe_of
 
 EVIDENCE_MAX = 16
 SYSFS = "/sys/bus/pci/devices"
@@ -207,4 +206,4 @@ def samples(facts: PciFacts) -> Iterator[Sample]:
             yield Sample(metric="pci_link_width_ratio", value=width / possible, labels=(device.bus_id,))
 
 
-PROBE = probe_of(__file__, PciFacts, read, check, samples=samples)
+PROBE = probe_of(__file__, SOURCE, check, samples=samples)

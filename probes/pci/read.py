@@ -2,8 +2,10 @@
 
 Specification: Linux Documentation/ABI/testing/sysfs-bus-pci, sysfs-kernel-iommu_groups; NCCL user guide,
 Troubleshooting ("GPU Direct"); NCCL src/graph/topo.cc for the place of a virtual topology file; PCI Express Base
-Specification, chapter 7 (capability structures), linux/pci_regs.h for their offsets. A process without CAP_SYS_ADMIN
-gets the first 64 bytes of configuration space only, and then what is in the capabilities is unknown.
+Specification, chapter 7 (capability structures), linux/pci_regs.h for their offsets; NVIDIA driver README, "Device
+Minor" in /proc/driver/nvidia/gpus/*/information; Linux fs/namei.c, inode_permission: access(2) asks the device cgroup.
+A process without CAP_SYS_ADMIN gets the first 64 bytes of configuration space only, and then what is in the
+capabilities is unknown.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from typing import Any
 from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from probes.api import UnavailableError
+from probes.gpu.facts import PROC, BusGpu, GpuBus
 from probes.host import sysfs
 from probes.host.protocol import Host
-from probes.hostinfo import probe as hostinfo
-from probes.hostinfo.container import container
-from probes.pci.facts import PciDevice, PciFacts, ancestors, is_bridge, is_gpu, is_network
+from probes.hostinfo.read import container, virtual_machine
+from probes.pci.facts import PciDevice, PciFacts, ancestors, is_bridge, is_gpu, is_network, is_passed_through
 
 NAMES = read_table(__file__, "names.toml")
 DEVICES = "/sys/bus/pci/devices"
@@ -46,7 +48,7 @@ def read(host: Host) -> PciFacts:
     devices = _with_config(host, [d for name in addresses if (d := read_device(host, name)) is not None])
     version = sysfs.text(host, "/proc/driver/nvidia/version")
     opened = None if version is None else "Open Kernel Module" in version
-    hypervisor = hostinfo.virtual_machine(host)
+    hypervisor = virtual_machine(host)
     return PciFacts(
         devices=devices,
         iommu_mode=_iommu_mode(host, devices),
@@ -168,6 +170,50 @@ def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str 
         return f"every device sits on its own root ({hypervisor})"
     return None
 
+
+# GPUs of the bus, for the gpu probe -----------------------------------------------------------------------------------
+
+NODES_MAX = 64  # as many GPUs as the gpu probe asks about
+
+
+def read_bus(host: Host) -> GpuBus | None:
+    """The bus as sysfs shows it; None without sysfs."""
+    try:
+        addresses = [name for name in host.list_dir(DEVICES) if sysfs.BUS_ID.fullmatch(name)]
+    except OSError:
+        return None
+    found = tuple(gpu for address in addresses if (gpu := _gpu(host, address)) is not None)[:NODES_MAX]
+    nodes = sum(sysfs.usable(host, f"/dev/nvidia{n}") or False for n in range(len(found)))
+    visible = host.environment().get("NVIDIA_VISIBLE_DEVICES", "").strip()
+    return GpuBus(
+        gpus=found, container=container(host) if found else None, nodes=nodes,
+        requested=_requested(visible), all_requested=visible == "all",
+    )  # fmt: skip
+
+
+def _requested(visible: str) -> int | None:
+    """How many GPUs the variable names, by index or UUID; "void" and "none" leave it to a device list (CDI) or none."""
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if not names or names[0] in ("all", "void", "none") or any("MIG" in name or ":" in name for name in names):
+        return None
+    return len(set(names))
+
+
+def _gpu(host: Host, address: str) -> BusGpu | None:
+    folder = f"{DEVICES}/{address}"
+    if sysfs.number(host, f"{folder}/vendor") != NVIDIA or (sysfs.number(host, f"{folder}/class") or 0) >> 16 != 0x03:
+        return None
+    driver = sysfs.target_name(host, f"{folder}/driver")
+    if is_passed_through(driver) or sysfs.target_name(host, f"{folder}/physfn") is not None:
+        return None
+    match = re.search(r"^Device Minor:\s*(\d{1,3})\s*$", sysfs.text(host, f"{PROC}/{address}/information") or "", re.M)
+    minor = int(match[1]) if match else None
+    there = None if minor is None else host.exists(f"/dev/nvidia{minor}")
+    usable = bool(sysfs.usable(host, f"/dev/nvidia{minor}")) if there else None
+    return BusGpu(bus_id=address, driver=driver, minor=minor, node_exists=there, node_usable=usable)
+
+
+# Configuration space --------------------------------------------------------------------------------------------------
 
 CONFIG_BYTES = 4096
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
+from probes.api import Source
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gid:
@@ -65,7 +67,7 @@ class RdmaDevice:
     uverbs_usable: bool | None = None  # this user may open it
     driver: str | None = None  # "mlx5_core", "efa", "bnxt_en"
     ports: tuple[RdmaPort, ...] = ()
-    role: str | None = None  # RAIL or OTHER: set for the judgement by `topology.build`, where the topology decides it
+    role: str | None = None  # RAIL or OTHER: set for the judgement (`agent.checks.view`), where the topology decides it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,9 @@ class RdmaFacts:
     netns_mode: str | None = None  # "shared", "exclusive"
     pyverbs: str | None = None  # version, or why it is not usable
     memlock_proof: MemlockProof | None = None
+
+
+SOURCE = Source(name="rdma", facts=RdmaFacts, timeout_seconds=20.0)
 
 
 ROCE_V2 = "RoCE v2"

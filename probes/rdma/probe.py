@@ -1,7 +1,7 @@
 """RDMA devices judged: ports, GIDs, MTU, flow control, permissions, and whether memory can really be registered.
 
 Ports are compared with those of their own role: the rails of the GPUs, or what serves storage and management
-(`RdmaDevice.role`, which `topology.build` sets). A step waits for no port of the second kind, so a finding about one
+(`RdmaDevice.role`). A step waits for no port of the second kind, so a finding about one
 is one degree less severe.
 
 Sources: InfiniBand Architecture (port states, link widths); NCCL user guide, Troubleshooting ("RoCE", "InfiniBand"),
@@ -21,11 +21,12 @@ from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.nics import fastest
 from hardware.units import gigabits
-from probes.api import Sample, known_samples
+from probes.api import Sample, finding, known_samples, probe_of
 from probes.rdma.facts import (
     OTHER,
     RAIL,
     ROCE_V2,
+    SOURCE,
     RdmaDevice,
     RdmaFacts,
     RdmaPort,
@@ -34,8 +35,6 @@ from probes.rdma.facts import (
     nccl_gid_index,
     rocev2_gid_index,
 )
-from probes.rdma.read import read
-from probes.texts import finding, probe_of
 
 TEXTS = read_table(__file__, "findings.toml")
 _WAITING = ("INIT", "ARMED")  # for the subnet manager
@@ -372,4 +371,4 @@ def samples(facts: RdmaFacts) -> Iterator[Sample]:
         yield Sample(metric="rdma_registered_bytes", value=float(proof.registered_bytes), labels=(proof.device,))
 
 
-PROBE = probe_of(__file__, RdmaFacts, read, check, samples=samples, timeout_seconds=20.0)
+PROBE = probe_of(__file__, SOURCE, check, samples=samples)

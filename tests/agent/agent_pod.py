@@ -9,13 +9,13 @@ from typing import Any
 
 from kustomization import render
 from rigs.recorded import NAMES, path_of, raised, view
+from scanned import scan
 
 from agent.base.units import parse_size
 from agent.checks.view import View, look
 from probes.host.live import ENVIRONMENT, SECRET
 from probes.host.protocol import Json
 from probes.host.recording import RecordedHost, load
-from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = ROOT / "deploy/daemonset/overlays"

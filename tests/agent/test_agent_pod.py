@@ -5,9 +5,9 @@ from __future__ import annotations
 from agent_pod import OVERLAYS, PodHost, agent_of, healthy, in_pod
 from rigs.recorded import H100, NAMES, of_code, path_of, raised, statuses, view
 from rigs.tables import each_row
+from scanned import scan
 
 from agent.checks.view import look
-from probes.scan import scan
 
 
 @each_row("overlay", sorted(path.name for path in OVERLAYS.iterdir()))

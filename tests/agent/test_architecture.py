@@ -79,7 +79,7 @@ def loaded(*words: str, given: str = "") -> set[str]:
         (("why", "--help"), {"rich", "planner"}),
         (("serve", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.http.server"}),
         (("topo", "--from", MATRIX, "-o", "json"), {"rich"}),
-        (("topo", "--from", MATRIX), {"planner", "collectives", "probes.scan", "probes.registry", "agent.checks.view"}),
+        (("topo", "--from", MATRIX), {"planner", "collectives", "probes.scanner", "probes.registry", "agent.checks"}),
         (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages", "finetune"}),
         (("lint-env", "-"), {"planner.recommend", "agent.pages", "agent.cluster", "finetune"}),
         (("recommend", "--host", H100, "--model", "Llama-3.1-8B"), {"agent.pages", "agent.cluster", "finetune"}),
@@ -103,8 +103,9 @@ SERVE = """
 import sys
 sys.path.insert(0, "tests")
 from rigs.agents import agent
+from probes.registry import ALL
 from probes.scanner import Scanner
-with Scanner() as scanner:
+with Scanner(probes=ALL) as scanner:
     scraped = agent(scanner.scan())
 scraped.get("/metrics")
 print([name for name in ("rich", "jinja2", "pynvml", "psutil") if name in sys.modules])

@@ -15,14 +15,15 @@ import yaml
 from rigs.command import topoflight
 from rigs.recorded import facts, path_of, snapshot
 from rigs.tables import each_row
+from scanned import scan
 from test_secrets import PLANTED, SECRETS, S
 
 from agent.base.recordings import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
 from agent.jobs import bundle
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.host.recording import RecordedHost, RecordingError, load, load_all
-from probes.scan import scan
+from probes.host.recording import RecordedHost, load, load_all
+from probes.wire import RecordingError
 
 SOUND, SICK = path_of(), path_of("sick-h100-dead-hca")
 SEEDED = f"{PLANTED}\nkept: a harmless line"
@@ -30,7 +31,7 @@ TABLES = yaml.safe_load(Path(__file__).with_name("bundle_tables.yaml").read_text
 
 
 def host(root: Path, state: Path, machine: Path = SOUND) -> Files:
-    return bundle.of_host(load(machine).content, root=str(root), state=state)
+    return bundle.of_host(scan(load(machine)), load(machine).content, root=str(root), state=state)
 
 
 def checkpoint(root: Path, registered: dict[str, list[str] | None], held: list[str]) -> str:

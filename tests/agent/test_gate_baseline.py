@@ -24,7 +24,7 @@ from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord
 from agent.cluster.publish import to_resource
 from contracts.finding import Finding, Status
-from probes.host.recording import dumps
+from probes.wire import dumps
 
 GOOD, SICK = path_of(), path_of("sick-h100-dead-hca")
 NODES = "/apis/topoflight.io/v1alpha1/nodetopologies"

@@ -18,6 +18,7 @@ from rigs.command import process
 from rigs.fleet import fleet_of, record_of, through_the_api
 from rigs.recorded import H100, changed, each, facts, of_code, snapshot, with_outcomes
 from rigs.tables import each_row
+from scanned import scan
 
 from agent.checks.codes import PROBE_CODES
 from agent.checks.verdict import judge
@@ -31,7 +32,6 @@ from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciDevice, PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
-from probes.scan import scan
 from probes.scanner import Scanner
 
 

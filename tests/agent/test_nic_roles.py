@@ -17,6 +17,7 @@ from machine_tree import Netdev, Rdma, Tree, port, switch
 from platform_machines import mapped, snapshot_of
 from rigs import recorded
 from rigs.tables import each_row
+from scanned import scan
 
 from agent.checks.view import look
 from contracts.finding import Finding
@@ -25,7 +26,6 @@ from probes.host.recording import load
 from probes.interfaces.facts import InterfacesFacts, nccl_choice
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
-from probes.scan import scan
 
 GB10 = replace(H100, name="NVIDIA GB10", links=0, capability=(12, 1), memory_bytes=119 << 30)
 

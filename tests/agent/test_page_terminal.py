@@ -88,10 +88,22 @@ def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
     assert f"{len(unknown)} checks could not run; {seen.verdict.by_check['pass']} passed" in text
 
 
+def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones() -> None:
+    """Unknown is no pass, neither beside a failed node nor beside a good one."""
+    out = console()
+    checks = [
+        Finding(code="a.b", node="n2", status=Status.UNKNOWN, required=True, message="silent"),
+        Finding(code="a.c", node="n3", status=Status.UNKNOWN, message="not measured"),
+        Finding(code="a.b", node="n4", status=Status.FAIL, message="lost"),
+    ]
+    hosts.sound_nodes(out, [(f"n{n}", "8 x H100; RDMA 8/8 active") for n in range(1, 5)], checks)
+    assert "2 nodes, 8 x H100; RDMA 8/8 active: n1, n3" in text_of(out)
+
+
 def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
     """One expectation for each scope, not one for each rail and operation."""
     text = drawn(topology.node, view("sick-h100-rdma-off").topologies[0], brief=True)
-    for words in ("recognised as: HGX H100/H200", "! departs from it: no RDMA adapter",
+    for words in ("recognised as: HGX H100/H200", "! differs from the reference: no RDMA adapter",
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text
@@ -318,7 +330,7 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
     found = NetworkBars(title="One fine-tune of a tiny Llama, by network", where="two namespaces of this host", nodes=2,
                         steps=10, node_hour_price=None, bars=bars)  # fmt: skip
     for draw, what, first in (
-        (bench, result, "✓ Measured: every result verified → keep it as the bar: --save FILE"),
+        (bench, result, "✓ Measured: every result verified → save a baseline with --save FILE"),
         (networks.show, found, "✓ net1 is the fastest (eth0 2 x as long) → "),
     ):
         lines = drawn(draw, what).rstrip("\n").splitlines()

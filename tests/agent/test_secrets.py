@@ -22,6 +22,7 @@ from rigs.recorded import path_of
 from rigs.results import RUN
 from rigs.tables import each_row
 from rigs.waiting import eventually
+from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
@@ -32,8 +33,8 @@ from agent.http.state import State
 from agent.jobs import bundle, launch
 from contracts import run_record
 from contracts.redaction import redact, without_secrets
-from probes.host.recording import RecordedHost, RecordingHost, archive, dumps
-from probes.scan import scan
+from probes.host.recording import RecordedHost, RecordingHost
+from probes.wire import archive, dumps
 
 # Built from parts, so that no scanner of this repository takes them for real ones.
 MIXED = "aB3" + "dE5fG7hJ9k" * 4
@@ -164,7 +165,8 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     for path in (tmp_path / "proc/self/limits", tmp_path / bundle.CHECKPOINT):
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"Data": {"PodDeviceEntries": [{"AllocResp": PLANTED}], "RegisteredDevices": {}}}))
-    packed = pack_bundle({"node-a": bundle.of_host(machine().content, root=str(tmp_path), state=state_folder)})
+    made = bundle.of_host(scan(machine()), machine().content, root=str(tmp_path), state=state_folder)
+    packed = pack_bundle({"node-a": made})
     found["bundle"] = json.dumps(
         {k: {n: d.decode(errors="replace") for n, d in v.items()} for k, v in unpack_bundle(packed).items()}
     )

@@ -21,11 +21,11 @@ PACKAGES = ("agent", "planner", "topology", "collectives", "probes", "contracts"
 LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
-    "topo": (9_000, 13_500),
-    "lint-env": (9_000, 15_600),
+    "topo": (9_000, None),
+    "lint-env": (9_000, 10_100),
     "scan": (16_000, None),
-    "recommend": (22_000, 25_000),
-    "preflight": (28_000, 31_300),
+    "recommend": (22_000, None),
+    "preflight": (28_000, None),
 }
 
 

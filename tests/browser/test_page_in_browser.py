@@ -36,6 +36,7 @@ from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages.report import report_page
 from collectives.bench.results import result_from_json, result_to_json
+from probes.registry import ALL
 from topology.formats.text import parse
 from topology.graph import NodeTopology
 
@@ -318,7 +319,7 @@ def test_several_hosts_are_a_table_that_leads_to_each(
     """Sick nodes first, each with its first finding, a link to its own page and back; one name twice is two nodes."""
     names = ["cpu-only-vm", "hgx-h100-8xH100-8hca", "r760xa-2xA40-bf3", "r760xa-2xA40-bf3-memlock-8MiB",
              "sick-h100-rdma-off", "sick-h100-thermal"]  # fmt: skip
-    found = snapshots([path_of(name) for name in names])
+    found = snapshots([path_of(name) for name in names], ALL)
     address, _ = agent(lambda: found)
     with chromium.tab() as tab:
         tab.go(address)

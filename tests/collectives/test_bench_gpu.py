@@ -11,6 +11,7 @@ from agent.checks.measured import checks_of_bars
 from agent.jobs.benchmark import preflight_spec
 from agent.jobs.child import default_ranks
 from collectives.bench import run as bench
+from probes.registry import ALL
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ def test_one_rank_for_each_gpu_is_verified(tmp_path):
 
 def test_two_ranks_on_one_gpu_are_held_to_no_link(tmp_path):
     """They meet in the GPU's memory: what that should carry is unknown, and says so."""
-    found = snapshots(())
+    found = snapshots((), ALL)
     spec = preflight_spec(found, 2, 20, force=True, backend="nccl")
     one = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"}
     result = bench.run(replace(spec, distinct_hosts=True, environment=one, lock_path=str(tmp_path / "lock")))
@@ -63,7 +64,7 @@ def test_two_ranks_on_one_gpu_are_held_to_no_link(tmp_path):
 
 def test_the_gpus_of_this_host_carry_what_their_links_should(tmp_path):
     """The gate's own measurement, on whatever links there are."""
-    found = snapshots(())
+    found = snapshots((), ALL)
     ranks = default_ranks(found)
     if ranks < 2:
         pytest.skip("one GPU: no link to measure")

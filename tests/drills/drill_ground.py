@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 import pytest
+from scanned import scan
 
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.http.state import State
@@ -32,7 +33,6 @@ from collectives.bench import processes
 from collectives.bench.results import BenchResult, result_to_json
 from contracts.run_record import record_of
 from probes.host.recording import load
-from probes.scan import scan
 
 ROOT = Path(__file__).parents[2]
 MACHINES = ROOT / "tests" / "machines"

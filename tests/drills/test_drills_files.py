@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from drill_ground import MACHINES, RUN, Ground, drill, keep_something
+from scanned import scan
 
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.http.state import State
@@ -19,7 +20,7 @@ from contracts.run_record import record_of
 from probes.api import Failed, Probe
 from probes.host.recording import RecordingHost, load
 from probes.registry import ALL
-from probes.scan import run, scan
+from probes.worker import reader, run
 
 pytestmark = pytest.mark.long
 
@@ -81,7 +82,7 @@ def test_recording_partly_wrong(ground: Ground) -> list[str]:
 def _asked(probe: Probe[Any]) -> set[str]:
     """Every question that a probe asks of the machine."""
     host = RecordingHost(load(MACHINE))
-    run(probe, host)
+    run(reader(probe.name), host)
     symbols = [inner for answers in host.answers.get("nvml", {}).values() for inner in answers]
     return {question for answers in host.answers.values() for question in answers} | set(symbols)
 

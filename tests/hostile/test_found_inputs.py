@@ -59,9 +59,8 @@ FOUND: dict[str, tuple[str, bytes]] = {
         b'<system version="1"><cpu numaid="0"><pci busid="0000:1b:00.0" class="0x030200" vendor="0x10de" '
         b'device="0x2330"><nic><net name="mlx5_0" dev="0"/></nic></pci></cpu></system>',
     ),
-    "a scan's time in words": ("snapshot", plain({**fuzz_targets._snapshot(), "taken_at_seconds": "soon"})),
     "a probe's duration in words": (
-        "snapshot", plain({**fuzz_targets._snapshot(), "outcomes": {"gpu": {"status": "absent", "seconds": "x"}}})
+        "outcome", plain({"gpu": {"status": "absent", "seconds": "x"}})
     ),
     "a machine of one GPU index twice": ("machine", machine(gpu={"gpus": [{"indices": "0 0"}]})),
     "a machine whose parts are lists": ("machine", machine(gpu=[], pci=[1], rdma=[{}])),

@@ -39,10 +39,9 @@ from contracts.plain import loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.sources import EnvironmentTextError, read_text
-from probes.host.recording import RecordingError, load, load_all
+from probes.host.recording import load, load_all
 from probes.interfaces.read import parse_network_status
-from probes.wire import SnapshotError
-from probes.wire import loads as load_snapshot
+from probes.wire import RecordingError
 from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
@@ -62,7 +61,6 @@ def text(reader: Callable[[str], object]) -> Callable[[Path], object]:
 BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, ...]]] = [
     ("plain JSON", text(plain), PlainError, (DEEP, JUST_TOO_DEEP)),
     ("recording", load, RecordingError, (b" " * (33 * MIB), gzip.compress(b" " * (33 * MIB)), DEEP, JUST_TOO_DEEP)),
-    ("snapshot", text(load_snapshot), SnapshotError, (DEEP, JUST_TOO_DEEP)),
     ("network-status", text(parse_network_status), ValueError, (DEEP,)),
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
     ("kept result", read_result, ValueError, (b" " * (MOST_RESULT_BYTES + 1), DEEP, JUST_TOO_DEEP)),
@@ -222,12 +220,13 @@ print("end")
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     """A new target is thought about."""
     bounded = {
-        "recording", "snapshot", "network_status", "baseline", "run", "bench_result", "machine",
+        "recording", "network_status", "baseline", "run", "bench_result", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
         "topo_xml", "flight_recorder", "ras_answer", "rank_state",
     }  # fmt: skip
-    # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
-    flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file"}
+    # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice;
+    # 64 MiB of the own child
+    flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file", "outcome"}
     assert set(targets()) == bounded | flat
 
 
@@ -249,7 +248,7 @@ inputs = [("topo_xml", XML), ("nccl_log", b"NCCL" * (4 << 20)), ("nccl_log", b"\
 for name in ("job_config", "manifest"):
     inputs += [(name, b"\\1" + bomb + tail) for bomb in (lists, merges) for tail in (
         b"current-context: *a9\\n", b"env: [{{name: NCCL_DEBUG, value: *a9}}]\\n", b"learning_rate: *a9\\n")]
-for name in ("recording", "baseline", "snapshot", "run", "calibration", "model_config", "bench_result"):
+for name in ("recording", "baseline", "outcome", "run", "calibration", "model_config", "bench_result"):
     inputs += [(name, b"\\1\\0" + b"[" * 1_000_000), (name, b"\\1\\0" + b"[0," * 300_000 + b"0")]
 inputs.append(("recording", b"\\1\\0" + gzip.compress(b"0" * (256 << 20))))
 for name, data in inputs:

@@ -20,6 +20,7 @@ from rigs.agents import TOKEN, agent, bearer, token_file
 from rigs.agents import tokens as tokens_in
 from rigs.recorded import path_of
 from rigs.tables import each_row
+from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
@@ -33,7 +34,6 @@ from planner.nccl_env.texts import Reason, Setting
 from probes.host import sysfs
 from probes.host.live import LiveHost
 from probes.host.recording import RecordedHost, load
-from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = "titan-rtx-2x-nv2"

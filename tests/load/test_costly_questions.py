@@ -48,10 +48,11 @@ from pathlib import Path
 from fastapi import Request
 from agent.http import serve
 from agent.base.hosts import snapshots
+from probes.registry import ALL
 from agent.http import answers, server, state, worker
 shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), most_waiting={MOST_WAITING},
                        longest_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})
-view = state.State(lambda: snapshots((Path(sys.argv[2]),)), interval_seconds=3600)
+view = state.State(lambda: snapshots((Path(sys.argv[2]),), ALL), interval_seconds=3600)
 app = server.create(view, worker=shared)
 @app.get("/endless")
 async def endless(request: Request, number: int = 0):

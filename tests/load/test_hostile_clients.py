@@ -28,11 +28,12 @@ import sys
 from agent.http import serve
 from agent.base.hosts import snapshots
 from agent.http.access import LimitedProtocol
+from probes.registry import ALL
 from agent.http.state import State
 from pathlib import Path
 port, LimitedProtocol.most_connections, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 LimitedProtocol.seconds = {"head": seconds, "next head": 2 * seconds, "body": seconds, "reader": seconds}
-state = State(lambda: snapshots((Path(sys.argv[4]),)), interval_seconds=3600)
+state = State(lambda: snapshots((Path(sys.argv[4]),), ALL), interval_seconds=3600)
 options = {**serve.serve.make_context("serve", []).params, "hosts": None}
 serve.listen(serve.application(state, options), "127.0.0.1", port)
 """

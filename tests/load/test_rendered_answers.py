@@ -9,6 +9,7 @@ from load_served import Served
 from rigs.agents import agent
 from rigs.recorded import path_of, view
 from rigs.tables import each_row
+from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.http.answers import MOST_ANSWERS, Rendered
@@ -16,7 +17,6 @@ from agent.http.server import WORTH_BYTES, create
 from agent.http.state import State
 from agent.http.worker import Answer
 from probes.host.recording import load
-from probes.scan import scan
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 STORED = ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/findings", "/topology", "/snapshot",

@@ -19,10 +19,11 @@ import yaml
 from machine_built import BuiltHost, Cpu, Machine, cpus_of, write_host
 from machine_nvml import BOARDS, PARTS, NvmlAnswers, NvmlGpu, fabric
 from machine_tree import IB_COUNTERS, MELLANOX, NVIDIA, ROCE_HW_COUNTERS, Dev, Netdev, Rdma, Tree, port, switch
+from scanned import scan
 
 from probes.host.protocol import Host, Json
-from probes.host.recording import RecordingHost, archive, dumps
-from probes.scan import scan
+from probes.host.recording import RecordingHost
+from probes.wire import archive, dumps
 
 FOLDER = Path(__file__).parent
 Row = dict[str, Any]

@@ -18,9 +18,9 @@ from build import CPUS, LOOPBACK, SPR, answers, guid, hca
 from machine_built import CONTAINER_CAPS, Cpu, Machine
 from machine_nvml import BOARDS, Board, NvmlGpu, fabric
 from machine_tree import AMAZON, NVIDIA, Dev, Netdev, Rdma, Tree, switch
+from scanned import scan
 
 from probes.api import Snapshot
-from probes.scan import scan
 
 AMD, CRAY, GOOGLE = 0x1002, 0x17DB, 0x1AE0
 

@@ -26,9 +26,9 @@ SCRIPT, HOST, POD_DEVICES, POD = (
 
 _LOOK = """
 import json, cattrs
-from probes.interfaces import probe as interfaces
+from probes.interfaces.read import read as read_interfaces
 from probes.host.live import LiveHost
-print("FACTS " + json.dumps(cattrs.unstructure(interfaces.read(LiveHost()))))
+print("FACTS " + json.dumps(cattrs.unstructure(read_interfaces(LiveHost()))))
 """
 
 

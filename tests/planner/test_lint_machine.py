@@ -8,6 +8,7 @@ from typing import Any
 
 from nccl_env_hosts import host, interface, port, v2_gid
 from rigs.tables import each_row
+from scanned import scan
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
@@ -16,7 +17,6 @@ from planner.lint.values import CODES, NameList
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import Gid
-from probes.scan import scan
 
 MACHINES = Path(__file__).parents[1] / "machines"
 ETH0 = interface("eth0", "pod-default")

@@ -26,6 +26,7 @@ from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
+from probes.registry import ALL
 
 MACHINES = Path(__file__).parents[1] / "machines"
 SPEC = JobSpec(
@@ -218,10 +219,10 @@ GIVEN = {
 def test_nccl_says_what_it_does() -> None:
     """So that `logs POD | topoflight evidence -` has something to read; gloo has no such log."""
     path = MACHINES / "r760xa-2xA40-bf3.json"
-    advice = answer(Request.of(hosts=(path,), model="Qwen/Qwen2.5-0.5B", nodes=2), snapshots([path]))
+    advice = answer(Request.of(hosts=(path,), model="Qwen/Qwen2.5-0.5B", nodes=2), snapshots([path], ALL))
     assert cluster_job.spec_of(advice, GIVEN).environment["NCCL_DEBUG"] == "INFO"
     path = MACHINES / "cpu-only-vm.json"
-    advice = answer(Request.of(hosts=(path,), model="tiny-llama", nodes=2), snapshots([path]), ranks=1)
+    advice = answer(Request.of(hosts=(path,), model="tiny-llama", nodes=2), snapshots([path], ALL), ranks=1)
     assert "NCCL_DEBUG" not in cluster_job.spec_of(advice, GIVEN).environment
 
 

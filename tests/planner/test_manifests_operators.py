@@ -19,6 +19,7 @@ from planner.kubernetes.job import JobError, JobSpec
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface
 from probes.rdma.facts import RdmaDevice, RdmaPort
+from probes.registry import ALL
 
 MACHINES = Path(__file__).parents[1] / "machines"
 
@@ -135,7 +136,7 @@ def test_the_device_plugin_looks_for_pci_netdevs(
 @each_row("machine", ["hgx-h100-8xH100-8hca", "azure-nd-a100-flat-vm", "polaris-4xA100-nv4"])
 def test_infiniband_is_shared_and_needs_no_second_network(machine: str) -> None:
     """Verbs go by the device alone, and a port's netdev need not be known: the link type finds it on every node."""
-    found = snapshots([MACHINES / f"{machine}.json"])
+    found = snapshots([MACHINES / f"{machine}.json"], ALL)
     documents = network_manifests.network(network_manifests.from_snapshots(found))
     assert [d["kind"] for d in documents] == ["MachineConfig", "NicClusterPolicy", "ClusterPolicy"]
     (shared,) = json.loads(documents[1]["spec"]["rdmaSharedDevicePlugin"]["config"])["configList"]
@@ -162,14 +163,14 @@ def test_a_node_with_both_shares_both() -> None:
 def test_efa_needs_none_of_it() -> None:
     """And the error says so."""
     with pytest.raises(JobError, match="EFA needs none"):
-        network_manifests.from_snapshots(snapshots([MACHINES / "aws-p4d-8xA100-4efa.json"]))
+        network_manifests.from_snapshots(snapshots([MACHINES / "aws-p4d-8xA100-4efa.json"], ALL))
 
 
 def test_a_name_from_inside_a_pod_is_told() -> None:
     """No node has an interface net1: what is printed for it wants another name."""
-    inside = snapshots([MACHINES / "r760xa-2xA40-bf3.json"])
+    inside = snapshots([MACHINES / "r760xa-2xA40-bf3.json"], ALL)
     assert network_manifests.seen_from_a_pod(inside) == ("net1",)
-    assert network_manifests.seen_from_a_pod(snapshots([MACHINES / "l40s-4x-pcie.json"])) == ()
+    assert network_manifests.seen_from_a_pod(snapshots([MACHINES / "l40s-4x-pcie.json"], ALL)) == ()
     words = (
         "--network",
         "--no-preflight",

@@ -22,6 +22,7 @@ from agent.cluster.publish import NFD_VERSION
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec
+from probes.registry import ALL
 
 ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load(Path(__file__).with_name("manifest_values.yaml").read_text(encoding="utf-8"))
@@ -206,7 +207,7 @@ def test_huge_pages_never_stand_alone(given: dict[str, str], cpu: str | None) ->
 def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     """deploy/network holds what is printed for a recorded node; TOPOFLIGHT_UPDATE_GOLDEN=1 writes it anew."""
     path = ROOT / "deploy" / "network" / "roce-shared-device.yaml"
-    found = snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"])
+    found = snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
     documents = (
         *network_manifests.network(network_manifests.from_snapshots(found)),
         network_manifests.shared_claim(storage_class="CLASS"),

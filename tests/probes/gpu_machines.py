@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from scanned import scan
 
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, GpuProcess, NvLink
 from probes.gpu.probe import PROBE
 from probes.host.recording import RecordedHost
-from probes.scan import scan
 
 MACHINES = Path(__file__).parent.parent / "machines"
 H100, GB200, TITAN = "hgx-h100-8xH100-8hca", "gb200-nvl72-tray", "titan-rtx-2x-nv2"

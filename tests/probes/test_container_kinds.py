@@ -8,7 +8,8 @@ import yaml
 from dicthost import DictHost
 from rigs.tables import each_row
 
-from probes.hostinfo.container import ROLE, container, of_agent
+from probes.hostinfo.probe import ROLE
+from probes.hostinfo.read import container, of_agent
 
 ID = "5de52e359e15c1016d1777924320aef87fc439d8be297303af47b7d2f1e82164"
 POD = "0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c"

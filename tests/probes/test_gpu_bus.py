@@ -7,7 +7,7 @@ from typing import Any
 from rigs.tables import each_row
 
 from contracts.finding import Status
-from probes.gpu.bus import check_bus
+from probes.gpu.compare import check_bus
 from probes.gpu.facts import BusGpu, GpuBus
 
 EIGHT = tuple(f"0000:{n}:00.0" for n in ("1b", "43", "52", "61", "9d", "c3", "d1", "df"))

@@ -11,16 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.recorded import with_facts
 from rigs.tables import each_row
+from scanned import scan
 
 from agent.checks.view import for_next_job, look
 from agent.metrics import _link_values as link_values
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
+from probes.gpu import facts as gpu_facts
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
-from probes.gpu.probe import PROBE
-from probes.gpu.read import cpu_list, questions
-from probes.host.nvml import nvml_bus_id, sysfs_bus_id
+from probes.gpu.probe import PROBE, nvml_bus_id
+from probes.gpu.read import cpu_list
+from probes.host.nvml import sysfs_bus_id
 from probes.host.recording import RecordedHost
-from probes.scan import scan
 
 HEALTHY = Gpu(index=0, bus_id="0000:1b:00.0", name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)
 ALIKE = Gpu(
@@ -176,8 +178,9 @@ def test_a_number_that_is_impossible_is_unknown_and_claims_nothing(question: str
 
 
 def test_the_table_of_questions_is_whole() -> None:
-    assert all(set(row) <= {"codes", "range", "items", "fields", "source"} for row in questions().values())
-    assert {code for row in questions().values() for code in row.get("codes", ())} <= set(PROBE.codes)
+    questions = read_table(gpu_facts.__file__, "questions.toml")
+    assert all(set(row) <= {"codes", "range", "items", "fields", "source"} for row in questions.values())
+    assert {code for row in questions.values() for code in row.get("codes", ())} <= set(PROBE.codes)
 
 
 @each_row(

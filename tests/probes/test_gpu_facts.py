@@ -11,6 +11,7 @@ from gpu_machines import GB200, H100, changed, facts_of, recorded
 from rigs.found import findings
 from rigs.recorded import with_facts
 from rigs.tables import each_row
+from scanned import scan
 
 from contracts.finding import Finding, Status
 from probes.gpu import health as xid
@@ -21,7 +22,6 @@ from probes.gpu.read import fabric_degraded, fabric_faults, xid_of_line
 from probes.host.recording import RecordedHost
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-from probes.scan import scan
 from probes.scanner import Scanner
 from topology.build import build
 from topology.graph import NodeTopology

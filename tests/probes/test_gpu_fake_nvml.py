@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from gpu_machines import H100, facts_of, recorded
 from rigs.found import findings
+from scanned import scan
 
 from contracts.finding import Status
 from probes.api import Absent, Failed, Ok
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import RecordedHost
 from probes.registry import BY_NAME
-from probes.scan import scan
 from probes.scanner import Scanner
 
 

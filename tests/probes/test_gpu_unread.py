@@ -15,6 +15,7 @@ from gpu_machines import H100, TITAN, facts_of, recorded
 from rigs.found import findings
 from rigs.recorded import with_outcomes
 from rigs.tables import each_row
+from scanned import scan
 
 from agent.checks.host_checks import checks_of_snapshot
 from contracts.finding import Status
@@ -26,7 +27,6 @@ from probes.gpu.read import LOST
 from probes.host.nvml import ERROR_CODES, HANDLE, INIT, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
 from probes.host.recording import RecordedHost
-from probes.scan import scan
 from probes.scanner import Scanner
 from topology.build import build
 from topology.check import check as topology_check

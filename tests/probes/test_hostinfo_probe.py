@@ -6,6 +6,8 @@ from dicthost import DictHost
 from rigs.tables import each_row
 
 from probes.hostinfo import probe as hostinfo
+from probes.hostinfo.read import nccl_conf
+from probes.hostinfo.read import read as read_hostinfo
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -25,11 +27,11 @@ DMI = "/sys/class/dmi/id/"
 
 
 def test_cpu_and_sockets() -> None:
-    facts = hostinfo.read(DictHost({"/proc/cpuinfo": XEON.format(flag="sse2")}, cpu={"logical": 2, "physical": 2}))
+    facts = read_hostinfo(DictHost({"/proc/cpuinfo": XEON.format(flag="sse2")}, cpu={"logical": 2, "physical": 2}))
     assert (facts.cpu_vendor, facts.cpu_family, facts.cpu_model, facts.sockets) == ("GenuineIntel", 6, 143, 2)
     assert facts.virtual_machine is None
     assert (facts.threads, facts.memory_bytes) == (2, None)
-    vendors = {text: hostinfo.read(DictHost({"/proc/cpuinfo": text})).cpu_vendor for text in (GRACE, POWER, "")}
+    vendors = {text: read_hostinfo(DictHost({"/proc/cpuinfo": text})).cpu_vendor for text in (GRACE, POWER, "")}
     assert vendors == {GRACE: "ARM", POWER: "IBM", "": None}
 
 
@@ -48,7 +50,7 @@ def test_cpu_and_sockets() -> None:
 )
 def test_hypervisor(cpuinfo: str, vendor: str, product: str, name: str | None) -> None:
     files = {"/proc/cpuinfo": cpuinfo, DMI + "sys_vendor": vendor + "\n", DMI + "product_name": product + "\n"}
-    assert hostinfo.read(DictHost(files)).virtual_machine == name
+    assert read_hostinfo(DictHost(files)).virtual_machine == name
 
 
 def test_numa_nodes_may_have_gaps_and_no_memory() -> None:
@@ -65,7 +67,7 @@ def test_numa_nodes_may_have_gaps_and_no_memory() -> None:
             "/proc/sys/kernel/numa_balancing": "1\n",
         }
     )
-    facts = hostinfo.read(host)
+    facts = read_hostinfo(host)
     assert [(n.node, n.cpus, n.memory_bytes, n.distances) for n in facts.numa] == [
         (0, "0-79", 267000000 * 1024, (10, 40)),
         (8, "80-159", 0, (40, 10)),
@@ -90,10 +92,10 @@ def test_nccl_conf_of_the_user_wins_over_that_of_the_machine() -> None:
         "/root/.nccl.conf": "NCCL_DEBUG=INFO\n# NCCL_ALGO=Ring\n",
         "/etc/nccl.conf": "NCCL_DEBUG=WARN\nNCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml\n",
     }
-    conf, sources = hostinfo.nccl_conf(DictHost(files), "/root")
+    conf, sources = nccl_conf(DictHost(files), "/root")
     assert conf == {"NCCL_DEBUG": "INFO", "NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml"}
     assert sources == ("/root/.nccl.conf", "/etc/nccl.conf")
-    assert hostinfo.nccl_conf(DictHost(), "/root") == (None, ())
+    assert nccl_conf(DictHost(), "/root") == (None, ())
 
 
 def test_platform_is_told_by_files_on_the_disk() -> None:
@@ -104,9 +106,9 @@ def test_platform_is_told_by_files_on_the_disk() -> None:
         "/run/cloud-init/cloud-id": "oracle\n",
         script: "export NCCL_NET=gIB\n",
     }
-    facts = hostinfo.read(DictHost(files))
+    facts = read_hostinfo(DictHost(files))
     assert (facts.chassis_asset_tag, facts.cloud_id, facts.vendor_files) == ("OracleCloud.com", "oracle", (script,))
-    bare = hostinfo.read(DictHost())
+    bare = read_hostinfo(DictHost())
     assert (bare.chassis_asset_tag, bare.cloud_id, bare.vendor_files, bare.storage_servers) == (None, None, (), ())
 
 
@@ -119,5 +121,5 @@ def test_addresses_of_file_servers_come_from_the_mounts() -> None:
         "999.1.1.1:/x /x nfs rw 0 0\n"
         "tmpfs /run tmpfs rw 0 0\n"
     )
-    facts = hostinfo.read(DictHost({"/proc/self/mounts": mounts}))
+    facts = read_hostinfo(DictHost({"/proc/self/mounts": mounts}))
     assert facts.storage_servers == ("10.200.7.9", "10.3.0.1", "10.3.0.2")

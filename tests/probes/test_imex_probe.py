@@ -10,6 +10,7 @@ from rigs.tables import each_row
 
 from probes.api import UnavailableError
 from probes.imex import probe as imex
+from probes.imex.read import read as read_imex
 
 DRIVER = {"/proc/devices": "Character devices:\n  1 mem\n511 nvidia-caps-imex-channels\n\nBlock devices:\n"}
 RACK = {imex.NODES: "# rack 1\n10.0.0.1\n10.0.0.2\n\n"}
@@ -17,14 +18,14 @@ CHANNEL = {f"{imex.CHANNELS}/channel0": ""}
 
 
 def facts(files: dict[str, Any], **more: Any) -> imex.ImexFacts:
-    return imex.read(DictHost({**DRIVER, **files}, **more))
+    return read_imex(DictHost({**DRIVER, **files}, **more))
 
 
 def test_without_the_device_there_is_no_imex() -> None:
     """No driver, or one before IMEX; a name that only contains the word is another device."""
     for text in ("", "511 nvidia-caps\n", "511 nvidia-caps-imex-channels-old\n"):
         with pytest.raises(UnavailableError):
-            imex.read(DictHost({"/proc/devices": text}))
+            read_imex(DictHost({"/proc/devices": text}))
 
 
 def test_a_channel_in_a_domain_of_several_hosts_passes() -> None:

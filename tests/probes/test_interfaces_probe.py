@@ -16,6 +16,7 @@ from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.interfaces import probe as interfaces
 from probes.interfaces.facts import Interface, nccl_choice
+from probes.interfaces.read import read as read_interfaces
 
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
 STATUS = [
@@ -99,11 +100,11 @@ def pod() -> Network:
 
 
 def look(host: DictHost) -> dict[str, Interface]:
-    return {interface.name: interface for interface in interfaces.read(host).interfaces}
+    return {interface.name: interface for interface in read_interfaces(host).interfaces}
 
 
 def found(host: DictHost) -> list[tuple[str, Status, str]]:
-    return [(f.code, f.status, f.subject) for f in interfaces.check(interfaces.read(host))]
+    return [(f.code, f.status, f.subject) for f in interfaces.check(read_interfaces(host))]
 
 
 def test_a_host_with_a_fast_card_behind_docker() -> None:
@@ -224,7 +225,7 @@ def test_what_is_wrong_with_the_interfaces(
     network: Network, files: dict[str, Content], environment: dict[str, str],
     expected: list[tuple[str, Status, str]], words: str,
 ) -> None:  # fmt: skip
-    made = list(interfaces.check(interfaces.read(network.host(files=files, environment=environment))))
+    made = list(interfaces.check(read_interfaces(network.host(files=files, environment=environment))))
     got = [(f.code, f.status, f.subject) for f in made if expected or f.status is not INFO]
     assert sorted(got) == sorted(expected)
     assert not words or [f for f in made if words in f.remedy], [f.remedy for f in made]
@@ -276,7 +277,7 @@ ANNOTATIONS = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS)
     ],
 )
 def test_a_pod_is_told_by_its_network_status_or_its_links(files: dict[str, Content], network: str | None) -> None:
-    facts = interfaces.read(pod().host(files=files))
+    facts = read_interfaces(pod().host(files=files))
     eth0, net1 = (each for each in facts.interfaces if each.name != "lo")
     assert (eth0.role, eth0.speed_bytes_per_second) == ("pod-default", None)
     assert (net1.role, net1.multus_network, net1.rdma_device) == ("secondary", network, "mlx5_3")
@@ -301,7 +302,7 @@ def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(
     environment: dict[str, str], backend: str | None, agent: bool, wrong: bool
 ) -> None:
     """Without a GPU gloo's own setting counts; in the agent's pod no job's setting is to be seen."""
-    facts = replace(interfaces.read(pod().host(environment=environment)), backend=backend, of_agent=agent)
+    facts = replace(read_interfaces(pod().host(environment=environment)), backend=backend, of_agent=agent)
     assert ("interfaces.choice.wrong" in [each.code for each in interfaces.check(facts)]) is wrong
     assert ("interfaces.choice.wrong" in interfaces.unjudged(facts)) is agent
 
@@ -317,9 +318,9 @@ def test_a_bond_carries_the_rdma_device_of_its_members() -> None:
 def test_nothing_to_list_is_absent_and_a_refusal_is_a_failure() -> None:
     """glibc lists interfaces through netlink: where it is refused NCCL and gloo find none either."""
     with pytest.raises(UnavailableError):
-        interfaces.read(DictHost(netlink={}))
+        read_interfaces(DictHost(netlink={}))
     with pytest.raises(OSError, match="no netlink"):
-        interfaces.read(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
+        read_interfaces(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
 
 
 JSON = st.recursive(
@@ -335,4 +336,4 @@ JSON = st.recursive(
 @given(JSON)
 def test_any_json_as_network_status(value: Any) -> None:
     host = pod().host(files={"/etc/podinfo/network-status": json.dumps(value)})
-    list(interfaces.check(interfaces.read(host)))
+    list(interfaces.check(read_interfaces(host)))

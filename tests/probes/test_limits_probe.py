@@ -9,6 +9,7 @@ from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from probes.limits import probe as limits
+from probes.limits.read import read as read_limits
 
 MIB, GIB = 1 << 20, 1 << 30
 UNPRIVILEGED = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t2\n"
@@ -25,7 +26,7 @@ def host(status: str = UNPRIVILEGED, memlock: Any = (65536, 65536), files: Any =
 
 
 def findings(machine: DictHost) -> dict[str, Finding]:
-    return {finding.code: finding for finding in limits.check(limits.read(machine))}
+    return {finding.code: finding for finding in limits.check(read_limits(machine))}
 
 
 FAIL, WARN, INFO, UNKNOWN = Status.FAIL, Status.WARN, Status.INFO, Status.UNKNOWN
@@ -63,7 +64,7 @@ def test_what_is_wrong_with_the_limits(machine: DictHost, code: str, severity: S
 
 
 def test_cgroup_limits_are_the_tightest_on_the_way_to_the_root() -> None:
-    v2 = limits.read(
+    v2 = read_limits(
         host(
             files={
                 "/proc/self/cgroup": "0::/kubepods/pod1/job\n",
@@ -75,7 +76,7 @@ def test_cgroup_limits_are_the_tightest_on_the_way_to_the_root() -> None:
         )
     )
     assert (v2.cgroup_memory_max_bytes, v2.cgroup_cpus, v2.container) == (GIB, 4.0, "kubernetes")
-    v1 = limits.read(
+    v1 = read_limits(
         host(
             files={
                 "/proc/self/cgroup": "5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n",
@@ -90,7 +91,7 @@ def test_cgroup_limits_are_the_tightest_on_the_way_to_the_root() -> None:
 
 
 def test_unlimited_is_exported_as_infinity_and_unknown_not_at_all() -> None:
-    exported = {(s.metric, s.labels): s.value for s in limits.samples(limits.read(host(memlock=(65536, None))))}
+    exported = {(s.metric, s.labels): s.value for s in limits.samples(read_limits(host(memlock=(65536, None))))}
     assert exported["limits_memlock_bytes", ("soft",)] == 65536
     assert exported["limits_memlock_bytes", ("hard",)] == float("inf")
-    assert not [s for s in limits.samples(limits.read(DictHost())) if s.metric == "limits_memlock_bytes"]
+    assert not [s for s in limits.samples(read_limits(DictHost())) if s.metric == "limits_memlock_bytes"]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from rigs.tables import each_row
 from test_interfaces_probe import Network
 
-from probes.interfaces import probe as interfaces
 from probes.interfaces import read as lldp
+from probes.interfaces.read import read as read_interfaces
 
 
 def tlv(kind: int, value: bytes) -> bytes:
@@ -30,7 +30,7 @@ def wired(content: bytes, **more: object) -> str | None:
     """What the interface of index 1 has for a neighbour."""
     network = Network().add("ens1", "10.0.0.5", pci="0000:1a:00.0", speed=100000)
     host = network.host(files={f"{lldp.LLDP_FOLDER}/1": content, **more})
-    (interface,) = interfaces.read(host).interfaces
+    (interface,) = read_interfaces(host).interfaces
     return interface.neighbour
 
 
@@ -54,7 +54,7 @@ def test_switch_and_port_of_a_wire(content: bytes, neighbour: str | None) -> Non
 
 def test_file_of_another_interface_is_not_taken() -> None:
     network = Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0")
-    found = interfaces.read(network.host(files={f"{lldp.LLDP_FOLDER}/1": saved(frame())})).interfaces
+    found = read_interfaces(network.host(files={f"{lldp.LLDP_FOLDER}/1": saved(frame())})).interfaces
     assert {each.name: each.neighbour for each in found} == {"lo": None, "ens1": None}
 
 

@@ -16,6 +16,7 @@ from probes.api import UnavailableError
 from probes.pci import probe as pci
 from probes.pci.probe import peer_ports
 from probes.pci.read import parse_config
+from probes.pci.read import read as read_pci
 
 GPU, NIC, BRIDGE = ("0x030200", "0x10de", "0x2330"), ("0x020700", "0x15b3", "0x1021"), ("0x060400", "0x1000", "0xc030")
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
@@ -97,7 +98,7 @@ def switch(acs: bool | None = False, **gpu: Any) -> Machine:
 
 
 def test_the_tree() -> None:
-    facts = pci.read(switch().host())
+    facts = read_pci(switch().host())
     gpu = next(d for d in facts.devices if d.vendor_id == 0x10DE)
     assert (gpu.parent, gpu.root, gpu.driver, gpu.numa_node) == ("0000:17:00.0", "pci0000:15", "nvidia", 0)
     assert (gpu.link_width, gpu.link_transfers_per_second) == (16, 32e9)
@@ -180,7 +181,7 @@ def test_what_is_wrong_with_the_tree() -> None:
     for what, machine, more, expected in ROWS:
         files = {DRIVER: OPEN_DRIVER, "/proc/cpuinfo": "flags\t: fpu\n", **more}
         identity = files.pop("identity", {"kernel": "6.1.0-13-amd64"})
-        found = list(pci.check(pci.read(machine.host(files=files, identity=identity))))
+        found = list(pci.check(read_pci(machine.host(files=files, identity=identity))))
         if {f.code: (f.status, f.subject) for f in found} != expected:
             wrong.append((what, [(f.code, f.status, f.subject) for f in found]))
     assert not wrong, wrong
@@ -190,9 +191,9 @@ def test_what_is_wrong_with_the_tree() -> None:
 
 def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:
     with pytest.raises(UnavailableError):
-        pci.read(DictHost({"/sys/bus/virtio/devices": DIRECTORY}))
+        read_pci(DictHost({"/sys/bus/virtio/devices": DIRECTORY}))
     with pytest.raises(FileNotFoundError):
-        pci.read(DictHost())
+        read_pci(DictHost())
 
 
 DMAR = {"/sys/class/iommu/dmar0/x": ""}
@@ -212,7 +213,7 @@ DMAR = {"/sys/class/iommu/dmar0/x": ""}
 def test_iommu_mode(kind: str | None, files: dict[str, Content], mode: str | None) -> None:
     """By the device's group, else by the command line."""
     machine = switch(**({"group": ("7", kind)} if kind else {}))
-    assert pci.read(machine.host(files=files)).iommu_mode == mode
+    assert read_pci(machine.host(files=files)).iommu_mode == mode
 
 
 @each_row("paths", [OWN_ROOTS, ONE_ROOT])
@@ -224,12 +225,12 @@ def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> 
         "/opt/microsoft/ndv4-topo.xml": "<system/>",
     }
     host = virtual(paths).host(files=azure)
-    assert "Hyper-V" in str(pci.read(host).virtual_tree)
-    (found,) = (f for f in pci.check(pci.read(host)) if f.code == "pci.tree.virtual")
+    assert "Hyper-V" in str(read_pci(host).virtual_tree)
+    (found,) = (f for f in pci.check(read_pci(host)) if f.code == "pci.tree.virtual")
     assert found.status is Status.WARN
     assert "NCCL_TOPO_FILE" in found.remedy
     assert "/opt/microsoft/ndv4-topo.xml" in found.remedy
-    assert pci.read(virtual(paths).host()).virtual_tree is None, "bare metal may look like this"
+    assert read_pci(virtual(paths).host()).virtual_tree is None, "bare metal may look like this"
 
 
 def test_a_broken_chain_of_capabilities_ends() -> None:

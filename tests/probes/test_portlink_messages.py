@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from probes.host import netlink
 from probes.host.live import LiveHost
-from probes.host.recording import RecordedHost, RecordingHost, archive
+from probes.host.recording import RecordedHost, RecordingHost
+from probes.wire import archive
 
 
 def attribute(kind: int, value: bytes) -> bytes:

@@ -17,6 +17,7 @@ from probes.increases import rdma_increases
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of, nccl_gid_index, rocev2_gid_index
 from probes.rdma.read import parse_rate, roce_mtu
+from probes.rdma.read import read as read_rdma
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe77:0200"
 IPV4 = "0000:0000:0000:0000:0000:ffff:c0a8:4d01"
@@ -96,11 +97,11 @@ class Fabric:
 
 
 def findings(host: DictHost) -> list[Finding]:
-    return list(rdma.check(rdma.read(host)))
+    return list(rdma.check(read_rdma(host)))
 
 
 def test_a_sound_roce_device() -> None:
-    facts = rdma.read(Fabric().add("mlx5_0", 0).host(rdma_netlink={"system": [{"netns_mode": 0}]}))
+    facts = read_rdma(Fabric().add("mlx5_0", 0).host(rdma_netlink={"system": [{"netns_mode": 0}]}))
     device, port = facts.devices[0], facts.devices[0].ports[0]
     assert (device.kind, device.bus_id, device.numa_node, device.model) == ("hca", "0000:10:00.0", 1, "ConnectX-7")
     assert (device.uverbs, device.uverbs_usable, device.is_vf) == ("/dev/infiniband/uverbs0", True, False)
@@ -115,11 +116,11 @@ def test_a_sound_roce_device() -> None:
 
 def test_no_rdma_is_absent_and_devices_are_in_the_order_of_their_numbers() -> None:
     with pytest.raises(UnavailableError, match="no RDMA device"):
-        rdma.read(DictHost())
+        read_rdma(DictHost())
     fabric = Fabric()
     for number in (10, 2, 0):
         fabric.add(f"mlx5_{number}", number)
-    assert [d.name for d in rdma.read(fabric.host()).devices] == ["mlx5_0", "mlx5_2", "mlx5_10"]
+    assert [d.name for d in read_rdma(fabric.host()).devices] == ["mlx5_0", "mlx5_2", "mlx5_10"]
 
 
 DOWN = {"state": "1: DOWN", "phys": "2: Polling"}
@@ -196,7 +197,7 @@ def test_sizes_and_rates_are_read() -> None:
 
 def test_a_virtual_function_in_stock_is_no_lost_port() -> None:
     """Down and without an address beside a physical port that is up; one that a pod uses has an address."""
-    facts = rdma.read(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, state="1: DOWN", phys="3: Disabled").host())
+    facts = read_rdma(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, state="1: DOWN", phys="3: Disabled").host())
     whole, virtual = facts.devices
 
     def severity(*devices: RdmaDevice) -> list[Status]:
@@ -222,7 +223,7 @@ def test_an_unreadable_state_is_unknown() -> None:
 
 def test_nccl_takes_the_first_ipv4_entry_of_version_two() -> None:
     host = Fabric().add("mlx5_0", 0, gids=[(LINK_LOCAL, V2), (IPV4, V1), (IPV4, V2), (IPV4, V2)]).host()
-    port = rdma.read(host).devices[0].ports[0]
+    port = read_rdma(host).devices[0].ports[0]
     assert nccl_gid_index(port) == 2
     assert ipv4_of(port.gids[1]) == "192.168.77.1"
 
@@ -236,7 +237,7 @@ def test_a_large_table_is_read_to_the_end_of_what_is_used() -> None:
             return super().read_text(path)
 
     fabric = Fabric().add("mlx5_0", 0, table=1024)
-    port = rdma.read(Counting(fabric.files, fabric.links)).devices[0].ports[0]
+    port = read_rdma(Counting(fabric.files, fabric.links)).devices[0].ports[0]
     assert len(port.gids) == 4
     assert sum("/gid_attrs/types/" in path for path in asked) == 4, "types of empty entries answer EINVAL"
     assert sum("/gids/" in path for path in asked) < 100
@@ -244,24 +245,24 @@ def test_a_large_table_is_read_to_the_end_of_what_is_used() -> None:
 
 def test_memlock_is_proven_by_registering() -> None:
     fabric = Fabric().add("mlx5_0", 0)
-    bound = rdma.read(fabric.host(register_limit_bytes=65536))
+    bound = read_rdma(fabric.host(register_limit_bytes=65536))
     assert (bound.memlock_proof.registered_bytes, bound.memlock_proof.failed_bytes) == (65536, 262144)
     assert {f.code: f.status for f in rdma.check(bound)} == {"rdma.memlock.registration": Status.FAIL}
-    free = rdma.read(fabric.host(register_limit_bytes=1 << 40))
+    free = read_rdma(fabric.host(register_limit_bytes=1 << 40))
     assert (free.memlock_proof.registered_bytes, free.memlock_proof.failed_bytes) == (64 << 20, None)
     assert not list(rdma.check(free))
 
 
 def test_congestion_marks_prove_ecn_and_a_bond_is_named() -> None:
     fabric = Fabric().add("mlx5_bond_0", 0)
-    bare = rdma.read(fabric.host()).devices[0]
+    bare = read_rdma(fabric.host()).devices[0]
     assert (bare.ports[0].ecn, bare.bond) == (None, None)
     folder = "/sys/devices/pci0000:10/0000:10:00.0"
     fabric.files[f"{folder}/infiniband/mlx5_bond_0/ports/1/hw_counters/np_ecn_marked_roce_packets"] = "12\n"
     fabric.files[f"{folder}/infiniband/mlx5_bond_0/tc/1/traffic_class"] = "Global tclass=106\n"
     fabric.links[f"{folder}/net/eth0/master"] = "/sys/devices/virtual/net/bond0"
     fabric.files["/sys/devices/virtual/net/bond0/mtu"] = "9000"
-    found = rdma.read(fabric.host()).devices[0]
+    found = read_rdma(fabric.host()).devices[0]
     assert (found.ports[0].ecn, found.ports[0].traffic_class, found.bond) == (True, 106, "bond0")
 
 
@@ -277,7 +278,7 @@ def test_netlink_where_sysfs_is_not_mounted() -> None:
         ],
         "system": [{"netns_mode": 1}],
     }
-    facts = rdma.read(DictHost(rdma_netlink=answers))
+    facts = read_rdma(DictHost(rdma_netlink=answers))
     assert (facts.source, facts.netns_mode) == ("netlink", "shared")
     assert [(d.name, d.kind, d.ports[0].state, d.ports[0].physical_state) for d in facts.devices] == [
         ("mlx5_1", "other", "ACTIVE", "LinkUp"),
@@ -315,7 +316,7 @@ def test_errors_are_judged_by_their_rise(before: Any, after: Any, seconds: float
 @pytest.mark.corpus
 def test_a_recorded_soft_roce_device(corpus: Path) -> None:
     files, links = corpus_tree(corpus / "sysfs" / "softroce_rxe0.txt")
-    facts = rdma.read(DictHost(files, links))
+    facts = read_rdma(DictHost(files, links))
     device, port = facts.devices[0], facts.devices[0].ports[0]
     assert (device.name, device.kind, device.bus_id) == ("rxe0", "rxe", None)
     assert (port.state, port.link_layer, port.netdev, port.rate_text) == (
@@ -343,7 +344,7 @@ def test_trust_state_of_the_port_is_read(answers: dict[str, Any], file: str | No
     fabric = Fabric().add("mlx5_0", 0)
     if file is not None:
         fabric.files[f"{fabric.links['/sys/class/net/eth0']}/qos/trust"] = file
-    facts = rdma.read(fabric.host(port_links={"eth0": answers}))
+    facts = read_rdma(fabric.host(port_links={"eth0": answers}))
     (port,) = facts.devices[0].ports
     assert (port.trust, port.dscp_priorities) == expected
 
@@ -381,7 +382,7 @@ def test_what_the_library_says(answer: Any, expected: int | None, layer: str) ->
     host: Any = Fabric().add("mlx5_0", 0, layer=layer).host(register_limit_bytes=1 << 40)
     host.__class__ = Library
     host.port = answer
-    port = rdma.read(host).devices[0].ports[0]
+    port = read_rdma(host).devices[0].ports[0]
     if layer == "InfiniBand":
         assert port.active_mtu_bytes == expected
     else:

@@ -12,14 +12,15 @@ from typing import Any, cast
 
 import pytest
 from rigs.tables import each_row
+from scanned import scan
 
-from probes.api import SCHEMA_VERSION
+from probes.api import SCHEMA_VERSION, Snapshot
 from probes.host.live import LiveHost
 from probes.host.protocol import GpuHandle, Host, NvmlError
-from probes.host.recording import KIND, RecordedHost, RecordingError, RecordingHost, archive, dumps, load
-from probes.scan import scan
+from probes.host.recording import RecordedHost, RecordingHost, load
+from probes.registry import ALL
 from probes.scanner import Scanner
-from probes.wire import to_json
+from probes.wire import KIND, RecordingError, archive, dumps, outcome_to_json
 
 MACHINES = Path(__file__).parent.parent / "machines"
 NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
@@ -30,12 +31,17 @@ def _recorder(root: Path) -> tuple[Host, RecordingHost]:
     return cast("Host", recorder), recorder
 
 
+def outcomes_of(found: Snapshot) -> dict[str, Any]:
+    """Every outcome as plain data, by probe."""
+    return {name: outcome_to_json(outcome) for name, outcome in found.outcomes.items()}
+
+
 @each_row("name", NAMES)
 def test_every_recorded_machine_replays_and_names_its_source(name: str) -> None:
     """No probe fails on a recording, and each file says where its facts come from."""
     content = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
     assert len(content["source"]) > 40
-    outcomes = to_json(scan(load(MACHINES / f"{name}.json")))["outcomes"]
+    outcomes = outcomes_of(scan(load(MACHINES / f"{name}.json")))
     assert {probe: o["status"] for probe, o in outcomes.items() if o["status"] == "failed"} == {}
 
 
@@ -100,7 +106,7 @@ def test_what_was_never_asked_is_not_there() -> None:
     assert _answer(host, "nvml", ("nvmlDeviceGetCount",))[2] == "LIBRARY_NOT_FOUND"
     some = RecordedHost({"hostname": "old", "captured_at": 1.0, "answers": {"nvml": {"nvmlDeviceGetCount": {"": 1}}}})
     assert _answer(some, "nvml", ("nvmlDeviceGetNew", GpuHandle(0)))[2] == "NOT_SUPPORTED"
-    outcomes = to_json(scan(host))["outcomes"]
+    outcomes = outcomes_of(scan(host))
     failed = {name: o["error"] for name, o in outcomes.items() if o["status"] == "failed"}
     assert list(failed) == ["pci"]  # what is on it may be anything: nothing that rests on it may pass
     assert "not in the recording" in failed["pci"]
@@ -110,7 +116,7 @@ def test_a_recording_from_before_the_question_for_sysfs_has_no_bus_still() -> No
     """It asked for the bus, was told that there is none, and has other answers of sysfs."""
     answers = {"list_dir": {"/sys/bus/pci/devices": {"$errno": "ENOENT"}, "/sys/class/net": ["eth0", "lo"]}}
     host = RecordedHost({"hostname": "old", "captured_at": 1.0, "answers": answers})
-    outcome = to_json(scan(host))["outcomes"]["pci"]
+    outcome = outcomes_of(scan(host))["pci"]
     assert outcome["status"] == "absent"
     assert "no PCI bus" in outcome["why"]
 
@@ -177,10 +183,10 @@ def test_gzip_is_read_like_plain_and_a_missing_file_is_a_missing_file(tmp_path: 
 
 def test_this_machine_is_captured_and_replayed(tmp_path: Path) -> None:
     """`topoflight capture` end to end: the replay finds what the live scan found."""
-    with Scanner() as scanner:
+    with Scanner(probes=ALL) as scanner:
         snapshot, archive = scanner.capture("this machine")
     path = tmp_path / "me.json"
     path.write_text(dumps(archive), encoding="utf-8")
-    live, replayed = to_json(snapshot)["outcomes"], to_json(scan(load(path)))["outcomes"]
+    live, replayed = outcomes_of(snapshot), outcomes_of(scan(load(path)))
     assert {n: o.get("facts") for n, o in replayed.items()} == {n: o.get("facts") for n, o in live.items()}
     assert snapshot.hostname == archive["hostname"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from contracts.finding import Finding
 from probes.api import Ok, Snapshot
-from probes.registry import BY_NAME
-from probes.scan import failures, findings_of
+from probes.registry import BY_NAME, failures, findings_of
 
 
 def findings(snapshot: Snapshot) -> tuple[Finding, ...]:

@@ -8,12 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from scanned import scan
+
 from agent.checks.view import View, look
 from contracts.finding import Finding
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
-from probes.scan import scan
 
 FOLDER = Path(__file__).parent.parent / "machines"
 PATHS = tuple(sorted(FOLDER.glob("*.json")))

@@ -10,20 +10,21 @@ from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
 from planner.forecast import machines
+from probes.registry import ALL
 from topology.build import build
 from topology.cluster import join
 from topology.expected import Expected, Paths, Unknown, expected
 from topology.formats.text import parse
 from topology.graph import NodeTopology, PathClass
-from topology.paths import Bar, host_links, joined
+from topology.paths import Bar, host_links, joined, with_expectations
 
 MACHINES = Path(__file__).parents[1] / "machines"
 GB = 1e9
 
 
 def node(name: str) -> NodeTopology:
-    (snapshot,) = snapshots((MACHINES / f"{name}.json",))
-    return build(snapshot)
+    (snapshot,) = snapshots((MACHINES / f"{name}.json",), ALL)
+    return with_expectations(build(snapshot))
 
 
 def links(machine: NodeTopology, ranks: int, bar: Bar = "as it is") -> Paths:

@@ -12,7 +12,7 @@ from contracts.finding import Status
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.gpu.probe import PROBE as GPU_PROBE
-from probes.scan import findings_of
+from probes.registry import findings_of
 from topology.cluster import join
 from topology.diff import diff, diff_text, fleet, fleet_text
 from topology.formats.text import parse

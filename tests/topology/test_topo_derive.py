@@ -16,8 +16,8 @@ from topology.check import check
 from topology.derive import complete
 from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, Pairs, PathClass, nvlinks, path_class
-from topology.links import NvLinks, PciTree
-from topology.plan import cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
+from topology.links import NvLinks, PciTree, cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
+from topology.paths import with_expectations
 from topology.reference import departures, recognise, reference_of
 
 A100, V100 = (8, 0), (7, 0)
@@ -36,7 +36,7 @@ def node(gpus, words, *, capability=A100, model=None, nics=(), **fields):
 
 
 def plan(topology, scope="node", op="all_gather"):
-    return next(e for e in topology.expectations if (e.scope, e.op) == (scope, op))
+    return next(e for e in with_expectations(topology).expectations if (e.scope, e.op) == (scope, op))
 
 
 HYBRID_MESH = {
@@ -130,10 +130,10 @@ def test_constants_of_nccl():
 
 def test_every_operation_and_scope_is_derived_with_steps():
     made = topology("hgx-h100-8xH100-8hca")
-    assert {(e.scope, e.op) for e in made.expectations} >= {
+    assert {(e.scope, e.op) for e in with_expectations(made).expectations} >= {
         (scope, op) for scope in ("island", "node", "rail") for op in ("all_gather", "reduce_scatter", "all_reduce")
     }
-    assert all(e.derivation for e in made.expectations)
+    assert all(e.derivation for e in with_expectations(made).expectations)
     assert any("NVLS" in step for step in plan(made, op="all_reduce").derivation)
     assert not any("NVLS" in step for step in plan(made, op="all_gather").derivation)
     assert any("64 MiB" in step for step in plan(made).derivation)

@@ -17,6 +17,7 @@ from typing import Any
 from topology.check import check
 from topology.formats import TopologyFileError, text, xml
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair
+from topology.paths import with_expectations
 
 FILE = Path(__file__).parents[1] / "golden" / "topology.jsonl"
 
@@ -50,7 +51,9 @@ def told(node: NodeTopology) -> dict[str, Any]:
         "islands": [[*island.gpus, island.all_to_all, *island.nvlinks_per_pair] for island in node.islands],
         "nearest": [[near.gpu, near.label, *near.nics, near.decidable, near.why] for near in node.nearest_nic],
         "rails": [[*rail.nics, *rail.gpus] for rail in node.rails],
-        "plans": {f"{each.scope} {each.op}": each.busbw_bytes_per_second for each in node.expectations},
+        "plans": {
+            f"{each.scope} {each.op}": each.busbw_bytes_per_second for each in with_expectations(node).expectations
+        },
         "virtual": node.virtual,
         "source": node.source,
         "warnings": node.warnings,

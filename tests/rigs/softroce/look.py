@@ -19,6 +19,7 @@ from probes.host.live import LiveHost
 from probes.interfaces import probe as interfaces
 from probes.limits import probe as limits
 from probes.rdma import probe as rdma
+from probes.worker import reader
 
 OUT = Path("/out")
 OF_THE_VERB = ("agent.base.hosts", "agent.checks.baseline", "agent.checks.measured", "agent.checks.view",
@@ -43,7 +44,7 @@ def look() -> dict[str, Any]:
     answer: dict[str, Any] = {"findings": {}, "active_mtu": active_mtu()}
     for probe in (rdma.PROBE, limits.PROBE, interfaces.PROBE):
         try:
-            facts = probe.read(host)
+            facts = reader(probe.name)(host)
         except UnavailableError as error:
             answer[probe.name] = {"absent": str(error)}
             continue

@@ -1,0 +1,26 @@
+"""Reads which IMEX channels this process has; see `probes.imex.probe`."""
+
+from __future__ import annotations
+
+import re
+
+from probes.api import UnavailableError
+from probes.host import sysfs
+from probes.host.protocol import Host
+from probes.hostinfo.read import of_agent
+from probes.imex.probe import CHANNELS, DEVICE, NODES, ImexFacts
+
+
+def read(host: Host) -> ImexFacts:
+    """Channels and the domain's size. Raises UnavailableError where the driver has no IMEX."""
+    if not re.search(rf"^\s*\d+ {DEVICE}$", sysfs.text(host, "/proc/devices") or "", re.MULTILINE):
+        raise UnavailableError(f"no driver registers {DEVICE} (/proc/devices)")
+    channels = tuple(name for name in sysfs.names(host, CHANNELS) if re.fullmatch(r"channel\d+", name))
+    listed = sysfs.text(host, NODES)
+    rows = [row.strip() for row in (listed or "").splitlines()]
+    return ImexFacts(
+        channels=channels,
+        usable=tuple(name for name in channels if host.usable(f"{CHANNELS}/{name}")),
+        nodes=None if listed is None else sum(bool(row) and not row.startswith("#") for row in rows),
+        of_agent=of_agent(host),
+    )

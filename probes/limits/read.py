@@ -1,0 +1,115 @@
+"""Reads the limits of this process: rlimits, capabilities, /dev/shm, cgroups.
+
+Specification: getrlimit(2), proc(5), capabilities(7), cgroups(7); Linux Documentation/admin-guide/cgroup-v2.rst.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from probes.host import sysfs
+from probes.host.protocol import Host
+from probes.hostinfo.read import container, of_agent
+from probes.limits.probe import SHM, LimitsFacts
+
+IPC_LOCK_BIT, SYS_NICE_BIT = 14, 23  # capabilities(7), include/uapi/linux/capability.h
+CGROUPS = "/sys/fs/cgroup"
+UNLIMITED_V1 = 1 << 62  # cgroup v1 prints LONG_MAX rounded down to a page for "no limit"
+SECCOMP = {"0": "disabled", "1": "strict", "2": "filter"}
+CGROUP_DEPTH_MAX = 32
+
+
+def read(host: Host) -> LimitsFacts:
+    """Ask for every limit of this process."""
+    identity = host.identity()
+    uid = int(identity.get("uid") or 0)
+    status = sysfs.fields(sysfs.text(host, "/proc/self/status"))
+    rights = status.get("CapEff", "")
+    capabilities = int(rights, 16) if re.fullmatch(r"[0-9a-fA-F]{1,16}", rights) else None
+    memlock, nofile = _numbers(host.limit, "MEMLOCK"), _numbers(host.limit, "NOFILE")
+    shm = _numbers(host.statvfs, SHM)
+    where, agent = container(host), of_agent(host)
+    whose = f"{where} container" + (" of the agent" if agent else "") if where else "no container"
+    return LimitsFacts(
+        whose=f"this process, pid {identity.get('pid')}, uid {uid}, {whose}",
+        uid=uid,
+        memlock_soft_bytes=memlock[0] if memlock else None,
+        memlock_hard_bytes=memlock[1] if memlock else None,
+        memlock_known=memlock is not None,
+        nofile_soft=nofile[0] if nofile else None,
+        nofile_hard=nofile[1] if nofile else None,
+        ipc_lock=None if capabilities is None else bool(capabilities >> IPC_LOCK_BIT & 1),
+        sys_nice=None if capabilities is None else bool(capabilities >> SYS_NICE_BIT & 1),
+        shm_size_bytes=shm[0] if shm else None,
+        shm_free_bytes=shm[1] if shm else None,
+        hugepages=_hugepages(host),
+        cgroup_memory_max_bytes=_cgroup_memory(host),
+        cgroup_cpus=_cgroup_cpus(host),
+        container=where,
+        of_agent=agent,
+        seccomp=SECCOMP.get(status.get("Seccomp", "")),
+        rdma_present=bool(sysfs.names(host, "/sys/class/infiniband")),
+    )
+
+
+_Pair = tuple[int | None, int | None]
+
+
+def _numbers(question: Callable[[str], _Pair], name: str) -> _Pair | None:
+    """The host's answer; None where it has none."""
+    try:
+        return question(name)
+    except OSError:
+        return None
+
+
+def _hugepages(host: Host) -> dict[str, int] | None:
+    root = "/sys/kernel/mm/hugepages"
+    counts = {
+        name.removeprefix("hugepages-"): sysfs.number(host, f"{root}/{name}/nr_hugepages")
+        for name in sysfs.names(host, root)
+        if name.startswith("hugepages-")
+    }
+    return {size: count for size, count in counts.items() if count is not None} or None
+
+
+def _cgroup_folders(host: Host, controller: str) -> list[str]:
+    """The cgroup of this process and its parents, v2 or v1; a cgroup namespace shows its own root as "/"."""
+    folders: list[str] = []
+    for line in (sysfs.text(host, "/proc/self/cgroup") or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        mounted = CGROUPS if number == "0" else f"{CGROUPS}/{controller}"
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        parts = [part for part in path.split("/") if sysfs.NAME.fullmatch(part)][:CGROUP_DEPTH_MAX]
+        folders += ["/".join([mounted, *parts[:length]]) for length in range(len(parts), -1, -1)]
+    return folders
+
+
+def _cgroup_memory(host: Host) -> int | None:
+    """The tightest memory limit on the way to the root."""
+    found = []
+    for folder in _cgroup_folders(host, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            value = sysfs.number(host, f"{folder}/{name}")
+            if value is not None and 0 <= value < UNLIMITED_V1:
+                found.append(value)
+    return min(found, default=None)
+
+
+def _cgroup_cpus(host: Host) -> float | None:
+    """The tightest CPU quota on the way to the root, in CPUs."""
+    found = []
+    for folder in _cgroup_folders(host, "cpu"):
+        quota, _, period = (sysfs.text(host, f"{folder}/cpu.max") or "").partition(" ")
+        pair = (sysfs.parse_number(quota), sysfs.parse_number(period))
+        if pair == (None, None):
+            pair = (
+                sysfs.number(host, f"{folder}/cpu.cfs_quota_us"),
+                sysfs.number(host, f"{folder}/cpu.cfs_period_us"),
+            )
+        if pair[0] is not None and pair[1] is not None and pair[0] > 0 and pair[1] > 0:
+            found.append(pair[0] / pair[1])
+    return min(found, default=None)
