@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
@@ -31,6 +30,7 @@ _YES, _NO = ("true", "yes", "on", "y", "t", "enable", "enabled"), ("false", "no"
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
 _OLDEST_TIMEOUT = 14  # the default up to 2.13, 67 ms a try (env.rst); no release waits less by itself
 _MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5; an index above is none
+_NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 
 
@@ -45,22 +45,9 @@ def members(kind: str) -> Sequence[str]:
     return found
 
 
-class Text(NamedTuple):
-    """A finding in words, with fields that the rule fills in."""
-
-    status: Status
-    message: str
-    remedy: str
-    evidence: tuple[str, ...]
-
-
-@cache
-def texts() -> Mapping[str, Text]:
-    """The table of findings as written."""
-    return {
-        key: Text(Status(row["status"]), row["message"], row["remedy"], (row["evidence"],) if "evidence" in row else ())
-        for key, row in read_table(__file__, "data/findings.toml").items()
-    }
+def texts() -> Mapping[str, Mapping[str, str]]:
+    """The findings in words, with fields that the rules fill in: data/findings.toml as written."""
+    return read_table(__file__, "data/findings.toml")
 
 
 CODES = tuple(sorted({key.partition("/")[0] for key in texts()}))
@@ -74,31 +61,23 @@ def finding(
 
     The variable is the subject, what it was set to the first evidence. `status` is given where it is not the table's.
     """
-    text = texts()[key]
-    message, remedy = (each.format(name=name, value=value, **fields) for each in (text.message, text.remedy))
+    row = texts()[key]
+    message, remedy = (row[part].format(name=name, value=value, **fields) for part in ("message", "remedy"))
     return Finding(
-        code=key.partition("/")[0], status=status or text.status, subject=name,
-        message=message[:1].upper() + message[1:], evidence=(f"{name}={value}", *text.evidence, *evidence),
-        remedy=remedy,
+        code=key.partition("/")[0], status=status or Status(row["status"]), subject=name,
+        message=message[:1].upper() + message[1:], remedy=remedy,
+        evidence=(f"{name}={value}", *([row["evidence"]] if "evidence" in row else ()), *evidence),
     )  # fmt: skip
 
 
 def strtoll(text: str) -> tuple[int, bool]:
     """What strtoll(text, NULL, 0) returns, and whether it used the whole text."""
-    match = _INTEGER.match(text)
+    match = _NUMBER.match(text)
     if match is None:
         return 0, False
-    digits = match.group().strip()
-    sign = -1 if digits.startswith("-") else 1
-    bare = digits.lstrip("+-")
-    whole = match.end() == len(text)
-    if bare.lower().startswith("0x"):
-        return sign * int(bare, 16), whole
-    if bare.startswith("0") and len(bare) > 1:
-        octal = re.match(r"0[0-7]*", bare)
-        used = octal.group() if octal else "0"
-        return sign * int(used, 8), whole and used == bare
-    return sign * int(bare), whole
+    sign, digits = match.groups()
+    number = int(digits, 16 if digits[1:2] in ("x", "X") else 8 if digits[0] == "0" else 10)
+    return -number if sign == "-" else number, match.end() == len(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,18 +37,17 @@ class RenderError(ValueError):
 
 def render_env(settings: Sequence[Setting]) -> str:
     """An env file: values stand as they are, as `docker run --env-file` takes them, reasons as comments."""
-    lines: list[str] = []
-    for each in _checked(settings):
-        lines += [f"# {each.reason.rule}", f"{each.name}={each.value}"]
-    return _text(lines, "# nothing to set")
+    return _render(settings, lambda each: f"{each.name}={each.value}")
 
 
 def render_shell(settings: Sequence[Setting]) -> str:
     """Exports that a POSIX shell can source."""
-    lines: list[str] = []
-    for each in _checked(settings):
-        lines += [f"# {each.reason.rule}", f"export {each.name}={shlex.quote(each.value)}"]
-    return _text(lines, "# nothing to set")
+    return _render(settings, lambda each: f"export {each.name}={shlex.quote(each.value)}")
+
+
+def _render(settings: Sequence[Setting], line: Callable[[Setting], str]) -> str:
+    lines = [text for each in _checked(settings) for text in (f"# {each.reason.rule}", line(each))]
+    return "\n".join(text.replace("\n", " ") for text in lines or ("# nothing to set",)) + "\n"
 
 
 def k8s_env(settings: Sequence[Setting]) -> list[dict[str, str]]:
@@ -72,10 +71,6 @@ def _checked(settings: Sequence[Setting]) -> Sequence[Setting]:
         if any(mark in each.value for mark in "\n\r\0"):
             raise RenderError(f"{each.name}: the value {each.value!r} has a line break, which no env file can carry")
     return settings
-
-
-def _text(lines: Sequence[str], empty: str) -> str:
-    return "\n".join(line.replace("\n", " ") for line in lines or (empty,)) + "\n"
 
 
 def allocator(case: Situation) -> Setting | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from contracts.finding import Status
@@ -31,18 +31,12 @@ def choose_ports(node: NodeView) -> PortChoice:
     keep = node.taken_ports()
     dropped: dict[str, str] = {}
     secondary = _secondary_devices(node)
-    for rule in (_hardware, _of_this_pod(secondary), _one_link_layer, _one_subnet, _addressed):
-        keep = _without(keep, unfit := rule(keep))
-        dropped |= unfit
-    keep = _without(keep, far := _near_a_gpu(node)(keep))
-    for rule in (_not_management(node), _no_storage(node)):
-        keep = _without(keep, unfit := rule(keep))
-        dropped |= unfit
+    far: dict[str, str] = {}
+    for rule in _RULES:
+        unfit = rule(node, keep)
+        keep = tuple(view for view in keep if view.name not in unfit)
+        (far if rule is _near_a_gpu else dropped).update(unfit)
     return PortChoice(keep=keep, dropped=dropped, far=far, secondary=secondary)
-
-
-def _without(ports: Sequence[PortView], unfit: dict[str, str]) -> tuple[PortView, ...]:
-    return tuple(view for view in ports if view.name not in unfit)
 
 
 def _secondary_devices(node: NodeView) -> dict[str, str]:
@@ -58,32 +52,26 @@ def _secondary_devices(node: NodeView) -> dict[str, str]:
     return found
 
 
-Rule = Callable[[Sequence[PortView]], dict[str, str]]
-
-
-def _hardware(ports: Sequence[PortView]) -> dict[str, str]:
+def _hardware(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Soft-RoCE and soft-iWARP run on the CPU: not beside a real HCA."""
     if all(map(is_software, ports)):
         return {}
     return {view.name: "RDMA in software (rxe, siw)" for view in ports if is_software(view)}
 
 
-def _of_this_pod(secondary: dict[str, str]) -> Rule:
+def _of_this_pod(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """RoCE needs a GID of this network namespace: only the devices behind the pod's own networks have one."""
-
-    def unfit(ports: Sequence[PortView]) -> dict[str, str]:
-        if not any(view.device.name in secondary for view in ports):
-            return {}
-        return {
-            view.name: f"{view.port.link_layer}, and no network of this pod is on it"
-            for view in ports
-            if view.device.name not in secondary
-        }
-
-    return unfit
+    secondary = _secondary_devices(node)
+    if not any(view.device.name in secondary for view in ports):
+        return {}
+    return {
+        view.name: f"{view.port.link_layer}, and no network of this pod is on it"
+        for view in ports
+        if view.device.name not in secondary
+    }
 
 
-def _one_link_layer(ports: Sequence[PortView]) -> dict[str, str]:
+def _one_link_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """An InfiniBand port cannot talk to an Ethernet port: keep the layer that carries more."""
     rates: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
@@ -101,7 +89,7 @@ def _one_link_layer(ports: Sequence[PortView]) -> dict[str, str]:
     }
 
 
-def _one_subnet(ports: Sequence[PortView]) -> dict[str, str]:
+def _one_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """InfiniBand ports of another subnet prefix hang on another subnet manager: no packet goes from one to the other.
 
     InfiniBand Architecture 4.1.1: the upper 64 bits of GID 0 are the subnet's prefix, fe80:: unless it was changed.
@@ -142,7 +130,7 @@ def undecided(ports: Sequence[PortView]) -> dict[str, list[str]]:
     return dict(found) if len(layers) > 1 or (len(found) > 1 and shared) else {}
 
 
-def _addressed(ports: Sequence[PortView]) -> dict[str, str]:
+def _addressed(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """A RoCE port with nothing but link-local GIDs reaches no other node, and NCCL takes it all the same."""
     bare = [view for view in ports if is_unaddressed(view)]
     if not bare or not any(gid_addresses(view) for view in ports):
@@ -155,72 +143,64 @@ def is_unaddressed(view: PortView) -> bool:
     return view.port.link_layer == "Ethernet" and view.port.gids_known and not gid_addresses(view, None)
 
 
-def _not_management(node: NodeView) -> Rule:
-    """A slower port of another model, or the one the default route leaves by, serves storage or management."""
-    facts = node.interfaces()
-    default_route = facts.default_route if facts else None
-
-    def unfit(ports: Sequence[PortView]) -> dict[str, str]:
-        rates = [view.port.rate_bytes_per_second or 0.0 for view in ports]
-        fastest = max(rates, default=0.0)
-        models = {view.device.model for view, rate in zip(ports, rates, strict=True) if rate == fastest}
-        found: dict[str, str] = {}
-        for view, rate in zip(ports, rates, strict=True):
-            if not 0.0 < rate < fastest:
-                continue
-            # A port of the same model that is slower has trained down: that is a fault to repair, not a port to hide.
-            other_model = view.device.model is not None and None not in models and view.device.model not in models
-            leads_out = view.port.netdev is not None and view.port.netdev == default_route
-            if other_model or leads_out:
-                text = f"{gigabits(rate)} against {gigabits(fastest)} of the others"
-                found[view.name] = f"{text}, {'carries the default route' if leads_out else view.device.model}"
-        return found
-
-    return unfit
-
-
-def _no_storage(node: NodeView) -> Rule:
-    """A port in the subnet of a mounted file system's server carries storage, where every GPU has another as near."""
-    info = node.hostinfo()
-    servers = [ipaddress.ip_address(text) for text in info.storage_servers] if info else []
-    near = [set(entry.nics) for entry in node.topology.nearest_nic if entry.decidable] if node.topology else []
-
-    def unfit(ports: Sequence[PortView]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for view in ports:
-            subnet = port_subnet(node, view) if servers else None
-            server = next((each for each in servers if subnet is not None and each in subnet), None)
-            if server is not None:
-                found[view.name] = f"storage: a file system is mounted from {server} in its subnet {subnet}"
-        left = {view.device.name for view in ports if view.name not in found}
-        spared = near and all(nics & left for nics in near if nics & {view.device.name for view in ports})
-        return found if found and spared else {}
-
-    return unfit
-
-
-def _near_a_gpu(node: NodeView) -> Rule:
+def _near_a_gpu(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Where every GPU has a NIC near it, NCCL's search ends there and never reaches a NIC that is near none.
 
     NCCL src/graph/search.cc, ncclTopoSelectNets: the nets of each GPU by path type, nearest first.
     """
-    topology = node.topology
-    nearest = topology.nearest_nic if topology else ()
-    decidable = bool(nearest) and all(entry.decidable and entry.local for entry in nearest)
+    nearest = node.topology.nearest_nic if node.topology else ()
     names = {nic for entry in nearest for nic in entry.nics}
+    near = [view for view in ports if view.device.name in names]
+    if not near or not all(entry.decidable and entry.local for entry in nearest):
+        return {}
+    fastest = max(view.port.rate_bytes_per_second or 0.0 for view in near)
+    return {
+        view.name: "nearest to no GPU: each has a nearer port"
+        for view in ports
+        if view.device.name not in names and (view.port.rate_bytes_per_second or 0.0) <= fastest
+    }
 
-    def unfit(ports: Sequence[PortView]) -> dict[str, str]:
-        near = [view for view in ports if view.device.name in names]
-        if not decidable or not near:
-            return {}
-        fastest = max(view.port.rate_bytes_per_second or 0.0 for view in near)
-        return {
-            view.name: "nearest to no GPU: each has a nearer port"
-            for view in ports
-            if view.device.name not in names and (view.port.rate_bytes_per_second or 0.0) <= fastest
-        }
 
-    return unfit
+def _not_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """A slower port of another model, or the one the default route leaves by, serves storage or management."""
+    facts = node.interfaces()
+    default_route = facts.default_route if facts else None
+    rates = [view.port.rate_bytes_per_second or 0.0 for view in ports]
+    fastest = max(rates, default=0.0)
+    models = {view.device.model for view, rate in zip(ports, rates, strict=True) if rate == fastest}
+    found: dict[str, str] = {}
+    for view, rate in zip(ports, rates, strict=True):
+        if not 0.0 < rate < fastest:
+            continue
+        # A port of the same model that is slower has trained down: that is a fault to repair, not a port to hide.
+        other_model = view.device.model is not None and None not in models and view.device.model not in models
+        leads_out = view.port.netdev is not None and view.port.netdev == default_route
+        if other_model or leads_out:
+            text = f"{gigabits(rate)} against {gigabits(fastest)} of the others"
+            found[view.name] = f"{text}, {'carries the default route' if leads_out else view.device.model}"
+    return found
+
+
+def _no_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """A port in the subnet of a mounted file system's server carries storage, where every GPU has another as near."""
+    info = node.hostinfo()
+    servers = [ipaddress.ip_address(text) for text in info.storage_servers] if info else []
+    near = [set(entry.nics) for entry in node.topology.nearest_nic if entry.decidable] if node.topology else []
+    found: dict[str, str] = {}
+    for view in ports:
+        subnet = port_subnet(node, view) if servers else None
+        server = next((each for each in servers if subnet is not None and each in subnet), None)
+        if server is not None:
+            found[view.name] = f"storage: a file system is mounted from {server} in its subnet {subnet}"
+    left = {view.device.name for view in ports if view.name not in found}
+    spared = near and all(nics & left for nics in near if nics & {view.device.name for view in ports})
+    return found if found and spared else {}
+
+
+# In this order; what is near no GPU NCCL passes over by itself.
+_RULES = (
+    _hardware, _of_this_pod, _one_link_layer, _one_subnet, _addressed, _near_a_gpu, _not_management, _no_storage,
+)  # fmt: skip
 
 
 def is_software(view: PortView) -> bool:

@@ -352,17 +352,20 @@ def port_subnet(node: NodeView, view: PortView) -> Network | None:
     return next((subnet for each in own for subnet in networks(each)), None)
 
 
-def networks(interface: Interface) -> tuple[Network, ...]:
-    """The subnets an interface has an address in, link-local ones left out."""
-    found = []
+def addresses(interface: Interface) -> Iterator[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
+    """The addresses of an interface, link-local ones left out."""
     for text in interface.addresses:
         try:
             parsed = ipaddress.ip_interface(text)
         except ValueError:
             continue
         if not parsed.ip.is_link_local:
-            found.append(parsed.network)
-    return tuple(found)
+            yield parsed
+
+
+def networks(interface: Interface) -> tuple[Network, ...]:
+    """The subnets an interface has an address in, link-local ones left out."""
+    return tuple(each.network for each in addresses(interface))
 
 
 def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | None:
@@ -372,21 +375,14 @@ def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | Non
     """
     if interface.rdma_device:
         return interface.rdma_device
-    addresses = {ipaddress.ip_interface(text).ip for text in interface.addresses if _is_address(text)}
+    own = {each.ip for each in addresses(interface)}
     for view in ports:
         if view.port.netdev and view.port.netdev in (interface.name, interface.parent):
             return view.device.name
         for gid in view.port.gids:
-            if gid.netdev == interface.name or gid_address(gid) in addresses:
+            if gid.netdev == interface.name or gid_address(gid) in own:
                 return view.device.name
     return None
-
-
-def _is_address(text: str) -> bool:
-    try:
-        return not ipaddress.ip_interface(text).ip.is_link_local
-    except ValueError:
-        return False
 
 
 UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")

@@ -105,7 +105,7 @@ def test_an_entry_is_whole(name: str) -> None:
     if name in LOG_CODES:
         assert told == [LOG_CODES[name].severity]
     elif name in ENV_CODES:
-        assert {text.status for key, text in texts().items() if key.partition("/")[0] == name} - {None} <= set(told)
+        assert {text["status"] for key, text in texts().items() if key.partition("/")[0] == name} - {None} <= set(told)
 
 
 def test_named_codes_exist() -> None:

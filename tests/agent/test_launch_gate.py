@@ -207,7 +207,7 @@ FATE = "rank 1 was ended by SIGKILL; the same command goes on from its last chec
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
     """What an agent is sent."""
-    with answering(201) as (url, found):
+    with answering((201, {}, b"{}")) as (url, found):
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
         monkeypatch.delenv("TOPOFLIGHT_AGENT_TOKEN_FILE", raising=False)
         yield found

@@ -104,11 +104,8 @@ def test_disk_full_temporary(ground: Ground) -> list[str]:
 
 def _clock(ground: Ground) -> tuple[Path, dict[str, str]]:
     """The file that holds the shift, and the environment that makes a process obey it."""
-    file, library, source = (
-        ground.folder / "clock",
-        ground.folder / "clock.so",
-        Path(__file__).with_name("clock_shift.c"),
-    )
+    file, library = ground.folder / "clock", ground.folder / "clock.so"
+    source = Path(__file__).with_name("clock_shift.c")
     file.write_text("0")
     command = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(library), str(source)]
     subprocess.run(command, check=True)

@@ -211,11 +211,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
         raw = json.dumps(body).encode()
         self.send_response(status)
-        for name, value in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(raw)),
-            **(headers or {}),
-        }.items():
+        told = {"Content-Type": "application/json", "Content-Length": str(len(raw)), **(headers or {})}
+        for name, value in told.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(raw)

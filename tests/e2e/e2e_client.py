@@ -50,13 +50,8 @@ def serving(config: Path, name: str, log: Path, *words: str, namespace: str) -> 
     local = ("--address", "127.0.0.1", "--port", str(port))
     environment = {**os.environ, "KUBECONFIG": str(config), "NODE_NAME": name, "POD_NAMESPACE": namespace}
     with log.open("ab") as stream:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "agent.cli", *container["args"], *local, *words],
-            env=environment,
-            cwd=ROOT,
-            stdout=stream,
-            stderr=stream,
-        )
+        command = [sys.executable, "-m", "agent.cli", *container["args"], *local, *words]
+        child = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=stream, stderr=stream)
     try:
         url = f"http://127.0.0.1:{port}"
         eventually(lambda: child.poll() is None and ask(url + "/nodes?scope=node")[0] == 200, log.read_text())

@@ -15,23 +15,21 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from kustomization import CLUSTER_SCOPED, render
-from rigs.waiting import eventually
 
-from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
+from agent.cluster.client import ApiError, Client, connect, path_of
 
 ROOT = Path(__file__).parent.parent.parent
 Document = dict[str, Any]
 RUN = f"e2e-{uuid.uuid4().hex[:8]}"
 NAMESPACES = ("topoflight", "topoflight-bench")
 MACHINES = ROOT / "tests/machines"
-CONTROLLER_SECONDS = 30.0  # a controller that has not moved by then is not there
+CONTROLLER_SECONDS = 30.0  # a namespace controller that has not moved by then is not there
 
 
 def real() -> list[pytest.MarkDecorator]:
@@ -143,7 +141,7 @@ def remove(documents: list[Document]) -> None:
     for space in spaces:
         end_pods(space)
         kubectl("delete", "namespace", space, "--ignore-not-found", "--wait=false")
-        until = time.monotonic() + (CONTROLLER_SECONDS if controllers() else 0.0)
+        until = time.monotonic() + CONTROLLER_SECONDS
         while "NotFound" not in kubectl("get", "namespace", space, check=False):
             end_pods(space)
             if time.monotonic() > until:
@@ -213,53 +211,8 @@ def client_with(folder: Path, bearer: str) -> Client:
     return connect(environment={"KUBECONFIG": str(config_of(folder, bearer))})
 
 
-@cache
-def controllers() -> bool:
-    """Whether a controller manager runs: it gives each new namespace its default account."""
-    name, client = f"{RUN}-probe", admin()
-    kubectl("create", "namespace", name)
-
-    def has_account() -> bool:
-        try:
-            return bool(client.get(path_of("v1", "serviceaccounts", "default", namespace=name)))
-        except ApiError:
-            return False
-
-    found = within(has_account)
-    kubectl("delete", "namespace", name, "--wait=false")
-    if not found:
-        finalize(name)
-    return found
-
-
 def finalize(namespace: str) -> None:
     """What the namespace controller does last, where there is none; nothing is left in it."""
     admin().request("PUT", path_of("v1", "namespaces", namespace) + "/finalize", body={
         "apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}, "spec": {"finalizers": []},
     })  # fmt: skip
-
-
-def reachable() -> str | None:
-    """Why the cluster of KUBECONFIG cannot be used; None where it can."""
-    try:
-        client = connect(tries=2)
-        client.get("/version")
-        review = client.create(
-            path_of("authorization.k8s.io/v1", "selfsubjectaccessreviews"),
-            {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
-             "spec": {"resourceAttributes": {"verb": "*", "group": "*", "resource": "*"}}}, repeatable=True,
-        )  # fmt: skip
-    except (AccessError, ApiError) as error:
-        return f"KUBECONFIG: {error}"
-    if not (review.get("status") or {}).get("allowed"):
-        return "KUBECONFIG: its user is no administrator (may not do * on *): the tests make roles and namespaces"
-    return None
-
-
-def within(true: Any, seconds: float = CONTROLLER_SECONDS) -> bool:
-    """Whether it comes true in time."""
-    try:
-        eventually(true, "", seconds)
-    except AssertionError:
-        return False
-    return True

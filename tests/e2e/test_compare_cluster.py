@@ -152,31 +152,24 @@ def test_the_gate_of_a_tcp_job_does_not_judge_what_the_comparison_sets(cluster: 
             assert failed(environment, options) == bare - {"limits.memlock.low", "interfaces.choice.wrong"}
 
 
-def test_a_job_that_took_another_network_is_no_bar(cluster: Cluster, tmp_path: Path) -> None:
-    """It was told net1, and NCCL's log says eth0: exit code 5."""
-    cluster.takes = {"net1": "eth0"}
-    code, found, output = compare(tmp_path)
-    assert code == 5, output
-    net1 = found["bars"][1]
-    assert (net1["status"], net1["step_seconds"]) == ("unproven", None)
-    assert "NET/Socket over eth0" in net1["why"]
-
-
-def test_a_job_that_fails_says_why(cluster: Cluster, tmp_path: Path) -> None:
-    """No pod of it left a record; the others are run all the same, and fail alike here. Exit code 3."""
-    cluster.state, cluster.controllers = "Failed", False
-    code, found, output = compare(tmp_path)
-    assert code == 3, output
-    assert {bar["status"] for bar in found["bars"]} == {"failed"}
-    assert found["bars"][0]["why"] == "failed: no pod left a record"
-
-
-def test_a_job_that_is_not_done_in_time_is_unknown(cluster: Cluster, tmp_path: Path) -> None:
-    """And goes on."""
-    cluster.state = "Suspended"
-    code, found, output = compare(tmp_path, "--timeout", "1")
-    assert code == 5, output
-    assert all("was not done within 1 s" in bar["why"] for bar in found["bars"])
+@pytest.mark.parametrize(
+    ("state", "pods", "takes", "code", "status", "why"),
+    [
+        ("Complete", True, {"net1": "eth0"}, 5, "unproven", "NET/Socket over eth0"),  # told net1; NCCL's log says eth0
+        ("Failed", False, {}, 3, "failed", "failed: no pod left a record"),
+        ("Suspended", True, {}, 5, "unknown", "was not done within 1 s"),  # and goes on
+    ],
+)
+def test_a_job_that_proves_no_network_is_no_bar(
+    cluster: Cluster, tmp_path: Path, state: str, pods: bool, takes: dict[str, str], code: int, status: str, why: str
+) -> None:
+    """Each says why; the other jobs are run all the same."""
+    cluster.state, cluster.controllers, cluster.takes = state, pods, takes
+    ended, found, output = compare(tmp_path, "--timeout", "1") if state == "Suspended" else compare(tmp_path)
+    assert ended == code, output
+    bars = found["bars"][1:2] if takes else found["bars"]
+    assert {(bar["status"], bar["step_seconds"]) for bar in bars} == {(status, None)}
+    assert all(why in bar["why"] for bar in bars)
 
 
 @each_row(

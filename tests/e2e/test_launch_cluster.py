@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +11,38 @@ import yaml
 from api_server import ApiServer
 from click.testing import CliRunner
 from e2e_client import client_of
-from rigs.recorded import path_of, snapshot
+from rigs.recorded import path_of
 from rigs.tables import each_row
 
-from agent.advice.advise import answer
-from agent.advice.request import Request
 from agent.cli.launch import launch
 from agent.cluster.client import ApiError
-from agent.jobs import cluster_job, submission
+from agent.jobs import submission
 from contracts.job_plan import JobPlan, read
 
 H100 = path_of()
-GIVEN = {
-    "image": "registry.example/finetune:1", "namespace": "default", "nodes": 2, "resources": (), "node_selector": (),
-    "tolerate": (), "claim": None, "queue": None, "topology": None, "service_account": None, "preflight_image": None,
-    "require": (), "dra": False,
-}  # fmt: skip
+WORDS = [
+    "--host", str(H100), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1",
+    "--claim", "shared", "--set", "dataset_name=synthetic:arithmetic",  # whose rows no process need be asked for
+]  # fmt: skip
+GSM = ["--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main"]
 
 
-def documents(kind: str, name: str) -> tuple[dict[str, object], ...]:
-    found = (snapshot(),)
-    advice = answer(Request.of(hosts=(H100,), model="Llama-3.1-8B", nodes=2), found)
-    given = {**GIVEN, "name": name, "overrides": ("dataset_name=openai/gsm8k",)}
-    return cluster_job.documents(cluster_job.spec_of(advice, given), kind, cluster_job.plan_of(advice, given, found))
+def printed(*words: str) -> dict[str, dict[str, Any]]:
+    """What the dry run prints, by kind; as a user's kubectl reads it."""
+    done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "yaml"])
+    assert done.exit_code == 0, done.output
+    return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+
+
+def documents(kind: str) -> tuple[dict[str, Any], ...]:
+    """What a launch named sft makes."""
+    return tuple(printed(*WORDS, "--api", kind, "--name", "sft").values())
 
 
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
 def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
     """A real server admits manifests in test_real_overlays."""
-    lines = list(submission.create(client_of(api), documents(kind, f"e2e-{uuid.uuid4().hex[:8]}"), dry_run=True))
+    lines = list(submission.create(client_of(api), documents(kind), dry_run=True))
     assert lines and all(line.endswith("admitted (dry run)") for line in lines)
     assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
 
@@ -48,16 +50,9 @@ def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: st
 def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
     """And the error says that nothing was made."""
     client = client_of(api)
-    assert len(list(submission.create(client, documents("trainjob", "sft")))) == 3
+    assert len(list(submission.create(client, documents("trainjob")))) == 3
     with pytest.raises(ApiError, match=r"trainjob/sft: the API server says 409.*nothing was made"):
-        list(submission.create(client, documents("trainjob", "sft")))
-
-
-WORDS = [
-    "--host", str(H100), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1",
-    "--claim", "shared", "--set", "dataset_name=synthetic:arithmetic",  # whose rows no process need be asked for
-]  # fmt: skip
-GSM = ["--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main"]
+        list(submission.create(client, documents("trainjob")))
 
 
 def test_the_verb_creates_what_the_dry_run_prints(kubeconfig: ApiServer) -> None:
@@ -77,13 +72,6 @@ def test_a_refusal_is_told_in_the_servers_words(kubeconfig: ApiServer) -> None:
     done = CliRunner().invoke(launch, [*WORDS, "--api", "job", "--name", "sft", "--no-dra"])
     assert done.exit_code == 1
     assert "configmap/sft-config: the API server says 403" in done.output
-
-
-def printed(*words: str) -> dict[str, dict[str, Any]]:
-    """What the dry run prints, by kind; as a user's kubectl reads it."""
-    done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "yaml"])
-    assert done.exit_code == 0, done.output
-    return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
 
 
 def test_the_dry_run_prints_yaml_and_json_of_the_same_objects(kubeconfig: ApiServer) -> None:
@@ -138,89 +126,56 @@ def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) 
     """What the file says stands; what it leaves open is the model of the plan. A folder is one of the claim."""
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    words = [
-        "--host",
-        str(H100),
-        "--model",
-        "NousResearch/Meta-Llama-3.1-8B",
-        "--image",
-        "r.example/f:1",
-        "--claim",
-        "c",
-    ]
-    made = printed(*words, "--api", "job", "--nodes", "2", "--config", str(path), "--name", "sft")
+    words = ["--host", str(H100), "--model", "NousResearch/Meta-Llama-3.1-8B", "--image", "r.example/f:1"]
+    made = printed(*words, "--claim", "c", "--api", "job", "--nodes", "2", "--config", str(path), "--name", "sft")
     config = planned(made, tmp_path).config
     assert config is not None
     assert (config.model_name_or_path, config.output_dir) == ("NousResearch/Meta-Llama-3.1-8B", "/mnt/shared/a")
 
 
-def test_without_a_gate_a_line_says_so() -> None:
-    """On stderr, so that what is printed stays YAML; not where the gate is there or not wanted."""
-    words = [*WORDS, "--api", "job", "--dry-run", "--no-dra", "--resource", "rdma/a=1"]
-    assert "warning: no gate" in CliRunner().invoke(launch, words).stderr
-    for more in (["--no-preflight"], ["--preflight-image", "registry.example/topoflight:1"]):
-        assert CliRunner().invoke(launch, [*words, *more]).stderr == ""
-
-
 DRY = ["--api", "job", "--dry-run", "--no-dra", "--no-preflight"]
 NO_CLAIM = [word for word in WORDS if word not in ("--claim", "shared")]
-GATE = ["--preflight-image", "r.example/t:1"]
 
 
-@each_row(
-    ("words", "told"),
-    [
-        (["--dry-run", "-o", "xml"], "'xml' is not one of 'yaml', 'json'"),
-        (["-o", "yaml"], "-o requires --dry-run."),
-        ([*WORDS[:-2], *DRY], "no data set is named"),
-        ([*NO_CLAIM, *DRY], "2 nodes write one run"),
-        ([*WORDS, *DRY, "--set", "output_dir=/tmp/run"], "output_dir=/tmp/run"),
-        ([*WORDS, *DRY, "--config", "/dev/null"], "only regular files are read"),
-        ([*WORDS, *DRY, "--agent", "node-a:9402"], "agent='node-a:9402': must be http://HOST:PORT"),
-        ([*WORDS, *DRY, "--set", "output_dir=/mnt/shared/../x"], "must be below /mnt/shared"),
-        ([*WORDS, *DRY[:-1], "--require", "rdma.port.dwon", *GATE], "no such check"),
-        ([*WORDS, *DRY[:-1], "--require", "rdma.port.down"], "the pods run no gate"),
-        ([*WORDS, *DRY, *GATE], "--preflight-image and --no-preflight cannot be combined."),
-        ([*WORDS, *DRY, "--storage-class", "Fast SSD"], "--storage-class='Fast SSD'"),
-        ([*WORDS, *DRY, "--storage-class", "fast", "--storage-size", "0Gi"], "--storage-size='0Gi'"),
-        ([*WORDS, *DRY, "--storage-class", "fast", "--storage-size", "500GB"], "--storage-size='500GB'"),
-        ([*WORDS, *DRY, "--resource", "nvidia.com/gpu=4"], "the plan has 8 ranks in a pod"),
-        ([*WORDS, *DRY, "--machine", "p5.48xlarge"], "--machine and --host cannot be combined."),
-        ([*WORDS, *DRY, "--timeout", "60"], "--timeout and --api cannot be combined."),
-        ([*WORDS, *DRY, "--output", "somewhere"], "--output and --api cannot be combined."),
-        *((["--dry-run", *words], f"{words[0]} requires --api.") for words in (
-            ["--claim", "c"], ["--queue", "q"], ["--resource", "cpu=1"], ["--wait", "5"], ["--namespace", "a"])),
-    ],
-)  # fmt: skip
-def test_what_no_cluster_could_run_or_nobody_would_heed_is_refused(words: list[str], told: str) -> None:
+REFUSED = {
+    "none": [], "claim": [*WORDS, *DRY], "no claim": [*NO_CLAIM, *DRY], "no data": [*WORDS[:-2], *DRY],
+    "with a gate": [*WORDS, *DRY[:-1]],
+}  # fmt: skip
+
+
+@each_row(("base", "words", "told"), yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())["refused"])
+def test_what_no_cluster_could_run_or_nobody_would_heed_is_refused(base: str, words: list[str], told: str) -> None:
     """Usage: the message names the option and its value; nothing is asked of a cluster."""
-    done = CliRunner().invoke(launch, words)
+    done = CliRunner().invoke(launch, [*REFUSED[base], *words])
     assert done.exit_code == 2 and told in done.output, done.output
 
 
-def test_pods_that_ask_for_no_rdma_device_are_told() -> None:
-    """The nodes have eight HCAs; of a device plugin's resource, however it is called, one is enough to be sure."""
-    words = [*WORDS, *DRY]
-    assert "the pods ask for none" in CliRunner().invoke(launch, words).stderr
-    assert "the pods ask for none" in CliRunner().invoke(launch, [*words, "--resource", "rdma/hca=0"]).stderr
-    for name in ("rdma/hca", "openshift.io/mlnx", "nvidia.com/hostdev"):
-        assert CliRunner().invoke(launch, [*words, "--resource", f"{name}=1"]).stderr == ""
+WITH_RDMA = ["--resource", "rdma/hca=1"]
+GATED = [*WORDS, *DRY[:-1], *WITH_RDMA]
+AZURE = [str(path_of("azure-nd-a100-flat-vm")) if word == str(H100) else word for word in WORDS]
+ONE = ["1" if word == "2" else word for word in NO_CLAIM]
 
 
-def test_a_run_without_a_claim_is_told_what_it_loses() -> None:
-    """One pod needs no shared folder, and what it writes is gone with it."""
-    words = ["1" if word == "2" else word for word in NO_CLAIM]
-    assert "end with the pod" in CliRunner().invoke(launch, [*words, *DRY]).stderr
-    assert CliRunner().invoke(launch, [*words, *DRY, "--claim", "c"]).stderr == ""
-
-
-def test_a_file_of_the_node_is_told() -> None:
-    """Azure's topology file lies in the node's image; a pod's is another."""
-    words = [*WORDS, *DRY, "--resource", "rdma/hca=1"]
-    words[words.index("--host") + 1] = str(path_of("azure-nd-a100-flat-vm"))
-    assert (
-        "NCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml is a file of the node" in CliRunner().invoke(launch, words).stderr
-    )
+@each_row(
+    ("words", "told"),  # told "": nothing is said
+    [
+        (GATED, "warning: no gate"), ([*GATED, "--no-preflight"], ""),
+        ([*GATED, "--preflight-image", "registry.example/topoflight:1"], ""),
+        # the nodes have eight HCAs; of a device plugin's resource, however it is called, one is enough to be sure
+        ([*WORDS, *DRY], "the pods ask for none"),
+        ([*WORDS, *DRY, "--resource", "rdma/hca=0"], "the pods ask for none"),
+        *(([*WORDS, *DRY, "--resource", f"{name}=1"], "")
+          for name in ("rdma/hca", "openshift.io/mlnx", "nvidia.com/hostdev")),
+        # one pod needs no shared folder, and what it writes is gone with it
+        ([*ONE, *DRY], "end with the pod"), ([*ONE, *DRY, "--claim", "c"], ""),
+        # Azure's topology file lies in the node's image; a pod's is another
+        ([*AZURE, *DRY, *WITH_RDMA], "NCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml is a file of the node"),
+    ],
+)  # fmt: skip
+def test_what_a_dry_run_warns_of(words: list[str], told: str) -> None:
+    """On stderr, so that what is printed stays YAML."""
+    said = CliRunner().invoke(launch, words).stderr
+    assert told in said if told else said == ""
 
 
 def test_the_claim_is_printed_and_made(kubeconfig: ApiServer) -> None:

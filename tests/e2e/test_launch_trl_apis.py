@@ -19,6 +19,8 @@ from contracts.job_plan import JobPlan, read
 
 USERS = Path(__file__).parents[1] / "finetune" / "jobs" / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
 
+ROWS = yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())
+
 
 def launched(kind: str, *more: str, config: Path = USERS, host: tuple[str, ...] = ("--host", str(path_of()))) -> Result:
     words = [*host, "--nodes", "2", "--image", "registry.example/f:1", "--claim", "shared", "--config", str(config)]
@@ -104,28 +106,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer
     assert large.exit_code == 3 and "with rows of one token either" in large.output, large.output
 
 
-@each_row(
-    ("changed", "words"),
-    [
-        ({"per_device_train_batch_size": 24}, ["micro_batch: 24"]),
-        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}, ["micro_batch: 2", "accumulation: 6"]),
-        ({"gradient_accumulation_steps": 3, "per_device_train_batch_size": None}, ["accumulation: 3"]),
-        ({"fsdp": "hybrid_shard auto_wrap", "per_device_train_batch_size": 4}, ["dp_shard: 8", "dp_replicate: 2"]),
-        ({"fsdp": "shard_grad_op auto_wrap", "per_device_train_batch_size": 4}, ["reshard_after_forward: false"]),
-        ({"fsdp": "full_shard auto_wrap offload", "per_device_train_batch_size": 4}, ["offload: all"]),
-        ({"fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 2}, ["micro_batch: 2"]),
-        ({"fsdp": "no_shard", "fsdp_config": None, "per_device_train_batch_size": 2}, ["dp_replicate: 16"]),
-        ({"fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 1, "gradient_checkpointing": False,
-          "max_seq_length": 1024, "deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}},
-         ["dp_shard: 16", "reshard_after_forward: false", "checkpointing: none"]),
-        ({"bf16": False, "per_device_train_batch_size": 4}, ["precision: fp32"]),
-        ({"load_in_4bit": True, "per_device_train_batch_size": 4}, ["load_in_4bit: true"]),
-        ({"use_peft": False, "per_device_train_batch_size": 4}, ["use_peft: false"]),
-        ({"torch_compile": True, "per_device_train_batch_size": 4}, ["compile: true"]),
-        ({"parallelism_config": {"tp_size": 8}, "fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 4},
-         ["tp: 8"]),
-    ],
-)  # fmt: skip
+@each_row(("changed", "words"), ROWS["trl"])
 def test_other_words_of_such_a_file_are_what_is_planned(
     tmp_path: Path, changed: dict[str, Any], words: list[str]
 ) -> None:

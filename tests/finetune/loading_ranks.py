@@ -1,12 +1,14 @@
 """Ranks that load a model, and export it, each telling the most of its own memory that it took above where it began.
 
-`loading_ranks.py CASES RANKS`: forked from one process. One line of JSON for each case of rank 0, which has
-all ranks' numbers. Counted is RssAnon (proc(5)): pages of mapped files are the system's to take back.
+`loading_ranks.py CASES RANKS`: forked from one process. One line of JSON for each case of rank 0, which has all ranks'
+numbers. Counted are pages without a file (proc(5), statm): those of mapped files are the system's to take back.
 """
 
 import contextlib
 import gc
 import json
+import mmap
+import os
 import sys
 import threading
 import time
@@ -27,10 +29,10 @@ from finetune.recorder import EXACT_BYTES, forget_highest_rss, return_freed
 from finetune.weights import fill, source_of
 
 
-def anonymous():
-    """Bytes of this process that no file holds."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+def anonymous(statm):
+    """Bytes of this process that no file holds: pages that are resident and not of a file, of its opened statm."""
+    _, resident, shared, *_ = os.pread(statm, 200, 0).split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 @contextlib.contextmanager
@@ -38,12 +40,13 @@ def watched():
     """A list that holds, once the block is over, the most that was seen above its beginning."""
     gc.collect()  # modules refer to each other: what an earlier case made is still there
     forget_highest_rss()
-    began, most, over, found = anonymous(), 0, threading.Event(), []
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+    began, most, over, found = anonymous(statm), 0, threading.Event(), []
 
     def look():
         nonlocal most
         while not over.is_set():
-            most = max(most, anonymous() - began)
+            most = max(most, anonymous(statm) - began)
             time.sleep(0.001)
 
     looking = threading.Thread(target=look)
@@ -53,7 +56,8 @@ def watched():
     finally:
         over.set()
         looking.join()
-        found.append(max(most, anonymous() - began))
+        found.append(max(most, anonymous(statm) - began))
+        os.close(statm)
 
 
 class Beside:

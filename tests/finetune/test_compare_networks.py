@@ -16,15 +16,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+from click.testing import CliRunner
+from rigs.benchmarks import OWN_LOCK
 from rigs.netns import hosts
 from rigs.tables import each_row
 
+from agent.cli.networks import compare_networks
 from agent.jobs import namespaces
 from agent.jobs.networks import Bar, NetworkBars, bar_of, picture, priced, proof_of
 from contracts.finding import Interval
 from contracts.run_record import record_of
 
 ROOT = Path(__file__).parents[2]
+ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 # A step waits for bytes and not for a busy machine: what the ranks compute is a tenth of one on the second network.
 NETWORKS = ["--over", "eth0=60mbit", "--over", "net1=150mbit"]
 CARRIED = 1448 / 1514 / 8  # what an Ethernet frame of 1514 bytes carries for TCP, in bytes per bit
@@ -38,23 +43,7 @@ def record(**members):
     return record_of({"status": "complete", "plan": plan, "measured": {"step_seconds": 1.1}, **members})
 
 
-@each_row(
-    ("members", "interface", "rdma", "proven"),
-    [
-        ({"transports": ["gloo: TCP over net1 (10.0.0.1)"]}, "net1", False, True),
-        ({"transports": ["gloo: TCP over net1 (10.0.0.1)"]}, "eth0", False, False),
-        ({"transports": ["gloo: TCP over net1 (10.0.0.1)", "gloo: TCP over eth0 (10.1.0.1)"]}, "net1", False, False),
-        ({"transports": ["gloo: unknown: behind NAT"]}, "eth0", False, False),
-        ({"transports": []}, "eth0", False, False),
-        ({"transports": ["NET/Socket/0", "SHM"], "nccl": {"interfaces": ["net1"]}}, "net1", False, True),
-        ({"transports": ["NET/IB/0"], "nccl": {"interfaces": ["net1"]}}, "net1", False, False),
-        ({"transports": ["NET/Socket/0"], "nccl": {"interfaces": []}}, "net1", False, False),
-        ({"transports": ["NET/IB/0/GDRDMA"], "nccl": {"interfaces": []}}, "net1", True, True),
-        ({"transports": ["NET/AWS Libfabric/0"], "nccl": {"interfaces": []}}, "eth0", True, True),
-        ({"transports": ["NET/IB/0", "NET/Socket/0"], "nccl": {"interfaces": []}}, "net1", True, False),
-        ({"transports": ["NET/Socket/0"], "nccl": {"interfaces": ["net1"]}}, "net1", True, False),
-    ],
-)
+@each_row(("members", "interface", "rdma", "proven"), ROWS["proofs"])
 def test_a_run_stands_for_a_network_only_where_it_was_seen_to_take_it(members, interface, rdma, proven):
     """By the words of the sockets or of NCCL's log, never by what was set."""
     assert proof_of(record(**members), interface, rdma=rdma)[0] is proven
@@ -94,12 +83,11 @@ def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_n
     assert (failed.exit_code, replace(failed, bars=failed.bars[1:]).exit_code) == (3, 5)
 
 
-@pytest.mark.long
 @each_row("word", ["eth0", "eth0=fast", "eth0=0mbit", "lo=10mbit", "e th=1gbit", "a" * 16 + "=1gbit"])
 def test_a_network_that_cannot_be_made_is_named_with_what_can(word):
     """As any user's mistake: exit code 2."""
-    done = compare("--over", word)
-    assert done.returncode == 2
+    done = CliRunner().invoke(compare_networks, ["--over", word])
+    assert done.exit_code == 2
     assert f"--over {word!r}: must be INTERFACE=RATE" in done.stderr
 
 
@@ -168,7 +156,7 @@ def run_in_hosts(rig, folder, places, device, address):
     over = {"GLOO_SOCKET_IFNAME": device}
     layout = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 1}
     (folder / "plan.json").write_text(json.dumps({"layout": layout, "environment": over}))
-    words = ["--plan", str(folder / "plan.json"), f"output_dir={folder}", "max_steps=8", "save_strategy=no",
+    words = ["--plan", str(folder / "plan.json"), f"output_dir={folder}", "max_steps=5", "save_strategy=no",
              "eval_strategy=no", "dataset_rows=256"]  # fmt: skip
     ranks = []
     for rank, host in enumerate(places):
@@ -220,11 +208,10 @@ def cmdline(process):
 
 @needs_namespaces
 @pytest.mark.netns
-@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_however_it_ends(tmp_path, number):
     """The namespaces go with the processes that hold them, and these with the verb."""
-    argv = [sys.executable, "-m", "agent.cli", "compare-networks", "--report", str(tmp_path)]
+    argv = [*OWN_LOCK, sys.executable, "-m", "agent.cli", "compare-networks", "--report", str(tmp_path)]
     verb = psutil.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 120

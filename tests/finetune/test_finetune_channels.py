@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from rigs.tables import each_row
 
 from finetune import channels
 from finetune.channels import look, planned_channels, record
 
 ROOT = Path(__file__).parents[2]
+ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 INFO = "node-a:4711:4720 [0] NCCL INFO "
 
 
@@ -54,40 +56,8 @@ def differs(path, environment=None, transport=None, hosts=2):
     return look(path, planned_channels(environment or {}, transport or {}), hosts=hosts).wrong
 
 
-HCA, GDR = {"NCCL_IB_HCA": "mlx5"}, {"NCCL_NET_GDR_LEVEL": "PHB"}
-AWS = "AWS Libfabric"
-SOCKETS = "2 channels over NET/Socket"
-NO_GDR = "1 receiving channels without GPUDirect RDMA"
-
-
 @each_row("version", FORMS)
-@each_row(
-    ("network", "gdr", "environment", "transport", "wrong"),  # wrong: how the one difference begins
-    [
-        ("Socket", False, {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}, {}, f"NCCL_IB_HCA==mlx5_0,mlx5_1: {SOCKETS}"),
-        ("Socket", False, {"NCCL_NET": "IB"}, {}, f"NCCL_NET=IB: {SOCKETS}"),
-        ("Socket", False, {"NCCL_NET": AWS}, {}, f"NCCL_NET={AWS}: {SOCKETS}"),
-        ("Socket", False, {}, {"network": "IB"}, f"the plan's network IB: {SOCKETS}"),
-        ("Socket", False, {}, {"network": AWS}, f"the plan's network {AWS}: {SOCKETS}"),
-        ("IB", True, {"NCCL_NET": "Socket"}, {}, "NCCL_NET=Socket: 2 channels over NET/IB"),  # it leaves no choice
-        ("IB", True, {"NCCL_IB_DISABLE": "1"}, {}, "NCCL_IB_DISABLE=1: 2 channels over NET/IB"),
-        ("IB", False, {**HCA, **GDR}, {}, f"NCCL_NET_GDR_LEVEL=PHB: {NO_GDR}"),
-        ("IB", False, {}, {"network": "IB", "gdrdma": True}, f"gdrdma of the plan (True): {NO_GDR}"),
-        # what passes, under each name that its releases print
-        ("IB", True, HCA, {}, None),
-        ("IB", True, {"NCCL_NET": "ib"}, {}, None),
-        ("IB", True, {"NCCL_IB_DISABLE": "0"}, {}, None),
-        ("IBext_v8", True, HCA, {}, None),
-        ("gIB", True, {}, {"network": "IB"}, None),
-        ("Libfabric", True, {"NCCL_NET": AWS}, {}, None),
-        (AWS, True, {}, {"network": AWS}, None),
-        ("Socket", True, {"NCCL_NET": "Socket", **HCA}, {}, None),
-        ("Socket", True, {"NCCL_IB_DISABLE": "1"}, {"network": "IB"}, None),
-        ("IB", True, GDR, {}, None),
-        ("IB", False, HCA, {}, None),  # GPUDirect is recorded and no more where the plan does not say so
-        ("IB", False, {"NCCL_NET_GDR_LEVEL": "LOC"}, {}, None),
-    ],
-)
+@each_row(("network", "gdr", "environment", "transport", "wrong"), ROWS["channels"])
 def test_channels_are_held_against_the_plan(tmp_path, version, network, gdr, environment, transport, wrong):
     """A difference names what asked for it, and file and line as an editor takes them; that line says so."""
     path = written(tmp_path, version, network, gdr=gdr)

@@ -4,9 +4,11 @@ import copy
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from filled import filled_model
 from rigs.tables import each_row
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, get_scheduler
@@ -31,7 +33,7 @@ from planner.forecast.specs import TrainSpec
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 
 pytestmark = pytest.mark.long
-
+ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 SMALL = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16, "tie_word_embeddings": False,
@@ -160,22 +162,7 @@ def test_clipping_is_torch_s(limit):
         torch.testing.assert_close(w.grad, twin.grad)
 
 
-@each_row(
-    ("members", "lora", "word"),
-    [
-        ({"cp": 2, "tp": 2}, False, "cp=2"),
-        ({"dp_shard": 2, "sharding": "zero1"}, False, "zero1"),
-        ({"dp_shard": 2, "precision": "fp8"}, False, "fp8"),
-        ({"dp_replicate": 2, "sharding": "ddp", "offload": "all"}, False, "offload"),
-        ({"dp_shard": 2, "offload": "optimizer"}, False, "offload"),
-        ({"tp": 16}, False, "tp=16"),
-        ({"tp": 2, "sequence_parallel": True}, True, "sequence_parallel"),
-        ({"pp": 2}, False, "gradient_accumulation=1"),
-        ({"pp": 8, "gradient_accumulation": 8}, False, "4 layers"),
-        ({"pp": 2, "gradient_accumulation": 2, "stage_layers": (1, 2)}, False, "stage_layers"),
-        ({"pp": 2, "gradient_accumulation": 3, "schedule": "interleaved", "virtual_stages": 2}, False, "multiple of"),
-    ],
-)
+@each_row(("members", "lora", "word"), ROWS["refused_layouts"])
 def test_layouts_that_cannot_run_have_a_reason(members, lora, word):
     """Refused before anything is built; the reason names the member."""
     world = math.prod(members.get(n, 1) for n in ("dp_replicate", "dp_shard", "tp", "pp", "cp"))
@@ -247,23 +234,7 @@ def test_on_a_device_only_what_runs_there_counts():
     assert by_part(found) == pytest.approx({"compute": 2.0, "gather": 3.0, "optimizer": 0.0, "idle": 5.0})
 
 
-@each_row(
-    ("members", "kind", "shapes", "part"),
-    [
-        ({"dp_shard": 2}, "all_gather", [[64]], "gather"),
-        ({"dp_shard": 2}, "all_reduce", [[64]], "reduce"),
-        ({"dp_replicate": 2, "sharding": "ddp"}, "all_reduce", [[64]], "reduce"),
-        ({"tp": 2}, "all_reduce", [[8, 52, 64]], "tensor_parallel"),
-        ({"tp": 2, "dp_shard": 2}, "all_reduce", [[8, 52, 64]], "tensor_parallel"),
-        ({"tp": 2, "dp_shard": 2}, "all_reduce", [[16640]], "reduce"),
-        ({"tp": 2, "dp_shard": 2}, "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", [], "reduce"),
-        ({"tp": 2, "dp_shard": 2}, "ncclDevKernel_AllGather_RING_LL", [], "gather"),
-        ({"tp": 2, "sequence_parallel": True}, "all_gather", [[8, 26, 64]], "tensor_parallel"),
-        ({"tp": 2}, "all_gather", [[8, 52, 128]], "tensor_parallel"),  # the head's logits
-        ({"tp": 2, "dp_shard": 2}, "all_gather", [[8, 52, 128]], "tensor_parallel"),
-        ({"pp": 2, "gradient_accumulation": 2}, "recv", [[8, 52, 64]], "pipeline"),
-    ],
-)
+@each_row(("members", "kind", "shapes", "part"), ROWS["collectives"])
 def test_a_collective_belongs_to_the_parallelism_that_sends_it(members, kind, shapes, part):
     """By its kind, and by the shape of what it sends where two use the same kind."""
     world = math.prod(members.get(n, 1) for n in ("dp_replicate", "dp_shard", "tp", "pp"))

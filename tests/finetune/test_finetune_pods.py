@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rigs.benchmarks import OWN_LOCK, require_own_lock
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
@@ -287,10 +287,8 @@ def test_what_follows_is_of_the_pod_that_failed_first(codes, lost, verdict):
 
 def measured_pod(job, index, **environment):
     """A pod on a host of its own, as far as the benchmark's lock and names go."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("needs root and unshare")
-    own = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /run/lock && exec "$@"', "sh"]
-    return job.start(index, own, NODE_NAME=f"host-{index}", **environment)
+    require_own_lock()
+    return job.start(index, OWN_LOCK, NODE_NAME=f"host-{index}", **environment)
 
 
 @pytest.mark.nightly

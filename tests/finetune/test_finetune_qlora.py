@@ -1,15 +1,12 @@
 """QLoRA on the CPU: 4-bit base weights; adapters that load; what is refused. Ranks: test_finetune_equivalence."""
 
+import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from filled import filled_model
 from peft import PeftModel
-from test_finetune_equivalence import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 from contracts.job_config import JobConfig
@@ -100,15 +97,11 @@ def test_the_job_trains_saves_resumes_and_loads(base, tmp_path):
     assert not hasattr(merged.config, "quantization_config")  # merged into the weights as they came
 
 
-def test_without_bitsandbytes_the_extra_is_named(base, tmp_path):
-    """An interpreter that cannot import it."""
-    argv = job(base, tmp_path / "out")
-    code = (
-        "import sys, importlib.util; find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *more: None if name == 'bitsandbytes' else find(name, *more)\n"
-        f"from finetune import train; sys.exit(train.main({argv!r}))\n"
+def test_without_bitsandbytes_the_extra_is_named(base, tmp_path, monkeypatch, capsys):
+    """It is looked for before anything imports it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "bitsandbytes" else find(name, *more)
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, timeout=500)
-    assert done.returncode == 2
-    assert "pip install 'topoflight[qlora]'" in done.stderr.splitlines()[-1]
+    assert train.main(job(base, tmp_path / "out")) == 2
+    assert "pip install 'topoflight[qlora]'" in capsys.readouterr().err.splitlines()[-1]

@@ -76,8 +76,13 @@ def test_the_user_s_file_flies_on_two_ranks_as_it_stands(hub: Hub, tmp_path: Pat
     assert plan.config.learning_rate == written["learning_rate"] and plan.config.output_dir == str(out)
 
 
-def test_every_api_takes_the_file_with_rows_that_the_hub_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the file's own machine: 8 B weights by the hub's config.json, rows measured with the hub's tokenizer."""
+def test_pods_and_this_host_take_the_file_with_rows_that_the_hub_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the file's own machine: 8 B weights by the hub's config.json, rows measured with the hub's tokenizer.
+
+    What each API of Kubernetes makes of the file is in tests/e2e/test_launch_trl_apis.py.
+    """
     name = "Meta-Llama/Meta-Llama-3.1-8B-Instruct"
     config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
                          num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip
@@ -92,7 +97,7 @@ def test_every_api_takes_the_file_with_rows_that_the_hub_has(tmp_path: Path, mon
     for variable in ("HF_HUB_OFFLINE", "KUBECONFIG"):
         monkeypatch.delenv(variable, raising=False)
     try:
-        for api in ("pytorchjob", "trainjob", "jobset", "job", "local"):
+        for api in ("jobset", "local"):
             pods = [] if api == "local" else ["--image", "registry.example/f:1", "--claim", "shared"]
             words = ["--config", str(USERS), "--machine", "2xa40-roce", "--nodes", "2", "--api", api, *pods]
             done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "json"])
@@ -104,23 +109,20 @@ def test_every_api_takes_the_file_with_rows_that_the_hub_has(tmp_path: Path, mon
     assert not wrong, wrong
 
 
-def test_the_folder_of_the_file_is_where_it_is_written(hub: Hub, tmp_path: Path) -> None:
-    """output_dir stands where --output names no other."""
-    done = launched(hub, tmp_path, "--ranks", "2", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    plan = yaml.safe_load(done.stdout)
-    assert plan["config"]["output_dir"] == "/mnt/shared/Meta-Llama-3.1-8B-Instruct"
-    assert done.stdout.splitlines()[-1].endswith("--plan /mnt/shared/Meta-Llama-3.1-8B-Instruct/plan.json")
-
-
 def test_a_model_that_no_table_knows_is_planned_by_its_own_shape(hub: Hub, tmp_path: Path) -> None:
-    """Its config.json is the hub's; a name that the hub does not have either is refused before anything starts."""
+    """Its config.json is the hub's; the folder is the file's, where --output names no other.
+
+    A name that the hub does not have either is refused before anything starts.
+    """
     hub.repositories["models", "own/small"] = hub.repositories["models", "Meta-Llama/Meta-Llama-3.1-8B-Instruct"]
     job = tmp_path / "job.yaml"
-    job.write_text("model_name_or_path: own/small\nuse_peft: true\ndataset_name: gsm8k\ndataset_config: main\n")
-    done = launched(hub, tmp_path, "--dry-run", config=job)
+    told = "use_peft: true\ndataset_name: gsm8k\ndataset_config: main\noutput_dir: /mnt/shared/small\n"
+    job.write_text(f"model_name_or_path: own/small\n{told}")
+    done = launched(hub, tmp_path, "--ranks", "2", "--dry-run", config=job)
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["config"]["model_name_or_path"] == "own/small"
+    config = yaml.safe_load(done.stdout)["config"]
+    assert (config["model_name_or_path"], config["output_dir"]) == ("own/small", "/mnt/shared/small")
+    assert done.stdout.splitlines()[-1].endswith("--plan /mnt/shared/small/plan.json")
     job.write_text("model_name_or_path: own/nothing\ndataset_name: gsm8k\n")
     done = launched(hub, tmp_path, "--dry-run", config=job)
     assert done.returncode == 2 and "own/nothing" in done.stderr and "401" in done.stderr  # as hubs answer

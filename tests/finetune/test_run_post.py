@@ -1,7 +1,6 @@
 """The job tells the agent of its node how the run ended: a real agent, and agents that are none."""
 
 import contextlib
-import http.server
 import json
 import os
 import socket
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import urllib3
-from rigs.serving import START_SECONDS, port_of
+from rigs.serving import START_SECONDS, answering, port_of
 from rigs.tables import each_row
 
 from contracts.job_plan import JobPlan
@@ -27,40 +26,6 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
 TOKEN = "hunter2-hunter2-hunter2-hunter2"  # noqa: S105 - of this test
-
-
-class Stranger(http.server.ThreadingHTTPServer):
-    """An agent that answers as it is told, and remembers what it was sent."""
-
-    def __init__(self, *answers):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers, self.asked = list(answers), []
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    def __exit__(self, *_):
-        self.shutdown()
-        self.server_close()
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """One request."""
-
-    def do_POST(self):
-        """Whatever is asked."""
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append((self.path, self.headers["Authorization"], body))
-        status, headers, text = self.server.answers.pop(0)
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": len(text)}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(text)
-
-    do_GET = do_POST  # noqa: N815 - the name that http.server looks for
-
-    def log_message(self, *_):
-        """Quiet."""
 
 
 @pytest.fixture
@@ -94,33 +59,33 @@ def told(tmp_path, token_file, monkeypatch, caplog):
 
 def test_the_record_is_sent_with_the_token(told, tmp_path, monkeypatch):
     """To /runs, as it stands in the folder; again after a 503, as before the first scan; through no proxy."""
-    with Stranger((201, {}, b"")) as proxy, Stranger((503, {}, b""), (201, {}, b"{}")) as agent:
+    with answering() as (proxy, passed), answering((503, {}, b""), (201, {}, b"{}")) as (url, asked):
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-            monkeypatch.setenv(name, proxy.url)
-        assert told(agent.url + "/") == ""
-        assert proxy.asked == []
-        _, (path, authorization, body) = agent.asked
-    assert (path, authorization) == ("/runs", f"Bearer {TOKEN}")
-    assert json.loads(body) == json.loads((tmp_path / "run/run.json").read_text())
+            monkeypatch.setenv(name, proxy)
+        assert told(url + "/") == ""
+        assert passed == []
+        _, sent = asked
+    assert (sent.path, dict(sent.headers)["Authorization"]) == ("/runs", f"Bearer {TOKEN}")
+    assert json.loads(sent.body) == json.loads((tmp_path / "run/run.json").read_text())
 
 
 @each_row("status", [301, 302, 303, 307, 308])
 def test_the_token_follows_no_redirect(told, status):
     """Neither does the record."""
-    with Stranger((200, {}, b"")) as elsewhere, Stranger((status, {"Location": elsewhere.url}, b"")) as agent:
-        assert f"answered {status}" in told(agent.url)
-        assert elsewhere.asked == []
+    with answering() as (elsewhere, asked), answering((status, {"Location": elsewhere}, b"")) as (url, _):
+        assert f"answered {status}" in told(url)
+        assert asked == []
 
 
 def test_a_refusal_is_told_in_the_agents_words(told):
     """Cut, on one line, and without the token where an agent gives it back."""
     detail = json.dumps({"detail": f"{TOKEN} may not\n\x1b[2J" + "x" * 9000}).encode()[:4000]
     whole = json.dumps({"detail": f"{TOKEN} may not\n\x1b[2J" + "x" * 900}).encode()
-    with Stranger((403, {}, detail), (403, {}, whole), (400, {}, b"<html>page</html>")) as agent:
-        assert told(agent.url).endswith("it answered 403"), "half a document says nothing"
-        note = told(agent.url)
+    with answering((403, {}, detail), (403, {}, whole), (400, {}, b"<html>page</html>")) as (url, _):
+        assert told(url).endswith("it answered 403"), "half a document says nothing"
+        note = told(url)
         assert "it answered 403: TOKEN may not" in note and note.isprintable() and len(note) < 600
-        assert told(agent.url).endswith("it answered 400")
+        assert told(url).endswith("it answered 400")
 
 
 @each_row("content", [None, b"", b"a b", b"a\r\nX-Other: b", b"\xff\xfe", b"t" * 20_000])
@@ -129,10 +94,10 @@ def test_a_token_file_that_holds_none_sends_nothing(told, token_file, content):
     token_file.unlink(missing_ok=True)
     if content is not None:
         token_file.write_bytes(content)
-    with Stranger() as agent:
-        note = told(agent.url)
+    with answering() as (url, asked):
+        note = told(url)
         assert "TOPOFLIGHT_AGENT_TOKEN_FILE" in note and "X-Other" not in note
-        assert agent.asked == []
+        assert asked == []
 
 
 NO_ADDRESSES = ("file:///etc/passwd", "agent", "http://", "ftp://a", "http://u:secret@a", "http://[a", "http://a\r\nb")
@@ -196,14 +161,14 @@ def test_an_agent_that_never_answers_holds_the_job_up_for_a_bounded_time(told):
 
 def test_only_rank_0_tells(told, monkeypatch):
     """And nobody where no agent is named."""
-    with Stranger() as agent:
+    with answering() as (url, asked):
         assert told("") == ""
-        monkeypatch.setenv("TOPOFLIGHT_AGENT", agent.url)
+        monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
         monkeypatch.setenv("RANK", "1")
         post.upload_run_record(
             Recorder(Path("nowhere"), JobPlan(), Layout(world_size=2, dp_shard=2), torch.device("cpu"))
         )
-        assert agent.asked == []
+        assert asked == []
 
 
 @pytest.mark.usefixtures("forked_ranks")

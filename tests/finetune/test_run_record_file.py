@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from rigs.tables import each_row
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from agent.jobs import launch
 from agent.pages.charts import division, shown
 from contracts import run_record
 from contracts.job_config import JobConfig
@@ -103,12 +101,6 @@ def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
         tmp_path / "run.json", tmp_path / "word", "ended", time.time() + 60
     )  # of an earlier start
     assert json.loads((tmp_path / "word").read_text())["reason"] == "ended"
-
-
-def test_a_killed_job_has_no_code_of_its_own(tmp_path):
-    """A status of the process stands where there is no record."""
-    ended = launch.run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
-    assert ended.exit_code == 3
 
 
 def model_flops(layers, hidden, ffn, kv, vocabulary, length, frozen):

@@ -64,15 +64,8 @@ def _suite() -> str:
 def _engine(program: str, *words: str, check: bool, timeout: float) -> subprocess.CompletedProcess[str]:
     place = ("--root", str(HOME / "storage"), "--runroot", str(HOME / "run"))
     environment = {**os.environ, "CONTAINERS_CONF": str(HOME / "containers.conf")}
-    done = subprocess.run(
-        [program, *place, *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        cwd=ROOT,
-    )
+    done = subprocess.run([program, *place, *words], env=environment, capture_output=True, text=True, timeout=timeout,
+                          check=False, cwd=ROOT)  # fmt: skip
     assert not check or done.returncode == 0, f"{program} {' '.join(words)}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
     return done
 
@@ -91,6 +84,19 @@ def build(kind: str) -> tuple[str, str, float]:
         check=True, timeout=SECONDS,
     )  # fmt: skip
     return tag, done.stdout + done.stderr, time.monotonic() - began
+
+
+def rebuild(kind: str, module: str) -> tuple[str, str, float]:
+    """Build with another byte in a module: the log of the packages, that of the project, and the build's seconds."""
+    changed = ROOT / module
+    text = changed.read_text()
+    try:
+        changed.write_text(f"{text}# another byte\n")
+        _, log, seconds = build(kind)
+    finally:
+        changed.write_text(text)
+    packages, _, project = log.partition("COPY README.md")
+    return packages, project, seconds
 
 
 def _pip_mounts() -> Iterator[str]:

@@ -21,7 +21,7 @@ def test_every_text_is_used_and_filled_in() -> None:
                     fields = {word.arg for word in words if word.arg and word.arg != "status"}
                     assert fields == given.setdefault(key, fields), key
     wanted = {
-        key: {name for _, name, _, _ in Formatter().parse(text.message + text.remedy) if name} - {"name", "value"}
+        key: {name for _, name, _, _ in Formatter().parse(text["message"] + text["remedy"]) if name} - {"name", "value"}
         for key, text in texts().items()
     }
     assert given == wanted

@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,11 @@ def topoflight(*words: object, given: str = "", **environment: str | None) -> Re
     return done
 
 
-def process(*words: object, given: str = "", cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, its output captured."""
-    return _process([*MODULE, *map(str, words)], given, cwd, environment)
+def process(
+    *words: object, given: str = "", cwd: Path = ROOT, before: Iterable[str] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, `before` being words that start it; its output captured."""
+    return _process([*before, *MODULE, *map(str, words)], given, cwd, environment)
 
 
 def python(code: str, *words: object, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scanned import scan
-
 from agent.checks.view import View, look
 from contracts.finding import Finding
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
+from probes.registry import ALL
+from probes.worker import scan
 
 FOLDER = Path(__file__).parent.parent / "machines"
 PATHS = tuple(sorted(FOLDER.glob("*.json")))
@@ -31,7 +31,7 @@ def path_of(name: str = H100) -> Path:
 @cache
 def snapshot(name: str = H100) -> Snapshot:
     """The scan of a recording."""
-    return scan(load(path_of(name)))
+    return scan(load(path_of(name)), ALL)
 
 
 @cache

@@ -46,16 +46,19 @@ class Asked(NamedTuple):
 
 
 @contextmanager
-def answering(status: int = 200, body: bytes = b"{}") -> Iterator[tuple[str, list[Asked]]]:
-    """The URL of a server that gives every request this answer, and the requests that it had."""
+def answering(*answers: tuple[int, dict[str, str], bytes]) -> Iterator[tuple[str, list[Asked]]]:
+    """The URL of a server that gives these answers in turn, then the last again, and the requests that it had."""
     seen: list[Asked] = []
+    left = list(answers or [(200, {}, b"{}")])
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
             sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             seen.append(Asked(self.command, self.path, sent, list(self.headers.items())))
+            status, headers, body = left.pop(0) if len(left) > 1 else left[0]
             self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 
