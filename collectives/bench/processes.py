@@ -268,9 +268,11 @@ def run_folder() -> Iterator[Path]:
     """Make a folder that is gone at the end, at the latest when the next run starts."""
     sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
-        descriptor = os.open(Path(name) / FOLDER_OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        unlocked = Path(name) / f"{FOLDER_OWNER}.new"  # a name that no sweep opens before the lock is held
+        descriptor = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            unlocked.rename(Path(name) / FOLDER_OWNER)
             yield Path(name)
         finally:
             os.close(descriptor)

@@ -1,5 +1,6 @@
 """One benchmark at a time on a host, whoever crashed before."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -67,3 +68,17 @@ def test_the_folder_of_a_killed_run_is_swept_and_that_of_a_living_one_stays(tmp_
         processes.sweep(tmp_path)
         assert living.exists()
     assert not living.exists()
+
+
+def test_a_folder_is_not_swept_while_its_owner_has_yet_to_lock_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    locks = fcntl.flock
+
+    def meanwhile(descriptor, how):
+        monkeypatch.setattr(fcntl, "flock", locks)
+        processes.sweep(tmp_path)
+        locks(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    with processes.run_folder() as living:
+        assert fcntl.flock is locks and (living / processes.FOLDER_OWNER).exists()

@@ -1,11 +1,10 @@
 """A benchmark of real ranks: verified, bounded, and read back whole."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from rigs.benchmarks import measured
+from rigs.command import python
 
 from collectives.bench import results
 from collectives.bench import run as bench
@@ -91,8 +90,7 @@ def test_a_spent_budget_leaves_a_partial_result_that_says_what_is_missing(tmp_pa
 
 
 def test_the_starting_process_imports_no_torch():
-    code = "import sys, collectives.bench.run, collectives.bench.results; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    python("import sys, collectives.bench.run, collectives.bench.results; sys.exit('torch' in sys.modules)")
 
 
 def test_a_size_that_is_slow_costs_no_more_than_its_budget(tmp_path):

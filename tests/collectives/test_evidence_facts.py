@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from evidence_rows import HEAD, INFO, codes, rows
+from rigs.command import topoflight
 from rigs.logs import read
 from rigs.tables import each_row
 
@@ -114,7 +115,7 @@ def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:
     assert apart == verdict
     with (tmp_path / "rank0.log").open("rb") as file:
         assert evidence.read_file(file).gdrdma == evidence.read_file(tmp_path / "rank0.log").gdrdma == "on"
-    done = CliRunner().invoke(verb, [str(tmp_path / "rank0.log"), str(tmp_path / "sub")])
+    done = topoflight("evidence", tmp_path / "rank0.log", tmp_path / "sub")
     assert done.exit_code == 3
     assert "line 3 of" in done.output
 
@@ -156,7 +157,7 @@ def test_what_cannot_be_unpacked_says_so(tmp_path: Path) -> None:
         path.write_bytes(raw)
         with pytest.raises(LogFileError, match=word):
             evidence.read_file(path)
-        done = CliRunner().invoke(verb, [str(path)])
+        done = topoflight("evidence", path)
         assert done.exit_code != 0
         assert word in done.output
         assert str(path) in done.output

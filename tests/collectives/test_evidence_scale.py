@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rigs.command import python
 from rigs.logs import read
 
 from collectives.nccl_log import evidence
@@ -53,11 +52,7 @@ print(json.dumps({"kib": sizes, "lines": verdict.lines_read, "gdrdma": verdict.g
 @pytest.mark.timeout(600)
 def test_memory_is_flat() -> None:
     """Ever new hosts, variables, devices and warnings: three times the log takes no more memory."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], cwd=root, capture_output=True, text=True, check=True, timeout=560
-    )
-    seen = json.loads(done.stdout)
+    seen = json.loads(python(CHILD).stdout)
     assert seen["gdrdma"] == "on"
     assert seen["lines"] > 40_000
     assert seen["kib"][1] - seen["kib"][0] < 6 * 1024

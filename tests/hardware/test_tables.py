@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 from pydantic import TypeAdapter
+from rigs.command import python
 from rigs.tables import each_row
 
 from hardware.gpus import gpu_named, gpus, links, model_of, nvlink, on_grace, refuses_peers, soldered, without_gdr
@@ -89,8 +88,7 @@ def test_help_reads_no_table() -> None:
         "try: main()\nexcept SystemExit: pass\n"
         "print([name for name in sys.modules if name.startswith('hardware')], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stderr.strip().endswith("[]")
+    assert python(code).stderr.strip().endswith("[]")
 
 
 def test_what_an_adapters_ids_say() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from nccl_env_hosts import host, interface
+from rigs.command import topoflight
 from rigs.pods import launched, templates
 from rigs.recorded import changed, snapshot
 from rigs.tables import each_row
@@ -19,7 +19,6 @@ from agent.advice.job_settings import job_plan
 from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch
-from agent.cli.recommend import recommend
 from agent.jobs import cluster_job
 from finetune import pod
 from planner.kubernetes import manifests
@@ -276,17 +275,13 @@ def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, kept: boo
     assert (made.settings == (index,)) is kept and bool(told) is not kept
 
 
-def test_an_environment_for_pods_is_held_to_the_same(tmp_path: Path) -> None:
+def test_an_environment_for_pods_is_held_to_the_same() -> None:
     """recommend -o k8s is pasted into a pod; -o shell is for the host."""
-    path = tmp_path / "host.json"
-    path.write_text((MACHINES / "cpu-only-vm.json").read_text())
-    said = {}
-    for form in ("k8s", "shell"):
-        done = CliRunner().invoke(recommend, ["--host", str(path), "--nodes", "2", "--model", "tiny-llama", "-o", form])
-        assert done.exit_code == 0, done.output
-        said[form] = done
-    assert "GLOO_SOCKET_IFNAME" in said["shell"].stdout
-    assert "GLOO_SOCKET_IFNAME" not in said["k8s"].stdout and "is left out" in said["k8s"].stderr
+    words = ("recommend", "--host", MACHINES / "cpu-only-vm.json", "--nodes", 2, "--model", "tiny-llama", "-o")
+    shell, k8s = (topoflight(*words, form) for form in ("shell", "k8s"))
+    assert (shell.exit_code, k8s.exit_code) == (0, 0), shell.output + k8s.output
+    assert "GLOO_SOCKET_IFNAME" in shell.stdout
+    assert "GLOO_SOCKET_IFNAME" not in k8s.stdout and "is left out" in k8s.stderr
 
 
 def test_a_dry_run_without_a_host_names_no_interface_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

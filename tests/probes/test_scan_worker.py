@@ -16,6 +16,7 @@ from typing import Any
 import cattrs
 import psutil
 import pytest
+from rigs.command import python
 from rigs.found import findings
 from rigs.recorded import with_outcomes
 from rigs.tables import each_row
@@ -83,9 +84,7 @@ def test_every_code_and_metric_carries_its_probes_name() -> None:
     ],
 )
 def test_resident_processes_import_neither_bindings_nor_converters(modules: str, absent: set[str]) -> None:
-    code = f"import sys, {modules}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not absent.intersection(done.stdout.split())
+    assert not absent.intersection(python(f"import sys, {modules}; print(*sys.modules)").stdout.split())
 
 
 def test_every_folder_of_a_probe_has_a_reader() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from rigs.command import topoflight
 from rigs.tables import each_row
 
 from agent.cli.why import why
@@ -203,8 +203,8 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
         value = {"--flight-recorder": str(tmp_path), "--manifest": __file__, "--host": __file__, "--method": "full"}
         text = option.opts[-1]
         words = ["x"] if text == "logs" else [text, value.get(text, "7")]
-        refused = CliRunner().invoke(why, ["--watch", "--run", str(tmp_path), *words])
-        assert refused.exit_code == 2 and "cannot be combined" in refused.output, (words, refused.output)
+        done = topoflight("why", "--watch", "--run", tmp_path, *words)
+        assert done.exit_code == 2 and "cannot be combined" in done.output, (words, done.output)
 
 
 def test_the_monitor_writes_what_the_reader_reads() -> None:
