@@ -10,7 +10,6 @@ Absent is not failed, and a value that was not read is ``None``, never zero.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -141,7 +140,7 @@ def snapshot_of(hostname: str, taken_at_seconds: float, outcomes: dict[str, Outc
 def host_name() -> str:
     """This host's name; in a pod whose manifest sets NODE_NAME the node's, since a pod's own changes with every pod."""
     of_node = os.environ.get("NODE_NAME", "") if os.environ.get("KUBERNETES_SERVICE_HOST") else ""
-    return of_node or socket.gethostname()
+    return of_node or os.uname().nodename
 
 
 Texts = Mapping[str, Mapping[str, Any]]
