@@ -28,6 +28,7 @@ from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
+from topology.paths import with_expectations
 
 ROOT = Path(__file__).parent.parent.parent
 ROLLOUT = Path(__file__).parent / "rollout"
