@@ -128,7 +128,8 @@ class Programs(Expander):
         if not NAME.match(given.name):
             return
         for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer hands these in without the prefix
-            given = replace(given, name=given.name.removeprefix(outer))
+            if given.name.startswith(outer):
+                given = replace(given, name=given.name.removeprefix(outer))
         self.spend(WORK_OF_WORD)
         before = self.shell.variables.get(given.name, ())
         marks = {each.exported: each.scope for each in before} if exported is None else {exported: self.scope}

@@ -23,7 +23,7 @@ from planner.lint.programs import Call, Hidden, Input, Launch, Programs, content
 from planner.lint.script import NAMED, OPEN, Assigned, Script, Settings, Unread, Word, is_judged, words
 
 _MOST_SCRIPTS = 6  # scripts in quotes in scripts
-_MOST_COMMANDS = 50_000  # that are followed, loops and calls of functions counted each time
+_MOST_COMMANDS = 20_000  # that are followed, loops and calls of functions counted each time
 _MOST_ROUNDS = 64  # of one loop
 _MOST_VIEWS = 8  # values of the variables of one command, for each of which it is followed
 _MOST_PATTERN = 1 << 12  # characters of a value and of a pattern that it is compared with
