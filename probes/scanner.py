@@ -289,7 +289,8 @@ def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> t
     Raises RecordingError that names the file and what is wrong with it.
     """
     found: list[Snapshot] = []
-    request = {"recording": str(path), "folder": str(Path.cwd()), "probes": [probe.name for probe in probes]}
+    folder = "/" if path.is_absolute() else str(Path.cwd())  # which another user, or nobody, may be able to enter
+    request = {"recording": str(path), "folder": folder, "probes": [probe.name for probe in probes]}
     with _replaying:
         worker = _replayers.pop(os.getpid(), None)
         try:

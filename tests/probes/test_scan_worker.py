@@ -258,6 +258,11 @@ def test_recordings_are_replayed_in_a_child_that_is_kept(tmp_path: Path, monkeyp
     assert child() != first
     stop.set()
     assert scanning.replay(RECORDINGS[1], ALL, stop) == ()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert len(scanning.replay(RECORDINGS[1], ALL)) == 1  # a whole path needs no current folder
 
 
 def test_threads_may_share_a_scanner() -> None:
