@@ -128,7 +128,7 @@ class Snapshot:
 
 def snapshot_of(hostname: str, taken_at_seconds: float, outcomes: dict[str, Outcome]) -> Snapshot:
     """The snapshot that this release of Topoflight makes of these outcomes."""
-    from importlib import metadata  # whoever only reads topologies makes no snapshot
+    from importlib import metadata  # not needed where no host is read
 
     try:
         version = metadata.version("topoflight")

@@ -284,7 +284,7 @@ _replayers: dict[int, _Worker] = {}  # the child for recordings, by the process 
 
 
 def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
-    """Scan each recording of a file, in a child that is kept; those not yet read at `stop` are left out.
+    """Scan each recording of a file in a child process, which later calls use again. After `stop` the rest is left out.
 
     Raises RecordingError that names the file and what is wrong with it.
     """

@@ -43,7 +43,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT)  # blocked in the child until it has
 
 
 class ChildError(click.ClickException):
-    """The child could not do what it was asked for; the message carries its words."""
+    """The child process could not do its work; the message is the reason that it sent."""
 
 
 def default_ranks(found: Sequence[Snapshot]) -> int:
@@ -200,14 +200,14 @@ def answer(work: Work) -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)  # what a library prints is no answer
 
-        def tell(**words: object) -> None:
+        def send(**words: object) -> None:
             answers.write(json.dumps(words) + "\n")
             answers.flush()
 
         try:
-            tell(answer=work(json.load(sys.stdin), lambda words: tell(note=words), stop))
+            send(answer=work(json.load(sys.stdin), lambda words: send(note=words), stop))
         except (RuntimeError, OSError) as error:
-            tell(error=str(error))
+            send(error=str(error))
 
 
 @contextlib.contextmanager
