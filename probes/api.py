@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, Literal, TypeVar
 
 from contracts.finding import Finding, Status
@@ -128,13 +129,20 @@ class Snapshot:
 
 def snapshot_of(hostname: str, taken_at_seconds: float, outcomes: dict[str, Outcome]) -> Snapshot:
     """The snapshot that this release of Topoflight makes of these outcomes."""
-    from importlib import metadata  # whoever only reads topologies makes no snapshot
+    return Snapshot(
+        hostname=hostname, taken_at_seconds=taken_at_seconds, topoflight_version=_version(), outcomes=outcomes
+    )  # fmt: skip
+
+
+@cache
+def _version() -> str:
+    """The version of the installed package, whose file is read once: a scan needs no further file of this process."""
+    from importlib import metadata  # not needed where no host is read
 
     try:
-        version = metadata.version("topoflight")
+        return metadata.version("topoflight")
     except metadata.PackageNotFoundError:
-        version = "unknown"
-    return Snapshot(hostname=hostname, taken_at_seconds=taken_at_seconds, topoflight_version=version, outcomes=outcomes)
+        return "unknown"
 
 
 def host_name() -> str:

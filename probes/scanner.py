@@ -50,8 +50,11 @@ class _Worker:
     def __init__(self, root: str) -> None:
         package_parent = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(p for p in (package_parent, os.environ.get("PYTHONPATH")) if p)
-        self._call_file = os.memfd_create("topoflight-driver-call")
         self._ended = threading.Event()
+        try:
+            self._call_file = os.memfd_create("topoflight-driver-call")
+        except OSError as error:  # no file left
+            raise WorkerError(f"{type(error).__name__}: {error}") from None
 
         def start() -> None:
             """Start the child in a thread that lives as long: the kernel kills the child when this thread ends."""
@@ -67,10 +70,10 @@ class _Worker:
                 self._ended.wait()
 
         started: Future[subprocess.Popen[bytes]] = Future()
-        threading.Thread(target=start, name="probe child", daemon=True).start()
         try:
+            threading.Thread(target=start, name="probe child", daemon=True).start()
             self.process = started.result()
-        except OSError as error:  # no process, no memory, no file left
+        except (OSError, RuntimeError) as error:  # no process, no thread, no memory, no file left
             os.close(self._call_file)
             raise WorkerError(f"{type(error).__name__}: {error}") from None
         self._requests = 0
@@ -284,12 +287,13 @@ _replayers: dict[int, _Worker] = {}  # the child for recordings, by the process 
 
 
 def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
-    """Scan each recording of a file, in a child that is kept; those not yet read at `stop` are left out.
+    """Scan each recording of a file in a child process, which later calls use again. After `stop` the rest is left out.
 
     Raises RecordingError that names the file and what is wrong with it.
     """
     found: list[Snapshot] = []
-    request = {"recording": str(path), "folder": str(Path.cwd()), "probes": [probe.name for probe in probes]}
+    folder = "/" if path.is_absolute() else str(Path.cwd())  # which another user, or nobody, may be able to enter
+    request = {"recording": str(path), "folder": folder, "probes": [probe.name for probe in probes]}
     with _replaying:
         worker = _replayers.pop(os.getpid(), None)
         try:

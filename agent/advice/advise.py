@@ -303,11 +303,11 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
         f"{units.seconds(best)}."
     )
 
-    def beside(other: RankedLayout) -> RankedLayout:
+    def compared(other: RankedLayout) -> RankedLayout:
         more = other.forecast.step_seconds.mid / step - 1.0
         return replace(other, why=f"{abs(more):.1%} {'slower' if more > 0 else 'faster'} than {sharded.layout.family}")
 
-    others = tuple(beside(r) for r in fitting if r is not sharded)
+    others = tuple(compared(r) for r in fitting if r is not sharded)
     return replace(advice, chosen=replace(sharded, why=why), runners_up=others)
 
 

@@ -354,7 +354,7 @@ def grace(advice: Recommendation, bytes_per_second: float | None) -> int:
 
 
 def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:
-    """How long they may take to save, where that goes by a rate of storage that nobody has told; else nothing."""
+    """Say how long a checkpoint may take where that assumes the storage rate; empty where the rate was given."""
     if seconds == least or bytes_per_second is not None:
         return ""
     return (

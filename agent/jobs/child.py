@@ -43,7 +43,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT)  # blocked in the child until it has
 
 
 class ChildError(click.ClickException):
-    """The child could not do what it was asked for; the message carries its words."""
+    """The child process could not do its work; the message is the reason that it sent."""
 
 
 def default_ranks(found: Sequence[Snapshot]) -> int:
@@ -76,7 +76,7 @@ def measure(
     }  # fmt: skip
     found, signals = _ask("agent.jobs.benchmark", request, progress.note, stop)
     result = result_from_json(found)
-    if result.stopped_by is not None and signals:
+    if signals:  # also one that came after the last measurement
         result = replace(result, stopped_by=signals[0])
     keep_bench(result)
     return result
@@ -139,7 +139,7 @@ def _ask(
         with contextlib.suppress(BrokenPipeError), child.stdin:  # of a child that has died: its exit code tells
             child.stdin.write(json.dumps(request))
         for line in child.stdout:
-            last = json.loads(line)
+            last = json.loads(line) if line.endswith("\n") else {}  # a child that is killed may end within a line
             if "note" in last:
                 on_note(last["note"])
     if "answer" in last:
@@ -152,7 +152,8 @@ def _ask(
 def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """The child, which has ended when the block is left, and the names of the signals that were passed on to it.
 
-    SIGTERM and Ctrl-C wait until the child is ready for them. It then answers with what it has.
+    SIGTERM and Ctrl-C wait until the child is ready for them. It then answers with what it has. A second Ctrl-C raises
+    KeyboardInterrupt, which kills the child.
     """
     came: list[str] = []
     former: dict[int, Any] = {}
@@ -167,6 +168,8 @@ def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Pop
                 came.append(signal.Signals(number).name)
                 if number == signal.SIGTERM:
                     stop.set()
+                if came.count(signal.SIGINT.name) > 1:
+                    raise KeyboardInterrupt
                 child.send_signal(number)
 
             if threading.current_thread() is threading.main_thread():
@@ -189,7 +192,7 @@ Work = Callable[[dict[str, Any], Callable[[str], None], threading.Event], Any]  
 
 
 def answer(work: Work) -> None:
-    """In the child: do the work that standard input asks for. A RuntimeError of the work is answered with its words."""
+    """In the child: do the work of the request. RuntimeError and OSError of the work are answered with their words."""
     stop = threading.Event()
     for number in PASSED_ON:
         signal.signal(number, lambda *_: stop.set())
@@ -197,14 +200,14 @@ def answer(work: Work) -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)  # what a library prints is no answer
 
-        def tell(**words: object) -> None:
+        def send(**words: object) -> None:
             answers.write(json.dumps(words) + "\n")
             answers.flush()
 
         try:
-            tell(answer=work(json.load(sys.stdin), lambda words: tell(note=words), stop))
-        except RuntimeError as error:
-            tell(error=str(error))
+            send(answer=work(json.load(sys.stdin), lambda words: send(note=words), stop))
+        except (RuntimeError, OSError) as error:
+            send(error=str(error))
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class RdmaDevice:
     uverbs_usable: bool | None = None  # this user may open it
     driver: str | None = None  # "mlx5_core", "efa", "bnxt_en"
     ports: tuple[RdmaPort, ...] = ()
-    role: str | None = None  # RAIL or OTHER: set for the judgement (`agent.checks.view`), where the topology decides it
+    role: str | None = None  # RAIL or OTHER where the topology decides it; `agent.checks.host_checks` sets it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

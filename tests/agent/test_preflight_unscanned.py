@@ -1,4 +1,4 @@
-"""Signals of a preflight: before its scan is done, and while the measurement starts."""
+"""Signals of a preflight (before its scan is done, while it measures), and how the children that measure may end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from subprocess import PIPE
@@ -17,6 +18,8 @@ import pytest
 from agent.base.exit_codes import EXIT_INTERRUPTED, EXIT_STOPPED
 from agent.checks.codes import ALL_CODES, RDMA_BENCH_CODES
 from agent.cluster.gate import CLUSTER_CODES
+from agent.jobs import child
+from agent.jobs.child import ChildError
 
 MACHINE = Path(__file__).parents[1] / "machines" / "hgx-h100-8xH100-8hca.json"
 
@@ -63,7 +66,7 @@ def test_a_signal_reaches_the_measurement_that_starts(tmp_path: Path) -> None:
         line = [sys.executable, "-m", "agent.cli", "preflight", "--measure", "--ranks=1", "--quick", "-q", "-o", "json"]
         with subprocess.Popen(line, stdout=PIPE, stderr=PIPE, text=True) as process:
             try:
-                while not (child := measuring_child(process.pid)):
+                while not (measuring := measuring_child(process.pid)):
                     assert process.poll() is None, process.communicate()
                     time.sleep(0.01)
                 process.send_signal(sign)
@@ -72,9 +75,58 @@ def test_a_signal_reaches_the_measurement_that_starts(tmp_path: Path) -> None:
                 process.kill()
         found = json.loads(out) if out else {}
         why = found.get("verdict", {}).get("why")
-        if (process.returncode, why) != (code, f"stopped by {sign.name} before it was done") or Path(child).exists():
+        expected = (code, f"stopped by {sign.name} before it was done")
+        if (process.returncode, why) != expected or Path(measuring).exists():
             wrong.append((sign.name, process.returncode, why, err[-500:]))
     assert not wrong
+
+
+@pytest.mark.ranks
+def test_a_signal_after_the_last_measurement_ends_the_preflight(tmp_path: Path) -> None:
+    """Ctrl-C that comes while the child ends, whose answer has been sent."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os, signal, sys\n"
+        "if 'agent.jobs.benchmark' in sys.orig_argv: atexit.register(os.kill, os.getppid(), signal.SIGINT)\n"
+    )
+    line = [sys.executable, "-m", "agent.cli", "preflight", "--measure", "--ranks=1", "--quick", "-q", "-o", "json"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=250, check=False)
+    assert done.returncode == EXIT_INTERRUPTED, done.stderr
+    assert json.loads(done.stdout)["bench"]["stopped_by"] == "SIGINT"
+
+
+DISK_FULL = """
+from agent.jobs.child import answer
+def work(request, note, stop): raise OSError(28, "No space left on device")
+answer(work)
+"""
+KILLED = "import os, sys; sys.stdin.read(); print('{\"answer\": [1', end='', flush=True); os.kill(os.getpid(), 9)"
+BUSY = """
+import sys, time
+sys.stdin.read()
+print('{"note": ""}', flush=True)
+time.sleep(60)
+print('{"answer": 1}')
+"""
+
+
+def test_a_child_that_fails_is_named_and_a_second_interrupt_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the system, a child killed within its answer, and one that does not end on Ctrl-C."""
+
+    def interrupt_twice(_words: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    for name, code in (("disk_full", DISK_FULL), ("killed", KILLED), ("busy", BUSY)):
+        (tmp_path / f"child_{name}.py").write_text(code)
+    for name, words in (("disk_full", r"^\[Errno 28\] No space left on device$"), ("killed", "exit code -9")):
+        with pytest.raises(ChildError, match=words):
+            child._ask(f"child_{name}", {}, interrupt_twice, threading.Event())
+    with pytest.raises(KeyboardInterrupt):
+        child._ask("child_busy", {}, interrupt_twice, threading.Event())
 
 
 def measuring_child(parent: int) -> str:

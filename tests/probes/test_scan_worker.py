@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -205,11 +206,24 @@ def test_a_child_that_cannot_start_fails_every_probe_once(
 
 
 def test_a_child_that_the_system_refuses_fails_the_probes_and_not_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process, no memory or no file is left: Popen raises OSError."""
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    """No program, no thread (as with a limit of processes) or no file is left."""
+
+    def no_thread(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
     with Scanner(probes=(LIMITS, HOSTINFO)) as scanner:
-        _starts_nothing(scanner, "FileNotFoundError")
-        monkeypatch.undo()
+        with monkeypatch.context() as changed:
+            changed.setattr(sys, "executable", "/nowhere/python")
+            _starts_nothing(scanner, "FileNotFoundError")
+        with monkeypatch.context() as changed:
+            changed.setattr(threading.Thread, "start", no_thread)
+            _starts_nothing(scanner, "can't start new thread")
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))  # those that are open stay open
+        try:
+            _starts_nothing(scanner, "Too many open files")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
 
 
@@ -258,6 +272,11 @@ def test_recordings_are_replayed_in_a_child_that_is_kept(tmp_path: Path, monkeyp
     assert child() != first
     stop.set()
     assert scanning.replay(RECORDINGS[1], ALL, stop) == ()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert len(scanning.replay(RECORDINGS[1], ALL)) == 1  # a whole path needs no current folder
 
 
 def test_threads_may_share_a_scanner() -> None:
