@@ -16,7 +16,20 @@ from tree_sitter import Node
 
 from contracts.tables import read_table
 from planner.lint.expansion import MOST_VALUE, WORK_OF_WORD, Expander, Shell
-from planner.lint.script import JOB_SIZE, NAME, NAMED, OPEN, Assigned, Inner, Settings, Unread, Word, is_judged, words
+from planner.lint.script import (
+    JOB_SIZE,
+    NAME,
+    NAMED,
+    OPEN,
+    Assigned,
+    Inner,
+    Settings,
+    Unread,
+    Word,
+    is_judged,
+    whole_number,
+    words,
+)
 
 _MOST_LAUNCHES = 200  # that get different settings
 _MOST_OPTIONS = 1 << 12  # characters of a command in which what it does not hand on is looked for
@@ -428,7 +441,7 @@ class Programs(Expander):
         """read, mapfile, let, printf -v and the like: their variables have values that only a run tells."""
         self.assumed = False
         for word in call.words if call.program != "printf" or any(each.text == "-v" for each in call.words[:1]) else ():
-            self.assign(re.split(r"\W", word.text)[0], OPEN, f"what {call.program} gets", call.line)
+            self.assign(re.split(r"\W", word.text)[0], OPEN, f"(set by {call.program})", call.line)
 
     def shift(self, call: Call) -> None:
         """The arguments after the first ones."""
@@ -471,7 +484,8 @@ def _under(found: Sequence[Assigned], condition: str) -> Assigned | None:
 
 def number_of(call: Call) -> int:
     """The number that follows a built-in; 1 where none does."""
-    return int(call.words[0].text) if call.words and call.words[0].text.isdecimal() else 1
+    number = whole_number(call.words[0].text) if call.words else None
+    return 1 if number is None else number
 
 
 def name_of(word: Word) -> str:
