@@ -475,11 +475,14 @@ def content(settings: Settings) -> frozenset[tuple[str, str]]:
 
 
 def _under(found: Sequence[Assigned], condition: str) -> Assigned | None:
-    """Which of a variable's values holds under a condition: of those of wider conditions the nearest, the last one."""
+    """Which of a variable's values holds under a condition: of those of wider conditions the nearest, the last one.
+
+    One that is set comes before none: after a function that may return early, both have the same condition.
+    """
     if len(found) == 1:
         return found[0]
     fitting = [each for each in found if f"{condition}; ".startswith(f"{each.scope}; ") or not each.scope]
-    return max(reversed(fitting), key=lambda each: len(each.scope), default=None)
+    return max(reversed(fitting), key=lambda each: (len(each.scope), not each.unset), default=None)
 
 
 def number_of(call: Call) -> int:

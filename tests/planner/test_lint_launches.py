@@ -111,6 +111,8 @@ def test_what_only_a_run_decides_is_checked_both_ways_and_named() -> None:
         ("[ -d x ] && O='-x NCCL_IB_TC=1'\nmpirun $O a\n", {"after &&": "1"}),
         ("if grep -q x y; then X=1; else X=2; fi\nexport NCCL_IB_TC=$X\ntorchrun a\n",
          {"if grep -q x y": "1", "else of if grep -q x y": "2"}),
+        ("f() { if grep -q x y; then return; fi; export NCCL_IB_TC=1; }\nf\ntorchrun a\n", {"": "1"}),
+        ("for v in a b; do\ngrep -q x y || continue\nexport NCCL_IB_TC=1\ndone\ntorchrun a\n", {"": "1"}),
         ("export NCCL_IB_TC=1\nunset $V\nunset $W\ntorchrun a\n", {"": "1"}),
         ("x=1\n[[ $x == [[:digit:]] ]] && export NCCL_IB_TC=1\ntorchrun a\n", {"after &&": "1"}),
         ("x=1\ncase $x in +([0-9])) export NCCL_IB_TC=1;; *) export NCCL_IB_TC=2;; esac\ntorchrun a\n",
