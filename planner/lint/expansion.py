@@ -33,8 +33,8 @@ _MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop
 _ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
 # The reserved word, which may stand before assignments, functions and `(`; the grammar takes it for a program.
 _TIME = re.compile(rb"((?:^|[;&|(){]|\b(?:then|do|else|if))[ \t]*)time(?:[ \t]+-p)?(?=[ \t]+[\w({])", re.MULTILINE)
-USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
-"""A variable that a text expands."""
+USED = re.compile(r"(?:\$\{?[!#]?|(?<![\w$])(?=[A-Za-z_]\w*\+=))([A-Za-z_]\w*|@)")
+"""A variable that a text expands or adds to."""
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[(?:\d{1,9}|[@*])\])?(\}\Z|:?[-=+?])")
 _ARRAY = re.compile(r"\$(?:\{([A-Za-z_]\w*)\[[@*]\]\}|\{?([@*])\}?)")
 _EXPANSIONS = words()["shell"]["expansions"]
@@ -245,7 +245,8 @@ class Expander:
         if index:
             items = self.items(name) or ()
             if index[1:-1].isdecimal():
-                return items[int(index[1:-1])].text if int(index[1:-1]) < len(items) else OPEN
+                before = items[: int(index[1:-1]) + 1]
+                return before[-1].text if len(before) > int(index[1:-1]) and all(each.raw for each in before) else OPEN
             short = sum(len(each.text) + 1 for each in items) < MOST_VALUE
             separated = index == "[*]" and "IFS" in self.shell.variables  # by what IFS says
             return " ".join(each.text for each in items) if items and short and not separated else OPEN

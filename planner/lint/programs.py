@@ -124,7 +124,8 @@ class Programs(Expander):
             before = self.items(name) if adds else ()
             more = tuple(word for each in given.named_children for word in self.words(each))
             indexed = any(re.match(r"\[[^]]*\]\+?=", self.text(each)) for each in given.named_children)
-            items = None if indexed or before is None else (*before, *more)[: MOST_VALUE >> 4]
+            before = (Word(OPEN, ""),) if before is None else before  # any number of words
+            items = None if indexed else (*before, *more)[: MOST_VALUE >> 4]
             value = OPEN if items is None else items[0].text if items else ""
         else:
             value = self.value(given) if given else ""
@@ -452,7 +453,8 @@ class Programs(Expander):
         """Set the arguments of the script or function; None: unknown."""
         self.shell.variables.pop("@", None)
         if arguments is not None:
-            self.shell.variables["@"] = (Assigned(name="@", items=tuple(arguments), exported=False),)
+            given = Assigned(name="@", items=tuple(arguments), exported=False, scope=self.scope)
+            self.shell.variables["@"] = (given,)
 
     def options_of_shell(self, call: Call) -> None:
         """`set -a`, `set -- A B`, fish's `set -x NAME value`."""
