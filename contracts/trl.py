@@ -171,7 +171,8 @@ def members_of(raw: Mapping[str, Any], name: str, note: Note) -> Iterator[tuple[
     if found is None:
         return
     if not isinstance(found, dict):
-        raise ConfigError(f"{name}={found!r}: must be a mapping, or a file of one that is there")
+        file = "or a file of one that is there" if name == "fsdp_config" else "not the name of a file"
+        raise ConfigError(f"{name}={found!r}: must be a mapping, {file}")
     for key, value in found.items():
         own = str(key).removeprefix(f"{name}_").removeprefix("fsdp_")  # as accelerate's own file spells them
         where = f"{name}.{own}"
@@ -352,7 +353,8 @@ def _at(config: Any, name: str) -> Any:
 def _automatic(config: Mapping[str, Any], section: str, kinds: tuple[str, ...], why: str) -> str | None:
     """The kind that a section names, whose parameters must be left to the file's own settings; None: no section."""
     kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
-    own = isinstance(parameters, dict) and any(value != "auto" for value in parameters.values())
+    values = parameters.values() if isinstance(parameters, dict) else [parameters]
+    own = parameters not in (None, kind) and any(value != "auto" for value in values)
     if kind is not None and (kind not in kinds or own):
         raise ConfigError(
             f"deepspeed.{section}: only {' or '.join(kinds)} with each parameter 'auto' is allowed: {why}"

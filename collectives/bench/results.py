@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from collectives.nccl_log.transport import Evidence
-from contracts import plain
+from contracts import bounded, plain
 
 SCHEMA_VERSION = 1
 MOST_RESULT_BYTES = 16 << 20
@@ -227,8 +227,6 @@ def result_from_json(data: object) -> BenchResult:
 
 def read_result(path: Path) -> BenchResult:
     """Read a stored result of collectives; OSError or ValueError say why it cannot be had."""
-    from contracts import bounded, plain
-
     return result_from_json(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES), unknown_numbers=True))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from planner.lint.script import NODES
+from planner.lint.script import NODES, whole_number
 from planner.lint.values import (
     LEVEL_NAMES,
     LEVELS,
@@ -352,15 +352,15 @@ def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[
 def nodes_of(environment: Mapping[str, str]) -> int | None:
     """How many nodes the job says it has; None where it does not say."""
     for name in NODES:
-        match = re.fullmatch(r"(?:\d+:)?(\d+)", environment.get(name, ""))
+        match = re.fullmatch(r"(?:\d+:)?(\d{1,9})", environment.get(name, ""))
         if match:
             return int(match[1])
     for world, local in (
         ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ):  # fmt: skip
-        ranks, here = environment.get(world, ""), environment.get(local, "")
-        if ranks.isdecimal() and here.isdecimal() and int(here):
-            return -(-int(ranks) // int(here))
+        ranks, here = (whole_number(environment.get(name, "")) for name in (world, local))
+        if ranks is not None and here:
+            return -(-ranks // here)
     return None
 
 
@@ -379,7 +379,7 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
 def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
     """An interface of which every node has its own, that no other node reaches."""
     size = environment.get("WORLD_SIZE", environment.get("OMPI_COMM_WORLD_SIZE", ""))
-    many = size.isdecimal() and int(size) > 1
+    many = (whole_number(size) or 0) > 1
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environment.get(name, "")
         wanted = NameList.parse(value)

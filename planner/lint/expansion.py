@@ -31,9 +31,11 @@ MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
 _MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop counted; a few seconds
 
 _ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
-USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
-"""A variable that a text expands."""
-_BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*#])(\[(?:\d+|[@*])\])?(\}\Z|:?[-=+?])")
+# The reserved word, which may stand before assignments, functions and `(`; the grammar takes it for a program.
+_TIME = re.compile(rb"((?:^|[;&|(){]|\b(?:then|do|else|if))[ \t]*)time(?:[ \t]+-p)?(?=[ \t]+[\w({])", re.MULTILINE)
+USED = re.compile(r"(?:\$\{?[!#]?|(?<![\w$])(?=[A-Za-z_]\w*\+=))([A-Za-z_]\w*|@)")
+"""A variable that a text expands or adds to."""
+_BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[(?:\d{1,9}|[@*])\])?(\}\Z|:?[-=+?])")
 _ARRAY = re.compile(r"\$(?:\{([A-Za-z_]\w*)\[[@*]\]\}|\{?([@*])\}?)")
 _EXPANSIONS = words()["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # without quotes around them
@@ -91,12 +93,14 @@ def _parse(source: bytes) -> Node | None:
 
 
 def parse_lines(source: bytes) -> tuple[bytes, Node | None]:
-    """The text and its tree, with a `;` after assignments that end their line, and quotes around the `/` of `[ -d / ]`.
+    """The text without the word `time`, and its tree.
+
+    There is a `;` after assignments that end their line, and quotes around the `/` of `[ -d / ]`.
 
     The grammar takes the first words of the next line for the command of `A=1 B=2`, and `/ ]` for a division, whose
     test has no end. No line changes its number.
     """
-    source = _ROOT.sub(b'"/"', source)
+    source = _TIME.sub(lambda found: found[1].ljust(len(found[0])), _ROOT.sub(b'"/"', source))
     for _ in range(_MOST_PASSES):
         root = _parse(source)
         ends = sorted({end for command in walk(root, "command") for end in _ends_of_lines(command, source)})
@@ -192,7 +196,8 @@ class Expander:
             case "translated_string":
                 return self.value(node.children[-1])
             case "simple_expansion":
-                return self.parameter(self.text(node)[1:])
+                name = self.text(node)[1:]  # bash takes one digit: `$12` is `${1}2`
+                return self.parameter(name[:1]) + name[1:] if name[:1].isdecimal() else self.parameter(name)
             case "expansion":
                 return self._braced(node)
             case "arithmetic_expansion":
@@ -207,7 +212,7 @@ class Expander:
         """The value of `$NAME`, `$1`, `$@` or `$#`."""
         self.spend(64)
         given = self.items("@")
-        if given is None or not re.fullmatch(r"[1-9]\d*|[@*#]", name):
+        if given is None or not re.fullmatch(r"[1-9]\d{0,8}|[@*#]", name):
             return self.look_up(name) or ("" if name in self.shell.variables else OPEN)
         self.assumed = self.assumed or any(each.assumed for each in given)
         if name.isdecimal():
@@ -240,7 +245,8 @@ class Expander:
         if index:
             items = self.items(name) or ()
             if index[1:-1].isdecimal():
-                return items[int(index[1:-1])].text if int(index[1:-1]) < len(items) else OPEN
+                before = items[: int(index[1:-1]) + 1]
+                return before[-1].text if len(before) > int(index[1:-1]) and all(each.raw for each in before) else OPEN
             short = sum(len(each.text) + 1 for each in items) < MOST_VALUE
             separated = index == "[*]" and "IFS" in self.shell.variables  # by what IFS says
             return " ".join(each.text for each in items) if items and short and not separated else OPEN

@@ -16,7 +16,20 @@ from tree_sitter import Node
 
 from contracts.tables import read_table
 from planner.lint.expansion import MOST_VALUE, WORK_OF_WORD, Expander, Shell
-from planner.lint.script import JOB_SIZE, NAME, NAMED, OPEN, Assigned, Inner, Settings, Unread, Word, is_judged, words
+from planner.lint.script import (
+    JOB_SIZE,
+    NAME,
+    NAMED,
+    OPEN,
+    Assigned,
+    Inner,
+    Settings,
+    Unread,
+    Word,
+    is_judged,
+    whole_number,
+    words,
+)
 
 _MOST_LAUNCHES = 200  # that get different settings
 _MOST_OPTIONS = 1 << 12  # characters of a command in which what it does not hand on is looked for
@@ -111,7 +124,8 @@ class Programs(Expander):
             before = self.items(name) if adds else ()
             more = tuple(word for each in given.named_children for word in self.words(each))
             indexed = any(re.match(r"\[[^]]*\]\+?=", self.text(each)) for each in given.named_children)
-            items = None if indexed or before is None else (*before, *more)[: MOST_VALUE >> 4]
+            before = (Word(OPEN, ""),) if before is None else before  # any number of words
+            items = None if indexed else (*before, *more)[: MOST_VALUE >> 4]
             value = OPEN if items is None else items[0].text if items else ""
         else:
             value = self.value(given) if given else ""
@@ -429,7 +443,7 @@ class Programs(Expander):
         """read, mapfile, let, printf -v and the like: their variables have values that only a run tells."""
         self.assumed = False
         for word in call.words if call.program != "printf" or any(each.text == "-v" for each in call.words[:1]) else ():
-            self.assign(re.split(r"\W", word.text)[0], OPEN, f"what {call.program} gets", call.line)
+            self.assign(re.split(r"\W", word.text)[0], OPEN, f"(set by {call.program})", call.line)
 
     def shift(self, call: Call) -> None:
         """The arguments after the first ones."""
@@ -440,7 +454,8 @@ class Programs(Expander):
         """Set the arguments of the script or function; None: unknown."""
         self.shell.variables.pop("@", None)
         if arguments is not None:
-            self.shell.variables["@"] = (Assigned(name="@", items=tuple(arguments), exported=False),)
+            given = Assigned(name="@", items=tuple(arguments), exported=False, scope=self.scope)
+            self.shell.variables["@"] = (given,)
 
     def options_of_shell(self, call: Call) -> None:
         """`set -a`, `set -- A B`, fish's `set -x NAME value`."""
@@ -463,16 +478,20 @@ def content(settings: Settings) -> frozenset[tuple[str, str]]:
 
 
 def _under(found: Sequence[Assigned], condition: str) -> Assigned | None:
-    """Which of a variable's values holds under a condition: of those of wider conditions the nearest, the last one."""
+    """Which of a variable's values holds under a condition: of those of wider conditions the nearest, the last one.
+
+    One that is set comes before none: after a function that may return early, both have the same condition.
+    """
     if len(found) == 1:
         return found[0]
     fitting = [each for each in found if f"{condition}; ".startswith(f"{each.scope}; ") or not each.scope]
-    return max(reversed(fitting), key=lambda each: len(each.scope), default=None)
+    return max(reversed(fitting), key=lambda each: (len(each.scope), not each.unset), default=None)
 
 
 def number_of(call: Call) -> int:
     """The number that follows a built-in; 1 where none does."""
-    return int(call.words[0].text) if call.words and call.words[0].text.isdecimal() else 1
+    number = whole_number(call.words[0].text) if call.words else None
+    return 1 if number is None else number
 
 
 def name_of(word: Word) -> str:

@@ -35,6 +35,11 @@ def words() -> Mapping[str, Mapping[str, frozenset[str]]]:
     return {part: {name: frozenset(members) for name, members in rows.items()} for part, rows in table.items()}
 
 
+def whole_number(text: str) -> int | None:
+    """The number of up to 18 digits; None for any other text. Python raises ValueError for thousands of digits."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
 @cache
 def is_judged(name: str) -> bool:
     """Whether a variable concerns communication."""

@@ -550,7 +550,7 @@ class _Reader(Programs):
             pattern = glob and parts[2].type not in ("string", "raw_string")
             same = self._fits(one, parts[2]) if pattern else one == other
             return None if same is None else same == (sign != "!=")
-        numbers = sign in _COMPARISONS and re.fullmatch(r"-?\d+ -?\d+", f"{one} {other}")
+        numbers = sign in _COMPARISONS and re.fullmatch(r"-?\d{1,18} -?\d{1,18}", f"{one} {other}")
         return bool(getattr(operator, sign[1:])(int(one), int(other))) if numbers else None
 
     def _known(self, node: Node) -> str | None:

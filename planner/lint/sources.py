@@ -147,9 +147,9 @@ def _own(text: str) -> frozenset[str]:
 
 # torchrun --nnodes, Slurm -N, TrainJob, PyTorchJob and MPIJob, Ray, LeaderWorkerSet, Indexed Job
 _NODES = re.compile(
-    r"--nnodes[= ](?:\d+:)?(\d+)\b|^#SBATCH\s+(?:-N\s*|--nodes[= ])(\d+)[ \t]*$|--num[-_]nodes[= ](\d+)\b"
-    r"|^[ \t]*num_?[nN]odes\s*:\s*(\d+)[ \t]*$|^[ \t]*Worker:\s*\n\s*replicas:\s*(\d+)"
-    r"|\bsrun\b[^\n]{0,999}\s-N\s*(\d+)\b",
+    r"--nnodes[= ](?:\d+:)?(\d{1,9})\b|^#SBATCH\s+(?:-N\s*|--nodes[= ])(\d{1,9})[ \t]*$|--num[-_]nodes[= ](\d{1,9})\b"
+    r"|^[ \t]*num_?[nN]odes\s*:\s*(\d{1,9})[ \t]*$|^[ \t]*Worker:\s*\n\s*replicas:\s*(\d{1,9})"
+    r"|\bsrun\b[^\n]{0,999}\s-N\s*(\d{1,9})\b",
     re.MULTILINE,
 )
 

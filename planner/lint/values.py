@@ -14,6 +14,7 @@ from typing import Any
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
+from planner.lint.script import whole_number
 from planner.nccl_env.names import NcclName, Version, names, torch_names, version_text
 
 LEVEL_NAMES = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
@@ -25,7 +26,7 @@ _ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTre
 _PROTOCOLS = ("LL", "LL128", "Simple")
 _FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
 _ATTN_SINCE = (2, 32, 3)  # NCCL_DEBUG=ATTN: libnccl.so.2 of the wheel 2.32.3; 2.31.2 does not know it
-_UNIT = re.compile(r"\s*([1-9]\d*)\s*([KMGT])i?B?", re.IGNORECASE)
+_UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
 _YES, _NO = ("true", "yes", "on", "y", "t", "enable", "enabled"), ("false", "no", "off", "n", "f", "none", "disable")
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
 _OLDEST_TIMEOUT = 14  # the default up to 2.13, 67 ms a try (env.rst); no release waits less by itself
@@ -76,6 +77,7 @@ def strtoll(text: str) -> tuple[int, bool]:
     if match is None:
         return 0, False
     sign, digits = match.groups()
+    digits = digits[:99]  # more are beyond _LARGEST too, and Python raises ValueError for thousands
     number = int(digits, 16 if digits[1:2] in ("x", "X") else 8 if digits[0] == "0" else 10)
     return -number if sign == "-" else number, match.end() == len(text)
 
@@ -99,7 +101,7 @@ class NameList:
             name, _, rest = entry.partition(":")
             port = rest.split(":")[0]
             if name:
-                entries.append((name, int(port) if port.isdecimal() else None))
+                entries.append((name, whole_number(port)))
         return cls(negated=negated, exact=exact, entries=tuple(entries))
 
     def hits(self, entry: tuple[str, int | None], name: str, port: int | None = None) -> bool:

@@ -47,6 +47,12 @@ FOUND: dict[str, tuple[str, bytes]] = {
     "fsdp that is a number": ("job_config", b"\1fsdp: 7"),
     "fsdp that is a list of numbers": ("job_config", b"\1fsdp: [1]"),
     "a rate of 400 digits": ("job_config", b"\1learning_rate: " + b"9" * 400),
+    **{f"{text} with @ of 5000 digits": ("environment", b"\2set -- a\n" + text.encode().replace(b"@", b"9" * 5000))
+       for text in (
+        "export NCCL_IB_TC=@", "export NCCL_BUFFSIZE=0x@", "export NCCL_BUFFSIZE=@M", "export NCCL_SOCKET_IFNAME=lo:@",
+        "export NCCL_NET=IB NNODES=@", "export NCCL_SOCKET_IFNAME=lo WORLD_SIZE=@", "export NCCL_NET=${@}",
+        "a=(1)\nexport NCCL_NET=${a[@]}", "shift @", "[ @ -eq 2 ]", "torchrun --nnodes=@",
+    )},
     "YAML's empty integer": ("job_config", b'\1seed: !!int ""'),
     "YAML's wrong truth": ("job_config", b"\1bf16: !!bool x"),
     "YAML's wrong time": ("manifest", b"\1spec: !!timestamp x"),
