@@ -130,18 +130,18 @@ def read_file(path: Path) -> dict[str, Any]:
     raw = read_mapping(path, once=True)
     for name in ("deepspeed", "fsdp_config"):
         named = raw.get(name)
-        if isinstance(named, str) and named and (inner := _beside(path, named)):
+        if isinstance(named, str) and named and (inner := _find_file(path, named)):
             raw[name] = read_mapping(inner, once=True)
     template = raw.get("chat_template_path")
     if isinstance(template, str):
-        found = _beside(path, template)
+        found = _find_file(path, template)
         if found is not None and found.suffix in (".jinja", ".jinja2", ".j2"):
             del raw["chat_template_path"]
             raw["chat_template"] = _text(found)
     return raw
 
 
-def _beside(path: Path, named: str) -> Path | None:
+def _find_file(path: Path, named: str) -> Path | None:
     """A file that a setting names, from here as transformers reads it, or from the settings' own folder."""
     return next((one for one in (Path(named), path.parent / named) if bounded.is_file(one)), None)
 

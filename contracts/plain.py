@@ -1,5 +1,5 @@
 """JSON of strangers as plain data: bounded in depth, every number within bounds, every text writable as UTF-8; and the
-one codec, which makes typed records of plain data and plain data of typed records.
+codec between plain data and typed records.
 
 Specification: RFC 8259. Python's own reader also takes NaN, integers of any length and halves of surrogate pairs, which
 later break whoever computes with them, or writes them out.
@@ -87,37 +87,37 @@ def _check_depth(found: Any) -> None:
 
 # Typed records to plain values and back (cattrs; docs/decisions/0016).
 #
-# Numbers are taken for numbers and text for text; members that a type does not have are left out. `read` is for
-# documents that must fit, `pick` for those of another release or another writer: what fits is taken.
+# A number is never read as text, nor text as a number. Members that a type does not have are ignored. `read` is for
+# documents that must fit, `pick` for those of another release or another writer: it takes what fits.
 
 T = TypeVar("T")
 
 MOST_ITEMS = 65536  # of a list that `pick` reads; a run logs at most 4096 steps
-MISFITS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # cattrs' own are Python's, one at a time
+MISFITS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # of cattrs without details
 
 
 class MisfitError(ValueError):
-    """The data is not what its type says."""
+    """The data does not fit its type."""
 
 
 @cache
 def converter() -> Any:
-    """Return the cattrs converter, made on first use: importing cattrs takes 0.1 s, and most verbs read nothing."""
+    """Return the cattrs converter, made on first use: importing cattrs takes 0.1 s, and most verbs do not need it."""
     from cattrs.preconf.json import make_converter
 
-    # ends at the first thing that does not fit: collecting them all takes a minute for a megabyte of nonsense
+    # stops at the first misfit: collecting all of them takes a minute for a megabyte of nonsense
     made = make_converter(detailed_validation=False)
     strict(made)
     return made
 
 
 def write(value: Any) -> Any:
-    """Plain dicts, lists, numbers and text."""
+    """Turn a record into dicts, lists, numbers and text."""
     return converter().unstructure(value)
 
 
 def read(data: object, kind: type[T]) -> T:
-    """The record that `write` made plain. Raises MisfitError that says what does not fit."""
+    """Turn plain data into a record. Raises MisfitError that says what does not fit."""
     try:
         found: T = converter().structure(data, kind)
     except MISFITS as error:
@@ -126,11 +126,11 @@ def read(data: object, kind: type[T]) -> T:
 
 
 def pick(data: object, kind: type[T]) -> T:
-    """The members of a dataclass that are there and of the right kind; the others as the type has them by default."""
+    """Return a dataclass with the members that are present and of the right kind; all others have their default."""
     found: dict[str, Any] = {}
     if isinstance(data, dict):
-        for name, wanted in _members(kind).items():  # type: ignore[arg-type]
-            if name in data and (value := _one(data[name], wanted)) is not _MISFIT:
+        for name, hint in _members(kind).items():  # type: ignore[arg-type]
+            if name in data and (value := _pick_one(data[name], hint)) is not _MISFIT:
                 found[name] = value
     return kind(**found)
 
@@ -138,19 +138,19 @@ def pick(data: object, kind: type[T]) -> T:
 _MISFIT = object()
 
 
-def _one(value: Any, wanted: Any) -> Any:
-    options = get_args(wanted) if get_origin(wanted) in (Union, types.UnionType) else (wanted,)
+def _pick_one(value: Any, hint: Any) -> Any:
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None:
         return None if type(None) in options else _MISFIT
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, dict):
             return _dataclass(value, option)
         if get_origin(option) in (list, tuple) and isinstance(value, list | tuple):
-            kept = [made for each in value[:MOST_ITEMS] if (made := _one(each, get_args(option)[0])) is not _MISFIT]
-            return get_origin(option)(kept)
+            items = (_pick_one(each, get_args(option)[0]) for each in value[:MOST_ITEMS])
+            return get_origin(option)(item for item in items if item is not _MISFIT)
         if get_origin(option) is dict and isinstance(value, dict):
             kind = get_args(option)[1]
-            pairs = {str(key): _one(each, kind) for key, each in value.items()}
+            pairs = {str(key): _pick_one(each, kind) for key, each in value.items()}
             return {key: each for key, each in pairs.items() if each is not _MISFIT}
         if option is Any:
             return value
@@ -165,7 +165,7 @@ def _one(value: Any, wanted: Any) -> Any:
 def _dataclass(value: dict[str, Any], kind: Any) -> Any:
     try:
         return pick(value, kind)
-    except (TypeError, ValueError):  # a member that has no default is missing, or one that cannot stand
+    except (TypeError, ValueError):  # a member without a default is missing, or one is refused
         return _MISFIT
 
 

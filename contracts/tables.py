@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, AnyStr
 
 
 def read_table(module: str, name: str) -> dict[str, Any]:
@@ -20,10 +20,16 @@ def _read(file: Path) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
-def read_patterns(module: str, name: str, section: str) -> dict[str, str]:
-    """Read the regular expressions of one section of a TOML file; <<name>> stands for one of the file's `pieces`."""
+def read_patterns(
+    module: str, name: str, section: str, encode: Callable[[str], AnyStr]
+) -> dict[str, re.Pattern[AnyStr]]:
+    """Compile the regular expressions of one section of a TOML file, in which <<name>> is one of the file's `pieces`.
+
+    `encode` is `str`, or `str.encode` for regular expressions on bytes.
+    """
     table = read_table(module, name)
-    return {key: put_together(text, table.get("pieces", {})) for key, text in table[section].items()}
+    pieces = table.get("pieces", {})
+    return {key: re.compile(encode(put_together(text, pieces))) for key, text in table[section].items()}
 
 
 def put_together(text: str, pieces: Mapping[str, str]) -> str:

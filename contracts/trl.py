@@ -31,16 +31,16 @@ class ConfigError(EndedError, ValueError):
     code, status = 2, "refused"
 
 
-Allowed = tuple[list[Any], str]  # the values of an option that ask for what the job does anyway, and why only these
+Allowed = tuple[list[Any], str]  # values of an option that the job accepts, and why only these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """A mapping within the file, such as `fsdp_config`."""
 
-    members: Mapping[str, str]  # name -> the setting, or the member of the layout, that it is
+    members: Mapping[str, str]  # name -> the job's setting, or the member of the layout
     no_effect: list[str]
-    why: str  # they have none
+    why: str  # of no_effect
     only: Mapping[str, Allowed]
 
 
@@ -147,7 +147,7 @@ def without_effect(name: str, value: Any, note: Note) -> bool:
 
 
 def require(name: str, value: Any, only: Allowed) -> None:
-    """Refuse a value that is not one of the few that are allowed; null says nothing."""
+    """Raise ConfigError for a value that is not allowed; null is."""
     allowed, why = only
     if any(isinstance(one, bool) for one in allowed):
         value = truth(value)
@@ -163,7 +163,7 @@ def require(name: str, value: Any, only: Allowed) -> None:
 
 
 def members_of(raw: Mapping[str, Any], name: str, note: Note) -> Iterator[tuple[str, str, Any]]:
-    """Members of a mapping within the file that say something here: their whole name, their own, their value.
+    """Yield the members of a mapping within the file that the job reads: whole name, own name, value.
 
     Those without effect are noted; unknown ones, and values that the job does not have, are refused.
     """
@@ -300,6 +300,8 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
         return
     if not isinstance(config, dict):
         raise ConfigError(f"deepspeed={config!r}: must be a mapping, or a JSON file that is there")
+    if not isinstance(zero := config.get("zero_optimization"), dict | None):
+        raise ConfigError(f"deepspeed.zero_optimization={zero!r}: must be a mapping")
     for name, only in table["only"].items():
         require(f"deepspeed.{name}", _at(config, name), only)
     stage, where = _at(config, "zero_optimization.stage") or 0, "deepspeed.zero_optimization"
@@ -344,14 +346,14 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
 
 
 def _at(config: Any, name: str) -> Any:
-    """The value at "zero_optimization.stage"; None where it is missing, and what stands in place of a mapping."""
+    """Return the value at "optimizer.type", None if it is missing. `optimizer: AdamW` is read as its type."""
     for word in name.split("."):
         config = config.get(word) if isinstance(config, dict) else config
     return config
 
 
 def _automatic(config: Mapping[str, Any], section: str, kinds: tuple[str, ...], why: str) -> str | None:
-    """The kind that a section names, whose parameters must be left to the file's own settings; None: no section."""
+    """Return the type that a section names, None without a section. Each of its parameters must be "auto"."""
     kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
     values = parameters.values() if isinstance(parameters, dict) else [parameters]
     own = parameters not in (None, kind) and any(value != "auto" for value in values)
@@ -374,5 +376,5 @@ def model_words(raw: dict[str, Any], note: Note) -> dict[str, Any]:
     for where, own, value in members_of(raw, "model_init_kwargs", note):
         setting = option_names().sections["model_init_kwargs"].members[own]
         if rest.setdefault(setting, value) != value:
-            raise ConfigError(f"{where}={value!r}: {setting} says another")
+            raise ConfigError(f"{where}={value!r}: {setting} has another value")
     return rest

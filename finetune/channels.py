@@ -31,7 +31,7 @@ LIBFABRIC = ("aws libfabric", "libfabric")  # one plugin; its releases print eit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlannedNetwork:
     """What the plan says of the channels between hosts."""
 
     network: str = ""  # of NCCL_NET: this one and no other
@@ -92,7 +92,7 @@ def log_path(named: str | None, host: str, pid: int) -> Path | None:
     return Path(re.sub("%(.)", lambda found: words.get(found[1], found[0]), named)) if named else None
 
 
-def planned_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> Asked:
+def planned_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> PlannedNetwork:
     """From the plan's environment, and from its `transport` where that leaves the network to NCCL."""
     level = environment.get("NCCL_NET_GDR_LEVEL", "")
     planned = transport.get("gdrdma")  # why it is expected
@@ -103,20 +103,20 @@ def planned_channels(environment: Mapping[str, str], transport: Mapping[str, Any
     )  # fmt: skip
 
 
-def _between_hosts(environment: Mapping[str, str], transport: Mapping[str, Any]) -> Asked:
+def _between_hosts(environment: Mapping[str, str], transport: Mapping[str, Any]) -> PlannedNetwork:
     if name := environment.get("NCCL_NET"):
-        return Asked(network=name, why=f"NCCL_NET={name}")
+        return PlannedNetwork(network=name, why=f"NCCL_NET={name}")
     if (value := environment.get("NCCL_IB_DISABLE", "0")) not in ("", "0"):
-        return Asked(no_ib=True, why=f"NCCL_IB_DISABLE={value}")
+        return PlannedNetwork(no_ib=True, why=f"NCCL_IB_DISABLE={value}")
     if value := environment.get("NCCL_IB_HCA", ""):
-        return Asked(rdma="IB", why=f"NCCL_IB_HCA={value}")
+        return PlannedNetwork(rdma="IB", why=f"NCCL_IB_HCA={value}")
     planned = str(transport.get("network") or "")
     if not planned or planned in TCP:  # better than planned is no fault
-        return Asked()
-    return Asked(rdma=planned, why=f"the plan's network {planned}")
+        return PlannedNetwork()
+    return PlannedNetwork(rdma=planned, why=f"the plan's network {planned}")
 
 
-def look(path: Path | None, plan: Asked, *, hosts: int) -> Seen:
+def read_log(path: Path | None, plan: PlannedNetwork, *, hosts: int) -> Seen:
     """Read one process's log, to a bound, and hold its channels against the plan; `hosts` is how many there are."""
     if path is None or not path.is_file():
         return Seen((), {}, "", f"no log at {path}" if path else "NCCL_DEBUG_FILE is not set")
@@ -127,7 +127,7 @@ def look(path: Path | None, plan: Asked, *, hosts: int) -> Seen:
                 found.socket_interface or "")  # fmt: skip
 
 
-def differences(found: Evidence, plan: Asked, path: Path, *, hosts: int) -> list[str]:
+def differences(found: Evidence, plan: PlannedNetwork, path: Path, *, hosts: int) -> list[str]:
     """Each way in which the channels contradict the plan, in one sentence with the log's line."""
     wrong = []
     networks = {name.removeprefix("NET/"): n for name, n in found.transports.items() if name.startswith("NET/")}
@@ -172,7 +172,7 @@ def channels(found: Evidence) -> dict[str, int]:
     return dict(Counter({name: n for name, n in counts.items() if n > 0}).most_common(MAX_NAMES))
 
 
-def record(ranks: Sequence[Seen], plan: Asked, *, hosts: int) -> NcclChannels:
+def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclChannels:
     """What run.json keeps of it."""
     counts: Counter[str] = Counter()
     for seen in ranks:
@@ -216,7 +216,7 @@ class GlooSeen(NamedTuple):
     interfaces: Mapping[str, tuple[str, ...]]  # address -> the interfaces that have it
 
 
-def look_at_gloo() -> GlooSeen:
+def read_gloo_connections() -> GlooSeen:
     """This rank's connections, and whose its addresses are; empty where they cannot be read."""
     try:
         found = psutil.Process().net_connections("tcp")

@@ -251,7 +251,7 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     wanted = stored if config.dtype == "auto" else stored_type(dataclasses.replace(config, use_peft=True), precision)
     if not config.use_peft:
         _write_model(folder / "model", source.plain, wanted, lambda name: _load(path, name, source.plain, wanted))
-        _beside(folder / "model", tokenizer)
+        _save_tokenizer(folder / "model", tokenizer)
         return {"saved_model": str(folder / "model")}
     model = build_model(dataclasses.replace(config, load_in_4bit=False), precision)
     for p in model.parameters():
@@ -268,11 +268,11 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
             one.base_model_name_or_path = made["base"]
     if dist.get_rank() == 0:
         model.save_pretrained(folder / "adapter")
-    _beside(folder / "adapter", tokenizer)
+    _save_tokenizer(folder / "adapter", tokenizer)
     if config.export_merged:  # into the weights as they came: merged into 4 bits, an adapter is mostly rounded away
         made["merged"] = str(folder / "merged")
         _write_model(folder / "merged", source.plain, wanted, lambda name: _merged(model, name, source))
-        _beside(folder / "merged", tokenizer)
+        _save_tokenizer(folder / "merged", tokenizer)
     return made
 
 
@@ -339,7 +339,7 @@ def _write_model(folder: Path, plain: Any, dtype: torch.dtype, read: Callable[[s
         plain.generation_config.save_pretrained(folder)
 
 
-def _beside(folder: Path, tokenizer: Any) -> None:
+def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(folder)
 

@@ -61,12 +61,12 @@ def commits_of(config: JobConfig) -> dict[str, Any]:
             continue
         with asking(name, at, f"{revision}={wanted!r}"):
             if not found:
-                _look(HfApi(), kind, at)
+                _require_hub(HfApi(), kind, at)
             found[revision] = str(HfApi().resolve_revision(at, repo_type=kind, revision=wanted).resolved)
     return found
 
 
-def _look(api: Any, kind: str, name: str) -> None:
+def _require_hub(api: Any, kind: str, name: str) -> None:
     """Whether the hub is there. Where it is not, every later question would try again for minutes: ask none."""
     import httpx2
     from huggingface_hub import constants

@@ -135,7 +135,7 @@ class Trainer:
         record.model = RunModel(name=config.model_name_or_path, parameters=parameters, trainable=trainable)
         record.data = {"name": config.dataset_name, "mean_tokens": length, **data_counts}
         recorder.write()
-        runs.say(f"{layout.family} on {layout.world_size} x {device.type}: {effective.placements}; "
+        runs.print_once(f"{layout.family} on {layout.world_size} x {device.type}: {effective.placements}; "
                    f"{trainable:,} of {parameters:,} parameters train")  # fmt: skip
 
         self.data_rank = self.part = 0
@@ -166,8 +166,8 @@ class Trainer:
     def _stop(self, _signal: int, _frame: Any) -> None:
         self.stop_requested = True
 
-    def go(self) -> None:
-        """All steps that are left, and the last checkpoint."""
+    def train(self) -> None:
+        """Run all remaining steps, and write the last checkpoint."""
         config, place = self.config, self.resume()
         profiler = parts.Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1, layout=self.layout)
         self.recorder.watch_memory()
@@ -256,7 +256,7 @@ class Trainer:
                 "communication_share": communication.share if communication else None,  # from the profiled steps on
             })  # fmt: skip
             if bar.disable:
-                runs.say(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
+                runs.print_once(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
         if done.failed:
             self.store.finish()
             raise checkpoint.SaveError("a checkpoint could not be written")
@@ -280,7 +280,7 @@ class Trainer:
         loss = float(total) / max(1, counted)
         self.recorder.log(place.step, {"eval_loss": loss})
         self.recorder.record.eval_loss.append(EvalLoss(step=place.step, loss=loss))
-        runs.say(f"step {place.step}: eval loss {loss:.4f}")
+        runs.print_once(f"step {place.step}: eval loss {loss:.4f}")
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it."""
@@ -309,7 +309,7 @@ class Trainer:
         checkpoint.start_moments(self.named, self.optimizer, about["step"])
         self.store.load(path, checkpoint.training_state(self.named, self.optimizer))
         self.recorder.note(f"resumed from {path.name}, written under {about['layout']}")
-        runs.say(f"resumed from {path}")
+        runs.print_once(f"resumed from {path}")
         return Place(step=about["step"], epoch=about["epoch"], samples=about["samples"])
 
 

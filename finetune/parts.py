@@ -154,7 +154,7 @@ def part_of(kind: str, shapes: Sequence[Any] | None, layout: Layout) -> str:
     return "gather" if gathers else "reduce"
 
 
-def beside_forecast(parts: Sequence[RunPart], forecast: RunForecast) -> list[RunPart]:
+def with_forecast(parts: Sequence[RunPart], forecast: RunForecast) -> list[RunPart]:
     """The measured parts, each with the seconds that the forecast gives it; None where it names no parts."""
     predicted = {one.name: one.value for one in forecast.time_parts}
     if not predicted:

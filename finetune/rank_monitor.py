@@ -1,7 +1,7 @@
-"""A thread inside each rank that looks where the main thread is, and writes it into the run's folder.
+"""A thread inside each rank that samples where the main thread is, and writes it into the run's folder.
 
 Surface: this process's Python stack (sys._current_frames), /proc/self, this process's own sockets, and PyTorch's flight
-recorder, which records the last 2,000 collectives by itself. A look costs some tens of microseconds, nothing is
+recorder, which records the last 2,000 collectives by itself. A sample costs some tens of microseconds, nothing is
 exchanged between ranks, and a rank that is stuck in a collective still writes, because the wait releases Python's lock.
 A file of some hundred bytes is written every few seconds; the recorder is dumped when nothing has moved for
 STALL_SECONDS, or when `topoflight why --watch` asks.
@@ -40,8 +40,8 @@ from typing import Any
 
 RANKS_FOLDER, STATE, TRACE, ASK = "ranks", "state_rank_{rank}.json", "trace_rank_{rank}.json", "dump"
 VERDICT = "why.json"  # of an earlier start
-LOOK_SECONDS = 1.0
-WRITE_LOOKS = 10  # looks between two writes
+INTERVAL_SECONDS = 1.0
+WRITE_EVERY = 10  # samples
 ENDS_SECONDS = 60.0  # between two lists of this process's connections
 STALL_SECONDS = 15.0  # until a dump; the verdict is that of `topoflight why`
 MOST_MARKS = 64  # every second goes when there are more: 4 KB
@@ -86,13 +86,13 @@ def phase_of(frames: list[tuple[str, str]]) -> str:
 class RankMonitor(threading.Thread):
     """The monitoring thread of one rank."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, *, look_seconds: float = LOOK_SECONDS) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, *, interval_seconds: float = INTERVAL_SECONDS) -> None:
         super().__init__(name="topoflight-rank-monitor", daemon=True)
-        self.folder, self.rank, self.look_seconds = folder / RANKS_FOLDER, rank, look_seconds
+        self.folder, self.rank, self.interval_seconds = folder / RANKS_FOLDER, rank, interval_seconds
         main = threading.main_thread()
         self.main, self.native = main.ident or 0, main.native_id
         self.samples: Counter[str] = Counter()
-        self.moving: Counter[str] = Counter()  # looks in a pause without a call all show the same, and say nothing new
+        self.moving: Counter[str] = Counter()  # samples in a pause without a call add nothing
         self.unsent: Counter[str] = Counter()
         self.resent: Counter[str] = Counter()
         self.held: Counter[str] = Counter()
@@ -112,32 +112,32 @@ class RankMonitor(threading.Thread):
         self.random = random.Random()  # noqa: S311 - the job's own random numbers stay as they are
 
     def run(self) -> None:
-        """Look until the end; what cannot be read or written is left out, and the job goes on."""
+        """Sample until the end; what cannot be read or written is left out, and the job continues."""
         written = 0.0
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             names = [self.folder / one.format(rank=self.rank) for one in (STATE, TRACE)]
             for old in (*names, self.folder.parent / VERDICT):
                 old.unlink(missing_ok=True)  # of an earlier start
-        # at uneven times: looks in step with the job's own steps would see the same phase each time
-        while not self.over.wait(self.look_seconds * self.random.uniform(0.5, 1.5)):
-            self.look()
+        # at uneven times: samples in step with the steps of the job would always see the same phase
+        while not self.over.wait(self.interval_seconds * self.random.uniform(0.5, 1.5)):
+            self.sample()
             now = time.monotonic()
             stalled = (
                 now - self.moved >= STALL_SECONDS and now - self.dumped >= max(STALL_SECONDS, now - self.moved) / 2
             )
-            if wanted := self.is_dump_wanted():  # by then every rank has looked, and all dump at one time
+            if requested := self.is_dump_requested():  # every rank has checked by then, and all dump at the same time
                 self.over.wait(
-                    min(max(0.0, self.last_request + 2 * self.look_seconds - time.time()), self.look_seconds)
+                    min(max(0.0, self.last_request + 2 * self.interval_seconds - time.time()), self.interval_seconds)
                 )
-            if stalled or wanted:
+            if stalled or requested:
                 self.dump()
                 written = 0.0
-            if now - written >= WRITE_LOOKS * self.look_seconds:
+            if now - written >= WRITE_EVERY * self.interval_seconds:
                 self.write()
                 written = now
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Record where the main thread is now."""
         stack = _stack(sys._current_frames().get(self.main))
         calls, in_call = _collectives()
@@ -175,7 +175,7 @@ class RankMonitor(threading.Thread):
         except OSError:
             return 0.0
 
-    def is_dump_wanted(self) -> bool:
+    def is_dump_requested(self) -> bool:
         """Whether `topoflight why` has asked for a dump since the last one."""
         before, self.last_request = self.last_request, max(self._requested_at(), self.last_request)
         return self.last_request > before
@@ -192,7 +192,7 @@ class RankMonitor(threading.Thread):
         if not ended and time.monotonic() - self.listed >= ENDS_SECONDS:
             self.ends = _ends()
             self.listed = time.monotonic() if self.calls > 8 else self.listed  # some connect late
-        unsent = {address: looks for address, looks in self.unsent.items() if looks}
+        unsent = {address: count for address, count in self.unsent.items() if count}
         now = time.time()
         self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving),
                            "unsent": unsent})  # fmt: skip
@@ -203,7 +203,7 @@ class RankMonitor(threading.Thread):
         least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
         self._replace(STATE.format(rank=self.rank), json.dumps({
             **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
-            "own": self.own, "usual": [place for place, looks in self.places.items() if looks >= least],
+            "own": self.own, "usual": [place for place, count in self.places.items() if count >= least],
             "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
             "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
             "samples": dict(self.samples), "moving": dict(self.moving), "calls": self.calls, "marks": self.marks,
@@ -228,7 +228,7 @@ class RankMonitor(threading.Thread):
         if self.over.is_set() or os.getpid() != self.pid:
             return
         self.over.set()
-        self.join(timeout=2 * self.look_seconds)
+        self.join(timeout=2 * self.interval_seconds)
         self.dump()
         self.write(ended=True)
 
@@ -244,11 +244,11 @@ def prepare() -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
-def start(folder: Path, *, look_seconds: float = LOOK_SECONDS) -> RankMonitor:
+def start(folder: Path, *, interval_seconds: float = INTERVAL_SECONDS) -> RankMonitor:
     """Start the monitor, in a rank that has joined its process group."""
     import torch.distributed as dist
 
-    made = RankMonitor(folder, dist.get_rank(), dist.get_world_size(), look_seconds=look_seconds)
+    made = RankMonitor(folder, dist.get_rank(), dist.get_world_size(), interval_seconds=interval_seconds)
     made.start()
     atexit.register(made.end)
     return made

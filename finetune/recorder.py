@@ -98,29 +98,29 @@ def return_freed(threshold: int) -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2 * threshold)
 
 
-# Memory that runs out: told apart from other errors, with what was held.
+# Out of memory: how it is recognised, and what it reports.
 #
 # Surface: torch.OutOfMemoryError, torch.cuda's counts; on a CPU RLIMIT_DATA (getrlimit(2)) and MemTotal (proc(5)).
 
-# What torch and NCCL raise as another error than OutOfMemoryError.
-WORDS = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "Cuda failure 2 'out of memory'")
+# Texts of errors by torch and NCCL that are not an OutOfMemoryError.
+FAILURES = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "Cuda failure 2 'out of memory'")
 
 
 class MemoryRanOutError(EndedError):
-    """A rank needed more memory than there is: started again it would again."""
+    """A rank needed more memory than there is, and would again after a restart."""
 
     code, status = 71, "out_of_memory"  # EX_OSERR
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether this is what torch says where an allocation fails."""
+    """Whether this error means that an allocation failed."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in FAILURES)
 
 
 def capacity_of(device: torch.device, taken: int) -> int:
-    """Bytes that a rank may have: the GPU's; of the host's, those above what the process took before it had a model."""
+    """Bytes that a rank may use: those of the GPU, or of the host beyond `taken`, which it used without a model."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -132,7 +132,7 @@ def capacity_of(device: torch.device, taken: int) -> int:
 
 
 def _data_bytes(taken: int) -> int:
-    """What of RLIMIT_DATA the process had before: mapped is more than resident, by what libraries reserve."""
+    """Bytes that count for RLIMIT_DATA without a model: resident ones, and those that libraries only reserve."""
     lines = Path("/proc/self/status").read_text().splitlines()
     sizes = {
         line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("VmData", "RssAnon"))
@@ -140,19 +140,19 @@ def _data_bytes(taken: int) -> int:
     return taken + max(0, sizes["VmData"] - sizes["RssAnon"])
 
 
-def held(device: torch.device, capacity: int, taken: int, rss: int) -> str:
-    """What this rank had when an allocation failed."""
+def memory_words(device: torch.device, capacity: int, taken: int, rss: int) -> str:
+    """Describe the memory of this rank when an allocation failed."""
     if device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         return f"{allocated / GIB:.2f} GiB allocated, {reserved / GIB:.2f} GiB reserved of {capacity / GIB:.2f} GiB"
-    return f"{(rss - taken) / GIB:.2f} GiB resident beside the program, of {capacity / GIB:.2f} GiB"
+    return f"{(rss - taken) / GIB:.2f} GiB resident besides the program, of {capacity / GIB:.2f} GiB"
 
 
 def forecast_words(forecast: RunForecast) -> str:
-    """What the plan said of this layout's memory."""
+    """Describe the memory that the plan forecast for this layout."""
     due = forecast.memory_bytes
     if due is None:
-        return "no plan forecast its memory"
+        return "no plan has a forecast of its memory"
     return f"the plan's forecast is {due.mid / GIB:.2f} GiB ({due.low / GIB:.2f}-{due.high / GIB:.2f})"
 
 
@@ -184,13 +184,13 @@ class Recorder:
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
         self.capacity = capacity_of(device, self.baseline_rss)
-        self.fullest = Peak(0, 0)  # of the fullest rank, once the ranks have told each other
+        self.fullest = Peak(0, 0)  # of the fullest rank, once the ranks have exchanged theirs
         self.started = False  # the model is there
         self._metrics: Any = None
         self._board: Any = None
 
-    def keep(self, plan: JobPlan) -> None:
-        """What is to run, as it is known by now: in the record, and in the folder as plan.json."""
+    def store_plan(self, plan: JobPlan) -> None:
+        """Store the plan in the record, and as plan.json in the folder."""
         self.record.plan = plan
         if self.writes:
             draft = self.folder / ".plan.json.draft"
@@ -235,7 +235,7 @@ class Recorder:
         """What the profiler says, once it has ended."""
         if found:
             self.record.communication = found.communication
-            self.record.parts = parts.beside_forecast(found.parts, self.record.forecast)
+            self.record.parts = parts.with_forecast(found.parts, self.record.forecast)
 
     def watch_memory(self) -> None:
         """The next steps' memory counts: what loading took is over."""
@@ -286,7 +286,7 @@ class Recorder:
         where = f"rank {os.environ.get('RANK', '0')}, " + (
             f"step {len(self.losses) + 1}" if self.started else "loading"
         )
-        had = held(self.device, self.capacity, self.baseline_rss, rss_bytes())
+        had = memory_words(self.device, self.capacity, self.baseline_rss, rss_bytes())
         return f"{where}: {error.splitlines()[0][:200]}; {had}; {forecast_words(self.record.forecast)}"
 
     def measured(self) -> Measured:
@@ -327,7 +327,7 @@ class Recorder:
         record.status, record.exit_code, record.reason, record.ended_at = status, exit_code, reason, _now()
         self.write()
         for compared in record.comparison:  # for a reader of the log who has no access to run.json
-            say(f"{compared.line}: {'inside' if compared.within else 'outside'} the forecast")
+            print_once(f"{compared.line}: {'inside' if compared.within else 'outside'} the forecast")
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:
@@ -342,8 +342,8 @@ def progress(total: int, done: int) -> Any:
     return tqdm(total=total, initial=done, unit="step", file=sys.stderr, disable=off)
 
 
-def say(text: str) -> None:
-    """A plain line from rank 0, on stderr."""
+def print_once(text: str) -> None:
+    """Print a line on stderr, from rank 0 only."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)  # noqa: T201  progress for a person or a pod log
 

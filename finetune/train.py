@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan, config = job_plan.choose(options.plan, options.config, options.overrides)
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     except ConfigError as error:
-        return _tell(error)
+        return _report(error)
     except OSError as error:
-        return _tell(ConfigError(f"output_dir={config.output_dir!r}: the folder cannot be made: {error.strerror}"))
+        return _report(ConfigError(f"output_dir={config.output_dir!r}: the folder cannot be made: {error.strerror}"))
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its own calls of its own names
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, whose CPU kernels are a download more
@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_libraries(config)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = hub.pin(config, recorder.note)
-        recorder.keep(dataclasses.replace(plan, config=config))
+        recorder.store_plan(dataclasses.replace(plan, config=config))
         trainer = Trainer(config, layout, plan, device, recorder)
-        trainer.go()
+        trainer.train()
         export(trainer)
     except EndedError as error:
         ended = error
@@ -80,14 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ended = MemoryRanOutError(recorder.exhausted(str(error)))
     if recorder is not None and isinstance(ended, MemoryRanOutError):
         length = trainer.length if trainer is not None else config.max_length
-        trainer = None  # what it holds is needed to think
+        trainer = None  # its memory is needed for what follows
         gc.collect()
         shape = causal_lm(build_model(config, layout.precision)).config
         on_cpu, capacity = device.type != "cuda", recorder.capacity
         fits = nearest(config, layout, shape, length=length, on_cpu=on_cpu, capacity=capacity)
         ended = MemoryRanOutError(f"{ended}; {fits}")
         recorder.writes = True  # the others wait for this rank, and end once it has
-    code = _tell(ended) if ended else 0
+    code = _report(ended) if ended else 0
     if recorder is not None:
         with contextlib.suppress(OSError):  # the disk may be what is full
             recorder.end(ended.status if ended else "complete", code, str(ended) if ended else None)
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _tell(error: EndedError) -> int:
+def _report(error: EndedError) -> int:
     if os.environ.get("RANK", "0") == "0" or isinstance(error, MemoryRanOutError):
         print(f"finetune: {error.status}: {error}", file=sys.stderr)  # noqa: T201  the command's own message
     return error.code

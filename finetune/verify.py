@@ -187,7 +187,7 @@ def check(requested: Layout, engine: Engine, environment: Mapping[str, str]) -> 
     found = _everyone(compare(requested, got, environment))
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
     if got.backend == "gloo":  # the ranks have just talked: their connections are up
-        seen = _everyone(channels.look_at_gloo())
+        seen = _everyone(channels.read_gloo_connections())
         wrong += channels.gloo_differences(seen, environment)
         got.transports = channels.gloo_transports(seen)
     if wrong:
@@ -219,6 +219,6 @@ def nccl_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) 
     hosts = len(set(_everyone(channels.own_host())))
     plan = channels.planned_channels(environment, transport)
     path = channels.log_path(os.environ.get("NCCL_DEBUG_FILE"), os.uname().nodename, os.getpid())
-    ranks = _everyone(channels.look(path, plan, hosts=hosts))
+    ranks = _everyone(channels.read_log(path, plan, hosts=hosts))
     wrong = [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in seen.wrong]
     return channels.record(ranks, plan, hosts=hosts), wrong

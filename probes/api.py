@@ -1,8 +1,8 @@
 """What every probe shares: source, outcome, snapshot, finding, metric, sample.
 
-A probe is a folder. `read.py` asks the host and is imported by the child process alone (`probes.worker`); what it
-returns is sent to this process as JSON. The module with the facts names them in a `Source`, and `probe.py` has the
-checks. `findings.toml` has the texts of the findings, `metrics.toml` the families that are exported.
+A probe is a folder. Only the child process (`probes.worker`) imports `read.py`, which reads the facts from the host and
+sends them to this process as JSON. The module with the facts declares a `Source`, and `probe.py` has the checks.
+`findings.toml` has the texts of the findings, `metrics.toml` the exported metric families.
 
 Absent is not failed, and a value that was not read is ``None``, never zero.
 """
@@ -91,7 +91,7 @@ def known_samples(values: Iterable[tuple[str, float | None]], labels: tuple[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source(Generic[F]):
-    """What a scan asks a host for: the facts of one probe."""
+    """The facts of one probe, which a scan reads from a host."""
 
     name: str  # folder = probe = metric infix = finding prefix
     facts: type[F]
@@ -100,7 +100,7 @@ class Source(Generic[F]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe(Source[F]):
-    """A source, how its facts are judged, and what of them is exported."""
+    """A source with its checks and its metrics."""
 
     check: Callable[[F], Iterable[Finding]]
     codes: tuple[str, ...] = ()  # every finding code `check` may return
@@ -128,7 +128,7 @@ class Snapshot:
 
 
 def snapshot_of(hostname: str, taken_at_seconds: float, outcomes: dict[str, Outcome]) -> Snapshot:
-    """The snapshot that this release of Topoflight makes of these outcomes."""
+    """Make a snapshot of these outcomes, with the version of this release."""
     return Snapshot(
         hostname=hostname, taken_at_seconds=taken_at_seconds, topoflight_version=_version(), outcomes=outcomes
     )  # fmt: skip
@@ -136,7 +136,7 @@ def snapshot_of(hostname: str, taken_at_seconds: float, outcomes: dict[str, Outc
 
 @cache
 def _version() -> str:
-    """The version of the installed package, whose file is read once: a scan needs no further file of this process."""
+    """The version of the installed package. It is read once, so that a scan works when no file can be opened."""
     from importlib import metadata  # not needed where no host is read
 
     try:
@@ -146,7 +146,7 @@ def _version() -> str:
 
 
 def host_name() -> str:
-    """This host's name; in a pod whose manifest sets NODE_NAME the node's, since a pod's own changes with every pod."""
+    """The name of this host; in a pod whose manifest sets NODE_NAME that of the node, as host names of pods change."""
     of_node = os.environ.get("NODE_NAME", "") if os.environ.get("KUBERNETES_SERVICE_HOST") else ""
     return of_node or os.uname().nodename
 

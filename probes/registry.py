@@ -33,26 +33,22 @@ SCAN_CODES = tuple(f"{name}.probe.failed" for name in BY_NAME)
 
 
 def findings_of(snapshot: Snapshot, probe: Probe[Any], facts: Any) -> tuple[Finding, ...]:
-    """What a probe finds wrong with its facts, without what the facts of another probe of this snapshot disprove.
+    """Check the facts of a probe, and drop the findings that the facts of another probe of this snapshot disprove.
 
-    A part of sysfs may be hidden (a container, another root): what talks to the device knows better.
+    A part of sysfs may be hidden (in a container, or under another root). What talks to the device is more reliable.
     """
-    seen = (_beside_the_driver(snapshot, _beside_rdma(snapshot, finding)) for finding in probe.check(facts))
-    return tuple(finding for finding in seen if finding is not None)
+    found = (_reconciled(snapshot, finding) for finding in probe.check(facts))
+    return tuple(finding for finding in found if finding is not None)
 
 
-def _beside_the_driver(snapshot: Snapshot, finding: Finding | None) -> Finding | None:
-    """A GPU that NVML lists has its driver."""
-    if finding is None or finding.code != "pci.device.no_driver":
-        return finding
-    gpus = snapshot.facts(GpuFacts)
-    listed = gpus is not None and any(gpu.bus_id == finding.subject and gpu.error is None for gpu in gpus.gpus)
-    return None if listed else finding
+def _reconciled(snapshot: Snapshot, finding: Finding) -> Finding | None:
+    """None for a GPU without driver that NVML lists, and for a NIC without RDMA device whose device is listed.
 
-
-def _beside_rdma(snapshot: Snapshot, finding: Finding) -> Finding | None:
-    """A NIC whose RDMA device is listed has one; where a device's own NIC is not known, it may be this one's."""
-    rdma = snapshot.facts(RdmaFacts)
+    If the NIC of an RDMA device is unknown, it may be the one of the finding, whose status is then unknown.
+    """
+    gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
+    if finding.code == "pci.device.no_driver" and gpus is not None:
+        return None if any(gpu.bus_id == finding.subject and gpu.error is None for gpu in gpus.gpus) else finding
     if finding.code != "pci.nic.no_rdma" or rdma is None:
         return finding
     if any(device.bus_id == finding.subject for device in rdma.devices):

@@ -1,8 +1,8 @@
-"""Scans the live machine and recordings through a child process, which alone imports what reads (probes.worker).
+"""Scans the live machine and recordings through a child process (probes.worker), which alone imports the readers.
 
-A driver call that hangs or crashes costs one probe. The child is kept between scans: the driver stays open and a scan
-costs only its questions. A child that does not answer in time is killed with its process group and never waited for
-longer than a moment: a process stuck in the kernel cannot be killed, and must not take the agent with it.
+A driver call that hangs or crashes costs one probe. The child stays alive between scans, so that the driver stays open.
+A child that does not answer in time is killed with its process group, and is waited for only briefly: a process that is
+stuck in the kernel cannot be killed, and must not block the agent.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Probes = Sequence[Source[Any]]
 START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
 ANSWER_LIMIT_BYTES = 64 << 20
 _REAP_SECONDS = 1.0
-_CALL_BYTES = 4096  # more than the name of a driver call takes
-REPLAY_SECONDS = 300.0  # for one recording, the largest of which takes seconds
+_CALL_BYTES = 4096  # longer than the name of any driver call
+REPLAY_SECONDS = 300.0  # for one recording; the largest takes seconds
 RETRY_SECONDS = 600.0
 """How long a probe rests whose driver call hung or crashed: each attempt costs the probe's whole time limit."""
 
@@ -283,16 +283,16 @@ def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
 
 
 _replaying = threading.Lock()
-_replayers: dict[int, _Worker] = {}  # the child for recordings, by the process that started it: a fork has none
+_replayers: dict[int, _Worker] = {}  # the child for recordings, by the pid of its parent
 
 
 def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
-    """Scan each recording of a file in a child process, which later calls use again. After `stop` the rest is left out.
+    """Scan each recording of a file in a child process, which later calls use again, until `stop` is set.
 
     Raises RecordingError that names the file and what is wrong with it.
     """
     found: list[Snapshot] = []
-    folder = "/" if path.is_absolute() else str(Path.cwd())  # which another user, or nobody, may be able to enter
+    folder = "/" if path.is_absolute() else str(Path.cwd())  # for messages with the given path
     request = {"recording": str(path), "folder": folder, "probes": [probe.name for probe in probes]}
     with _replaying:
         worker = _replayers.pop(os.getpid(), None)

@@ -1,8 +1,8 @@
-"""What the child process that asks a host sends (outcomes as JSON), and the file that a recording is.
+"""The JSON forms of what the child process sends (outcomes), and of a recording.
 
 An outcome is {"status": "ok", "facts": {...}}, {"status": "absent", "why": ...} or {"status": "failed", "error": ...},
 always with "seconds". Facts are dataclasses of numbers, text, None, and tuples and dicts of these. Fields that this
-release does not know are left out. The child writes only, and never imports what reads.
+release does not know are left out. The child only writes outcomes, and never imports cattrs.
 
 A recording is JSON (plain or gzip): schema_version, kind "topoflight-recording", hostname, captured_at (Unix seconds),
 source, and `answers` by method and question. An error is an answer too: {"$errno": "ENOENT"},

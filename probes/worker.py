@@ -1,8 +1,8 @@
-"""The child that asks a host: `python -m probes.worker ROOT CALL_FILE PARENT`. Requests and answers are lines of JSON.
+"""The child that reads a host: `python -m probes.worker ROOT CALL_FILE PARENT`. Requests and answers are lines of JSON.
 
-It alone imports what reads (`probes/*/read.py`, `probes.host`): a driver call that hangs or crashes ends this process,
-and the parent (probes.scanner) then starts another. It ends by itself as soon as the pipe from the parent closes, even
-while a call hangs, because a thread of its own reads the pipe. With an empty ROOT it replays recordings only.
+It alone imports the readers (`probes/*/read.py`, `probes.host`): a driver call that hangs or crashes ends only this
+process, and the parent (probes.scanner) starts another. It ends as soon as the pipe from the parent closes, even while
+a call hangs, because a separate thread reads the pipe. With an empty ROOT it only replays recordings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def reader(name: str) -> Callable[[Host], Any]:
-    """What reads the facts of the probe of that name: `read` of the module `read` in its folder."""
+    """Return the function that reads the facts of a probe: `read` of the module `read` in its folder."""
     found: Callable[[Host], Any] = import_module(f"probes.{name}.read").read
     return found
 
@@ -55,7 +55,7 @@ def scan(host: Host, probes: Sequence[Source[Any]]) -> Snapshot:
 
 
 def _scanned(host: Host, names: Sequence[str]) -> dict[str, Json]:
-    """As `wire.to_json` has it."""
+    """A scan in the form of `wire.to_json`."""
     outcomes = {name: outcome_to_json(run(reader(name), host)) for name in names}
     identity = host.identity()
     return {"hostname": identity["hostname"], "taken_at_seconds": identity["time"], "outcomes": outcomes}
@@ -66,7 +66,7 @@ def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[st
     if host is None:
         yield from _replayed(request)
         return
-    if request["begin"]:  # a scan's first
+    if request["begin"]:  # the first probe of a scan
         host.begin_scan()
     read = reader(request["probe"])
     if not request["record"]:

@@ -101,7 +101,7 @@ def _between(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], tran
 
 
 def _rate_of(node: NodeTopology, transport: str) -> float | None:
-    """Together; where each GPU has a rail, as many as there are at the pace of the slowest: channels share evenly."""
+    """The rate of all NICs of a node; with a rail for each GPU that of the slowest rail, times the number of rails."""
     nics = _nics_of(node, transport)
     plans = [rail_plan(node, rail)[0] for rail in node.rails] if not node.lacking else []
     if plans and {nic.name for nic in nics} == {name for rail in node.rails for name in rail.nics}:

@@ -120,10 +120,10 @@ _LARGE_BYTES = 1 << 30  # of every rank: latency no longer counts
 
 
 def with_expectations(node: NodeTopology) -> NodeTopology:
-    """The node with what every NVLink island, every rail and all of its GPUs that answer are expected to carry.
+    """The node with the expected bandwidth of every NVLink island, every rail and all of its GPUs that answer.
 
-    Nothing is expected of a node whose text was cut, since nobody knows what the pairs that it lacks would carry, nor
-    of AMD's GPUs: what RCCL makes of their links is not modelled.
+    A node whose text was cut has none, since the bandwidth of the missing pairs is unknown, and nor has one with AMD
+    GPUs, because RCCL is not modelled.
     """
     makers = {gpu.maker for each in node.gpus if (gpu := gpu_named(each.model))}
     if node.expectations or node.lacking or makers - {"NVIDIA"}:

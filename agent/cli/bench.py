@@ -107,7 +107,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
             _report_low(_causes(found))
             return EXIT_FAILED
         named = ", ".join(map(str, ports))
-        with processes.hold():
+        with processes.lock_host():
             if options["rdma"] == "listen":
                 progress.step(f"listen: {named}, up to {units.seconds(seconds)} for each to be written to")
                 served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)

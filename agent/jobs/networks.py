@@ -274,7 +274,7 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
 def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapshot], stop: threading.Event) -> list[Bar]:
     """Measure and run over each network in turn; NamespaceError where none can be made here."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    with processes.hold(), hosts(networks, stop) as rig:
+    with processes.lock_host(), hosts(networks, stop) as rig:
         job.note("load torch")
         results = []
         for network in networks:

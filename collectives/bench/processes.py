@@ -1,6 +1,6 @@
-"""What a run holds on its host, so that nothing outlives it: process trees, the benchmark lock, a folder of its own.
+"""Resources of a run on its host that end with it: process trees, the benchmark lock, a temporary folder.
 
-Surfaces: prctl(2) PR_SET_PDEATHSIG, /proc through psutil, and flock(2), which the kernel lets go when its holder dies.
+Surfaces: prctl(2) PR_SET_PDEATHSIG, /proc through psutil, and flock(2), which the kernel releases when its holder dies.
 A launcher starts its ranks in sessions of their own, so a process group does not hold them all; every process of a run
 carries a marker in its environment (/proc/PID/environ), which also finds those whose parent has died.
 """
@@ -193,23 +193,23 @@ def main(arguments: Sequence[str]) -> None:
 
 # The host's lock, so that one benchmark runs at a time.
 
-FILE_NAME = "topoflight-bench.lock"
+LOCK_NAME = "topoflight-bench.lock"
 
 
 class BusyError(RuntimeError):
     """The host is in use: by another benchmark, or by others' work on its GPUs."""
 
 
-def default_path() -> Path:
-    """Give the lock's place: /run/lock, which every user may write on Debian and its kin, else the temporary folder."""
+def default_lock_path() -> Path:
+    """Return the path of the lock: in /run/lock, which every user may write on Debian, else in the temporary folder."""
     run_lock = Path("/run/lock")
-    return (run_lock if os.access(run_lock, os.W_OK) else Path(tempfile.gettempdir())) / FILE_NAME
+    return (run_lock if os.access(run_lock, os.W_OK) else Path(tempfile.gettempdir())) / LOCK_NAME
 
 
 @contextlib.contextmanager
-def hold(path: Path | None = None) -> Iterator[None]:
+def lock_host(path: Path | None = None) -> Iterator[None]:
     """Hold the host's benchmark lock, or raise BusyError that says who has it."""
-    place = path or default_path()
+    place = path or default_lock_path()
     descriptor = _open(place)
     try:
         try:
@@ -226,7 +226,7 @@ def hold(path: Path | None = None) -> Iterator[None]:
 
 
 def refuse_busy_gpus(gpu_pids: Sequence[int], force: bool) -> None:
-    """Refuse to measure beside other work: it would spoil both."""
+    """Raise BusyError if other processes use the GPUs: a benchmark would disturb them, and they would disturb it."""
     if gpu_pids and not force:
         raise BusyError(
             f"GPUs of {socket.gethostname()} are in use by {', '.join(f'pid {pid}' for pid in sorted(gpu_pids)[:8])}: "
@@ -249,7 +249,7 @@ def _open(path: Path) -> int:
 
 
 def _sign(descriptor: int) -> None:
-    """Say who holds the lock, where the file lets us."""
+    """Write the pid of the holder into the lock file, if it is writable."""
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()}".encode(), 0)
@@ -257,7 +257,7 @@ def _sign(descriptor: int) -> None:
         return
 
 
-# A folder for one run; what a killed run left behind is removed by the next one.
+# A temporary folder for one run. The next run removes the folder of a run that was killed.
 
 FOLDER_PREFIX = "topoflight-bench-"
 FOLDER_OWNER = "owner.lock"  # held with flock(2) by the living owner
@@ -266,9 +266,9 @@ FOLDER_OWNER = "owner.lock"  # held with flock(2) by the living owner
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
     """Make a folder that is gone at the end, at the latest when the next run starts."""
-    sweep(Path(tempfile.gettempdir()))
+    remove_stale_folders(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
-        unlocked = Path(name) / f"{FOLDER_OWNER}.new"  # a name that no sweep opens before the lock is held
+        unlocked = Path(name) / f"{FOLDER_OWNER}.new"  # another run may only open the file once it is locked
         descriptor = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -278,7 +278,7 @@ def run_folder() -> Iterator[Path]:
             os.close(descriptor)
 
 
-def sweep(place: Path) -> None:
+def remove_stale_folders(place: Path) -> None:
     """Remove the folders of this user that are not locked."""
     for path in place.glob(f"{FOLDER_PREFIX}*"):
         try:

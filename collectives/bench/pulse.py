@@ -24,7 +24,7 @@ from collectives.bench.results import Carried
 
 BEAT_SECONDS = 0.5
 MISSED_BEATS = 6  # of a rank that gets no turn on a busy host; silence_seconds, not this, ends a run
-LOOKED_AT = 64  # ranks whose beats are looked at in a second
+CHECKS_PER_SECOND = 64  # of beats
 CONNECT_SECONDS = 20.0  # torch also asks for names of addresses, which a silent name server makes slow
 
 
@@ -50,11 +50,11 @@ class Pulse:
         self.arrived = 0  # meetings this rank has come to
         self.where = "joining"
         self._journal, self._rank, self._world, self._host = journal, rank, world, host
-        self._reports = reports  # one rank of each host looks at all the others
+        self._reports = reports  # one rank of each host checks all others
         self._seen: dict[int, tuple[str, float]] = {}
-        self._next_look = 0.0
-        # One rank of each host asks for every rank's beat: of many ranks less often, the store serves them all.
-        self._look_seconds = 2 * BEAT_SECONDS * max(1.0, world / LOOKED_AT)
+        self._next_check = 0.0
+        # One rank of each host reads the beats of all ranks; with many ranks less often, because one store serves all.
+        self._check_seconds = 2 * BEAT_SECONDS * max(1.0, world / CHECKS_PER_SECOND)
         self._answered_at: float | None = None  # the store, last
 
     def start(self) -> None:
@@ -92,7 +92,7 @@ class Pulse:
                     f"topoflight/beat/{self._rank}", f"{time.monotonic()}|{self.arrived}|{self._host}|{self.where}"
                 )
                 if self._reports:
-                    self._look(store)
+                    self._check_beats(store)
                 else:
                     store.check([f"topoflight/beat/{self._rank}"])  # asked only to know that the store answers
                 self._answered_at = time.monotonic()
@@ -100,15 +100,15 @@ class Pulse:
                 store = None
             time.sleep(BEAT_SECONDS)
 
-    def _look(self, store: Any) -> None:
-        """Write down whose beat has stopped and how far each has come, when it matters."""
+    def _check_beats(self, store: Any) -> None:
+        """Journal which ranks have stopped beating and which are behind, if it is time for that."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + self._look_seconds
+        self._next_check = now + self._check_seconds
         view = [self._read_beat(store, other, now) for other in range(self._world)]
         came = [row["arrived"] for row in view]
-        silent = [row for row in view if row["silent_seconds"] > max(MISSED_BEATS * BEAT_SECONDS, self._look_seconds)]
+        silent = [row for row in view if row["silent_seconds"] > max(MISSED_BEATS * BEAT_SECONDS, self._check_seconds)]
         behind = [row for row in view if row["arrived"] < max(came)]
         self._journal.write("view", silent=silent[:16], behind=behind[:16])
 

@@ -226,7 +226,7 @@ def result_from_json(data: object) -> BenchResult:
 
 
 def read_result(path: Path) -> BenchResult:
-    """Read a stored result of collectives; OSError or ValueError say why it cannot be had."""
+    """Read a stored result of collectives. Raises OSError or ValueError with the reason."""
     return result_from_json(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES), unknown_numbers=True))
 
 

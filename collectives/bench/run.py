@@ -59,7 +59,7 @@ def run(
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     backend = spec.backend or visible_backend()
     with (
-        processes.hold(Path(spec.lock_path) if spec.lock_path else None),
+        processes.lock_host(Path(spec.lock_path) if spec.lock_path else None),
         processes.run_folder() as directory,
     ):
         return _run_in(directory, spec, backend, on_event or (lambda _event: None), stop)

@@ -75,8 +75,8 @@ class Watch:
         self._failed_at: float | None = None
         self._ending = False  # from here on the store is gone because we ended it
 
-    def look(self, stopped: Callable[[], str | None]) -> str | None:
-        """Read what is new; returns why to stop waiting, None to go on."""
+    def poll(self, stopped: Callable[[], str | None]) -> str | None:
+        """Read new events; return the reason to stop waiting, or None to continue."""
         self.read()
         now = time.monotonic()
         joined = bool(self.states) and all(state.joined for state in self.states.values())
@@ -290,7 +290,7 @@ def run_ranks(
         try:
             verdict = None
             while tree.process.poll() is None and verdict is None:
-                verdict = watch.look(stopped)
+                verdict = watch.poll(stopped)
                 if verdict is None and os.fstat(log.fileno()).st_size > LOG_LIMIT_BYTES:
                     # a library that fails in a loop would fill the host's disk with its complaint
                     verdict = f"the ranks printed more than {LOG_LIMIT_BYTES >> 20} MiB"

@@ -39,7 +39,7 @@ _MESSAGES = read_table(__file__, "messages.toml")
 
 
 def problem_of(code: str, detail: str = "", **more: Any) -> LogProblem:
-    """The problem that a code stands for; `more` are its other members, a severity or an action of its own too."""
+    """Make the problem of a code; `more` are other members of it, which may replace the severity or the action."""
     meaning = CODES[code]
     words = {"message": f"{meaning.message}{': ' + detail if detail else ''}", "action": meaning.action}
     return LogProblem(code=code, **{**words, "severity": meaning.severity, **more})

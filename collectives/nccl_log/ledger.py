@@ -248,8 +248,8 @@ def _add_counts(
         row[1] += with_gdrdma
 
 
-def _keep_proof(rows: list[ProofLine], row: ProofLine) -> None:
-    """Keep the first lines that prove a fact, and the first of each further host."""
+def _add_proof(rows: list[ProofLine], row: ProofLine) -> None:
+    """Add a line that proves a fact: the first few, and the first of each further host."""
     several = len(rows) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS and all(row.host != other.host for other in rows)
     if len(rows) < MAX_PROOF_PER_FACT or several:
         rows.append(row)
@@ -290,7 +290,7 @@ class Ledger:
         self.ended: dict[str, int] = {}  # last line that says that the job came to its end
         self.last_lines: dict[str, dict[str, int]] = {}  # code: file: last line
         self.proof: dict[str, list[ProofLine]] = {}
-        self.variable_lines: dict[str, ProofLine] = {}  # the first line that told each
+        self.variable_lines: dict[str, ProofLine] = {}  # the first line that shows each
         self.hosts = Hosts()
         self.facts = nccl_messages.Facts()
 
@@ -309,12 +309,12 @@ class Ledger:
             for fact, rows in theirs.items():
                 if fact in mine or len(mine) < MAX_NAMES:
                     for row in rows:
-                        _keep_proof(mine.setdefault(fact, []), row)
+                        _add_proof(mine.setdefault(fact, []), row)
         for code, writers in other.code_writers.items():
             for writer in writers:
-                self._keep_writer(code, writer)
+                self._add_writer(code, writer)
         for (process, gpu), (ranks, rank) in other.rank_of.items():
-            self.keep_rank(rank, ranks, process, gpu)
+            self.record_rank(rank, ranks, process, gpu)
         for name, number in other.began.items():
             if name in self.began or len(self.began) < MAX_FILES:
                 self.began[name] = min(number, self.began.get(name, number))
@@ -340,8 +340,8 @@ class Ledger:
             return all(row < min(self.ended.get(file, 0), self.began.get(file, 0)) for file, row in rows.items())
         return all(row < self.ended.get(file, row + 1) for file, row in rows.items())
 
-    def keep_rank(self, rank: int, ranks: int, process: bytes, device: bytes) -> None:
-        """Keep the rank that a process has with this GPU in the largest communicator."""
+    def record_rank(self, rank: int, ranks: int, process: bytes, device: bytes) -> None:
+        """Record the rank that a process has with this GPU in the largest communicator."""
         key = process, device
         if (key in self.rank_of or len(self.rank_of) < MAX_DEVICES) and ranks >= self.rank_of.get(key, (0, 0))[0]:
             self.rank_of[key] = ranks, rank
@@ -370,7 +370,7 @@ class Ledger:
         start = host + b":"
         return tuple(sorted(rank for (process, _), (_, rank) in self.rank_of.items() if process.startswith(start)))
 
-    def _keep_writer(self, code: str, writer: Writer) -> None:
+    def _add_writer(self, code: str, writer: Writer) -> None:
         writers = self.code_writers.setdefault(code, {})
         if (writer.host or writer.rank is not None) and len(writers) < MAX_WRITERS:
             writers[writer] = None
@@ -392,12 +392,12 @@ class Ledger:
                 self.direct_sends += by * (not channel.proxied)
 
     def repair_line(self, channel: Channel, host: bytes) -> None:
-        """The tag that this channel seemed to lack was found on the next line."""
+        """Count a channel with GPUDirect RDMA, whose tag was found on the next line."""
         self._retract(channel, host)
         self._count(channel, host, True, 1)
 
     def repair_local(self, channel: Channel, tags: str) -> None:
-        """The tags of this channel within a node were found on the next line."""
+        """Add tags that were found on the next line to a channel within a node."""
         self.transports[channel.transport] -= 1
         self.transports[channel.transport + tags] += 1
 
@@ -439,10 +439,10 @@ class Ledger:
             if len(self.proof) < MAX_NAMES:
                 self.proof[fact] = [self._proof_line(shown, proves)]
         elif len(rows) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
-            _keep_proof(rows, self._proof_line(shown, proves))
+            _add_proof(rows, self._proof_line(shown, proves))
 
-    def keep_variable(self, name: str, shown: bytes) -> None:
-        """Keep the line that told a variable of the environment."""
+    def record_variable(self, name: str, shown: bytes) -> None:
+        """Record the line that shows a variable of the environment."""
         if name not in self.variable_lines and len(self.variable_lines) < MAX_NAMES:
             self.variable_lines[name] = self._proof_line(shown, name)
 
@@ -450,7 +450,7 @@ class Ledger:
         """Count a code, and keep its first lines."""
         self.codes[code] += 1
         _add_latest(self.last_lines.setdefault(code, {}), {self.file: self.lines})
-        self._keep_writer(code, self.writer)
+        self._add_writer(code, self.writer)
         rows = self.code_lines.setdefault(code, [])
         if len(rows) < MAX_PROOF_PER_FACT:
             rows.append(self._proof_line(shown, code))

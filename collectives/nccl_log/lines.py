@@ -6,7 +6,6 @@ its tag, a channel line cut inside, a message that a terminal wrapped.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Final
 
@@ -19,7 +18,7 @@ MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; patterns m
 MOST_PREFIX_BYTES: Final = 300  # of a host's name, a process and what a launcher puts before them
 MAX_SEEN: Final = 8_192  # remembered texts: ranks repeat each other
 
-_TEXTS = {name: re.compile(text.encode()) for name, text in read_patterns(__file__, "facts.toml", "lines").items()}
+_TEXTS = read_patterns(__file__, "facts.toml", "lines", str.encode)
 # By their first five bytes, which no two kinds share in vain: a look-up in place of a comparison with each.
 DULL_BY_HEAD: Final = {
     start[:5]: tuple(other for other in DULL_STARTS if other[:5] == start[:5]) for start in DULL_STARTS
@@ -134,7 +133,7 @@ class LineReader:
             if has_header:
                 self._messages(line)
                 if not found or line.rfind(INFO) > line.rfind(b"via "):
-                    self._keep_broken(line)
+                    self._carry_broken_channel(line)
             elif not found:
                 self._headless(line)
         self._cause_lines = CAUSE_LINES if line.rstrip().endswith(_CAUSE) else max(0, self._cause_lines - 1)
@@ -170,7 +169,7 @@ class LineReader:
             if communicator:
                 self.identity.marks.add(communicator)
             self.ledger.facts.add_rank(int(rank), int(ranks), host, bus or b"device " + device)
-            self.ledger.keep_rank(int(rank), int(ranks), process, device)
+            self.ledger.record_rank(int(rank), int(ranks), process, device)
 
     def _continue_channel(self, line: bytes) -> bool:
         """Join the broken channel line that came before with this line."""
@@ -204,7 +203,7 @@ class LineReader:
                 self.ledger.blame("python_traceback", line)
             self._traceback = 0
 
-    def _keep_broken(self, line: bytes) -> None:
+    def _carry_broken_channel(self, line: bytes) -> None:
         start = max(line.rfind(b"Channel "), line.rfind(b"Ring "), line.rfind(b"CollNet "))
         # Ring orders ("Channel 00/16 : 0 7 6 5") have neither.
         if start >= 0 and (b" -> " in line[start:] or b" : " not in line[start:]):
@@ -347,7 +346,7 @@ class LineReader:
         if END in facts:
             ledger.ended[self.file] = ledger.lines
         if ledger.facts.variable:
-            ledger.keep_variable(ledger.facts.variable, shown)
+            ledger.record_variable(ledger.facts.variable, shown)
         codes = codes_of(message, foreign=foreign)
         for code in codes:
             ledger.blame(code, shown)

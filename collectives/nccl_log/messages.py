@@ -21,7 +21,7 @@ MAX_PLACES = 4_096
 
 FABRIC = "fabric: "  # start of the facts that tell how NCCL uses NVSwitch; in no proof of a transport
 END = "the end of the job"
-_TEXTS = {name: re.compile(text.encode()) for name, text in read_patterns(__file__, "facts.toml", "facts").items()}
+_TEXTS = read_patterns(__file__, "facts.toml", "facts", str.encode)
 _SPARK_PORT = re.compile(r"roce(?:P2)?p1s0f[01]")
 _Name = TypeVar("_Name")
 _Value = TypeVar("_Value")
@@ -196,11 +196,8 @@ class Facts:
         self.variable = ""
         if b"CCL version" in message or b"nccl==" in message:
             self._version(message, facts)
-        if (
-            b" Pid " in message
-            and (match := _TEXTS["test_rank"].search(message))
-            and len(self.test_ranks) < MAX_VALUES * 8
-        ):
+        has_room = len(self.test_ranks) < MAX_VALUES * 8
+        if has_room and b" Pid " in message and (match := _TEXTS["test_rank"].search(message)):
             self.test_ranks[int(match[1])] = match[2]
         # libraries of ROCm
         self.rccl |= b"librccl" in message or b"rocm_smi_lib" in message or b"ROCr version" in message
@@ -262,7 +259,7 @@ class Facts:
             self.gpus[name] += 1
 
     def take_wrapped(self, message: bytes, host: bytes) -> None:
-        """A message joined with the line after it: only what cannot be told from half of it."""
+        """Read a message that was joined with the next line: only what half of a message does not show."""
         if _TEXTS["nodes"].search(message):
             self._ranks(message, [])
         elif b"NET/" in message and (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
@@ -274,9 +271,9 @@ class Facts:
         if match := _TEXTS["rccl_version"].search(message):
             self.rccl_version = self.rccl_version or match[1].decode()
             facts.append("RCCL version")
-        elif (match := _TEXTS["version"].search(message) or _TEXTS["vllm_version"].search(message)) and len(
-            self.versions
-        ) < 64:
+            return
+        match = _TEXTS["version"].search(message) or _TEXTS["vllm_version"].search(message)
+        if match and len(self.versions) < 64:
             self.versions[match[1].decode()] += 1
             facts.append("NCCL version")
 

@@ -7,7 +7,6 @@ messages.toml as all others; here the text is only recognised.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,8 +15,8 @@ from collectives.nccl_log.transport import LogProblem, ProofLine, rank_words
 from contracts.tables import read_patterns
 
 MAX_TEXT_BYTES = 64 << 20
-_KINDS = {name: re.compile(text.encode()) for name, text in read_patterns(__file__, "facts.toml", "kinds").items()}
-_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "facts.toml", "others").items()}
+_KINDS = read_patterns(__file__, "facts.toml", "kinds", str.encode)
+_TEXTS = read_patterns(__file__, "facts.toml", "others", str)
 _SHOWN = 8  # ranks, processes or ports that a message names
 
 

@@ -143,7 +143,7 @@ class _Findings:
         return self._named(host.decode("utf-8", "replace") for host, (total, on) in rows.items() if total and not on)
 
     def hosts_over(self, network: str) -> tuple[str, ...]:
-        """Hosts with channels over this network."""
+        """Return the hosts with channels over this network."""
         devices = self.ledger.devices.items()
         return self._named(
             host.decode("utf-8", "replace") for (host, name, _), row in devices if name == network and row[0]

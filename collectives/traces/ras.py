@@ -19,7 +19,7 @@ from typing import Any
 from contracts import plain
 from contracts.tables import read_patterns
 
-_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "texts.toml", "ras").items()}
+_TEXTS = read_patterns(__file__, "texts.toml", "ras", str)
 MOST_BYTES = 256 << 20  # JSON takes some 600 bytes a rank and communicator
 MOST_RANKS = 1 << 20
 PORT = 28028

@@ -1,7 +1,7 @@
-"""Where each rank stands: the small file that it keeps beside its work, and Python stacks in texts.
+"""The state of each rank, from the small file that its monitor writes, and from Python stacks in texts.
 
-The file is written every few seconds by a thread that only looks (finetune.rank_monitor); plain JSON, so that any job
-may write it. `topoflight why` reads both.
+finetune.rank_monitor writes the file every few seconds. It is plain JSON, so that any job may write it. `topoflight
+why` reads both.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from contracts.tables import read_patterns
 RANKS_FOLDER = "ranks"  # of a run's folder
 NAME = "state_rank_{rank}.json"
 TRACE = "trace_rank_{rank}.json"  # the flight recorder's dump
-ASK = "dump"  # touched by who wants a dump now
+ASK = "dump"  # touching this file requests a dump
 MOST_BYTES = 1 << 20
-MOST_MARKS = 64  # every second goes when there are more: 4 KB
+MOST_MARKS = 64  # 4 KB; if there are more, every second one is dropped
 
 
 class StateError(ValueError):
-    """A file that is none; names it."""
+    """A file is not a state; the message names the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """How far a rank had come at one time."""
+    """The progress of a rank at one time."""
 
     at: float = 0.0  # Unix seconds
     calls: int = 0
@@ -40,7 +40,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """One rank at one time; None and empty mean "not told"."""
+    """One rank at one time; None and empty mean "not reported"."""
 
     rank: int = -1
     world_size: int | None = None
@@ -55,25 +55,25 @@ class RankState:
     since: float | None = None  # Unix seconds: in this phase without a break
     where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"
     own: tuple[str, ...] = ()  # of these, the frames of the user's own code
-    usual: tuple[str, ...] = ()  # lines of the user's in which ordinary steps are seen, or which call them
-    cpu_share: float | None = None  # of a CPU, that the main thread has used since the last writing
-    is_active: bool = False  # since then the process has read or written, or a child of it has computed
-    samples: dict[str, int] = field(default_factory=dict)  # looks since the start, by phase
-    moving: dict[str, int] = field(default_factory=dict)  # of these, looks since whose predecessor a collective began
+    usual: tuple[str, ...] = ()  # lines of the user's code that are seen in ordinary steps, or that call those
+    cpu_share: float | None = None  # share of one CPU that the main thread has used since the last write
+    is_active: bool = False  # since then the process has read or written, or a child of it has used the CPU
+    samples: dict[str, int] = field(default_factory=dict)  # number of samples since the start, by phase
+    moving: dict[str, int] = field(default_factory=dict)  # of these, with a new collective since the previous one
     calls: int = 0  # collectives called so far, all groups
     marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     addresses: tuple[str, ...] = ()  # of this host's interfaces
-    ends: tuple[str, ...] = ()  # own ends of this process's connections: "10.0.0.1:4711"
-    unsent: dict[str, int] = field(default_factory=dict)  # looks in which bytes to this address waited to be sent
+    ends: tuple[str, ...] = ()  # local ends of this process's connections: "10.0.0.1:4711"
+    unsent: dict[str, int] = field(default_factory=dict)  # samples in which bytes to this address waited to be sent
     resent: dict[str, int] = field(default_factory=dict)  # ... had to be sent again
     held: dict[str, int] = field(default_factory=dict)  # of either kind, since the last call
-    ended: bool = False  # the process has come to its end and told
+    ended: bool = False  # the process has ended, and has written that
     error: str | None = None  # the exception that ended it
 
 
 def read_state(path: Path) -> RankState:
-    """The state in a file. Raises StateError."""
+    """Read the state in a file. Raises StateError."""
     try:
         found = plain.loads(bounded.read_text(path, MOST_BYTES), unknown_numbers=True)
     except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ def read_state(path: Path) -> RankState:
 
 
 def dumps(state: RankState) -> str:
-    """The document."""
+    """Return the state as JSON."""
     return json.dumps(plain.write(state))
 
 
@@ -95,7 +95,7 @@ def dumps(state: RankState) -> str:
 # _debug_handlers.py of 2.13, which writes "=== Rank N: ADDRESS ===" before one of the two. Only the main thread counts,
 # because it is the one that trains.
 
-_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "texts.toml", "stacks").items()}
+_TEXTS = read_patterns(__file__, "texts.toml", "stacks", str)
 MOST_FRAMES = 64
 MOST_STACKS = 1 << 16
 
@@ -116,7 +116,7 @@ class _StackReader:
         self.found: list[Stack] = []
         self.frames: list[tuple[str, str]] = []  # (frame, its function) of the thread that is read
         self.is_main = False
-        self.best: tuple[bool, tuple[str, ...]] = (False, ())  # the main thread so far, and whether that is certain
+        self.best: tuple[bool, tuple[str, ...]] = (False, ())  # whether the main thread is certain, and its frames
 
     def line(self, line: str) -> None:
         if (rank := _TEXTS["rank"].match(line)) and int(rank[1] or rank[2]) != self.rank:
@@ -139,7 +139,7 @@ class _StackReader:
             self.frames.append((f"{file.rpartition('/')[2]}:{line} {function}", function))
 
     def end_thread(self) -> None:
-        # the thread that runs the script's module is the main one; else it is the last that faulthandler lists
+        # the main thread runs the module of the script; otherwise it is the last one that faulthandler lists
         is_main = self.is_main or any(function == "<module>" for _, function in self.frames)
         if self.frames and (is_main or not self.best[0]):
             self.best = is_main, tuple(frame for frame, _ in self.frames)
@@ -153,7 +153,7 @@ class _StackReader:
 
 
 def read_stacks(lines: Iterable[str], *, rank: int | None = None) -> list[Stack]:
-    """The main threads in a text; `rank` is whose text it is, where its file's name tells. Empty: it has none."""
+    """Return the stacks of the main threads in a text; `rank` is that of the text, if the name of its file has one."""
     reader = _StackReader(rank)
     for line in lines:
         reader.line(line.rstrip()[:1000])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from collectives.traces.calls import UNNAMED, Call, RankTrace
 from contracts.tables import read_patterns, read_table
 
-_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "texts.toml", "watchdog").items()}
+_TEXTS = read_patterns(__file__, "texts.toml", "watchdog", str)
 _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
 _CUT_SHORT = "preamble.length"  # gloo/transport/tcp/pair.cc, of a message longer than the call expects

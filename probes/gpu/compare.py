@@ -1,11 +1,12 @@
 """Rules that compare the GPUs of one host: models, twins, NVLinks, fabric, P2P, and what this process may use.
 
 sysfs shows every GPU of the machine, in a container too; NVML lists those whose device node this process may open. So a
-GPU that NVML leaves out is a fault only where its node can be opened, or where nothing keeps this process from it. In a
-container that asked for all GPUs a missing node proves nothing: the toolkit makes nodes only for GPUs that NVML listed.
+GPU that NVML does not list is a fault only if its node can be opened, or if nothing restricts the GPUs of this process.
+In a container that requested all GPUs a missing node proves nothing: the toolkit creates nodes only for GPUs that NVML
+listed.
 
 Sources: NVML API reference, nvmlDeviceGetCount_v2; NVIDIA Container Toolkit (device nodes, and in its legacy mode the
-folders of /proc/driver/nvidia/gpus, of the GPUs given only).
+folders of /proc/driver/nvidia/gpus, for the assigned GPUs only).
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import clock_share, gpu_named, refuses_peers, soldered
 from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
 from probes.gpu.health import WORDS, finding, subject_of
-
-PCI = "/sys/bus/pci/devices"
+from probes.pci.facts import DEVICES
 
 
 def compare(facts: GpuFacts) -> Iterator[Finding]:
-    """All findings about GPUs beside each other."""
+    """Yield all findings from the comparison of GPUs."""
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     yield from _hidden(facts)
     yield from _mixed(answering)
@@ -231,13 +231,13 @@ def _by_design(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> str:
     """Why a pair has no P2P although nothing is wrong; empty where that is a fault or unknown."""
     if pair.p2p_read in ("unknown", "disabled_by_regkey"):
         return ""
-    if _beside_a_mesh(pair, a, b):
+    if _is_outside_mesh(pair, a, b):
         return _MESH
     of_product = pair.p2p_nvlink != "ok" and any(gpu and gpu.name and refuses_peers(gpu.name) for gpu in (a, b))
     return _PRODUCT if of_product or pair.p2p_read == "gpu_not_supported" else ""
 
 
-def _beside_a_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:
+def _is_outside_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:
     """Whether both GPUs have direct NVLinks to others and none to each other: DGX-1 joins 16 of its 28 pairs."""
     if a is None or b is None or pair.p2p_nvlink in ("ok", None):
         return False
@@ -269,18 +269,18 @@ def check_bus(bus: GpuBus | None, listed: set[str], count: int) -> Iterator[Find
 
 
 def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int) -> bool | None:
-    """Whether this process was to see the GPU; None where that cannot be told.
+    """Whether the GPU is assigned to this process; None if that is unknown.
 
-    What a container or a device cgroup keeps from this process is none of its own.
+    A GPU that a container or a device cgroup hides from this process is not assigned to it.
     """
     if gpu.node_exists:
         return bool(gpu.node_usable)  # a device cgroup (Slurm, a container engine) refuses the node
     if bus.container is None and bus.requested is None and not bus.all_requested:
-        return True  # on the host itself nothing is given away
+        return True  # without a container all GPUs of the host are
     if bus.requested is not None:
         return bus.requested > count
-    # A container has no node of it, or the toolkit hides it in /proc: it was given to others, unless there are nodes
-    # that NVML does not use, or all were asked for.
+    # The container has no node of the GPU, or the toolkit hides the GPU in /proc. It is then assigned to another
+    # container, unless there are nodes that NVML does not use, or all GPUs were requested.
     return True if bus.nodes > count else None if bus.all_requested else False
 
 
@@ -288,7 +288,7 @@ def _missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int)
     names = ", ".join(gpu.bus_id for gpu in gpus)
     which = names if not unplaced else f"{len(gpus) - unplaced} of {names}"
     one = len(gpus) == 1
-    seen = (f"nvmlDeviceGetCount = {count}", *(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in gpus[:8]))
+    seen = (f"nvmlDeviceGetCount = {count}", *map(_bound_evidence, gpus[:8]))
     return finding(
         "gpu.device.missing", ", ".join(gpu.bus_id for gpu in gpus[:8]), evidence=seen, count=count, bound=len(bound),
         which=which, are="is" if one else "are", them="it" if one else "them",
@@ -298,19 +298,20 @@ def _missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int)
 def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
     names = ", ".join(gpu.bus_id for gpu in others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     place = f"this {bus.container} container" if bus.container else "this process"
-    # where none was given nothing was read: then the machine's GPUs are unknown, not fine
+    # without any visible GPU nothing was read, so the state of the GPUs is unknown
     known = bool(count) and not doubtful
     why = " NVIDIA_VISIBLE_DEVICES=all requests them. Whether the driver or another container has them is unknown."
     return finding(
         "gpu.device.not_given" + " unknown" * (not known), ", ".join(gpu.bus_id for gpu in others[:8]),
-        evidence=tuple(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in others[:8]),
+        evidence=tuple(map(_bound_evidence, others[:8])),
         count=len(others), bound=len(bound), place=place, names=names, why=why if doubtful else "",
     )  # fmt: skip
 
 
-def _node(gpu: BusGpu) -> str:
+def _bound_evidence(gpu: BusGpu) -> str:
+    bound = f"{DEVICES}/{gpu.bus_id}/driver: nvidia; "
     if gpu.minor is None:
-        return f"{PROC}/{gpu.bus_id}: not there"
+        return f"{bound}{PROC}/{gpu.bus_id}: not there"
     if not gpu.node_exists:
-        return f"/dev/nvidia{gpu.minor}: not there"
-    return f"/dev/nvidia{gpu.minor}: {'can be opened' if gpu.node_usable else 'may not be opened'}"
+        return f"{bound}/dev/nvidia{gpu.minor}: not there"
+    return f"{bound}/dev/nvidia{gpu.minor}: {'can be opened' if gpu.node_usable else 'may not be opened'}"

@@ -10,7 +10,7 @@ from contracts.tables import read_table
 from probes.api import Source
 
 UNREAD = "unread"
-"""In place of where a link ends: the driver failed to say. A hypervisor that hides it leaves None."""
+"""The remote end of a link that the driver failed to report. If a hypervisor hides it, it is None."""
 
 LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS
 PROC = "/proc/driver/nvidia/gpus"
@@ -182,7 +182,7 @@ class GpuFacts:
 
 
 # The first NVML call on a host without persistence mode initialises every GPU: about 1 s each, 16 GPUs at most. A
-# driver that takes 100 ms for an answer tells of 8 GPUs' health and of their links in the rest.
+# driver that takes 100 ms for an answer reports the health and the links of 8 GPUs in the remaining time.
 SOURCE = Source(name="gpu", facts=GpuFacts, timeout_seconds=45.0)
 
 
@@ -190,7 +190,7 @@ SOURCE = Source(name="gpu", facts=GpuFacts, timeout_seconds=45.0)
 def row_of(question: str) -> dict[str, Any]:
     """The row of `questions.toml` with the longest key that a question, "nvmlDeviceGetTemperature(0)", begins with.
 
-    An empty one where there is none.
+    It is empty if no key matches.
     """
     rows: dict[str, dict[str, Any]] = read_table(__file__, "questions.toml")
     return rows.get(max(filter(question.startswith, rows), key=len, default=""), {})

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.api import Sample, known_samples, probe_of
-from probes.gpu.compare import PCI, check_bus, compare
+from probes.gpu.compare import check_bus, compare
 from probes.gpu.facts import SOURCE, Gpu, GpuFacts, row_of
 from probes.gpu.health import RULES, TEXTS, WORDS, finding, named_xids, subject_of, unjudged
+from probes.pci.facts import DEVICES
 
 
 def check(facts: GpuFacts) -> Iterator[Finding]:
@@ -62,7 +63,7 @@ def _fallen(facts: GpuFacts) -> Iterator[Finding]:
     gone = [(place, what) for place, xids in facts.xids_off_bus if (what := named_xids(xids, "gpu"))]
     if len(gone) > sum(gpu.bus_id is None for gpu in facts.gpus):
         for place, what in gone:
-            yield finding("gpu.device.missing gone", place, what=what, bus=PCI)
+            yield finding("gpu.device.missing gone", place, what=what, bus=DEVICES)
 
 
 def _refused(gpu: Gpu) -> Finding:

@@ -24,7 +24,8 @@ from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProce
 from probes.host import sysfs
 from probes.host.nvml import ERROR_NAMES, HANDLE, INIT, MIG_SLICE, NO_DEVICE_FILES, XIDS, sysfs_bus_id
 from probes.host.protocol import GpuHandle, Host, NvmlError
-from probes.pci.read import DEVICES, read_bus
+from probes.pci.facts import DEVICES
+from probes.pci.read import read_bus
 
 GPUS_MAX = 64  # NVML lists GPUs, not MIG slices; no host has more
 MEMORY_MAX = 1 << 42  # 4 TiB: the largest boards sold so far have 288 GiB
@@ -64,7 +65,7 @@ def does_not_apply(error: NvmlError) -> bool:
     return error.name in _NOT_THERE or (error.name in _OLD_DRIVER and error.symbol != _LINK_STATE)
 
 
-def asked(symbol: str, arguments: Sequence[GpuHandle | int | str]) -> str:
+def question_of(symbol: str, arguments: Sequence[GpuHandle | int | str]) -> str:
     """The question as it is shown: "nvmlDeviceGetTemperature(0)"."""
     words = ", ".join(f"GPU{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments[:3])
     words += f", {len(arguments) - 3} more" if len(arguments) > 3 else ""
@@ -91,7 +92,7 @@ class Asker:
 
     def ask(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
         """The answer, in which an impossible number is None and noted. Raises NvmlError."""
-        return self._possible(asked(symbol, arguments), self.host.nvml(symbol, self.handle, *arguments))
+        return self._possible(question_of(symbol, arguments), self.host.nvml(symbol, self.handle, *arguments))
 
     def _possible(self, question: str, answer: Any) -> Any:
         """The answer with None in place of each number that is out of its range."""
@@ -133,7 +134,7 @@ class Asker:
 
     def note(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], why: str) -> None:
         """Keep that a question was not answered."""
-        self.unread[f"{asked(symbol, arguments)} = {why}"] = None
+        self.unread[f"{question_of(symbol, arguments)} = {why}"] = None
 
     def number(self, symbol: str, *arguments: int | str, scale: float = 1.0) -> float | None:
         """A number in base units."""
@@ -169,7 +170,7 @@ class Asker:
         if isinstance(value, str):  # the name of an error
             self.note(_FIELDS, (field_id,), value)
             return None
-        number = self._possible(asked(_FIELDS, (field_id,)), value)
+        number = self._possible(question_of(_FIELDS, (field_id,)), value)
         return number if isinstance(number, int) else None
 
 
@@ -465,14 +466,14 @@ def _pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
 
 def _width_in_sysfs(host: Host, bus_id: str | None) -> bool:
     """Whether the pci probe can judge the link: a file may be there and say nothing (0, 255 or "Unknown")."""
-    folder = f"/sys/bus/pci/devices/{bus_id}"
+    folder = f"{DEVICES}/{bus_id}"
     widths = [sysfs.number(host, f"{folder}/{end}_link_width") for end in ("current", "max")] if bus_id else []
     return bool(widths) and all(width is not None and 0 < width <= 32 for width in widths)
 
 
 def _numa_node(ask: Asker, bus_id: str | None) -> int | None:
     """Sysfs knows best; where it says -1 (a VM), NVML's mask counts if it has one node."""
-    node = sysfs.number(ask.host, f"/sys/bus/pci/devices/{bus_id}/numa_node")
+    node = sysfs.number(ask.host, f"{DEVICES}/{bus_id}/numa_node")
     if node is not None and node >= 0:
         return node
     nodes = cpu_list(ask("nvmlDeviceGetMemoryAffinity", 1, 0))

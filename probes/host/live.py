@@ -172,7 +172,7 @@ class LiveHost:
         """Lines of the kernel's log with the word, of earlier looks too; a container sees the kernel's as well."""
         lines = _log_lines(word)
         kept = self._log.setdefault(word, deque(maxlen=LINES_MAX))
-        keep_newest(kept, lines)
+        append_new_lines(kept, lines)
         return tuple(kept)
 
     # Drivers and the kernel's sockets --------------------------------------------------------------------------
@@ -207,8 +207,8 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 17, 1 << 24  # what kernels keep; the newest pa
 LINES_MAX = 256  # a failing GPU repeats itself
 
 
-def keep_newest(kept: deque[str], lines: Iterable[str]) -> None:
-    """Add the lines that are not kept yet; each has the kernel's time stamp, by which it differs from all others."""
+def append_new_lines(kept: deque[str], lines: Iterable[str]) -> None:
+    """Add the lines that are not in `kept`. Each line is unique, since it has the kernel's time stamp."""
     kept.extend([line for line in lines if line not in kept])
 
 

@@ -26,7 +26,7 @@ NO_DEVICE_FILES = "NO_DEVICE_FILES"
 """No word of NVML's: DRIVER_NOT_LOADED where the kernel has the driver and this container has no /dev/nvidiactl."""
 
 CALL_BYTES = 128
-"""Size of the file that names the call under way (`Nvml.call_file`); what the call's name leaves is zero."""
+"""Size of the file that names the call under way (`Nvml.call_file`); the rest after the name is zero."""
 
 LIBRARY = "libnvidia-ml.so.1"
 DRIVER_PATHS = "TOPOFLIGHT_DRIVER_PATHS"

@@ -1,6 +1,6 @@
 """A host's answers in a file (`probes.wire`): captured on a customer's machine, replayed without the hardware.
 
-What was never asked replays as "not there", so that a newer probe reads an older recording.
+A question without a recorded answer gets "not there", so that a newer probe reads an older recording.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The machine itself: CPU, NUMA, memory, kernel, virtualisation.
 
-The probe is not called host, because that is what a probe asks.
+The probe is not called host, because a `Host` is what a probe reads from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from probes.api import Sample, Source, finding, probe_of
 TEXTS = read_table(__file__, "findings.toml")
 
 ROLE = "TOPOFLIGHT_ROLE"
-"""A variable that is "agent" in the resident agent's container: what that was given says nothing of what a job gets."""
+"""A variable that is "agent" in the container of the resident agent, whose resources differ from those of a job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from probes.hostinfo.probe import ROLE, HostinfoFacts, NumaNode
 NAMES: dict[str, Any] = read_table(__file__, "names.toml")
 DMI = "/sys/class/dmi/id/"
 NODES = "/sys/devices/system/node/"
-_OF_THE_CONTAINER = ("container", ROLE)  # read below; no library reads them
+_OF_THE_CONTAINER = ("container", ROLE)  # read below; NCCL does not read them
 NODES_MAX = 1024  # MAX_NUMNODES of the kernel's largest configuration
 
 _SERVER = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3})(?=[:@,]|$)", re.ASCII)
@@ -29,7 +29,7 @@ SERVERS_MAX = 64
 
 
 def read(host: Host) -> HostinfoFacts:
-    """Ask every question; whatever is not there stays None."""
+    """Read all facts; what is missing is None."""
     identity, cpu = host.identity(), host.cpu()
     cpuinfo = sysfs.text(host, "/proc/cpuinfo")
     first = _processor(cpuinfo)
@@ -68,7 +68,7 @@ def read(host: Host) -> HostinfoFacts:
 
 
 def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str | None:
-    """The hypervisor's name; None on bare metal, or where nothing tells."""
+    """The hypervisor's name; None on bare metal, or if nothing shows one."""
     if processor is None:
         processor = _processor(sysfs.text(host, "/proc/cpuinfo"))
     vendor, product = sysfs.text(host, DMI + "sys_vendor") or "", sysfs.text(host, DMI + "product_name") or ""
@@ -156,10 +156,10 @@ _POD_MOUNT = re.compile(r" (?:\S*/pods/[0-9a-f-]{36}/etc-hosts /etc/hosts|\S+ /d
 
 
 def container(host: Host) -> str | None:
-    """What kind of container this process is in ("kubernetes", "podman", ...); None where nothing shows one.
+    """The kind of container that this process is in ("kubernetes", "podman", ...); None if nothing shows one.
 
-    The surest signs come first: a pod's, for it holds an engine's too; files of engines, which say what made the
-    container; the variable `container`, which an image may set too ("oci"); cgroup; where the root lies.
+    The most reliable signs come first: those of a pod, which also has those of an engine; files of engines; cgroups;
+    mounts, container managers and the place of the root file system.
     """
     groups = "\n".join(sysfs.text(host, path) or "" for path in ("/proc/self/cgroup", "/proc/1/cgroup"))
     named = next((kind for kind, sign in _GROUPS.items() if sign.search(groups)), None)
@@ -178,7 +178,7 @@ def container(host: Host) -> str | None:
 
 
 def _candidates(host: Host) -> Iterator[str]:
-    """What the mounts of a pod, the container manager and the root's place say, in this order."""
+    """Yield kinds by the mounts of a pod, the container manager and the place of the root, in this order."""
     mounts = (sysfs.text(host, "/proc/self/mountinfo") or "").splitlines()
     if any(_POD_MOUNT.search(line) for line in mounts):
         yield "kubernetes"
@@ -196,5 +196,5 @@ def _candidates(host: Host) -> Iterator[str]:
 
 
 def of_agent(host: Host) -> bool:
-    """Whether this is the resident agent's own container: its pod's settings are not those of a job's pod."""
+    """Whether this is the container of the resident agent, whose settings are not those of a job's pod."""
     return host.environment().get(ROLE) == "agent" and container(host) is not None

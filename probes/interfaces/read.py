@@ -24,6 +24,7 @@ from probes.host import sysfs
 from probes.host.protocol import Host, Json
 from probes.hostinfo.read import container, of_agent
 from probes.interfaces.facts import Entry, Interface, InterfacesFacts, NetworkStatus, nccl_choice, role_of
+from probes.pci.facts import DEVICES
 from probes.rdma.facts import ipv4_of
 from probes.rdma.read import read_gids
 
@@ -86,7 +87,7 @@ def read(host: Host) -> InterfacesFacts:
 
 def _is_for_userspace(host: Host, entry: Entry) -> bool:
     """Whether the network is a PCI function that a VFIO driver holds: it has no interface by design."""
-    driver = sysfs.target_name(host, f"/sys/bus/pci/devices/{entry.bus_id}/driver") if entry.bus_id else None
+    driver = sysfs.target_name(host, f"{DEVICES}/{entry.bus_id}/driver") if entry.bus_id else None
     return "vfio" in (driver or "")
 
 
@@ -110,7 +111,7 @@ def _interface(
     folder = f"{NET}/{name}"
     readable = sysfs.NAME.fullmatch(name) is not None
     bus_id = sysfs.bus_id(sysfs.target(host, f"{folder}/device")) if readable else None
-    node = sysfs.number(host, f"/sys/bus/pci/devices/{bus_id}/numa_node") if bus_id else None
+    node = sysfs.number(host, f"{DEVICES}/{bus_id}/numa_node") if bus_id else None
     speed = (
         sysfs.number(host, f"{folder}/speed") if readable and kind not in NAMES["speedless"] and name != "lo" else None
     )

@@ -21,7 +21,7 @@ CGROUP_DEPTH_MAX = 32
 
 
 def read(host: Host) -> LimitsFacts:
-    """Ask for every limit of this process."""
+    """Read every limit of this process."""
     identity = host.identity()
     uid = int(identity.get("uid") or 0)
     status = sysfs.fields(sysfs.text(host, "/proc/self/status"))
@@ -89,7 +89,7 @@ def _cgroup_folders(host: Host, controller: str) -> list[str]:
 
 
 def _cgroup_memory(host: Host) -> int | None:
-    """The tightest memory limit on the way to the root."""
+    """The smallest memory limit of the cgroup and its parents, in bytes."""
     found = []
     for folder in _cgroup_folders(host, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -100,7 +100,7 @@ def _cgroup_memory(host: Host) -> int | None:
 
 
 def _cgroup_cpus(host: Host) -> float | None:
-    """The tightest CPU quota on the way to the root, in CPUs."""
+    """The smallest CPU quota of the cgroup and its parents, in CPUs."""
     found = []
     for folder in _cgroup_folders(host, "cpu"):
         quota, _, period = (sysfs.text(host, f"{folder}/cpu.max") or "").partition(" ")

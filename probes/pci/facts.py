@@ -57,8 +57,7 @@ class PciFacts:
 
 
 SOURCE = Source(name="pci", facts=PciFacts)
-
-
+DEVICES = "/sys/bus/pci/devices"
 DEPTH_MAX = 64  # bridges; the 256 buses of the specification cannot nest deeper in practice
 
 

@@ -16,6 +16,7 @@ from hardware.gpus import NVIDIA
 from hardware.nics import is_efa
 from probes.api import Sample, finding, known_samples, probe_of
 from probes.pci.facts import (
+    DEVICES,
     INFINIBAND_CLASS,
     SOURCE,
     PciDevice,
@@ -31,7 +32,6 @@ from probes.pci.facts import (
 )
 
 EVIDENCE_MAX = 16
-SYSFS = "/sys/bus/pci/devices"
 DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
 
 TEXTS = read_table(__file__, "findings.toml")
@@ -47,7 +47,7 @@ def check(facts: PciFacts) -> Iterator[Finding]:
         yield from _iommu(facts)
     if found := amd_gpus(facts):  # seen on the bus, and nothing here reads them
         seen = tuple(
-            f"{SYSFS}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
+            f"{DEVICES}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
             for d in found[:EVIDENCE_MAX]
         )
         yield finding(TEXTS, "pci.gpu.unjudged", Status.UNKNOWN, "", seen, count=len(found))
@@ -75,7 +75,7 @@ def _device(device: PciDevice) -> Iterator[Finding]:
     if device.rdma and device.relaxed_ordering is False:
         keys.append("pci.relaxed_ordering.off")
     for key in keys:
-        yield finding(TEXTS, key, subject=device.bus_id, where=f"{SYSFS}/{device.bus_id}", driver=driver)
+        yield finding(TEXTS, key, subject=device.bus_id, where=f"{DEVICES}/{device.bus_id}", driver=driver)
 
 
 def _least(facts: PciFacts, device: PciDevice, fact: str) -> Any:
@@ -92,7 +92,7 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     uplink = is_bridge(device.class_code) and any(d.bus_id == device.parent and d.parent is None for d in facts.devices)
     if not (gpu or uplink or is_network(device.class_code)) or device.physical_function is not None:
         return
-    where, what = f"{SYSFS}/{device.bus_id}", _what(device)
+    where, what = f"{DEVICES}/{device.bus_id}", _what(device)
     width, possible = device.link_width, _least(facts, device, "link_width_max")
     if width and possible and width < possible:
         status = Status.FAIL if gpu or device.rdma or uplink else Status.WARN
@@ -134,10 +134,10 @@ def _acs(facts: PciFacts) -> Iterator[Finding]:
     judged = [d for d in facts.devices if d.bus_id in ports]
     redirecting = [d.bus_id for d in judged if d.acs_source_validation]
     if redirecting:  # judged on the way between GPUs and their peers only
-        seen = tuple(f"{SYSFS}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:EVIDENCE_MAX])
+        seen = tuple(f"{DEVICES}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:EVIDENCE_MAX])
         yield finding(TEXTS, "pci.acs.on", Status.FAIL, "", seen, count=len(redirecting))
     elif any(d.acs_source_validation is None for d in judged):
-        seen = tuple(f"{SYSFS}/{p}/config: extended part not readable" for p in sorted(ports)[:EVIDENCE_MAX])
+        seen = tuple(f"{DEVICES}/{p}/config: extended part not readable" for p in sorted(ports)[:EVIDENCE_MAX])
         yield finding(TEXTS, "pci.acs.unknown", Status.UNKNOWN, "", seen)
 
 
@@ -164,7 +164,7 @@ def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
         alone = bool(gpus(facts)) and not any(d.rdma for d in facts.devices if is_network(d.class_code))
         status = Status.FAIL if made_for_it or alone else Status.WARN
         where = " in this container, which may be another network namespace's" if facts.container else ""
-        seen = (f"{SYSFS}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}")
+        seen = (f"{DEVICES}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}")
         status = Status.UNKNOWN if facts.container else status
         yield finding(TEXTS, "pci.nic.no_rdma", status, device.bus_id, seen, where=where)
 

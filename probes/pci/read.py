@@ -23,10 +23,9 @@ from probes.gpu.facts import PROC, BusGpu, GpuBus
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.read import container, virtual_machine
-from probes.pci.facts import PciDevice, PciFacts, ancestors, is_bridge, is_gpu, is_network, is_passed_through
+from probes.pci.facts import DEVICES, PciDevice, PciFacts, ancestors, is_bridge, is_gpu, is_network, is_passed_through
 
 NAMES = read_table(__file__, "names.toml")
-DEVICES = "/sys/bus/pci/devices"
 GROUPS = "/sys/kernel/iommu_groups"
 DEVICES_MAX = 4096
 NVSWITCH = 0x0680

@@ -55,7 +55,7 @@ def assert_ended(found, tmp_path, *words):
     for word in words:
         assert word in told
     assert not left_behind(tmp_path)
-    with processes.hold(tmp_path / "lock"):
+    with processes.lock_host(tmp_path / "lock"):
         pass
 
 
@@ -176,7 +176,7 @@ def test_sigterm_ends_the_run_with_a_partial_result(tmp_path):
 
 def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_path):
     parent = start_parent(tmp_path)
-    with pytest.raises(processes.BusyError, match=f"pid {parent.pid}"), processes.hold(tmp_path / "lock"):
+    with pytest.raises(processes.BusyError, match=f"pid {parent.pid}"), processes.lock_host(tmp_path / "lock"):
         pass
     ranks = [p for p in psutil.Process(parent.pid).children(recursive=True) if p.is_running()]
     assert len(ranks) >= 3, "a launcher and two ranks"
@@ -187,7 +187,7 @@ def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_pa
     while left_behind(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left_behind(tmp_path)
-    with processes.hold(tmp_path / "lock"):
+    with processes.lock_host(tmp_path / "lock"):
         pass
 
 

@@ -13,7 +13,7 @@ import pytest
 from collectives.bench import processes
 
 HOLD = "import sys, time; from pathlib import Path; from collectives.bench import processes\n"
-HOLD += "with processes.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+HOLD += "with processes.lock_host(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
@@ -27,18 +27,18 @@ def holder(tmp_path):
 
 
 def test_a_second_benchmark_is_refused_as_long_as_the_first_lives(holder, tmp_path):
-    with pytest.raises(processes.BusyError, match=f"pid {holder.pid} holds"), processes.hold(tmp_path / "lock"):
+    with pytest.raises(processes.BusyError, match=f"pid {holder.pid} holds"), processes.lock_host(tmp_path / "lock"):
         pass
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
-    with processes.hold(tmp_path / "lock"):
+    with processes.lock_host(tmp_path / "lock"):
         pass
 
 
 def test_the_lock_is_free_after_an_error(tmp_path):
-    with pytest.raises(ZeroDivisionError), processes.hold(tmp_path / "lock"):
+    with pytest.raises(ZeroDivisionError), processes.lock_host(tmp_path / "lock"):
         _ = 1 / 0
-    with processes.hold(tmp_path / "lock"):
+    with processes.lock_host(tmp_path / "lock"):
         pass
 
 
@@ -46,7 +46,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     target = tmp_path / "precious"
     target.write_text("content")
     (tmp_path / "lock").symlink_to(target)
-    with pytest.raises(OSError, match="lock"), processes.hold(tmp_path / "lock"):
+    with pytest.raises(OSError, match="lock"), processes.lock_host(tmp_path / "lock"):
         pass
     assert target.read_text() == "content"
 
@@ -65,7 +65,7 @@ def test_the_folder_of_a_killed_run_is_swept_and_that_of_a_living_one_stays(tmp_
     (dead / processes.FOLDER_OWNER).touch()
     with processes.run_folder() as living:
         assert not dead.exists()
-        processes.sweep(tmp_path)
+        processes.remove_stale_folders(tmp_path)
         assert living.exists()
     assert not living.exists()
 
@@ -76,7 +76,7 @@ def test_a_folder_is_not_swept_while_its_owner_has_yet_to_lock_it(tmp_path, monk
 
     def meanwhile(descriptor, how):
         monkeypatch.setattr(fcntl, "flock", locks)
-        processes.sweep(tmp_path)
+        processes.remove_stale_folders(tmp_path)
         locks(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", meanwhile)

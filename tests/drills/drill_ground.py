@@ -173,14 +173,14 @@ class Ground:
     def lock_stuck(self) -> list[str]:
         """Whether the next benchmark would be refused."""
         try:
-            with processes.hold(self.folder / "lock" / processes.FILE_NAME):
+            with processes.lock_host(self.folder / "lock" / processes.LOCK_NAME):
                 return []
         except processes.BusyError as error:
             return [f"the lock is stuck: {error}"]
 
     def litter(self) -> list[str]:
         """Temporary files that even the next benchmark would not sweep."""
-        processes.sweep(self.tmp)
+        processes.remove_stale_folders(self.tmp)
         return [f"litter: {path.name}" for path in self.tmp.iterdir()]
 
     def halves(self, *folders: Path) -> list[str]:

@@ -32,7 +32,7 @@ print(json.dumps(results.result_to_json(bench.run(spec, told))), flush=True)
 
 def _long_run(ground: Ground, **environment: str) -> subprocess.Popen[str]:
     """A benchmark in a process of its own, back once its ranks have joined."""
-    place = ground.folder / "lock" / processes.FILE_NAME
+    place = ground.folder / "lock" / processes.LOCK_NAME
     process = subprocess.Popen(
         [sys.executable, "-c", _LONG_RUN, str(place)], env=ground.environment(environment),
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

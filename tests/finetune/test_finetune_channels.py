@@ -11,7 +11,7 @@ import yaml
 from rigs.tables import each_row
 
 from finetune import channels
-from finetune.channels import look, planned_channels, record
+from finetune.channels import planned_channels, read_log, record
 
 ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
@@ -53,7 +53,7 @@ def written(folder, version, net, gdr=True, selected=None):
 
 
 def differs(path, environment=None, transport=None, hosts=2):
-    return look(path, planned_channels(environment or {}, transport or {}), hosts=hosts).wrong
+    return read_log(path, planned_channels(environment or {}, transport or {}), hosts=hosts).wrong
 
 
 @each_row("version", FORMS)
@@ -62,7 +62,7 @@ def test_channels_are_held_against_the_plan(tmp_path, version, network, gdr, env
     """A difference names what asked for it, and file and line as an editor takes them; that line says so."""
     path = written(tmp_path, version, network, gdr=gdr)
     plan = planned_channels(environment, transport)
-    seen = look(path, plan, hosts=2)
+    seen = read_log(path, plan, hosts=2)
     if wrong is None:
         assert seen.wrong == ()
         said = {"NCCL_NET", "NCCL_IB_HCA"} & environment.keys() or transport
@@ -93,7 +93,7 @@ def test_sockets_take_the_interface_of_the_plan(tmp_path, named, stops):
     path = tmp_path / "log"
     path.write_text(log("Bootstrap : Using eth1:10.0.0.1<0>", "NET/Socket : Using [0]eth1:10.0.0.1<0>", *LOCAL))
     plan = planned_channels({"NCCL_SOCKET_IFNAME": named}, {})
-    seen = look(path, plan, hosts=1)
+    seen = read_log(path, plan, hosts=1)
     wrong = seen.wrong
     assert record([seen], plan, hosts=1).interfaces == ["eth1"]
     assert len(wrong) == stops
@@ -109,7 +109,7 @@ def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text)
     if text is not None:
         path.write_text(text)
     plan = planned_channels({"NCCL_IB_HCA": "mlx5", "NCCL_NET_GDR_LEVEL": "SYS"}, {})
-    seen = look(path, plan, hosts=2)
+    seen = read_log(path, plan, hosts=2)
     assert seen.wrong == ()
     assert record([seen, seen], plan, hosts=2).verdict == "unknown"
     assert bool(seen.unknown) is (text != log(*LOCAL))
@@ -118,11 +118,11 @@ def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text)
 def test_a_plugin_that_nobody_knows_and_a_rank_without_a_log_are_unknown(tmp_path):
     """Neither is a pass."""
     plan = planned_channels({}, {"network": "IB"})
-    strange = look(written(tmp_path, "2.21", "Strange"), plan, hosts=2)
+    strange = read_log(written(tmp_path, "2.21", "Strange"), plan, hosts=2)
     assert strange.wrong == ()
     assert record([strange], plan, hosts=2).verdict == "unknown"
-    well = look(written(tmp_path, "2.21", "IB"), plan, hosts=2)
-    told = record([well, look(None, plan, hosts=2)], plan, hosts=2)
+    well = read_log(written(tmp_path, "2.21", "IB"), plan, hosts=2)
+    told = record([well, read_log(None, plan, hosts=2)], plan, hosts=2)
     assert (told.verdict, told.ranks_unknown) == ("unknown", 1)
     assert told.unknown == ["rank 1: NCCL_DEBUG_FILE is not set"]
 
@@ -130,7 +130,7 @@ def test_a_plugin_that_nobody_knows_and_a_rank_without_a_log_are_unknown(tmp_pat
 def test_nothing_between_hosts_is_compared_on_one_host(tmp_path):
     """Where all ranks share a host there is no channel that the plan speaks of."""
     plan = planned_channels({"NCCL_IB_HCA": "mlx5"}, {})
-    seen = look(written(tmp_path, "2.21", "Socket", gdr=False), plan, hosts=1)
+    seen = read_log(written(tmp_path, "2.21", "Socket", gdr=False), plan, hosts=1)
     assert seen.wrong == ()
     assert record([seen], plan, hosts=1).verdict == "one host"
     assert record([seen], planned_channels({}, {}), hosts=2).verdict == "nothing planned"
@@ -146,7 +146,7 @@ def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
         "CollNet 00/0 : 3 [send] via COLLNET/SHARP/0/GDRDMA",
     )
     path.write_text(log(*(line.format(net="IB", tag="/GDRDMA") for line in FORMS["2.21"]), *LOCAL, *more))
-    seen = look(path, plan, hosts=2)
+    seen = read_log(path, plan, hosts=2)
     told = record([seen, seen], plan, hosts=2)
     assert told.channels == {
         "COLLNET/SHARP/0/GDRDMA": 2, "NET/IB/0/GDRDMA": 4, "NET/IB/1": 2, "P2P/CUMEM": 4, "SHM": 2,
@@ -163,7 +163,7 @@ def test_a_log_without_end_is_read_to_a_bound(tmp_path):
         while file.tell() < channels.MAX_LOG_BYTES:
             file.write(filler)
         file.write(log(FORMS["2.21"][1].format(net="Socket", tag="", pci="")))
-    seen = look(path, planned_channels({"NCCL_IB_HCA": "mlx5"}, {}), hosts=2)
+    seen = read_log(path, planned_channels({"NCCL_IB_HCA": "mlx5"}, {}), hosts=2)
     assert seen.channels == {"NET/IB/0/GDRDMA": 1}
     assert seen.wrong == ()
 

@@ -73,9 +73,9 @@ def test_memory_that_runs_out_is_an_end_of_its_own_and_what_is_named_instead_run
     assert (record["status"], record["exit_code"]) == ("out_of_memory", 71)
     reason = record["reason"]
     assert re.search(
-        r"rank 0, step 1: .*can't allocate memory.*; [\d.]+ GiB resident beside the program, of 0\.\d+ GiB", reason
+        r"rank 0, step 1: .*can't allocate memory.*; [\d.]+ GiB resident besides the program, of 0\.\d+ GiB", reason
     )
-    assert "no plan forecast its memory" in reason
+    assert "no plan has a forecast of its memory" in reason
     assert done.stderr.splitlines()[-1] == f"finetune: out_of_memory: {reason}"
     named = re.search(r"nearest layout that fits: (.*) \([\d.]+ GiB\)", reason)
     assert named, reason

@@ -24,7 +24,7 @@ from finetune.data import collate, pack, prepare
 from finetune.loop import clip_gradients, learning_rate
 from finetune.model import build_model, causal_lm, cut
 from finetune.parallel import stage_bounds
-from finetune.parts import beside_forecast, divide, hold_against, part_of
+from finetune.parts import divide, hold_against, part_of, with_forecast
 from finetune.plan import refusals
 from finetune.rows import IGNORED, load_tokenizer
 from planner.forecast.memory import checkpoint_bytes
@@ -254,8 +254,8 @@ def test_a_forecast_without_an_interval_is_not_compared():
     assert line.line == "step seconds: forecast 1.9 s (1.6-2.3), measured 2 s, all-gather 31 % exposed"
     assert line.within
     named = replace(due, time_parts=[NamedValue(name="gemm", value=1.0), NamedValue(name="attention", value=0.1)])
-    assert [one.forecast_seconds for one in beside_forecast(parts, named)] == pytest.approx([1.1, 0.0, 0.0])
-    assert [one.forecast_seconds for one in beside_forecast(parts, RunForecast())] == [None, None, None]
+    assert [one.forecast_seconds for one in with_forecast(parts, named)] == pytest.approx([1.1, 0.0, 0.0])
+    assert [one.forecast_seconds for one in with_forecast(parts, RunForecast())] == [None, None, None]
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))

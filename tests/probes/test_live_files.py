@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from probes.host.live import LINES_MAX, LiveHost, keep_newest
+from probes.host.live import LINES_MAX, LiveHost, append_new_lines
 from probes.pci.read import parse_config
 
 GPU = "/sys/bus/pci/devices/0000:1b:00.0"
@@ -164,7 +164,7 @@ def test_lines_of_the_kernel_log_outlive_it() -> None:
     kept: deque[str] = deque(maxlen=LINES_MAX)
     lines = [f"<4>[  {number}.0] NVRM: Xid (PCI:0000:1c:00): 31, pid={number}" for number in range(LINES_MAX + 1)]
     for shown in (lines[:2], lines[1:3], lines[2:], lines[2:]):
-        keep_newest(kept, shown)
+        append_new_lines(kept, shown)
     assert list(kept) == lines[1:]
 
 

@@ -158,7 +158,7 @@ def main() -> None:
     rank_monitor.prepare()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(os.environ.get("WHY_TIMEOUT", "120"))))
     rank, world = dist.get_rank(), dist.get_world_size()
-    watching = rank_monitor.start(FOLDER, look_seconds=float(os.environ.get("WHY_LOOK", "0.2")))
+    watching = rank_monitor.start(FOLDER, interval_seconds=float(os.environ.get("WHY_LOOK", "0.2")))
     pairs = [(a, b) for a in range(world) for b in range(a + 1, world)] if FAULT.startswith("link") else []
     groups = {pair: dist.new_group(list(pair)) for pair in pairs}
     loader = iter(DataLoader(Rows(), batch_size=None))
