@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-SCHEMA_VERSION = 1
-
 Checkpointing = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Sharding = Literal["ddp", "zero1", "zero2", "zero3"]  # zero3 is FSDP; with dp_replicate > 1 it is HSDP

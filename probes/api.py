@@ -12,14 +12,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Generic, Literal, TypeVar
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-
-SCHEMA_VERSION = 1
-"""Raised whenever an older reader would misread a snapshot or a recording."""
 
 F = TypeVar("F")
 
@@ -115,9 +111,7 @@ class Snapshot:
 
     hostname: str
     taken_at_seconds: float  # Unix time
-    topoflight_version: str
     outcomes: dict[str, Outcome]
-    schema_version: int = SCHEMA_VERSION
 
     def facts(self, wanted: type[F]) -> F | None:
         """The facts of that type, or None where the probe is absent or failed."""
@@ -125,24 +119,6 @@ class Snapshot:
             if isinstance(outcome, Ok) and isinstance(outcome.facts, wanted):
                 return outcome.facts
         return None
-
-
-def snapshot_of(hostname: str, taken_at_seconds: float, outcomes: dict[str, Outcome]) -> Snapshot:
-    """Make a snapshot of these outcomes, with the version of this release."""
-    return Snapshot(
-        hostname=hostname, taken_at_seconds=taken_at_seconds, topoflight_version=_version(), outcomes=outcomes
-    )  # fmt: skip
-
-
-@cache
-def _version() -> str:
-    """The version of the installed package. It is read once, so that a scan works when no file can be opened."""
-    from importlib import metadata  # not needed where no host is read
-
-    try:
-        return metadata.version("topoflight")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def host_name() -> str:

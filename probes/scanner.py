@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from probes.api import Failed, Outcome, Snapshot, Source, host_name, snapshot_of
+from probes.api import Failed, Outcome, Snapshot, Source, host_name
 from probes.wire import Json, OutcomeError, RecordingError, archive, from_json, outcome_from_json
 
 Probes = Sequence[Source[Any]]
@@ -186,7 +186,8 @@ class Scanner:
         """Ask every probe; one that hangs, crashes or talks nonsense is `Failed`, the others answer."""
         with self._lock:
             began, self._start_error = time.time(), None
-            return snapshot_of(host_name(), began, {probe.name: self._run(probe, {}) for probe in self._probes})
+            outcomes = {probe.name: self._run(probe, {}) for probe in self._probes}
+            return Snapshot(hostname=host_name(), taken_at_seconds=began, outcomes=outcomes)
 
     def capture(self, source: str = "") -> tuple[Snapshot, dict[str, Json]]:
         """A scan and the recording of all that the host answered to it (see probes.wire)."""
@@ -194,7 +195,8 @@ class Scanner:
             name, began, self._start_error = host_name(), time.time(), None
             answers: dict[str, dict[str, Json]] = {}
             outcomes = {probe.name: self._run(probe, answers, record=True) for probe in self._probes}
-        return snapshot_of(name, began, outcomes), archive({"hostname": name, "time": began}, answers, source)
+        snapshot = Snapshot(hostname=name, taken_at_seconds=began, outcomes=outcomes)
+        return snapshot, archive({"hostname": name, "time": began}, answers, source)
 
     @property
     def child_pid(self) -> int | None:

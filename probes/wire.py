@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from contracts.plain import strict
-from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Outcome, Snapshot, Source, snapshot_of
+from probes.api import Absent, Failed, Ok, Outcome, Snapshot, Source
 
 Json = Any
 """None, bool, int, float, str, or lists and string-keyed dicts of these."""
@@ -78,12 +78,8 @@ def outcome_from_json(source: Source[Any], data: Json) -> Outcome:
         if status == "failed":
             return Failed(error=str(data["error"]), seconds=seconds)
         if status != "ok":
-            raise OutcomeError(
-                f'outcome of probe {source.name!r}: status is {status!r}; allowed: "ok", "absent", "failed"'
-            )
+            raise ValueError(f'status is {status!r}; allowed: "ok", "absent", "failed"')
         return Ok(facts=_converter().structure(data["facts"], source.facts), seconds=seconds)
-    except OutcomeError:
-        raise
     except (ExceptionGroup, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise OutcomeError(f"outcome of probe {source.name!r}: {_words(error)}") from None
 
@@ -102,7 +98,7 @@ def from_json(data: dict[str, Json], probes: Iterable[Source[Any]]) -> Snapshot:
             outcomes[probe.name] = outcome_from_json(probe, data["outcomes"][probe.name])
         except OutcomeError as error:
             outcomes[probe.name] = Failed(error=str(error))
-    return snapshot_of(data["hostname"], data["taken_at_seconds"], outcomes)
+    return Snapshot(hostname=data["hostname"], taken_at_seconds=data["taken_at_seconds"], outcomes=outcomes)
 
 
 def _words(error: BaseException) -> str:
@@ -116,6 +112,7 @@ def _words(error: BaseException) -> str:
 # Recordings ----------------------------------------------------------------------------------------------------------
 
 KIND = "topoflight-recording"
+SCHEMA_VERSION = 1  # is increased when an older release would misread a recording
 METHODS = (
     "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
     "identity", "nvml", "netlink", "port_link", "rdma_netlink", "verbs", "cpu", "kernel_log",

@@ -93,7 +93,7 @@ def unpack(machine: Json) -> Snapshot:
             outcomes["gpu"] = Ok(facts=replace(gpus.facts, gpus=tuple(each)))
     except (cattrs.BaseValidationError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no facts: {type(error).__name__}: {str(error)[:200]}") from None
-    return Snapshot(hostname="", taken_at_seconds=0.0, topoflight_version="", outcomes=outcomes)
+    return Snapshot(hostname="", taken_at_seconds=0.0, outcomes=outcomes)
 
 
 def _part(outcome: Outcome) -> Json:
@@ -145,7 +145,7 @@ def of_node(snapshot: Snapshot, *, name: str, addresses: tuple[str, ...]) -> Sna
 def unpublished(name: str, why: str) -> Snapshot:
     """The snapshot of a node whose record holds no facts: everything but its graph is unknown, and says why."""
     outcomes: dict[str, Any] = {probe: Failed(error=why) for probe in _FACTS if probe != "gpu"}  # the graph has those
-    return Snapshot(hostname=name, taken_at_seconds=0.0, topoflight_version="", outcomes=outcomes)
+    return Snapshot(hostname=name, taken_at_seconds=0.0, outcomes=outcomes)
 
 
 def travelling(kind: type[Any]) -> frozenset[str]:

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from probes.api import host_name
 from probes.host import netlink
@@ -38,8 +37,6 @@ class LiveHost:
     """This machine; every path is looked up below `root`, symbolic links included."""
 
     def __init__(self, root: str = "/") -> None:
-        if not Path(root).is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "the host's root is not a folder", root)
         self._prefix = os.path.realpath(root).rstrip("/")  # "" is this machine's own root
         self._texts: dict[str, str] | None = None  # of the scan under way, by path
         self._places: dict[str, str] | None = None  # where each path leads, of the scan under way

@@ -20,10 +20,9 @@ from contracts import bounded
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from contracts.redaction import without_secrets
-from probes.api import SCHEMA_VERSION
 from probes.host.nvml import ERROR_CODES, failure
 from probes.host.protocol import GpuHandle, Host, NvmlError
-from probes.wire import KIND, METHODS, Json, RecordingError
+from probes.wire import KIND, METHODS, SCHEMA_VERSION, Json, RecordingError
 
 BUNDLE_LIMIT_BYTES = 512 << 20  # unpacked, of all hosts
 SIZE_LIMIT_BYTES = 32 << 20  # unpacked; a 16-GPU host takes about 1 MB, and parsed data some 20 times the text

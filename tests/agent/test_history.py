@@ -272,9 +272,7 @@ def scan_at(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | 
     gpu = Gpu(index=2, bus_id="0000:1b:00.0", uuid="GPU-a", nvlinks=(link,), nvlinks_known=True)
     gpus = GpuFacts(driver_version=other.pop("driver", "570.1"), cuda_version=None, gpus=(gpu,))
     outcomes = other.pop("outcomes", {"rdma": Ok(facts=rdma), "gpu": Ok(facts=gpus)})
-    return Snapshot(
-        hostname=other.pop("hostname", "node0"), taken_at_seconds=at, topoflight_version="1", outcomes=outcomes
-    )
+    return Snapshot(hostname=other.pop("hostname", "node0"), taken_at_seconds=at, outcomes=outcomes)
 
 
 def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:

@@ -38,7 +38,7 @@ HOSTILE = "<script>alert(1)</script> ]]> \x00\x1b[31m & \"quotes\" 'and' | pipes
 
 def report(*checks: Finding) -> Report:
     absent = {"gpu": Absent(why="no GPU")}
-    snapshot = Snapshot(hostname="node-a", taken_at_seconds=0.0, topoflight_version="0", outcomes=absent)
+    snapshot = Snapshot(hostname="node-a", taken_at_seconds=0.0, outcomes=absent)
     return Report(snapshots=(snapshot,), checks=checks, verdict=judge(checks))
 
 

@@ -69,7 +69,7 @@ def host(
     if bus is not None or switches is not None:
         facts["pci"] = PciFacts(devices=tuple(bus or ()), **(switches or {}))
     outcomes = {probe: Ok(facts=value) for probe, value in facts.items()}
-    return Snapshot(hostname=name, taken_at_seconds=0.0, topoflight_version="test", outcomes=dict(outcomes))
+    return Snapshot(hostname=name, taken_at_seconds=0.0, outcomes=dict(outcomes))
 
 
 def cluster(
