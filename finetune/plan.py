@@ -1,4 +1,4 @@
-"""The layout to run, the plan's or what the settings ask for; which cannot run, and which would have fitted."""
+"""The layout to run, from the plan or the settings; which layouts cannot run, and which one would have fitted."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def nearest(config: JobConfig, layout: Layout, shape: Any, *, length: int, on_cp
     """The layout with the fewest changes that fits by the forecast, as settings; the global batch stays.
 
     `shape` is the model's transformers config, `length` the tokens of the longest row, `capacity` bytes. This layout
-    has needed all that there is: where it is forecast to need less, so much more is added to the others.
+    did not fit: if its forecast is below the capacity, the forecasts of all layouts are scaled up by that ratio.
     """
     from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
     from planner.forecast.models import ModelError, model_from_config

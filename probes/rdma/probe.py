@@ -1,8 +1,7 @@
 """RDMA devices judged: ports, GIDs, MTU, flow control, permissions, and whether memory can really be registered.
 
 Ports are compared with those of their own role: the rails of the GPUs, or what serves storage and management
-(`RdmaDevice.role`). A step waits for no port of the second kind, so a finding about one
-is one degree less severe.
+(`RdmaDevice.role`). A step waits for no port of the second kind, so a finding about one is one degree less severe.
 
 Sources: InfiniBand Architecture (port states, link widths); NCCL user guide, Troubleshooting ("RoCE", "InfiniBand"),
 NCCL_IB_GID_INDEX and NCCL_IB_ADDR_FAMILY; NCCL src/transport/net_ib (only ACTIVE ports are listed, silently; a
