@@ -72,7 +72,7 @@ def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[st
     if not request["record"]:
         yield {"outcome": without_secrets(outcome_to_json(run(read, host)))}
         return
-    recorder = RecordingHost(host)  # every answer of the host goes back as well
+    recorder = RecordingHost(host)  # the answers of the host are sent as well
     outcome = run(read, cast("Host", recorder))
     yield {"outcome": without_secrets(outcome_to_json(outcome)), "answers": recorder.answers}
 

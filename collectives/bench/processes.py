@@ -265,7 +265,7 @@ FOLDER_OWNER = "owner.lock"  # held with flock(2) by the living owner
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """Make a folder that is gone at the end, at the latest when the next run starts."""
+    """Make a temporary folder, which is removed at the end, or when the next run starts."""
     remove_stale_folders(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
         unlocked = Path(name) / f"{FOLDER_OWNER}.new"  # another run may only open the file once it is locked
@@ -285,7 +285,7 @@ def remove_stale_folders(place: Path) -> None:
             if path.is_symlink() or path.stat().st_uid != os.geteuid():
                 continue
             descriptor = os.open(path / FOLDER_OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # made a moment ago, or gone
+        except OSError:  # just created, or already removed
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -121,7 +121,7 @@ class LineReader:
             self._continue_read(line)
         self._last = self._half = None
         self._tags_read = 0
-        self.ledger.writer = Writer() if has_header else _speaker(line)
+        self.ledger.writer = Writer() if has_header else _writer_of(line)
         if self._bare is not None:
             self._continue_tag(line)
         if not (self._carry and not has_header and self._continue_channel(line)):
@@ -356,8 +356,8 @@ class LineReader:
             self._dull.add(message)
 
 
-def _speaker(line: bytes) -> Writer:
-    match = _TEXTS["speaker"].search(line[:400])
+def _writer_of(line: bytes) -> Writer:
+    match = _TEXTS["writer"].search(line[:400])
     if match is None:
         return Writer()
     *ranks, host, host_2, host_3, host_4 = match.groups()

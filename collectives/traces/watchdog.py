@@ -59,7 +59,7 @@ class LogFacts:
     joins: dict[str, Join] = field(default_factory=dict)  # by the barrier's key: groups that are being made
     models: dict[int, str] = field(default_factory=dict)  # by rank: its parameters, where DDP found them to differ
     rendezvous: Rendezvous | None = None
-    cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
+    cut_short: str = ""  # the line of a rank that gloo ended because it received more than its call expects
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class InterfacesFacts:
     gloo_ifname: str | None = None  # GLOO_SOCKET_IFNAME of the process that read, None where unset
     networks_missing: dict[str, str] = field(default_factory=dict)  # interface of the annotation, gone -> network
     of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
-    backend: str | None = None  # "gloo" on a host without GPU: set for the judgement (`agent.checks.host_checks`)
+    backend: str | None = None  # "gloo" on a host without GPU: set by `agent.checks.host_checks`
 
 
 SOURCE = Source(name="interfaces", facts=InterfacesFacts)

@@ -35,7 +35,7 @@ class LimitsFacts:
     container: str | None = None  # "kubernetes", "docker", "podman", None
     seccomp: str | None = None
     of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
-    gpus: int | None = None  # of this host: set for the judgement (`agent.checks.host_checks`)
+    gpus: int | None = None  # of this host: set by `agent.checks.host_checks`
     rdma_present: bool | None = None  # /sys/class/infiniband has a device: memlock then decides whether NCCL uses it
 
 

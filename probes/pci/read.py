@@ -172,7 +172,7 @@ def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str 
 
 # GPUs of the bus, for the gpu probe -----------------------------------------------------------------------------------
 
-NODES_MAX = 64  # as many GPUs as the gpu probe asks about
+NODES_MAX = 64  # as the gpu probe reads at most
 
 
 def read_bus(host: Host) -> GpuBus | None:
