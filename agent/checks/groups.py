@@ -136,7 +136,7 @@ def _device(check: Finding) -> tuple[str, str, str]:
 
 
 def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tuple[object, ...]]:
-    """Devices of which more than one check tells the same trouble, each with what tells it and what fixes it."""
+    """Devices for which several checks report the same trouble, each with the reports and the remedies."""
     told: dict[tuple[str, str, str], list[Finding]] = {}
     for check in checks:
         if check.status in ("fail", "warn") and check.subject and check.code in _TROUBLE_OF:

@@ -373,7 +373,7 @@ def _launch_script(
     store_run(done.record)
     if done.exit_code != 0:
         say("\n".join(done.last_lines), err=True)
-        say(f"{done.fate} (whole log: {done.output}; record: {folder / 'run.json'})", err=True)
+        say(f"{done.ending} (whole log: {done.output}; record: {folder / 'run.json'})", err=True)
         sys.exit(EXIT_FAILED)
     measured.comparison(console(), done.record)
     say(f"record: {folder / 'run.json'}", err=True)
@@ -409,7 +409,7 @@ def _launch_here(
         store_run(done.record)
     if done.exit_code != 0 or done.record is None:
         say("\n".join(done.last_lines), err=True)
-        say(f"{done.fate} (whole log: {done.output})", err=True)
+        say(f"{done.ending} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
     measured.run(console(), done.record)
     measured.comparison(console(), done.record)

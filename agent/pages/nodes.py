@@ -72,7 +72,7 @@ class Console:
     verdict: Verdict
     checks: tuple[Finding, ...]
     rows: tuple[Row, ...]  # all nodes
-    matching: int  # nodes that were asked for
+    matching: int  # nodes that match the filters
     shown: tuple[tuple[Row, ...], ...]  # the lines of the table on the requested page
     pages: int
     counts: dict[str, int]
@@ -84,7 +84,7 @@ class Console:
 
     @property
     def summary(self) -> str:
-        """Beside the verdict: "64 nodes: 1 failed, 1 unknown, 62 passed; 2 findings"."""
+        """The line next to the verdict: "64 nodes: 1 failed, 1 unknown, 62 passed; 2 findings"."""
         found = f"; {units.count(len(self.faults), 'finding')}" if self.faults else ""
         return f"{units.count(len(self.rows), 'node')}: {units.tally(self.counts) or 'none published yet'}{found}"
 
