@@ -106,7 +106,7 @@ class Watcher:
                 self.tally.restarts[reason_of(error.status)] += 1
                 if error.status == GONE:
                     version = ""
-                    if failures == 0:  # the first time it is the rule, not a failure
+                    if failures == 0:  # the first time this is normal
                         failures = 1
                         continue
                 busy = error.status in AGAIN and failures + 1 < BUSY_TRIES
@@ -181,7 +181,7 @@ class Cluster:
         interval_seconds: float = 300.0, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
         self._state, self._name = state, name
-        self.client = client  # to the API server that holds the records; None where they are this agent's own scans
+        self.client = client  # to the API server that has the records; None: they are this agent's own scans
         self._interval, self._idle = interval_seconds, idle_seconds
         self._fleet = Fleet()
         self._lock = threading.Lock()
@@ -222,7 +222,7 @@ class Cluster:
         return {record.name: record for record in self._fleet.records()}
 
     async def places(self) -> Places:
-        """Where the nodes stand, by the labels of the Nodes; read again after ten minutes."""
+        """The rack or switch of each node, by the labels of the Nodes; read again after ten minutes."""
         if self.client is not None and time.monotonic() - self._places_at > PLACES_SECONDS:
             self._places_at = time.monotonic()
             self._places = await run_in_threadpool(read_places, self.client.brief())
