@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: 
 ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
-_FAULTS_SAID = 4  # beside an advice; all of them are what `topoflight scan` prints
+_FAULTS_SAID = 4  # with an advice; `topoflight scan` prints all of them
 
 
 def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recommendation:
@@ -72,7 +72,7 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
 
 
 def steps_of(request: Request, chosen: RankedLayout) -> int:
-    """Optimizer steps of the whole run, at least one. RequestError where epochs are of nobody knows how many rows."""
+    """Optimizer steps of the whole run, at least one. RequestError for epochs of an unknown number of rows."""
     forecast = chosen.forecast
     if request.train.steps is not None:
         return request.train.steps
@@ -145,7 +145,7 @@ def answer(
     ranks: int | None = None,
     checks: Sequence[Finding] | None = None,
 ) -> Recommendation:
-    """Ask the planner; `ranks` and `calibrated` stand above what the request names.
+    """Ask the planner; `ranks` and `calibrated` override those of the request.
 
     `checks` are what is known of the snapshots' hosts; None: they are judged here.
     """

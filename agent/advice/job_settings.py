@@ -94,7 +94,7 @@ def _wrong_alone(raw: Mapping[str, Any]) -> str:
 
 
 def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
-    """The question as the job's settings put it: what they say stands, and the plan is made around it."""
+    """The question with the values of the job's settings, which the plan does not change."""
     if not explicit:
         return request
     requested: dict[str, Any] = {field: getattr(config, name) for name, field in _PLANNED.items() if name in explicit}
@@ -139,7 +139,7 @@ def left_open(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, 
 
 
 def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
-    """Why the job's own defaults would train another model, or sums, in place of what was planned; else nothing."""
+    """Why the job's own defaults would train another model, or sums, instead of the planned one; else nothing."""
     if advice.model is None or advice.model.name == EMBEDDED_MODEL:
         return ""
     if "dataset_name" not in settings:

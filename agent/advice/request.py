@@ -40,17 +40,17 @@ class Request:
     root: str = "/"
     machine: str | None = None
     nodes: int | None = None
-    network: str | None = None  # "100G": what joins the nodes, in place of what they have
+    network: str | None = None  # "100G": the network between the nodes, instead of their own
     transport: str | None = None  # "rdma", "tcp": of that network
     model: str | None = None
     train: TrainSpec = field(default_factory=TrainSpec)  # its `steps` are those of the whole run
-    tokens: int | None = None  # of the whole run, in place of steps
-    epochs: float | None = None  # of the whole run, in place of steps: passes over the rows
+    tokens: int | None = None  # of the whole run, instead of steps
+    epochs: float | None = None  # of the whole run, instead of steps: passes over the rows
     rows: int | None = None  # of the data set
     tokenizer: str | None = None  # that measures the data set's rows; None: the model's
     unmeasured: str = ""  # why the data set's rows were not measured
     price: str | None = None  # of a node-hour: a number, or a YAML file of numbers by machine
-    hours: float | None = None  # of the whole run, in place of both: how many steps fit
+    hours: float | None = None  # of the whole run, instead of both: how many steps fit
     ranks_per_node: int | None = None
     nccl_version: str | None = None
     bench_file: Path | None = None

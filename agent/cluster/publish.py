@@ -413,7 +413,7 @@ class LeftBehind:
         self._without: View | None = None  # made before it was read
 
     def __call__(self) -> Kept | None:
-        """The history; empty where there is no record, None where it has to be asked for again."""
+        """The history; empty if there is no record, None if it must be read again."""
         self._without, found = self._view(), Kept()
         try:
             found = kept_in(from_resource(self._client.get(path_of(API_VERSION, PLURAL, self._name))))

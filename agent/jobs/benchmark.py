@@ -281,14 +281,14 @@ def parse_degrees(text: str) -> dict[str, int]:
 
 
 def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
-    """The benchmark of one step's communication in its own process groups, in place of a sweep."""
+    """The benchmark of one step's communication in its own process groups, instead of a sweep."""
     shape = step_shape(model, layout)
     if shape.world_size != spec.world_size:
         raise SpecError(
             f"layout: {layout!r} has {shape.world_size} ranks, {spec.world_size} would run; "
             "allowed: degrees that multiply to --ranks x --nodes"
         )
-    # The step is what was asked for; one size beside it is a check.
+    # The step is the benchmark; the other size is only a check.
     sizes = spec.sizes_bytes or SWEEP_BYTES[:1]
     return replace(spec, cases=(*parts(shape), *(Case(op=op, bytes=size) for op in spec.ops for size in sizes)))
 

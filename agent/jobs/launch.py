@@ -31,7 +31,7 @@ from planner.advice import Recommendation
 
 RESUMABLE = run_record.RESUMABLE
 _TAIL_BYTES = 65536  # of the job's log: torchrun's report and the tracebacks before it
-_LAST_SECONDS = 1.0  # for what did not end when it was asked to, or outlived torchrun
+_LAST_SECONDS = 1.0  # for processes that did not end on SIGTERM, or outlived torchrun
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
 
@@ -43,8 +43,8 @@ class Launched:
     seconds: float
     output: Path
     last_lines: tuple[str, ...]  # of its output, without secrets: a report quotes them
-    cut_short: str = ""  # why the job was asked to end before it was done; empty: it ended by itself
-    killed: bool = False  # it did not end when it was asked to
+    cut_short: str = ""  # why the job got SIGTERM before it was done; empty: it ended by itself
+    killed: bool = False  # it did not end on SIGTERM
     grace_seconds: int = GRACE_SECONDS  # that it had to end
     raised: str = ""  # the last error that a rank printed
     after_end: str = ""  # how a rank ended that had done all its work, where it ended by a signal

@@ -51,13 +51,13 @@ class Asked:
     page: int = 1
 
     def query(self, **other: str | int) -> str:
-        """The address of this page with some of it asked otherwise, from its first rows on."""
+        """The address of this page with some filters changed, from its first rows on."""
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"page": 1} | other
         told = {name: value for name, value in values.items() if value not in ("", 1)}
         return "cluster" + (f"?{urlencode(told)}" if told else "")
 
     def matches(self, row: Row) -> bool:
-        """Whether the node is one of those that were asked for."""
+        """Whether the node matches the filters."""
         exact = all(getattr(self, name) in ("", getattr(row, name)) for name in ("kind", "version", "place"))
         fault = not self.fault or self.fault in row.codes
         found = all(each in row.text() for each in self.search.lower().split())
@@ -90,7 +90,7 @@ class Console:
 
 
 def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
-    """The page's contents for what is asked, at `now` (Unix seconds)."""
+    """The page's contents for these filters, at `now` (Unix seconds)."""
     records, checks = fleet.records(), checks_of_records(fleet, now)
     where, kinds = dict(places.of), _kinds(fleet, records)
     every = tuple(
