@@ -123,7 +123,8 @@ def test_a_wrong_record_is_refused_and_what_is_wrong_named(
 
 @each_row("body", [b"", b"[]", b"7", b"\xff", b'{"schema_version": 1}', b"[" * 10_000, b'{"a": 1e999, "b": "\\ud800"}'])
 def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: bytes) -> None:
-    """No JSON, too deep, or not of ours."""
+    """No JSON, too deep, or not of ours; without a token it is not even read."""
+    assert http.post("/runs", content=body).status_code == 401
     answer = http.post("/runs", headers=HEADERS, content=body)
     assert answer.status_code in (400, 422) and answer.json()["detail"], answer.text
     assert kept(folder) == []

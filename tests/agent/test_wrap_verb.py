@@ -96,8 +96,12 @@ def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Pat
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> None:
-    """All end well."""
-    outputs = [process.communicate(timeout=500)[0] for process in processes]
+    """Wait for processes, which all succeed; none is left when one does not end."""
+    try:
+        outputs = [process.communicate(timeout=500)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
 
 

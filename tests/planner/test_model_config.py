@@ -32,8 +32,11 @@ LLAMA = {
 def test_known_names_have_the_published_number_of_weights(name: str, total: int) -> None:
     """The count is exact, so FLOPs and bytes start from the truth."""
     assert weights(model_named(name)).total == total
-    # r=16 on all seven projections, as PEFT prints it
-    assert not name.endswith("8B-Instruct") or lora_weights(model_named(name), TrainSpec(lora_rank=16)) == 41_943_040
+
+
+def test_lora_counts_the_adapters_of_all_seven_projections() -> None:
+    """As PEFT prints them of rank 16."""
+    assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040
 
 
 def test_config_json_gives_the_same_shape_as_the_name(tmp_path: Path) -> None:
