@@ -51,7 +51,7 @@ def judged(programs: dict[str, str], folder: Path, views: dict[str, View], names
 
 
 @pytest.mark.prometheus
-def test_no_alert_fires_on_a_healthy_node_and_one_fires_on_a_sick_node(programs: dict[str, str], tmp_path: Path) -> None:
+def test_no_alert_fires_on_healthy_nodes_and_some_on_a_sick_one(programs: dict[str, str], tmp_path: Path) -> None:
     """Every rule over what the agent exports from inside its pod; of one without peermem, so that it can fail."""
     views = {name: in_pod(name) for name in healthy()}
     assert views

@@ -41,7 +41,7 @@ def documents(kind: str) -> tuple[dict[str, Any], ...]:
 
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
 def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
-    """A real server admits manifests in test_real_overlays."""
+    """A real server admits manifests in test_real_rights."""
     lines = list(submission.create(client_of(api), documents(kind), dry_run=True))
     assert lines and all(line.endswith("admitted (dry run)") for line in lines)
     assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
