@@ -144,7 +144,7 @@ REFUSED = {
 
 
 @each_row(("base", "words", "told"), yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())["refused"])
-def test_what_no_cluster_could_run_or_nobody_would_heed_is_refused(base: str, words: list[str], told: str) -> None:
+def test_options_that_no_cluster_could_follow_are_refused(base: str, words: list[str], told: str) -> None:
     """Usage: the message names the option and its value; nothing is asked of a cluster."""
     done = CliRunner().invoke(launch, [*REFUSED[base], *words])
     assert done.exit_code == 2 and told in done.output, done.output

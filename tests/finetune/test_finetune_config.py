@@ -172,7 +172,7 @@ def test_what_trl_says_of_the_layout(raw, layout):
     assert found == layout
 
 
-def test_all_that_a_file_says_and_cannot_be_is_named_at_once():
+def test_all_wrong_settings_of_a_file_are_named_at_once():
     """One correction, not one a start; of a long value its beginning."""
     several = {"push_to_hub": True, "trust_remote_code": True, "lora_r": "x", "lora_alpha": -1, "report_to": "wandb",
                "fp16": True, "warmup_ratio": "y", "data_seed": 7, "bf16": "perhaps", "fsdp": "all",

@@ -236,7 +236,7 @@ def recommended(name: str, model: str = "Llama-3.1-8B", train: TrainSpec = TRAIN
     return recommend(ClusterTopology(nodes=(node,)), (found,), model_named(model), train, ranks_per_node=ranks)
 
 
-def test_what_a_machine_cannot_is_refused_or_said() -> None:
+def test_limits_of_the_machine_are_refused_or_named() -> None:
     """Four L40S on PCIe: TP is refused by name and link. Turing has no bf16 tensor cores. A lost GPU is left out."""
     said = recommended("l40s-4x-pcie")
     assert said.chosen.layout.tp == 1
