@@ -129,13 +129,14 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
         ]  # fmt: skip
         wrong = []
         for words, ready in rows:
-            process = subprocess.Popen(
-                [*TOPOFLIGHT, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                env=os.environ | {"KUBECONFIG": str(config)},
-            )  # fmt: skip
-            eventually(lambda ready=ready, process=process: ready(process), words[0])
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=250)
+            with subprocess.Popen([*TOPOFLIGHT, *words], env=os.environ | {"KUBECONFIG": str(config)},
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:  # fmt: skip
+                try:
+                    eventually(lambda ready=ready, process=process: ready(process), words[0])
+                    process.send_signal(signal.SIGINT)
+                    _, errors = process.communicate(timeout=250)
+                finally:
+                    process.kill()
             if process.returncode != 130 or b"Traceback" in errors:
                 wrong.append((words, process.returncode, errors))
     assert not wrong
