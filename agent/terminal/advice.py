@@ -183,7 +183,8 @@ def sharding_words(shape: Layout) -> str:
     replicas = f", {shape.dp_replicate} replicas" if shape.dp_replicate > 1 else ""
     if shape.reshard_after_forward:
         return (
-            f"in {shape.dp_shard} parts{replicas}; gathered layer by layer, given up after it, gathered again backward"
+            f"in {shape.dp_shard} parts{replicas}; gathered layer by layer, freed after the layer, and gathered again "
+            "in the backward pass"
         )
     return f"in {shape.dp_shard} parts{replicas}; gathered layer by layer and kept until the backward pass (no reshard)"
 
@@ -218,7 +219,7 @@ def slower(times: float) -> str:
 
 
 def layout_title(shape: Layout) -> str:
-    """Everything that tells one layout from another, in a line of markup."""
+    """All settings of a layout, in a line of markup."""
     recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
     offload = "" if shape.offload == "none" else f", {shape.offload} offloaded to the CPU"
     return (
