@@ -71,7 +71,7 @@ def toleration(taint: str) -> dict[str, str]:
 
 
 def check_form(form: str, what: str, value: str) -> None:
-    """JobError where a value has not the form of that name in names.toml; `what` says whose it is: "name="."""
+    """Raise JobError if a value does not have a form of names.toml; `what` comes before it in the message: "name="."""
     if not _has_form(form, value):
         raise JobError(f"{what}{value!r}: must be {read_table(__file__, 'names.toml')[form]['words']}")
 
@@ -88,7 +88,7 @@ def check_size(what: str, size: str) -> None:
 
 
 def storage_rate(word: str | None) -> float | None:
-    """Bytes per second that --storage-rate says; None where nobody does. Raises JobError."""
+    """Bytes per second of --storage-rate; None without it. Raises JobError."""
     if word is None:
         return None
     check_size("--storage-rate", word)
