@@ -101,7 +101,7 @@ class RunFacts:
     copied: bool = False  # the folder is a copy: `ages` compare the hosts' own clocks
     silence: float | None = None  # seconds since any rank wrote; None where a rank is known to run
     stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # innermost first, of py-spy or faulthandler
-    unranked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of processes whose rank is not told
+    unranked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of processes of unknown rank
     log: LogFacts = field(default_factory=LogFacts)  # what PyTorch and gloo wrote into the logs
     in_order: bool = True  # `log` is one file, so the first of its errors came first
     first: int | None = None  # rank that torchrun saw fail first
@@ -179,7 +179,7 @@ def activity(rank: int, facts: RunFacts) -> Activity:
     if state is not None and state.ended:
         return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
     if process == "gone" and not outlived(rank, facts):
-        return Activity("gone", "its process is gone, without an end of its own")
+        return Activity("gone", "its process is gone, and it wrote no final state")
     if process == "stopped":
         return Activity("stopped", "its process is stopped (state T: a signal or a debugger)")
     stack = facts.stacks.get(rank)
@@ -253,7 +253,7 @@ def since_wait_began(rank: int, facts: RunFacts, begun: float) -> Activity:
 
 
 def outlived(rank: int, facts: RunFacts) -> bool:
-    """Whether a rank without an end of its own still wrote when the first of the others gave up waiting.
+    """Whether a rank without a final state still wrote when the first of the others gave up waiting.
 
     Then the launcher ended it, and what it was at counts. A rank that is killed is noticed at once by those that are
     connected to it: they lose a peer, they do not wait in vain; and torchrun sees it fail first.
