@@ -62,9 +62,9 @@ def join(*shells: Shell | None, early: Sequence[tuple[str, Shell]] = ()) -> Shel
     both = [each for each in shells if each is not None]
     for condition, shell in early:
         for name in {*shell.variables, *both[0].variables} if both else ():
-            found = shell.variables.get(name, _ABSENT)
-            if found != both[0].variables.get(name, _ABSENT):
-                narrowed = (replace(e, scope=condition) if condition.startswith(e.scope) else e for e in found)
+            own = shell.variables.get(name, _ABSENT)
+            if own != both[0].variables.get(name, _ABSENT):
+                narrowed = (replace(e, scope=condition) if condition.startswith(e.scope) else e for e in own)
                 shell.variables[name] = tuple(narrowed)
         both.append(shell)
     if len(both) < 2:
