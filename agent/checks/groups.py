@@ -125,7 +125,9 @@ def _group(same: list[Finding], *, shared: bool) -> Group:
     if shared:  # device by device, each from its worst reading on
         same = sorted(same, key=lambda check: (check.node, check.subject))
     return Group(
-        id=first.code, status=first.status, message=first.message, remedy=_remedies(same), checks=tuple(same),
+        id=first.code, status=first.status, message=first.message, checks=tuple(same),
+        # the checks of one trouble have one remedy: that of the worst
+        remedy=_remedies([check for check in same if check.code == first.code] if shared else same),
         trouble=_TROUBLE_OF[first.code] if shared else "",
     )  # fmt: skip
 

@@ -183,7 +183,8 @@ def sharding_words(shape: Layout) -> str:
     replicas = f", {shape.dp_replicate} replicas" if shape.dp_replicate > 1 else ""
     if shape.reshard_after_forward:
         return (
-            f"in {shape.dp_shard} parts{replicas}; gathered layer by layer, given up after it, gathered again backward"
+            f"in {shape.dp_shard} parts{replicas}; gathered layer by layer, freed after the layer, and gathered again "
+            "in the backward pass"
         )
     return f"in {shape.dp_shard} parts{replicas}; gathered layer by layer and kept until the backward pass (no reshard)"
 

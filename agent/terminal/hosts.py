@@ -118,7 +118,7 @@ def _interface_lines(facts: InterfacesFacts) -> list[str]:
         f"{i.name} {i.role}{f' ({i.kind})' if i.kind else ''} mtu {i.mtu_bytes or '?'} "
         f"{units.bits(i.speed_bytes_per_second) if i.speed_bytes_per_second else 'speed unknown'} "
         f"{' '.join(i.addresses[:2])}"
-        f"{' ← NCCL takes this one' if i.name == facts.nccl_choice else ''}"
+        f"{' ← NCCL uses this one' if i.name == facts.nccl_choice else ''}"
         for i in facts.interfaces
     ]
 
@@ -211,7 +211,7 @@ def machine(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, s
     chosen = next((i for i in sockets.interfaces if i.name == sockets.nccl_choice), None) if sockets else None
     if chosen is not None:
         speed = units.bits(chosen.speed_bytes_per_second) if chosen.speed_bytes_per_second else "speed unknown"
-        yield "sockets", f"NCCL takes {chosen.name}, {speed}"
+        yield "sockets", f"NCCL uses {chosen.name}, {speed}"
     else:
         yield "sockets", _silent(snapshot, "interfaces") or "NCCL's choice unknown"
 

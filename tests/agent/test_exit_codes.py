@@ -38,8 +38,8 @@ RANKS: dict[tuple[str, int], tuple[str, ...]] = {  # these start ranks: seconds 
 ELSEWHERE: dict[tuple[str, int], str] = {
     ("preflight", 75): "agent/test_preflight_unscanned.py::test_sigterm_during_the_scan_leaves_only_unknowns",
     ("compare-networks", 0): "e2e/test_compare_cluster.py::test_each_network_has_a_job_and_each_record_comes_back",
-    ("compare-networks", 3): "e2e/test_compare_cluster.py::test_a_job_that_proves_no_network_is_no_bar",
-    ("compare-networks", 5): "e2e/test_compare_cluster.py::test_a_job_that_proves_no_network_is_no_bar",
+    ("compare-networks", 3): "e2e/test_compare_cluster.py::test_a_comparison_without_proof_of_the_network_is_no_pass",
+    ("compare-networks", 5): "e2e/test_compare_cluster.py::test_a_comparison_without_proof_of_the_network_is_no_pass",
     ("launch", 5): "agent/test_launch_gate.py::test_a_required_check_that_is_unknown_stops_it_and_others_do_not",
     ("bundle", 0): "agent/test_bundle.py::test_a_cluster_by_kubectl",
     ("launch", 75): "finetune/test_launch_cut_short.py::test_sigterm_is_passed_on_and_its_outcome_told",

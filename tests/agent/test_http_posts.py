@@ -123,7 +123,8 @@ def test_a_wrong_record_is_refused_and_what_is_wrong_named(
 
 @each_row("body", [b"", b"[]", b"7", b"\xff", b'{"schema_version": 1}', b"[" * 10_000, b'{"a": 1e999, "b": "\\ud800"}'])
 def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: bytes) -> None:
-    """No JSON, too deep, or not of ours."""
+    """No JSON, too deep, or not of ours; without a token it is not even read."""
+    assert http.post("/runs", content=body).status_code == 401
     answer = http.post("/runs", headers=HEADERS, content=body)
     assert answer.status_code in (400, 422) and answer.json()["detail"], answer.text
     assert kept(folder) == []
@@ -159,7 +160,7 @@ def api() -> Iterator[ApiServer]:
         yield server
 
 
-def test_a_record_names_the_account_that_the_api_server_told(api: ApiServer, folder: Path) -> None:
+def test_a_record_names_the_account_of_the_token_review(api: ApiServer, folder: Path) -> None:
     api.allowed.add((USER, "post", "/runs"))
     http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
     assert posted(http).status_code == 201
@@ -177,7 +178,7 @@ def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
     assert shown["step_seconds"]["maxItems"] == MAX_STEPS
 
 
-def test_what_is_deployed_is_what_a_job_is_told() -> None:
+def test_a_jobs_url_and_role_are_those_that_the_manifests_deploy() -> None:
     """Service on the pod's own node under the name that jobs call, a role for this endpoint alone, one audience."""
     documents = render(ROOT / "deploy/daemonset/overlays/kubernetes")
     (service,) = [d for d in documents if d["kind"] == "Service" and d["metadata"]["name"] == "topoflight-node"]

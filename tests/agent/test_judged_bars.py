@@ -324,7 +324,7 @@ def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
     assert ends(wrong)["bench.result.unverified"] == "fail"
 
 
-def test_who_asked_for_the_measurement_gets_no_pass() -> None:
+def test_a_stopped_measurement_fails_a_preflight_and_is_unknown_to_an_agent() -> None:
     """A preflight that was to measure, and was stopped, fails; what an agent kept from before stays unknown."""
     seen = with_bench(view("cpu-only-vm"), CUT)
     kept = {check.code: check.status for check in seen.checks}

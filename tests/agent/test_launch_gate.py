@@ -54,7 +54,7 @@ def test_a_required_check_that_is_unknown_stops_it_and_others_do_not(tmp_path: P
     assert "unknown rdma.port.down" in done.stderr and not (tmp_path / "out").exists()
 
 
-def test_preflight_flies_only_what_it_found_sound() -> None:
+def test_preflight_trains_only_where_no_check_before_failed() -> None:
     """What failed before the run stops it; --skip of that check and --force do not, nor does what is unknown."""
     checks = view(SICK).checks
     failed = {check.code for check in checks if check.status == "fail"}
@@ -124,7 +124,7 @@ def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_th
     assert not (tmp_path / "out").exists()
 
 
-def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
+def test_the_job_trains_the_model_that_was_named(tmp_path: Path) -> None:
     """Its weights, its data set and its adapters are in the job's YAML."""
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, tuple)
@@ -176,7 +176,7 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
         job_request(Request(), job, [])
 
 
-def test_what_a_file_says_and_cannot_be_is_mended_by_set(tmp_path: Path) -> None:
+def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
     """The last word is the command's, under an older name too; what is left to fix is named with where it stands."""
     job = tmp_path / "job.yaml"
     job.write_text("push_to_hub: true\nmax_seq_length: 2048\n")
@@ -248,7 +248,7 @@ def test_the_last_step_is_the_last_that_was_logged(tmp_path: Path) -> None:
 
 
 @each_row("status", ["complete", "failed"])
-def test_what_told_its_end_itself_is_told_once(tmp_path: Path, posted: list[Asked], status: str) -> None:
+def test_the_launcher_posts_no_end_that_the_job_posted_itself(tmp_path: Path, posted: list[Asked], status: str) -> None:
     """The agent has it from the job: another record of the same start would be refused."""
     assert ended(tmp_path, status=status).status == "failed"
     assert json.loads((tmp_path / "run.json").read_text())["status"] == status
@@ -270,7 +270,7 @@ def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> N
     assert record.exit_code == 137 and read_record((tmp_path / "run.json").read_bytes()) == record
 
 
-def test_who_told_the_end_is_known() -> None:
+def test_the_launcher_knows_whether_the_job_posted_its_end() -> None:
     """By the launcher's own words; a job that wrote no record told nothing."""
     done = launched(Path(), 3)
     assert not done.wrote_its_end

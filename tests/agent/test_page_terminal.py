@@ -152,15 +152,17 @@ def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itsel
 
     def hot(node: str, gpu: str, *codes: str) -> list[Finding]:
         return [
-            Finding(code=code, status=Status.WARN, node=node, subject=gpu, message=f"{code} of {gpu}", remedy="fans")
+            Finding(
+                code=code, status=Status.WARN, node=node, subject=gpu, message=f"{code} of {gpu}", remedy=f"fix {code}"
+            )
             for code in codes
         ]
 
     both = ("gpu.thermal.hot", "gpu.thermal.throttling")
     found = grouped([*hot("a", "GPU0", *both), *hot("b", "GPU0", *both), *hot("b", "GPU1", both[0])])
-    assert [(group.codes, group.size, group.trouble, group.places) for group in found] == [
-        (both, 4, "too hot", "on 2 nodes"),
-        (both[:1], 1, "", ""),
+    assert [(group.codes, group.size, group.trouble, group.places, group.remedy) for group in found] == [
+        (both, 4, "too hot", "on 2 nodes", "fix gpu.thermal.hot"),
+        (both[:1], 1, "", "", "fix gpu.thermal.hot"),
     ]
     assert [(check.node, check.code) for check in found[0].checks] == [(n, code) for n in ("a", "b") for code in both]
 

@@ -170,7 +170,7 @@ def recording(tmp_path: Path) -> str:
         ("preflight", "-o", "github"),
     ],
 )  # fmt: skip
-def test_no_verb_passes_what_steers(words: tuple[str, ...], recording: str, tmp_path: Path) -> None:
+def test_control_characters_are_printed_by_no_verb(words: tuple[str, ...], recording: str, tmp_path: Path) -> None:
     verb, *options = words
     place = [recording] if verb == "diff" else ["--host", recording]
     made = topoflight(verb, *options, *place, TOPOFLIGHT_STATE=str(tmp_path))

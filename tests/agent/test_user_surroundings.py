@@ -108,6 +108,8 @@ def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     """While modules are imported, while an API server is waited for, and while requests could be answered."""
+    # a background job of a shell ignores it, and so would its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with socket.create_server(("127.0.0.1", 0)) as deaf, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         config = write_kubeconfig(tmp_path / "config", f"http://127.0.0.1:{deaf.getsockname()[1]}")
@@ -127,13 +129,14 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
         ]  # fmt: skip
         wrong = []
         for words, ready in rows:
-            process = subprocess.Popen(
-                [*TOPOFLIGHT, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                env=os.environ | {"KUBECONFIG": str(config)},
-            )  # fmt: skip
-            eventually(lambda ready=ready, process=process: ready(process), words[0])
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=250)
+            with subprocess.Popen([*TOPOFLIGHT, *words], env=os.environ | {"KUBECONFIG": str(config)},
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:  # fmt: skip
+                try:
+                    eventually(lambda ready=ready, process=process: ready(process), words[0])
+                    process.send_signal(signal.SIGINT)
+                    _, errors = process.communicate(timeout=250)
+                finally:
+                    process.kill()
             if process.returncode != 130 or b"Traceback" in errors:
                 wrong.append((words, process.returncode, errors))
     assert not wrong

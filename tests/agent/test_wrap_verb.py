@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,12 @@ def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Pat
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> None:
-    """All end well."""
-    outputs = [process.communicate(timeout=500)[0] for process in processes]
+    """Wait for processes, which all succeed; none is left when one does not end."""
+    try:
+        outputs = [process.communicate(timeout=500)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
 
 
@@ -150,11 +155,28 @@ def test_the_wrapped_pods_run_as_before(tmp_path: Path, monkeypatch: pytest.Monk
     assert record["nccl"]["channels"]
 
 
+def trl_python() -> str:
+    """An interpreter that has TRL: this environment's packages and a few more, in .cache/compare; made once.
+
+    CalledProcessError or OSError where TRL cannot be installed.
+    """
+    folder = Path(__file__).parents[2] / ".cache" / "compare"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        packages = next((folder / "lib").glob("python*/site-packages"))
+        below = [path for path in sys.path if path.endswith("site-packages")]  # pip, which finds no torch, brings one
+        (packages / "below.pth").write_text("\n".join(below) + "\n")
+    if subprocess.run([python, "-c", "import trl"], capture_output=True).returncode:
+        wanted = ["trl==1.16.0", "accelerate", "datasets>=4.7"]
+        subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)
+    return str(python)
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:
     """SFTTrainer under TrlParser in both pods over gloo: script, settings and command as the user wrote them."""
-    from rigs.trl_python import trl_python
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from finetune.rows import load_tokenizer

@@ -13,9 +13,6 @@ from rigs.logs import read
 
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "
-WARN = f"{HEAD}transport/net_ib.cc:1 NCCL WARN "
-# of a trainer
-END = "{'train_runtime': 12.5, 'train_loss': 1.0}"
 
 
 @cache
@@ -31,11 +28,6 @@ def rows(name: str) -> list[Any]:
 def codes(*lines: str, **options: list[str]) -> list[str]:
     """Codes of the problems that a log of these lines has."""
     return sorted(problem.code for problem in read(list(lines), **options).problems)
-
-
-def in_order(*lines: str) -> list[str]:
-    """The same, the first problem first."""
-    return [problem.code for problem in read(list(lines)).problems]
 
 
 def dressed(form: str, number: int, line: str, **more: object) -> str:

@@ -91,7 +91,7 @@ def test_two_ranks_of_a_mesh_are_held_to_the_links_between_them() -> None:
         assert found["as it is"].high is not None and found["as it is"].high < 80 * GB
 
 
-def test_hosts_that_told_nothing_are_unknown_and_gloo_is_held_to_no_links() -> None:
+def test_hosts_of_unknown_links_and_gloo_have_no_expected_rate() -> None:
     rows = [*hello("hgx-h100-8xH100-8hca", 8, ("a",)), *hello("hgx-h100-8xH100-8hca", 8, ("b",), links={})]
     found = held("hgx-h100-8xH100-8hca", "all_gather", 1 << 30, rows)
     assert all(bar.low is None and "not known" in bar.why[0] for bar in found.values())

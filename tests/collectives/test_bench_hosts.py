@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.usefixtures("forked_ranks"),
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.skipif(missing("tc") is not None, reason=str(missing("tc"))),
 ]
 
 ROOT = Path(__file__).parents[2]

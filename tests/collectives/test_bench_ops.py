@@ -77,6 +77,8 @@ def test_right_data_is_right_and_old_data_is_wrong(name):
     for side in sides:
         assert op.wrong(side, 1) == ()
         assert op.wrong(side, 2) != (), "data of an earlier round"
+    fill(op, sides[1], 1)
+    assert op.wrong(sides[1], 1) != (), "a buffer into which no rank wrote"
 
 
 @each_row("name", OPS)
@@ -90,19 +92,25 @@ def test_one_wrong_element_is_seen_wherever_it_is(name):
         assert op.wrong(sides[1], 5) == ()
 
 
+def swap_parts(taken):
+    """Exchange the first two of three parts."""
+    first, second, _ = taken.clone().chunk(3)
+    taken.chunk(3)[0].copy_(second), taken.chunk(3)[1].copy_(first)
+
+
 @each_row(
     ("name", "spoil", "wrong"),
     [
         ("all_gather", lambda taken: taken.chunk(3)[2][7].fill_(999), (2,)),
         ("all_reduce", lambda taken: taken[7].add_(1), (UNKNOWN_SOURCE,)),  # a sum does not say whose part is wrong
-        ("all_gather", lambda taken: taken.copy_(taken.roll(taken.numel() // 3)), None),  # every part is another's
-        ("broadcast", lambda taken: taken.zero_(), (0,)),  # a buffer that nobody wrote
+        ("all_gather", swap_parts, (0, 1)),
+        ("broadcast", lambda taken: taken.zero_(), (0,)),
     ],
 )
 def test_the_place_whose_data_is_wrong_is_named(name, spoil, wrong):
     op, sides = after(name, turn=3)
     spoil(sides[0].taken)
-    assert op.wrong(sides[0], 3) == ((0, 1, 2) if wrong is None else wrong)
+    assert op.wrong(sides[0], 3) == wrong
 
 
 def test_sums_are_exact_for_many_ranks():

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.usefixtures("forked_ranks"),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.skipif(missing("tc") is not None, reason=str(missing("tc"))),
 ]
 
 # 10 MiB of each rank through 10 Mb/s: 8 s at least for an all-gather, several times the silence that ends a run

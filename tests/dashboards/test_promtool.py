@@ -51,9 +51,10 @@ def judged(programs: dict[str, str], folder: Path, views: dict[str, View], names
 
 
 @pytest.mark.prometheus
-def test_no_alert_stands_on_a_healthy_node_and_one_would_be_seen(programs: dict[str, str], tmp_path: Path) -> None:
+def test_no_alert_fires_on_healthy_nodes_and_some_on_a_sick_one(programs: dict[str, str], tmp_path: Path) -> None:
     """Every rule over what the agent exports from inside its pod; of one without peermem, so that it can fail."""
     views = {name: in_pod(name) for name in healthy()}
+    assert views
     code, said = judged(programs, tmp_path, views, [alert.name for alert in ALERTS])
     assert code == 0, said
     sick = {"sick": in_pod("sick-h100-no-peermem")}
@@ -63,7 +64,7 @@ def test_no_alert_stands_on_a_healthy_node_and_one_would_be_seen(programs: dict[
 
 @pytest.mark.prometheus
 @each_row("name", NAMES)
-def test_promtool_finds_nothing_to_mend(name: str, programs: dict[str, str]) -> None:
+def test_promtool_accepts_the_metrics(name: str, programs: dict[str, str]) -> None:
     """`promtool check metrics` reads the exposition and has no word against it."""
     view = with_bench(look((snapshot(name),), runs=(run_of(name),)), bench(name))
     body, _ = metrics.exposition(view, "")

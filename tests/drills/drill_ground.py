@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rigs.netns import missing
 from scanned import scan
 
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
@@ -57,7 +57,7 @@ def drill(run: Callable[[Ground], list[str]] | None = None, *, long: int = 5) ->
         @pytest.mark.parametrize("number", range(long if LONG else 1))
         @functools.wraps(run)
         def test(number: int, tmp_path: Path) -> None:
-            if (why := obstacle()) is not None:
+            if (why := missing("mount", "cc", "openssl")) is not None:
                 pytest.skip(why)
             seed = random.randrange(1 << 32) if LONG else zlib.crc32(run.__name__.encode())
             lost = run(Ground(tmp_path, random.Random(seed), long=LONG))
@@ -268,14 +268,6 @@ def eventually(look: Callable[[], Any], *, wanted: Any = ..., seconds: float = P
         if time.monotonic() > deadline:
             return found
         time.sleep(0.05)
-
-
-def obstacle() -> str | None:
-    """Why drills cannot run here; None where they can."""
-    if os.geteuid() != 0:
-        return "mount namespaces need root"
-    absent = [tool for tool in ("unshare", "mount", "cc", "ip", "openssl") if shutil.which(tool) is None]
-    return f"not installed: {', '.join(absent)}" if absent else None
 
 
 def machine(name: str) -> dict[str, Any]:

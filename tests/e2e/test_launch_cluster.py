@@ -41,7 +41,7 @@ def documents(kind: str) -> tuple[dict[str, Any], ...]:
 
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
 def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
-    """A real server admits manifests in test_real_overlays."""
+    """A real server admits manifests in test_real_rights."""
     lines = list(submission.create(client_of(api), documents(kind), dry_run=True))
     assert lines and all(line.endswith("admitted (dry run)") for line in lines)
     assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
@@ -144,7 +144,7 @@ REFUSED = {
 
 
 @each_row(("base", "words", "told"), yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())["refused"])
-def test_what_no_cluster_could_run_or_nobody_would_heed_is_refused(base: str, words: list[str], told: str) -> None:
+def test_options_that_no_cluster_could_follow_are_refused(base: str, words: list[str], told: str) -> None:
     """Usage: the message names the option and its value; nothing is asked of a cluster."""
     done = CliRunner().invoke(launch, [*REFUSED[base], *words])
     assert done.exit_code == 2 and told in done.output, done.output

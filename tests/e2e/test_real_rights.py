@@ -1,4 +1,4 @@
-"""What a real API server lets the agent and its callers do: RBAC, tokens with an audience, and its own node only."""
+"""What a real API server alone can tell: it admits each manifest and changes none; RBAC, tokens, its own node only."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from e2e_client import ask, merge, serving
 from real_cluster import (
     MACHINES,
+    ROOT,
     RUN,
     Document,
     admin,
     client_with,
     config_of,
+    installed,
     kubectl,
     node,
     of_kind,
+    overlay,
     pod_of,
     real,
     text,
@@ -29,6 +33,7 @@ from agent.cluster.nodes import API_VERSION, PLURAL, from_resource
 from agent.http.access import AUDIENCE
 
 pytestmark = real()
+OVERLAYS = sorted(path.name for path in (ROOT / "deploy/daemonset/overlays").iterdir())
 
 
 @pytest.fixture
@@ -134,3 +139,32 @@ def test_two_agents_answer_for_the_cluster_and_judge_callers(
             said = log.read_text()
             assert not [t for t in (first_token, second_token, good) if t in said or t.split(".")[2] in said]
             assert "Traceback" not in said, said
+
+
+def generations(documents: list[Document]) -> dict[str, int]:
+    """How often the server has seen another wish for each object; without the kinds that have no such number, by
+    their version, which nobody else moves.
+    """
+    listed = yaml.safe_load(kubectl("get", "-o", "yaml", "-f", "-", stdin=text(documents)))["items"]
+    return {
+        f"{item['kind']}/{item['metadata']['name']}":
+            int(item["metadata"].get("generation") or item["metadata"]["resourceVersion"])
+        for item in listed
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_server_admits_every_overlay(definition: None, name: str) -> None:
+    """Strictly, for real; applied again nothing changes: no default and no controller argues with a manifest."""
+    run = f"{RUN}-{name}"
+    with installed(overlay(name, run)) as documents:
+        assert {"DaemonSet", "ClusterRole", "NetworkPolicy", "Namespace"} <= {d["kind"] for d in documents}
+        before = generations(documents)
+        said = kubectl("apply", "--validate=strict", "-f", "-", stdin=text(documents))
+        assert not [line for line in said.splitlines() if not line.endswith(" unchanged")]
+        assert generations(documents) == before
+        # server-side apply by another hand finds nothing to argue about either
+        kubectl("apply", "--server-side", "--validate=strict", "--dry-run=server", "--force-conflicts",
+                "--field-manager=e2e", "-f", "-", stdin=text(documents))  # fmt: skip
+    left = kubectl("get", "clusterroles,clusterrolebindings,priorityclasses,runtimeclasses,namespaces", "-o", "name")
+    assert run not in left, "something stayed behind"

@@ -1,14 +1,17 @@
-"""The job's settings: old names, unknown names, wrong values, and plans that say something else."""
+"""The job's settings: old names, unknown names, wrong values, plans that say something else; the names of TRL."""
 
 import dataclasses
 import json
+import typing
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 from rigs.tables import each_row
 
-from contracts.job_config import ConfigError, JobConfig, parse_config, read_config, resolve_layout
+from contracts import trl
+from contracts.job_config import ConfigError, JobConfig, known_settings, parse_config, read_config, resolve_layout
 from contracts.job_plan import JobPlan, dumps, parse_layout
 from contracts.job_plan import read as read_plan
 from contracts.layout import Layout
@@ -46,7 +49,7 @@ def test_its_layout_is_fsdp_over_all_ranks():
     assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)
 
 
-@each_row(("raw", "words"), SETTINGS["wrong"])
+@each_row(("raw", "words"), [*SETTINGS["wrong"], *SETTINGS["trl_only"]])
 def test_a_wrong_setting_is_named(raw, words):
     """The message names the setting, the value and what is allowed or close."""
     with pytest.raises(ConfigError) as caught:
@@ -172,16 +175,7 @@ def test_what_trl_says_of_the_layout(raw, layout):
     assert found == layout
 
 
-@each_row(("raw", "words"), SETTINGS["trl_only"])
-def test_what_trl_may_say_and_this_job_cannot(raw, words):
-    """By name, with what is allowed."""
-    with pytest.raises(ConfigError) as caught:
-        parse_config(raw)
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_all_that_a_file_says_and_cannot_be_is_named_at_once():
+def test_all_wrong_settings_of_a_file_are_named_at_once():
     """One correction, not one a start; of a long value its beginning."""
     several = {"push_to_hub": True, "trust_remote_code": True, "lora_r": "x", "lora_alpha": -1, "report_to": "wandb",
                "fp16": True, "warmup_ratio": "y", "data_seed": 7, "bf16": "perhaps", "fsdp": "all",
@@ -258,3 +252,47 @@ def test_hybrid_shard_shards_within_a_node(ranks, node, degrees):
     """However many the job comes to have."""
     asked = resolve_layout(parse_config({"fsdp": "hybrid_shard auto_wrap"})[0].layout, ranks, node)
     assert (asked["dp_replicate"], asked["dp_shard"]) == degrees
+
+
+def test_every_row_of_the_option_tables_is_sound():
+    names = trl.option_names()
+    settings, members = ({one.name for one in dataclasses.fields(kind)} for kind in (JobConfig, Layout))
+    schedules = typing.get_args(typing.get_type_hints(JobConfig)["lr_scheduler_type"])
+    wrong = []
+    tables = (names.renamed, names.no_effect, names.only, trl.IN_LAYOUT, dict.fromkeys(settings))
+    found = Counter(name for table in tables for name in table)
+    wrong += [f"{name}: in {count} tables" for name, count in found.items() if count > 1]
+    for name, here in (
+        *names.renamed.items(),
+        *names.elsewhere.items(),
+        *names.sections["model_init_kwargs"].members.items(),
+    ):
+        if here not in known_settings():
+            wrong.append(f"{name} = {here}: no setting of that name")
+    for name, member in (
+        *trl.IN_LAYOUT.items(),
+        *names.deepspeed["members"].items(),
+        *names.sections["parallelism_config"].members.items(),
+        *names.sections["fsdp_config"].members.items(),
+    ):
+        if member not in members:
+            wrong.append(f"{name} = {member}: no member of the layout")
+    wrong += [f"{kind} = {name}" for kind, name in names.deepspeed["schedules"].items() if name not in schedules]
+    wrong += [f"{name}: no reason" for name, why in names.no_effect.items() if len(why.split()) < 2]
+    wrong += [f"{name}: no reason" for name, (_, why) in names.only.items() if len(why.split()) < 2]
+    for each in names.sections.values():
+        found = Counter((*each.members, *each.no_effect, *each.only))
+        wrong += [f"{name}: in {count} tables" for name, count in found.items() if count > 1]
+    assert wrong == []
+
+
+def test_every_option_of_the_tables_is_read():
+    """An option without effect leaves a note, whatever its value; one of a few values takes each of these."""
+    names, wrong = trl.option_names(), []
+    rows = [(name, 5) for name in names.no_effect]
+    rows += [(name, value) for name, (allowed, _) in names.only.items() for value in [*allowed, None]]
+    for name, value in rows:
+        _, explicit, notes = parse_config({name: value})
+        if explicit or not any(note.startswith(f"{name}: no effect, ") for note in notes):
+            wrong.append((name, value, explicit, notes))
+    assert wrong == []

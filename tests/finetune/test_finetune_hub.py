@@ -273,7 +273,7 @@ def online(driver):
 
 
 @each_row("name", GOOD)
-def test_models_and_data_sets_of_a_hub_fly(online, name):
+def test_models_and_data_sets_of_a_hub_are_trained_on(online, name):
     """Every family, every shape of row, gated with its token, a moved name, a branch, parts, a CSV table."""
     code, words, record = online[name]
     assert code == 0, words[-3000:]
@@ -333,7 +333,7 @@ def test_offline_goes_on_from_the_cache_and_says_what_is_not_in_it(online, home,
     assert "HF_HUB_OFFLINE" in found["no model"][1].splitlines()[0]
 
 
-def test_two_ranks_take_the_commit_that_the_first_was_told(online, driver, home, hub):
+def test_all_ranks_use_the_commit_that_the_first_one_resolved(online, driver, home, hub):
     """FSDP over two ranks from the same hub: the loss of one rank alone, and one question for each id."""
     settings, env = GOOD["llama"]
     settings = {**settings, "per_device_train_batch_size": None, "layout": {"dp_shard": 2, "micro_batch": 2},

@@ -34,18 +34,24 @@ RECORDS = {
 }
 
 
-def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
-    """A job that ends as torchrun does, with 1; SIGTERM comes once it is ready."""
-    ready, record = folder / "ready", folder / "run.json"
-    text = JOB.format(stop=RECORDS[does].format(record=record), ready=ready)
+def sigterm_once(ready):
+    """This process gets SIGTERM when the job has made the file `ready`."""
 
     def stop():
         while not ready.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    threading.Thread(target=stop, daemon=True).start()
+
+
+def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
+    """A job that ends as torchrun does, with 1; SIGTERM comes once it is ready."""
+    ready, record = folder / "ready", folder / "run.json"
+    text = JOB.format(stop=RECORDS[does].format(record=record), ready=ready)
+
     if sigterm:
-        threading.Thread(target=stop, daemon=True).start()
+        sigterm_once(ready)
     began = time.time() - 1
     made = launch.run([sys.executable, "-c", text], dict(os.environ), folder, timeout_seconds, lambda _line: None)
     own = launch.run_record.own_exit_code(record, made.exit_code, began, cut_short=bool(made.cut_short))
@@ -105,12 +111,7 @@ def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
     ready, record = tmp_path / "ready", tmp_path / "run.json"
     job = JOB.format(stop=SLOW.format(record=record), ready=ready)
 
-    def stop():
-        while not ready.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=stop, daemon=True).start()
+    sigterm_once(ready)
     began = time.time() - 1
     words = [sys.executable, "-c", LAUNCHER.format(job=job)]
     made = launch.run(words, dict(os.environ), tmp_path, 30.0, lambda _line: None, grace_seconds=grace_seconds)

@@ -49,7 +49,7 @@ def launched(hub: Hub, home: Path, *words: str, config: Path = USERS) -> subproc
     )  # fmt: skip
 
 
-def test_the_user_s_file_flies_on_two_ranks_as_it_stands(hub: Hub, tmp_path: Path) -> None:
+def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path) -> None:
     """Ten epochs under FSDP in bf16 with full recomputation; the record holds the plan that the launcher wrote."""
     out = tmp_path / "out"
     done = launched(hub, tmp_path, "--ranks", "2", "--no-preflight", "--output", str(out))

@@ -97,7 +97,7 @@ FOUND: dict[str, tuple[str, bytes]] = {
 
 
 @each_row("name", FOUND)
-def test_what_was_found_stays_mended(name: str) -> None:
+def test_an_input_that_once_broke_a_reader_is_read_or_refused(name: str) -> None:
     """A result, or the reader's own error; anything else comes out of here."""
     target, data = FOUND[name]
     check(targets()[target], data)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import cattrs
 import pytest
+from rigs.netns import missing
 
 from probes.interfaces import probe as interfaces
 from probes.interfaces.facts import Interface, InterfacesFacts
@@ -30,14 +30,6 @@ from probes.interfaces.read import read as read_interfaces
 from probes.host.live import LiveHost
 print("FACTS " + json.dumps(cattrs.unstructure(read_interfaces(LiveHost()))))
 """
-
-
-def obstacle() -> str | None:
-    """Why namespaces cannot be made here; None where they can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    absent = [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]
-    return f"not installed: {', '.join(absent)}" if absent else None
 
 
 def look(host: str, pod: str = "") -> InterfacesFacts:
@@ -64,10 +56,7 @@ def look(host: str, pod: str = "") -> InterfacesFacts:
     return cattrs.structure(json.loads(lines[0].removeprefix("FACTS ")), InterfacesFacts)
 
 
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.skipif(obstacle() is not None, reason=str(obstacle())),
-]
+pytestmark = [pytest.mark.netns, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 
 def by_name(facts: InterfacesFacts) -> dict[str, Interface]:

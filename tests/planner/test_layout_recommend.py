@@ -1,16 +1,25 @@
-"""The recommendation: one answer on a CPU host, on catalogue machines, and honest about what it does not know."""
+"""The recommendation: one answer on catalogue and recorded machines, and honest about what it does not know."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from rigs.recorded import changed
+from rigs.recorded import snapshot as host
 from rigs.tables import each_row
 
 from hardware.machines import catalogue
+from planner.advice import Recommendation
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import forecast_named, plan, recommend, search_planned
 from planner.search import Candidate, simplest
+from probes.api import Snapshot
+from probes.gpu.facts import GpuFacts, GpuProcess
+from topology.build import build
+from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
 
 
@@ -214,3 +223,70 @@ def test_what_a_question_says_in_vain_is_said_back() -> None:
     words = " ".join(answer.unknowns)
     assert "5 of 15 rows are longer than the sequence length of 2048 tokens" in words
     assert "NCCL 99.99.0 is newer than" in words
+
+
+TRAIN = TrainSpec(method="lora", sequence_length=2048, global_batch=32)
+
+
+def recommended(name: str, model: str = "Llama-3.1-8B", train: TrainSpec = TRAIN) -> Recommendation:
+    """What is recommended on one recording."""
+    found = host(name)
+    node = build(found)
+    ranks = None if node.gpus else 2
+    return recommend(ClusterTopology(nodes=(node,)), (found,), model_named(model), train, ranks_per_node=ranks)
+
+
+def test_limits_of_the_machine_are_refused_or_named() -> None:
+    """Four L40S on PCIe: TP is refused by name and link. Turing has no bf16 tensor cores. A lost GPU is left out."""
+    said = recommended("l40s-4x-pcie")
+    assert said.chosen.layout.tp == 1
+    assert any(row.rule == "tp-inside-island" and "PCIe" in row.reason for row in said.rejected)
+    assert any("no bf16 tensor cores" in text for text in recommended("titan-rtx-2x-nv2").unknowns)
+    lost = recommended("sick-h100-gpu-lost", train=TrainSpec(method="lora", sequence_length=2048))
+    assert any("repair it first" in text for text in lost.unknowns)
+    assert lost.chosen is None or lost.chosen.layout.world_size < 8
+
+
+def test_the_cpu_machine_replicates_the_small_model() -> None:
+    """No GPU: gloo, fp32, two ranks; gathers, which nothing hides there, only pay where memory asks for them."""
+    said = recommended("cpu-only-vm", "tiny-llama", TrainSpec(global_batch=16, sequence_length=128))
+    assert (said.backend, said.chosen.layout.family, said.chosen.layout.precision) == ("gloo", "DDP", "fp32")
+    sharded = next(r for r in said.runners_up if r.layout.family == "FSDP")
+    assert sharded.forecast.step_seconds.mid > said.chosen.forecast.step_seconds.mid
+
+
+MODEL = model_named("Llama-3.1-8B")
+LORA = TrainSpec(method="lora")
+
+
+def _held(ratio: float, gpu: int = 3) -> Snapshot:
+    facts = host().facts(GpuFacts)
+    gpus = list(facts.gpus)
+    used = int(ratio * (gpus[gpu].memory_bytes or 0))
+    gpus[gpu] = replace(gpus[gpu], memory_used_bytes=used, processes=(GpuProcess(pid=4711, memory_bytes=used),))
+    return changed(host(), GpuFacts, gpus=tuple(gpus))
+
+
+@each_row("ratio", [0.2, 0.5, 0.98])
+def test_the_fullest_gpu_sets_what_a_rank_may_have(ratio: float) -> None:
+    """And the forecast says who holds how much where."""
+    snapshot = _held(ratio)
+    planned = plan(join((build(snapshot),)), (snapshot,), MODEL, LORA)
+    size = 81559 << 20
+    assert planned.capacity == pytest.approx((1.0 - ratio) * size, abs=0.02 * size)
+    said = [words for words in planned.unknowns if "hold" in words]
+    assert len(said) == 1
+    assert "GPU3" in said[0] and "4711" in said[0]
+
+
+def test_a_full_gpu_leaves_no_layout() -> None:
+    """98 % held by others: nothing of an 8B model fits into the rest."""
+    snapshot = _held(0.98)
+    found = recommend(join((build(snapshot),)), (snapshot,), MODEL, LORA)
+    assert recommend(join((build(host()),)), (host(),), MODEL, LORA).chosen is not None
+    assert found.chosen is None
+
+
+def test_what_the_driver_keeps_for_itself_is_not_held() -> None:
+    """600 MiB on an idle H100."""
+    assert plan(join((build(host()),)), (host(),), MODEL, LORA).capacity == float(81559 << 20)

@@ -263,10 +263,8 @@ def test_what_scripts_and_builds_keep_for_themselves(name: str) -> None:
      {"NCCL_NET_PLUGIN": "libnccl-net-ofi.so"}],
 )  # fmt: skip
 def test_ib_disable_beside_a_network_plugin_sends_nothing_over_tcp(carried: dict[str, str]) -> None:
-    found = [f for f in lint({"NCCL_IB_DISABLE": "1", **carried}) if f.subject == "NCCL_IB_DISABLE"]
-    assert [(f.code, f.status) for f in found] == [("env.debug.leftover", Status.INFO)] and "TCP" not in found[
-        0
-    ].message
+    (found,) = [f for f in lint({"NCCL_IB_DISABLE": "1", **carried}) if f.subject == "NCCL_IB_DISABLE"]
+    assert (found.code, found.status) == ("env.debug.leftover", Status.INFO) and "TCP" not in found.message
 
 
 @each_row("other", [{}, {"NCCL_NET": "IB"}, {"FI_PROVIDER": "tcp"}, {"NCCL_NET_PLUGIN": "none"}])

@@ -17,23 +17,9 @@ LLAMA = {
 }  # fmt: skip
 
 
-# Totals as the model cards on the Hugging Face hub state them.
-@each_row(
-    ("name", "total"),
-    [
-        ("meta-llama/Meta-Llama-3.1-8B-Instruct", 8_030_261_248),
-        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
-        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512),
-        ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704),
-        ("openai-community/gpt2", 124_439_808),
-        ("google/gemma-2-9b-it", 9_241_705_984),
-    ],
-)
-def test_known_names_have_the_published_number_of_weights(name: str, total: int) -> None:
-    """The count is exact, so FLOPs and bytes start from the truth."""
-    assert weights(model_named(name)).total == total
-    # r=16 on all seven projections, as PEFT prints it
-    assert not name.endswith("8B-Instruct") or lora_weights(model_named(name), TrainSpec(lora_rank=16)) == 41_943_040
+def test_lora_counts_the_adapters_of_all_seven_projections() -> None:
+    """As PEFT prints them of rank 16."""
+    assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040
 
 
 def test_config_json_gives_the_same_shape_as_the_name(tmp_path: Path) -> None:

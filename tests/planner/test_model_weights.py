@@ -112,17 +112,21 @@ def test_the_shape_and_the_layers_that_slide_are_what_transformers_says(family: 
             assert (spec.head_dim, spec.tied_embeddings) == (head, theirs.tie_word_embeddings), said
 
 
-# As the sizes of their safetensors on the Hugging Face hub add up, without the layers that predict further tokens.
+# As model cards on the Hugging Face hub state them, or as the sizes of their safetensors add up, without the layers
+# that predict further tokens.
 @each_row(
     ("name", "total"),
     [
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", 8_030_261_248), ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512), ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704),
+        ("openai-community/gpt2", 124_439_808), ("google/gemma-2-9b-it", 9_241_705_984),
         ("Qwen3-30B-A3B", 30_532_122_624), ("openai/gpt-oss-20b", 20_914_757_184),
         ("openai/gpt-oss-120b", 116_829_156_672), ("deepseek-ai/DeepSeek-V3-Base", 671_026_404_352),
         ("google/gemma-3-1b-it", 999_885_952), ("Qwen/Qwen3-235B-A22B", 235_093_634_560),
     ],
 )  # fmt: skip
-def test_mixtures_have_the_published_number_of_weights(name: str, total: int) -> None:
-    """Exact."""
+def test_known_names_have_the_published_number_of_weights(name: str, total: int) -> None:
+    """The count is exact, so FLOPs and bytes start from the truth."""
     assert weights(model_named(name)).total == total
 
 

@@ -1,17 +1,20 @@
 """Every platform of data/platforms.toml on its built machine: what is recognised, what is advised, what the docs say.
 
+And the advice on every recorded machine, as an expert would read it.
 `TOPOFLIGHT_UPDATE_GOLDEN=1` redraws docs/reference/platforms.md.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import platform_machines as built
 import yaml
+from rigs.recorded import H100, NAMES, snapshot
 from rigs.tables import each_row
 
 from agent.advice.advise import of_cluster
@@ -279,3 +282,20 @@ def test_one_node_is_told_nothing_of_networks(machine: str) -> None:
     names = {each.name for each in found.settings} | {each.topic for each in found.notes}
     assert not [name for name in names if name.startswith(("NCCL_IB_", "NCCL_NET", "NCCL_SOCKET", "NCCL_CROSS", "FI_"))]
     assert not {"platform", "NCCL_MNNVL_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_IGNORE_CPU_AFFINITY"} & names
+
+
+@each_row("name", NAMES)
+def test_golden_advice_on_machine(name: str, golden: Callable[[str, Any], None]) -> None:
+    """The whole advice, reasons included, stays what was read and approved."""
+    found = settings([snapshot(name)], join([build(snapshot(name))]))
+    told = {part: [asdict(each) for each in getattr(found, part)] for part in ("settings", "notes", "needs")}
+    golden(f"{name}/settings.json", told)
+
+
+@each_row("order", [1, -1], ids=["healthy-first", "sick-first"])
+def test_a_port_that_is_down_is_named_whichever_node_comes_first(order: int) -> None:
+    """The evidence is that of the node whose ports decide, not of the first one."""
+    found = [snapshot(name) for name in (H100, "sick-h100-dead-hca")][::order]
+    advice = settings(found, join([build(each) for each in found]), multi_node=True)
+    hca = next(setting for setting in advice.settings if setting.name == "NCCL_IB_HCA")
+    assert "mlx5_3:1 is DOWN" in hca.reason.evidence

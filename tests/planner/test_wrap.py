@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from difflib import unified_diff
 from pathlib import Path
@@ -34,21 +35,21 @@ FILE = Path(__file__).parents[1] / "golden" / "wrap.yaml"
 
 
 class Dumper(yaml.SafeDumper):
-    """Texts of several lines as they stand."""
+    """Write texts of several lines as blocks."""
 
 
 Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(
     "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))  # fmt: skip
 
 
-def additions(said: str | dict[str, Any]) -> Additions:
-    """All of ADDED, or what a row says in place of it or of nothing."""
-    if said == "all":
+def additions(row: dict[str, Any]) -> Additions:
+    """The additions of a row: all of ADDED, ADDED with changes, or only what the row names."""
+    added = row["added"]
+    if added == "all":
         return ADDED
-    assert isinstance(said, dict)
-    words = {name: value for name, value in said.items() if name not in ("all", "needs")}
-    needs = tuple(PodNeed(name=name, value=value, reason=WHY) for name, value in said["needs"])
-    return replace(ADDED if said.get("all") else Additions(), needs=needs, **words)
+    words = {name: value for name, value in added.items() if name not in ("all", "needs")}
+    needs = tuple(PodNeed(name=name, value=value, reason=WHY) for name, value in added["needs"])
+    return replace(ADDED if added.get("all") else Additions(), needs=needs, **words)
 
 
 def wrapped(text: str, added: Additions) -> tuple[str, list[str]]:
@@ -56,27 +57,44 @@ def wrapped(text: str, added: Additions) -> tuple[str, list[str]]:
     return wrap(text, [added for _ in jobs_in(documents(text))])
 
 
-def told(text: str, made: str) -> dict[str, Any]:
-    """Each job with its pods, nodes and ranks; what else is there; and what wrapping has changed in the text."""
-    jobs = [[job.kind, *(part.where for part in job.parts), job.nodes, job.ranks_per_node]
-            for job in jobs_in(documents(text))]  # fmt: skip
-    changes = [*unified_diff(text.splitlines(), made.splitlines(), n=0, lineterm="")][2:]
-    return {"jobs": jobs, "others": others_in(documents(text)), "changes": "\n".join(changes)}
+def changes(text: str, made: str) -> list[str]:
+    """The lines that wrapping has added to the text and removed from it, with their places."""
+    return [*unified_diff(text.splitlines(), made.splitlines(), n=0, lineterm="")][2:]
 
 
-def test_golden_wraps() -> None:
-    """Every line of the user's stays; wrapping again changes nothing; containers have names of their own."""
+def described(row: dict[str, Any], made: str, notes: list[str], usual: set[str]) -> dict[str, Any]:
+    """The row with its jobs (pods, nodes and ranks), other objects, changes and notes.
+
+    A row that is not `whole` has only the changed lines that are in no whole row.
+    """
+    found, lines = documents(row["text"]), changes(row["text"], made)
+    jobs = [[job.kind, *(part.where for part in job.parts), job.nodes, job.ranks_per_node] for job in jobs_in(found)]
+    if not row.get("whole"):
+        lines = [line for line in lines if not line.startswith("@@") and line.strip("+ ") not in usual]
+    return row | {"jobs": jobs, "others": others_in(found), "changes": "\n".join(lines), "notes": notes}
+
+
+def test_golden_wraps(golden: Callable[..., None]) -> None:
+    """The user's lines stay, but for those in braces; wrapping again changes nothing; container names are unique."""
     head, rows = FILE.read_text(encoding="utf-8").partition("- what")[0], yaml.safe_load(FILE.read_text("utf-8"))
-    results = [wrapped(row["text"], additions(row["added"])) for row in rows]
-    made = [row | told(row["text"], once) | {"notes": notes} for row, (once, notes) in zip(rows, results, strict=True)]
+    results = [wrapped(row["text"], additions(row)) for row in rows]
+    golden("wrapped.yaml", "\n---\n".join(made for made, _ in results), digest=True)
+    usual = {line.strip("+ ") for row, (made, _) in zip(rows, results, strict=True) if row.get("whole")
+             for line in changes(row["text"], made)}  # fmt: skip
+    now = [described(row, made, notes, usual) for row, (made, notes) in zip(rows, results, strict=True)]
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
-        FILE.write_text(head + yaml.dump(made, Dumper=Dumper, sort_keys=False, width=4000, allow_unicode=True))
+        text = yaml.dump(now, Dumper=Dumper, sort_keys=False, width=4000, allow_unicode=True, default_flow_style=None)
+        FILE.write_text(head + text, encoding="utf-8")
         return
-    assert [(old["what"], new["changes"]) for old, new in zip(rows, made, strict=True) if old != new] == []
-    for row, (once, _) in zip(rows, results, strict=True):
-        assert wrapped(once, additions(row["added"]))[0] == once or "name: preflight" in row["text"], row["what"]
-        assert "{" in row["text"] or not any(line.startswith("-") for line in row["changes"].splitlines()), row["what"]
-        for pod in templates(documents(once)):
+    assert [(old["what"], new["changes"]) for old, new in zip(rows, now, strict=True) if old != new] == []
+    for row, (made, notes) in zip(rows, results, strict=True):
+        again, said = wrapped(made, additions(row))
+        assert again == made or "name: preflight" in row["text"], row["what"]
+        if row["what"].startswith("the published job"):
+            assert said == [note for note in notes if "failed gate" not in note]
+        removed = [line for line in changes(row["text"], made) if line.startswith("-")]
+        assert not [line for line in removed if "{" not in line], row["what"]
+        for pod in templates(documents(made)):
             names = [each["name"] for key in ("containers", "initContainers") for each in pod["spec"].get(key, ())]
             assert len(set(names)) == len(names), row["what"]
 

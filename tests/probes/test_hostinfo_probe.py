@@ -1,12 +1,15 @@
-"""The machine: CPU, NUMA, hypervisor, and the files NCCL takes settings from."""
+"""The machine: CPU, NUMA, hypervisor, the container around us, and the files NCCL takes settings from."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import yaml
 from dicthost import DictHost
 from rigs.tables import each_row
 
 from probes.hostinfo import probe as hostinfo
-from probes.hostinfo.read import nccl_conf
+from probes.hostinfo.read import container, nccl_conf, of_agent
 from probes.hostinfo.read import read as read_hostinfo
 
 XEON = """processor\t: 0
@@ -123,3 +126,25 @@ def test_addresses_of_file_servers_come_from_the_mounts() -> None:
     )
     facts = read_hostinfo(DictHost({"/proc/self/mounts": mounts}))
     assert facts.storage_servers == ("10.200.7.9", "10.3.0.1", "10.3.0.2")
+
+
+ID = "5de52e359e15c1016d1777924320aef87fc439d8be297303af47b7d2f1e82164"
+POD = "0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c"
+TEXT = Path(__file__).with_name("container_kinds.yaml").read_text(encoding="utf-8")
+ROWS = yaml.safe_load(TEXT.replace("{ID}", ID).replace("{POD}", POD))
+
+
+@each_row(("kind", "files", "environment"), ROWS["kinds"])
+def test_container_is_known_by_its_engines_traces(
+    kind: str | None, files: dict[str, str], environment: dict[str, str]
+) -> None:
+    """One trace is enough; a pod's stands above its engine's."""
+    assert container(DictHost(dict(files), environment=environment)) == kind
+
+
+def test_the_agents_container_is_one_that_says_so() -> None:
+    """On a host without container `serve` shares what jobs get: its limits are judged."""
+    role = {hostinfo.ROLE: "agent"}
+    assert of_agent(DictHost({"/.dockerenv": ""}, environment=role))
+    assert not of_agent(DictHost({"/.dockerenv": ""}))
+    assert not of_agent(DictHost({}, environment=role))

@@ -1,7 +1,8 @@
-"""Who is accused and who is not: clocks, margins, limits of time, ends without a word; scripts need no change."""
+"""Who is accused and who is not: clocks, margins, limits of time, ends without a word; what `why --watch` leaves."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -22,6 +23,8 @@ from collectives.bench import processes
 from collectives.traces import states
 from collectives.traces.calls import Call, RankTrace
 from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState, dumps
+from contracts import run_record
+from contracts.run_record import RunRecord
 from finetune import rank_monitor
 from planner.why import RunFacts, judge
 
@@ -249,3 +252,21 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
                for rank in range(2)]  # fmt: skip
     assert [one.wait(120) for one in started] == [0, 0]
     assert sorted(ranks.of_run(tmp_path / "own-run")[0].states) == [0, 1]
+
+
+def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
+    """The rank that failed first is named; the record's notes and why.json hold the same line."""
+    ranks = tmp_path / RANKS_FOLDER
+    ranks.mkdir()
+    run_record.save(tmp_path / "run.json", RunRecord(status="failed", host="trainer-0"))
+    for rank in range(3):
+        error = "ValueError: bad row" if rank == 2 else "RuntimeError: Connection closed by peer [10.0.0.2]:4"
+        state = RankState(rank=rank, world_size=3, written=time.time(), ended=True, error=error, host=f"trainer-{rank}")
+        (ranks / NAME.format(rank=rank)).write_text(dumps(state))
+    ended = topoflight("why", "--watch", "--run", tmp_path)
+    assert ended.exit_code == 3, ended.output
+    kept = json.loads((tmp_path / run_record.WHY).read_text())
+    assert (kept["state"], kept["ranks"]) == ("failed", [2])
+    assert kept["line"].split(": ")[0] in topoflight("why", tmp_path).output, "a run's folder among the logs"
+    assert kept["line"] in ended.output
+    assert run_record.read(tmp_path / "run.json").notes == [f"why: {kept['line']}"]

@@ -34,11 +34,11 @@ hostname "$1" && echo ready && exec cat
 """
 
 
-def missing() -> str | None:
-    """Say why the rig cannot run here; None when it can."""
+def missing(*more: str) -> str | None:
+    """Say why namespaces, and `more` tools, cannot be had here; None when they can."""
     if os.geteuid() != 0:
-        return "network namespaces need root"
-    absent = [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]
+        return "namespaces need root"
+    absent = [tool for tool in ("unshare", "nsenter", "ip", *more) if shutil.which(tool) is None]
     return f"not installed: {', '.join(absent)}" if absent else None
 
 

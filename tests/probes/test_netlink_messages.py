@@ -1,4 +1,4 @@
-"""Answers of ethtool's netlink and of DCB, byte by byte as the kernel lays them out."""
+"""Netlink messages of ethtool, DCB and RDMA, byte by byte as the kernel lays them out."""
 
 from __future__ import annotations
 
@@ -79,3 +79,42 @@ def test_the_kernel_answers_or_refuses_by_an_errno_that_a_recording_keeps() -> N
             RecordedHost(content).port_link(name)
         assert recorded.value.errno == live.value.errno
     assert {name for _, name in socket.if_nameindex()} >= {"lo"}
+
+
+def message(kind: int, body: bytes) -> bytes:
+    return struct.pack("=IHHII", 16 + len(body), kind, 2, 1, 0) + body
+
+
+DEVICE = (
+    attribute(1, struct.pack("=I", 3))
+    + attribute(2, b"mlx5_0\0")
+    + attribute(5, b"28.39.3560\0")
+    + attribute(6, struct.pack("=Q", 0xA088C20300AA0001))
+    + attribute(0x4000 | 14, b"\x01")  # NLA_F_NET_BYTEORDER is not part of the type
+    + attribute(999, b"of next year")
+)
+PORT = attribute(3, struct.pack("=I", 1)) + attribute(12, b"\x04") + attribute(13, b"\x05") + attribute(51, b"net1\0")
+
+
+def test_a_device_and_a_port_are_read() -> None:
+    """Numbers in the machine's byte order, texts without their end, unknown attributes left out."""
+    assert netlink.attributes(DEVICE) == {
+        "device_index": 3, "name": "mlx5_0", "firmware": "28.39.3560", "node_type": 1,
+    }  # fmt: skip
+    assert netlink.attributes(PORT) == {"port": 1, "state": 4, "physical_state": 5, "netdev": "net1"}
+
+
+def test_several_messages_share_a_datagram() -> None:
+    """And a cut one ends it without harm."""
+    datagram = message(0x1401, DEVICE) + message(0x1401, PORT) + message(3, bytes(4))
+    assert [kind for kind, _ in netlink.messages(datagram)] == [0x1401, 0x1401, 3]
+    assert [body for _, body in netlink.messages(datagram)][1] == PORT
+    assert [kind for kind, _ in netlink.messages(datagram[:-4])] == [0x1401, 0x1401]
+
+
+@given(st.binary(max_size=512))
+def test_any_bytes_end(data: bytes) -> None:
+    """A kernel of next year must not hang or crash the scan."""
+    for _, body in netlink.messages(data):
+        netlink.attributes(body)
+    netlink.attributes(data)
