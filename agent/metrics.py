@@ -76,7 +76,7 @@ class Rendered:
         self._asked: dict[tuple[str, bool], str] = {}  # formats asked for since the last scan, with their Accept header
 
     def __call__(self, view: View, accept: str, *, zipped: bool = False) -> tuple[bytes, str]:
-        """As `exposition`, gzipped where wanted; another view drops what was kept."""
+        """As `exposition`, gzipped on request; another view clears the cache."""
         of, kept = self._made
         if view is not of:
             self._made = of, kept = view, {}
@@ -87,7 +87,7 @@ class Rendered:
         return kept[key], key[0]
 
     def prepare(self, view: View) -> None:
-        """Render for a new view, in the thread that made it, what was asked of the last one."""
+        """Render a new view, in the thread that made it, in the formats that were requested of the last one."""
         formats, self._asked = self._asked, {}
         made = {key: _rendered(view, accept, self._more(), zipped=key[1]) for key, accept in formats.items()}
         self._made = view, made

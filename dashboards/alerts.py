@@ -24,7 +24,7 @@ AGENT = "http://{{$labels.instance}}"  # within the cluster: the agent of the no
 NODE_PAGE = (
     "/cluster{{with $labels.node}}?node={{.|urlquery}}{{end}}"  # of any agent: the fleet, or the node by its name
 )
-# the scraper's label (PodMonitor); an address where nobody names the node
+# the scraper's label (PodMonitor); an address if no label names the node
 NODE = "{{ with $labels.node }}{{ . }}{{ else }}{{ $labels.instance }}{{ end }}"
 HOST = {"instance": "10.0.0.7:9402", "job": "topoflight", "node": "node-a"}  # of the tests
 JOB_RUNS = "on (job, instance, node, gpu) topoflight_gpu_processes > 0"

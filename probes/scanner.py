@@ -11,13 +11,14 @@ import contextlib
 import errno
 import json
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ ANSWER_LIMIT_BYTES = 64 << 20
 _REAP_SECONDS = 1.0
 _CALL_BYTES = 4096  # more than the name of a driver call takes
 REPLAY_SECONDS = 300.0  # for one recording, the largest of which takes seconds
+_END_SECONDS = 0.05  # a wait for the child looks this often whether the scan was ended
+_OWN_FILE = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(\d+)")  # another file in the child
 RETRY_SECONDS = 600.0
 """How long a probe rests whose driver call hung or crashed: each attempt costs the probe's whole time limit."""
 
@@ -44,10 +47,18 @@ class HangError(WorkerError):
     """The child gave no answer in time."""
 
 
-class _Worker:
-    """One child and the pipe to it; one without a root replays recordings."""
+class EndedError(WorkerError):
+    """The scan was ended before the child answered."""
 
-    def __init__(self, root: str) -> None:
+
+class _Worker:
+    """One child and the pipe to it; one without a root replays recordings.
+
+    A wait for the child raises EndedError soon after `is_ended` returns true.
+    """
+
+    def __init__(self, root: str, is_ended: Callable[[], bool]) -> None:
+        self.is_ended = is_ended
         package_parent = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(p for p in (package_parent, os.environ.get("PYTHONPATH")) if p)
         self._ended = threading.Event()
@@ -107,7 +118,12 @@ class _Worker:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN | select.POLLHUP)
         while (end := self._buffer.find(b"\n")) < 0:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if self.is_ended():
+                raise EndedError("the scan was ended")
+            left = deadline - time.monotonic()
+            if not poll.poll(max(0.0, min(left, _END_SECONDS)) * 1000):
+                if left > _END_SECONDS:
+                    continue
                 raise HangError(f"no answer after {time.monotonic() - started:.1f} s")
             chunk = os.read(descriptor, 1 << 20)
             if not chunk:
@@ -136,14 +152,10 @@ class _Worker:
         """The NVML call that has not returned: "nvmlDeviceGetName of GPU3"; empty where there is none."""
         return os.pread(self._call_file, _CALL_BYTES, 0).rstrip(b"\0").decode(errors="replace")
 
-    def kill_process(self) -> None:
-        """Kill the child's process group and wait for nothing; a caller that waits for an answer gets a WorkerError."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
     def kill(self) -> bool:
         """Kill the child's process group; False where it is stuck in the kernel and lingers."""
-        self.kill_process()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -159,9 +171,12 @@ class Scanner:
 
     def __init__(
         self, root: str = "/", *, probes: Probes, timeout_seconds: float | None = None,
-        retry_seconds: float = RETRY_SECONDS,
+        retry_seconds: float = RETRY_SECONDS, stop: threading.Event | None = None,
     ) -> None:  # fmt: skip
-        """`timeout_seconds` replaces every probe's own time limit; a probe that hung rests for `retry_seconds`."""
+        """`timeout_seconds` replaces every probe's own time limit; a probe that hung rests for `retry_seconds`.
+
+        Soon after `stop` is set a scan under way ends: the probes that have not answered are `Failed`.
+        """
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be greater than 0")
         if not Path(root).is_dir():
@@ -173,6 +188,7 @@ class Scanner:
         self._retry_seconds = retry_seconds
         self._resting: dict[str, tuple[str, float]] = {}  # probe -> its error, and until when (time.monotonic)
         self._lingering: list[tuple[str, _Worker]] = []  # the probe that was asked, and who hangs in the kernel with it
+        self._stop = stop or threading.Event()
         self._closing = False
         self._start_error: str | None = None  # of the scan under way: do not wait for the same failure six times
         self._lock = threading.Lock()
@@ -204,8 +220,6 @@ class Scanner:
     def close(self) -> None:
         """End the child; a scan under way ends with it."""
         self._closing = True
-        if (worker := self._worker) is not None:
-            worker.kill_process()
         with self._lock:
             self._drop()
             self._closing = False
@@ -243,7 +257,7 @@ class Scanner:
 
     def _failure(self, probe: str, error: Exception, call: str) -> str:
         """What a failed probe says; one whose driver call hung or crashed rests before it is asked again."""
-        if self._closing or not (call or isinstance(error, HangError)):
+        if isinstance(error, EndedError) or not (call or isinstance(error, HangError)):
             return str(error)
         in_call = f" in {call}" if call else ""
         words = f"{error}{in_call}; the next attempt is made after {self._retry_seconds / 60:.0f} minutes"
@@ -253,17 +267,18 @@ class Scanner:
     def _started(self) -> _Worker:
         if self._start_error is not None:
             raise WorkerError(self._start_error)
-        if self._closing:
-            raise WorkerError("the scan was ended")
+        if self._is_ended():
+            raise EndedError("the scan was ended")
         if self._worker is None:
             try:
-                self._worker = _Worker(self._root)
+                self._worker = _Worker(self._root, self._is_ended)
             except WorkerError as error:
                 self._start_error = f"the probe process does not start: {error}"
                 raise WorkerError(self._start_error) from None
-            if self._closing:  # while it started: there was nothing yet to kill
-                raise WorkerError("the scan was ended")
         return self._worker
+
+    def _is_ended(self) -> bool:
+        return self._closing or self._stop.is_set()
 
     def _drop(self, probe_name: str = "") -> None:
         """Kill the child, and look again at those that could not be killed before."""
@@ -293,24 +308,29 @@ def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> t
     """
     found: list[Snapshot] = []
     folder = "/" if path.is_absolute() else str(Path.cwd())  # which another user, or nobody, may be able to enter
-    request = {"recording": str(path), "folder": folder, "probes": [probe.name for probe in probes]}
+    own = _OWN_FILE.fullmatch(str(path))
+    name = f"/proc/{os.getpid()}/fd/{own[1] or 0}" if own else str(path)
+    request = {"recording": name, "folder": folder, "probes": [probe.name for probe in probes]}
+    is_ended = (stop or threading.Event()).is_set
     with _replaying:
         worker = _replayers.pop(os.getpid(), None)
         try:
             if worker is not None and worker.process.poll() is not None:
                 worker.kill()
                 worker = None
-            worker = worker or _Worker("")
+            worker = worker or _Worker("", is_ended)
+            worker.is_ended = is_ended
             worker.request(**request)
-            while "outcomes" in (answer := worker.answer(REPLAY_SECONDS)) and not (stop and stop.is_set()):
+            while "outcomes" in (answer := worker.answer(REPLAY_SECONDS)):
                 found.append(from_json(answer, probes))
-            if "outcomes" not in answer:
-                _replayers[os.getpid()] = worker
+            _replayers[os.getpid()] = worker
+        except EndedError:
+            return tuple(found)
         except WorkerError as error:
             raise RecordingError(f"{path}: {error}") from None
         finally:
             if worker is not None and os.getpid() not in _replayers:
                 worker.kill()
     if "error" in answer:
-        raise RecordingError(answer["error"])
+        raise RecordingError(answer["error"].replace(name, str(path)))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""The planner's answer to a question, in any format, and to the same question put otherwise."""
+"""The planner's answer to a question, in any format, and to variations of the question: other machines and networks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from agent.advice.request import (
     measurements_of,
     model_of,
     price_of,
+    prices_of,
     rows_of,
     spans_nodes,
 )
@@ -30,10 +31,11 @@ from planner.advice import ExportError, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
 from planner.forecast.faults import ENDS, RULES, Findings
-from planner.forecast.specs import mean_length
+from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
 from planner.recommend import best_layout, plan, recommend
+from planner.sweep import FrontierPoint, frontier
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from topology.graph import ClusterTopology
@@ -42,18 +44,11 @@ if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: 
     from agent.checks.groups import Group
     from agent.checks.view import View
     from collectives.bench.results import Measurement
-    from contracts.finding import Finding
-
-
-from agent.advice.request import prices_of
-from planner.forecast.machines import MachineError
-from planner.forecast.specs import TrainSpec
-from planner.sweep import FrontierPoint, frontier
 
 ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
-_FAULTS_SAID = 4  # beside an advice; all of them are what `topoflight scan` prints
+_FAULTS_SAID = 4  # with an advice; `topoflight scan` prints all of them
 
 
 def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recommendation:
@@ -77,7 +72,7 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
 
 
 def steps_of(request: Request, chosen: RankedLayout) -> int:
-    """Optimizer steps of the whole run, at least one. RequestError where epochs are of nobody knows how many rows."""
+    """Optimizer steps of the whole run, at least one. RequestError for epochs of an unknown number of rows."""
     forecast = chosen.forecast
     if request.train.steps is not None:
         return request.train.steps
@@ -150,7 +145,7 @@ def answer(
     ranks: int | None = None,
     checks: Sequence[Finding] | None = None,
 ) -> Recommendation:
-    """Ask the planner; `ranks` and `calibrated` stand above what the request names.
+    """Ask the planner; `ranks` and `calibrated` override those of the request.
 
     `checks` are what is known of the snapshots' hosts; None: they are judged here.
     """
@@ -203,7 +198,7 @@ _WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
 
 
 def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
-    """For each thing that could be otherwise the least of it that fits; where no one thing does, the method and nodes.
+    """For each setting the smallest change with which a layout fits; if no single change does, changes of two settings.
 
     Tried are adapters, a shorter sequence, 8-bit optimizer states, more bits in products, more nodes, another engine.
     """
@@ -287,10 +282,10 @@ def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequ
 
 
 def with_fsdp(advice: Recommendation) -> Recommendation:
-    """The same advice with the best FSDP layout chosen, which says so, and each other layout compared with that one.
+    """The same advice with the best FSDP layout chosen, the reason for it, and each other layout compared with it.
 
-    The embedded job is small enough for any layout; it runs under FSDP because that is the job users ship, and what the
-    measured all-gather and reduce-scatter stand for.
+    The embedded job is small enough for any layout. It runs under FSDP because users train that way, and because FSDP
+    makes the collectives that were measured: all-gather and reduce-scatter.
     """
     fitting = [r for r in (advice.chosen, *advice.runners_up) if r is not None]
     sharded = next((r for r in fitting if r.layout.family in ("FSDP", "HSDP")), None)
@@ -366,7 +361,7 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
     return replace(advice, settings=tuple(kept)), notes
 
 
-# The question put otherwise: the same job on other machines, numbers of nodes and networks.
+# The same job on other machines, numbers of nodes and networks.
 
 MOST_POINTS = 64
 FORM = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport", "steps",
@@ -406,7 +401,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
             transport=request.transport,
             gpus_per_node=request.ranks_per_node,
         )
-    except (MachineError, ValueError) as error:
+    except (machines.MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
 
 

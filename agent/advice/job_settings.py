@@ -1,10 +1,10 @@
-"""The fine-tune job: what its settings (the YAML of --config, then --set) say to the planner, and the plan it gets.
+"""The fine-tune job: the planner's question from its settings (the YAML of --config, then --set), and the job's plan.
 
-Specification: docs/reference/finetune-job.md, the names of contracts.job_config. The job itself judges the values. The
-shape of a model that is no known name is read from config.json of the hub that the job will ask, or from its cache:
+Specification: docs/reference/finetune-job.md, the names of contracts.job_config. The job itself validates the values.
+The shape of a model without a known name is read from config.json of the hub that the job will use, or from its cache:
 HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE and HF_HOME as huggingface_hub reads them, and its cache's folders;
-`GET {endpoint}/{id}/resolve/{revision}/config.json`. Weights are never fetched. A known name is not asked for unless
-HF_ENDPOINT names a hub: what stands there under that name is what the job will load.
+`GET {endpoint}/{id}/resolve/{revision}/config.json`. Weights are never fetched. A known name is looked up only if
+HF_ENDPOINT names a hub, because the job will load the model that this hub has under the name.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _wrong_alone(raw: Mapping[str, Any]) -> str:
 
 
 def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
-    """The question as the job's settings put it: what they say stands, and the plan is made around it."""
+    """The question with the values of the job's settings, which the plan does not change."""
     if not explicit:
         return request
     requested: dict[str, Any] = {field: getattr(config, name) for name, field in _PLANNED.items() if name in explicit}
@@ -139,7 +139,7 @@ def left_open(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, 
 
 
 def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
-    """Why the job's own defaults would train another model, or sums, in place of what was planned; else nothing."""
+    """Why the job's own defaults would train another model, or sums, instead of the planned one; else nothing."""
     if advice.model is None or advice.model.name == EMBEDDED_MODEL:
         return ""
     if "dataset_name" not in settings:
@@ -168,7 +168,7 @@ def training_request(options: Mapping[str, Any]) -> Request:
 
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
-    """The job that is to be trained: the model named, else the one that its settings name, else the embedded one."""
+    """The question for a job: the model of the request, else the model of the job's settings, else the embedded one."""
     job, explicit, _ = settings(config, overrides)
     if request.model is None:
         name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
@@ -189,7 +189,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
-    """The model's shape; None where the known names are to answer. Raises ModelError for a name that nobody knows."""
+    """The model's shape; None if the table of known names or a file gives it. Raises ModelError for an unknown name."""
     if hub_id(name) != name or bounded.exists(name):
         return None
     try:
@@ -233,7 +233,7 @@ def _cached(name: str, revision: str, environment: Mapping[str, str]) -> Any:
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Redirects are followed; the token goes to the hub alone."""
+    """Follow redirects, but send the token to the hub only."""
 
     def redirect_request(self, req: Any, *words: Any) -> urllib.request.Request | None:
         made = super().redirect_request(req, *words)
@@ -263,8 +263,7 @@ def _token(environment: Mapping[str, str]) -> str:
         return ""
 
 
-# The plan of the job: what it is told of settings, layout, environment and network, and how long it may save.
-
+# The plan of the job: settings, layout, environment and network, and the time for a checkpoint.
 
 GRACE_SECONDS = 20  # for a checkpoint after SIGTERM, at least
 
@@ -272,8 +271,9 @@ GRACE_SECONDS = 20  # for a checkpoint after SIGTERM, at least
 def job_plan(
     advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (), found: Sequence[Snapshot] = ()
 ) -> JobPlan:
-    """The document of a job with the chosen layout: the settings of the file, and over them the plan's of what it
-    leaves open; `found` are the hosts that it is for. RequestError where there is nothing to train, or nowhere.
+    """The plan of a job on the hosts `found` with the chosen layout; settings that the file does not have are planned.
+
+    Raises RequestError if there is no layout, or if the job cannot be trained.
     """
     if advice.chosen is None:
         raise RequestError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
@@ -291,15 +291,15 @@ def job_plan(
 
 
 def run_forecast(advice: Recommendation) -> RunForecast:
-    """The forecast of the chosen layout as a plan holds it; an empty one without a layout."""
+    """The forecast of the chosen layout for the plan; an empty one without a layout."""
     return plain.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
     """The network that NCCL is to take between hosts, and whether by GPUDirect RDMA; empty: unknown.
 
-    It is plan.json's `transport`, held against NCCL's own log. Only what the hosts were seen to have is promised.
-    Locked memory is needed for RDMA alone, the resource of EFA's name for EFA alone (planner/nccl_env/environment.py).
+    It becomes `transport` in plan.json, which the job compares with NCCL's log. It contains only what the scans of the
+    hosts show. Only RDMA needs locked memory, and only EFA its resource (planner/nccl_env/environment.py).
     """
     resources = [need.value for need in advice.needs if need.name == "resource"]
     pinned = any(need.name == "memlock" for need in advice.needs)
@@ -340,7 +340,7 @@ def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
 
 
 def to_save(advice: Recommendation) -> tuple[float, float]:
-    """Bytes of a checkpoint, and seconds of the step that may have to end first; of nothing known, 0."""
+    """Bytes of a checkpoint, and seconds of the step that may have to end first; 0 if they are unknown."""
     if advice.chosen is None or advice.model is None or advice.train is None:
         return 0.0, 0.0
     in_fp32 = advice.backend != "nccl" or advice.chosen.layout.precision == "fp32"

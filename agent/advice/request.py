@@ -40,17 +40,17 @@ class Request:
     root: str = "/"
     machine: str | None = None
     nodes: int | None = None
-    network: str | None = None  # "100G": what joins the nodes, in place of what they have
+    network: str | None = None  # "100G": the network between the nodes, instead of their own
     transport: str | None = None  # "rdma", "tcp": of that network
     model: str | None = None
     train: TrainSpec = field(default_factory=TrainSpec)  # its `steps` are those of the whole run
-    tokens: int | None = None  # of the whole run, in place of steps
-    epochs: float | None = None  # of the whole run, in place of steps: passes over the rows
+    tokens: int | None = None  # of the whole run, instead of steps
+    epochs: float | None = None  # of the whole run, instead of steps: passes over the rows
     rows: int | None = None  # of the data set
     tokenizer: str | None = None  # that measures the data set's rows; None: the model's
     unmeasured: str = ""  # why the data set's rows were not measured
     price: str | None = None  # of a node-hour: a number, or a YAML file of numbers by machine
-    hours: float | None = None  # of the whole run, in place of both: how many steps fit
+    hours: float | None = None  # of the whole run, instead of both: how many steps fit
     ranks_per_node: int | None = None
     nccl_version: str | None = None
     bench_file: Path | None = None
@@ -237,10 +237,10 @@ _NAMES = (
 
 
 def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
-    """The question with the lengths of the rows that these settings of the job name; user's lengths stand above them.
+    """Add the row lengths of the data set in the job's settings to the question, unless the user has given lengths.
 
-    The data that the job makes itself, and a model of a name that no hub has, are left as they are. Raises InputError
-    where rows of this host cannot be read.
+    Data that the job generates is not measured. If the tokenizer is unknown or the data set cannot be read here, the
+    question gets the reason. Raises InputError if rows on this host are invalid.
     """
     name = settings.get("dataset_name")
     if not isinstance(name, str) or name.startswith("synthetic:") or request.train.length_histogram:
@@ -266,7 +266,7 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
 
 
 def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
-    """The question for as many steps as the job's settings say, where its rows are known."""
+    """Set the length of the run as in the job's settings: the number of steps, else epochs if the rows are known."""
     if settings.get("max_steps"):
         return request.changed(steps=settings["max_steps"])
     if rows_of(request) is None:
@@ -275,9 +275,9 @@ def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
 
 
 def dataset_settings(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, Any]:
-    """The job's settings for "openai/gsm8k:main", a file or a folder; a model that lies in a folder spells its rows.
+    """The job's settings for "openai/gsm8k:main", a file or a folder. A model in a folder is its own tokenizer.
 
-    Raises InputError for a file that is not there.
+    Raises InputError if the file does not exist.
     """
     if Path(dataset).suffix in FILES and not bounded.exists(Path(dataset).expanduser()):
         raise InputError(f"--dataset {dataset}: no such file; give a file, a folder, or a data set's name on the hub")
@@ -296,7 +296,7 @@ def _words(name: str, why: str, request: Request) -> str:
 
 
 def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the job's own reader. LookupError says why there is no answer, InputError what is wrong with the rows."""
+    """Measure the rows with finetune.rows. Raises LookupError if it cannot, InputError if the rows are invalid."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "finetune.rows"], input=json.dumps(settings), capture_output=True,
@@ -307,7 +307,7 @@ def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     if done.returncode == WRONG_DATA:
         raise InputError(done.stderr.strip()[-600:])
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no words"]
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise LookupError(last[0][:300])
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found

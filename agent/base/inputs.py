@@ -16,13 +16,13 @@ from contracts import bounded
 
 
 class InputError(click.ClickException):
-    """A file, a name or a value that cannot be used as it stands; the message says which, and what is allowed."""
+    """A file, a name or a value that cannot be used; the message says which, and what is allowed."""
 
     exit_code = EXIT_USAGE
 
 
 class RequestError(InputError):
-    """A question that cannot be answered as it stands; names the setting, the value and what is allowed."""
+    """A question that cannot be answered; names the setting, the value and what is allowed."""
 
 
 class NothingFitsError(click.ClickException):

@@ -1,4 +1,4 @@
-"""How results leave: records as JSON or YAML documents, files that are never seen half written, progress on stderr."""
+"""Output: records as JSON or YAML documents, files that are written atomically, progress on stderr."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def difference(before: str, after: str, source: str, target: str) -> str:
 
 
 def unwritable(path: Path, *, folder: bool = False) -> str:
-    """Why no file can be written at `path`, or below it where it is a `folder` that may yet be made; "" where one can.
+    """Why no file can be written at `path`, or below it if it is a `folder`, which need not exist; "" if one can.
 
-    Asked before a verb makes load: a result that cannot be stored costs no run then. Nothing is written.
+    Called before a verb generates load, so that no run is lost because its result cannot be stored. Writes nothing.
     """
     place = path if folder else path.parent
     if not folder and os.path.isdir(path):  # noqa: PTH112 - pathlib raises where a parent cannot be read

@@ -46,7 +46,7 @@ def replay(hosts: Sequence[Path], probes: scanner.Probes, stop: threading.Event 
 
 
 def distinct_names(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
-    """Two recordings of hosts with one name (pods often have one) get their files' names beside it."""
+    """Two recordings of hosts with one name (pods often have one) get their files' names added."""
     times = Counter(snapshot.hostname for snapshot in found)
     taken: set[str] = set()
     made = []
@@ -65,7 +65,7 @@ def distinct_names(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Sn
 
 
 def recordings(hosts: Sequence[Path]) -> list[Path]:
-    """The files meant by --host: a folder stands for the recordings in it."""
+    """The files of --host, where a folder means the recordings in it."""
     files: list[Path] = []
     for path in hosts:
         if path.is_dir():

@@ -81,7 +81,7 @@ def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:
     for place in places:
         files = [place] if place.is_file() else [*place.glob("*.json"), *place.glob("*/run.json")]
         for path in sorted(files, reverse=True)[:STORED_RUNS]:
-            with contextlib.suppress(OSError):  # whoever reads it says why
+            with contextlib.suppress(OSError):  # the reader of the file reports the error
                 held += path.stat().st_size
             if held > MOST_HELD_BYTES and found:
                 break
@@ -106,7 +106,7 @@ def _record(path: Path) -> RunRecord | None:
 
 
 def sweep(place: Path) -> None:
-    """Remove what a killed writer left: temporary files (agent.base.output.write_atomic) that nobody writes now."""
+    """Remove the temporary files (agent.base.output.write_atomic) of writers that were killed."""
     for path in (*place.glob(".*.json.*"), *(place / RUNS_FOLDER).glob(".*.json.*")):
         with contextlib.suppress(OSError):  # another agent may be quicker, or the folder not ours
             if time.time() - path.stat().st_mtime > WRITTEN_WITHIN_SECONDS:

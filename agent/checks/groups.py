@@ -89,12 +89,12 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many checks it stands for."""
+        """How many checks it contains."""
         return len(self.checks)
 
     @property
     def required(self) -> bool:
-        """Whether the gate was told to insist on one of them."""
+        """Whether the gate requires one of them."""
         return any(check.required for check in self.checks)
 
     @property
@@ -133,12 +133,12 @@ def _group(same: list[Finding], *, shared: bool) -> Group:
 
 
 def _device(check: Finding) -> tuple[str, str, str]:
-    """Node, device and trouble of a check; no trouble where the check stands for itself."""
+    """Node, device and trouble of a check; the trouble is empty if the check shares none with others."""
     return check.node, check.subject, _TROUBLE_OF.get(check.code, "")
 
 
 def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tuple[object, ...]]:
-    """Devices of which more than one check tells the same trouble, each with what tells it and what fixes it."""
+    """Devices for which several checks report the same trouble, each with the reports and the remedies."""
     told: dict[tuple[str, str, str], list[Finding]] = {}
     for check in checks:
         if check.status in ("fail", "warn") and check.subject and check.code in _TROUBLE_OF:

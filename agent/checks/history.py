@@ -32,7 +32,7 @@ SCANS_TO_CLEAR = 3  # one more than to raise: what flickers stays raised
 # Boot and driver restarts: as long as Kubernetes lets a node be not ready before it evicts its pods (the toleration of
 # node.kubernetes.io/not-ready that its admission plug-in DefaultTolerationSeconds adds: 300 s).
 SETTLING_SECONDS = 300.0
-CAUSE_SECONDS = 86400.0  # a change of version is told beside what came within a day of it, with its time
+CAUSE_SECONDS = 86400.0  # a change of version is named with the findings of the day after it
 WEEK_SECONDS = 7 * 86400.0
 
 _RULES = read_table(__file__, "rules.toml")
@@ -61,7 +61,7 @@ class Event:
 
     @property
     def finding(self) -> bool:
-        """Whether it tells of a finding."""
+        """Whether it reports a finding."""
         return self.kind in OF_FINDINGS
 
 
@@ -101,7 +101,7 @@ class History:
         self._settled_at = 0.0
 
     def seen(self, view: View) -> View:
-        """The view with findings that hold in place of those of this moment, and with what changed."""
+        """The view with the findings that hold instead of those of this scan, and with what changed."""
         snapshot = view.snapshots[0]
         now = snapshot.taken_at_seconds
         found = self.elsewhere() if self.elsewhere is not None else None

@@ -1,8 +1,8 @@
-"""All checks of one host that a scan answers: the probes' own, the topology's, and the NCCL environment's.
+"""All checks of one host that need only a scan: those of the probes, of the topology and of the NCCL environment.
 
-Coverage: what a host's PCI bus shows must have been measured, without any option, or the verdict is "unknown". A GPU on
-the bus makes every check of gpu.* required, an HCA every check of rdma.*; what the bus does not show may be absent. A
-probe of what every host has must have ended, and where the bus itself could not be read nothing is known.
+Coverage: every device on a host's PCI bus must have been measured, or the verdict is "unknown"; no option changes that.
+A GPU on the bus makes every check of gpu.* required, an HCA every check of rdma.*. Devices that are not on the bus may
+be absent. The probes of what every host has must have succeeded, and without the PCI bus nothing is known.
 docs/reference/exit-codes.md states the rule.
 """
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:  # pydantic, which checks without expectations do not load
 EXPECT_CODES = ("expect.node.unmet",)
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes of what every host has
 NOT_REQUIRED: dict[str, str] = read_table(__file__, "rules.toml")["not_required"]
-"""Unknown although their probe answered, for reasons that do not lie with the device: they are not required."""
+"""Codes that may be unknown although their probe answered, with the reason, which is not a fault of the device."""
 _SOFT_RDMA = ("rxe", "siw")  # software over any Ethernet interface: on no bus
 
 
 def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The checks of one host with those marked as required that its bus makes so; a pass over nothing is unknown."""
+    """Mark the checks that the devices on the host's PCI bus make required; a pass without a measurement is unknown."""
     pci = snapshot.facts(PciFacts)
     unread = {}
     if why := no_gpu_read(snapshot):
@@ -54,37 +54,37 @@ def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> tuple[Finding, ...
     if why := no_hca_read(snapshot):
         unread["rdma"] = why
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
-    owed = {*(failed & set(ALWAYS_THERE)), *_shown(snapshot, pci)}
-    # On the host itself nobody hands nodes out: one that is not there is no job's either.
+    required = {*(failed & set(ALWAYS_THERE)), *_families_on_bus(snapshot, pci)}
+    # Outside of a container no device plugin adds device files: one that is missing here is missing for every job.
     on_host = {"rdma.uverbs.missing"} if pci is not None and pci.container is None else set()
     excused = NOT_REQUIRED.keys() - on_host
-    return tuple(_judged(check, owed, unread, failed, excused) for check in checks)
+    return tuple(_with_coverage(check, required, unread, failed, excused) for check in checks)
 
 
-def _judged(
-    check: Finding, owed: set[str], unread: dict[str, str], failed: set[str], not_required: set[str]
+def _with_coverage(
+    check: Finding, required: set[str], unread: dict[str, str], failed: set[str], not_required: set[str]
 ) -> Finding:
     family = check.code.split(".")[0]
-    proven = check.evidence or check.code.endswith(".probe.failed")  # what tells of it stands as it is
+    proven = check.evidence or check.code.endswith(".probe.failed")  # such a check stays as it is
     if family in unread and check.status in ("pass", "unknown") and not proven:
         check = replace(check, status=Status.UNKNOWN, message=unread[family])
     excused = check.code in not_required and family not in unread and family not in failed
-    if check.status != "unknown" or family not in owed or excused:
+    if check.status != "unknown" or family not in required or excused:
         return check
     return replace(check, required=True)
 
 
-def _shown(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
-    """Families that this host's bus makes required."""
+def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
+    """Families of checks that the devices on this host's bus make required."""
     gpus = snapshot.facts(GpuFacts)
-    if pci is None:  # what NVML and sysfs told all the same
+    if pci is None:  # the GPUs that NVML and sysfs show
         return {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
     shown = {"gpu"} if pci_facts.gpus(pci) or pci_facts.foreign_accelerators(pci) else set()
     return shown | ({"rdma"} if pci_facts.hcas(pci) else set())
 
 
 def no_gpu_read(snapshot: Snapshot) -> str:
-    """Why nothing is known of GPUs that the bus shows; empty where one was read, or where there is none."""
+    """Why nothing is known of the GPUs on the bus; empty if one was read, or if there is none."""
     pci = snapshot.facts(PciFacts)
     on_bus = pci_facts.gpus(pci) if pci else ()
     foreign = pci_facts.foreign_accelerators(pci) if pci else ()
@@ -106,7 +106,7 @@ def no_gpu_read(snapshot: Snapshot) -> str:
 
 
 def no_hca_read(snapshot: Snapshot) -> str:
-    """Why nothing is known of HCAs that the bus shows; empty where one was read, or where there is none."""
+    """Why nothing is known of the HCAs on the bus; empty if one was read, or if there is none."""
     pci = snapshot.facts(PciFacts)
     on_bus = pci_facts.hcas(pci) if pci else ()
     if not on_bus:
@@ -144,14 +144,14 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
     return bool(snapshots)
 
 
-# Every check that one scan answers.
+# All checks that need only one scan.
 
 
 def checks_of_hosts(
     snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
     expected: Expectation | str | None = None,
 ) -> tuple[Finding, ...]:  # fmt: skip
-    """All checks of these hosts; `earlier` scans of the same hosts show what rises.
+    """All checks of these hosts; `earlier` scans of the same hosts show which counters rise.
 
     `expected` is what each of them must have, or why that could not be read.
     """
@@ -170,12 +170,12 @@ def checks_of_hosts(
 
 
 def checks_of_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
-    """All checks of these hosts as they may be shown."""
+    """All checks of these hosts without secrets."""
     return without_secrets(checks_of_hosts(snapshots, [build(snapshot) for snapshot in snapshots]))
 
 
 def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The checks as they may be shown: messages and evidence quote environments, files and the kernel's log."""
+    """Remove secrets from the checks: messages and evidence quote environments, files and the kernel's log."""
     return tuple(check if check.status == "pass" else _redacted(check) for check in checks)
 
 
@@ -224,29 +224,26 @@ def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) ->
 
 
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
-    """All checks that need nothing but a scan: the probes' own, the topology's, and the NCCL environment's."""
+    """All checks that need only a scan: those of the probes, of the topology and of the NCCL environment."""
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
     snapshot = with_topology(snapshot, node)
     of_probes = (
-        _sockets_only_start(snapshot, _called(check, names))
+        _sockets_only_start(snapshot, _with_name(check, names))
         for check in covered(snapshot, checks_of_snapshot(snapshot))
     )
     found = (*of_probes, *environment_checks(snapshot, node))
     if not node.gpus:
         unread = no_gpu_read(snapshot)
         why = f"no link is judged: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
-        silent = (
-            Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in topology_check.CODES
-        )
-        return (*found, *silent)
+        return (*found, *_unknown(snapshot.hostname, dict.fromkeys(topology_check.CODES, why)))
     host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
-    told = topology_check.check(
+    of_topology = topology_check.check(
         node,
         gdr_level=host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None,
         gpus_on_bus=bare_metal_gpus(pci) if pci else None,
         in_container=pci is None or pci.container is not None,
     )
-    judged = with_passes(snapshot.hostname, told, topology_check.CODES)
+    judged = with_passes(snapshot.hostname, of_topology, topology_check.CODES)
     if node.nvlink_known:
         return (*found, *judged)
     why = "the NVLinks of these GPUs could not be read"
@@ -254,9 +251,9 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
 
 
 def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
-    """The snapshot with what its probes cannot know alone: roles of RDMA devices, the GPUs, and who makes collectives.
+    """Add facts that a probe alone cannot know: roles of RDMA devices, the number of GPUs, the backend of collectives.
 
-    A role is set where the node's topology decides it. Without a GPU, gloo makes the collectives, and NCCL none.
+    A role is set where the node's topology decides it. Without a GPU, gloo makes the collectives.
     Specification: NCCL src/graph/search.cc, ncclTopoSelectNets: the nets of each GPU are tried by path type, nearest
     first, so that where every GPU has a NIC near it, a NIC that is nearest to no GPU carries no collective.
     """
@@ -288,7 +285,7 @@ def _role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...
     others = [each for each in devices if each.name in names]
     best = max(map(_rate, others), default=0.0)
     if tied:
-        # a board's own port beside the rails of a server without switches: as near, slower, and another model
+        # an onboard port of a server without PCIe switches is as near as the rails, but slower and of another model
         models = {each.model for each in others if _rate(each) == best}
         return OTHER if _rate(device) < best and device.model and models.isdisjoint((device.model, None)) else RAIL
     return OTHER if nearest and len(nearest) == len(node.nearest_nic) and _rate(device) <= best else None
@@ -324,14 +321,14 @@ def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:
     return replace(check, status=Status.INFO, message=message)
 
 
-def _called(check: Finding, names: Mapping[str, str]) -> Finding:
-    """What the PCI probe says of a GPU, which it knows by address only, under the GPU's name."""
+def _with_name(check: Finding, names: Mapping[str, str]) -> Finding:
+    """Name the GPU in a check of the PCI probe, which knows only its address."""
     name, words = names.get(check.subject), check.message.removeprefix("The GPU ")
     return check if name is None or words == check.message else replace(check, message=f"{name} {words}")
 
 
 def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
-    """The checks with what rose since earlier scans; without one, that nothing rises is not known."""
+    """The checks with the counters that rose since earlier scans; without an earlier scan these are unknown."""
     past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a recording replayed is one scan
     if not past:
         why = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
@@ -348,13 +345,11 @@ def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapsh
 
 
 def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
-    """The NCCL variables that this process would hand to a job, linted against the machine."""
+    """Check the NCCL variables that a job would get on this host against the machine."""
     host = snapshot.facts(HostinfoFacts)
     if host is None or host.nccl_environment is None:
         why = "the environment of this host was not read"
-        return tuple(
-            Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in ENVIRONMENT_CODES
-        )
+        return tuple(_unknown(snapshot.hostname, dict.fromkeys(ENVIRONMENT_CODES, why)))
     machine = machine_of(snapshot, node)
     findings = [
         finding

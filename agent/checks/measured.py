@@ -28,7 +28,7 @@ BASELINE: Final = "as in the baseline"
 BARS: tuple[BarName, ...] = (SHOULD, IS)
 JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 JUDGED_BYTES_PER_RANK = 64 << 20
-MOST_JUDGED_BYTES = 8 << 30  # S that is judged whatever each rank's part of it is: more has no room beside a job's
+MOST_JUDGED_BYTES = 8 << 30  # this size is judged for any number of ranks: a larger one does not fit next to a job
 BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links lie within 0.88 to 0.98 of each other (plan.SearchPlan)
 _TEXTS = read_table(__file__, "findings.toml")
 
@@ -142,7 +142,7 @@ def status_of(value: float, bar: Bar) -> Status:
 def _cause(
     m: Measurement, first: Bar | None, now: Bar | None, value: float, snapshots: Sequence[Snapshot]
 ) -> tuple[str, str]:
-    """Why, as far as the two bars tell, and what to do next."""
+    """The cause, as far as the two bars show it, and the remedy."""
     hosts = len(set(m.hosts))
     if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
         return "no more than the ring carries", "See bench.nvls.unused."
@@ -151,7 +151,7 @@ def _cause(
         missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
         words = "; ".join(missing) or _difference(first, now)
         return f"the links that are left carry this much, and links are missing: {words}", (
-            "Mend the missing links; `topoflight preflight` names each of them."
+            "Restore the missing links; `topoflight preflight` names each of them."
         )
     if hosts > 1:
         nccl = m.backend == "nccl"

@@ -16,7 +16,7 @@ FailOn = Literal["fail", "warn", "unknown"]
 
 
 class GateError(ValueError):
-    """A `--require`, `--skip` or expectation that cannot be used as it stands; the message says why."""
+    """A `--require`, `--skip` or expectation that cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -184,7 +183,7 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
     for line in came.lines:
         say(line, err=True)
     if came.exit_code != EXIT_PASS:
-        say(f"{submission.named(job)} is there all the same: kubectl describe says more", err=True)
+        say(f"{submission.named(job)} has been created: kubectl describe says more", err=True)
         sys.exit(came.exit_code)
 
 
@@ -289,31 +288,34 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
 def _pass_gate(
     found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], ranks: int, progress: Progress
 ) -> None:
-    """Judge the host before anything starts, by a measurement too where --measure asks for it; exits where it fails."""
-    from agent.jobs.child import sigterm
+    """Judge this host before the job starts, and with --measure benchmark it as `preflight --measure --quick` does.
+
+    Exits if a check fails.
+    """
+    from agent.base.hosts import snapshots
+    from agent.jobs.child import measure, sigterm
+    from probes.registry import ALL
 
     if options["no_preflight"]:
         return
     progress.step("preflight: judging this host")
-    _gate(found, options, settings)
+    here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
+    _gate(here, options, settings)
     if options["measure"]:
         with sigterm() as stop:
-            result = _measure(ranks, settings, progress, stop)
-        _gate(found, options, settings, result)
+            result = measure(here[0], ranks, progress, stop, quick=True, environment=settings)
+        _gate(here, options, settings, result)
 
 
 def _gate(
-    found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
+    here: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
 ) -> None:  # fmt: skip
-    """Judge the host that is to train as the job meets it, with its settings; what is unknown and required stops it."""
-    from agent.base.hosts import snapshots
+    """Judge this host with the settings of the job. A required check that is unknown stops the job."""
     from agent.checks.codes import ALL_CODES
     from agent.checks.measured import must_be_measured, with_bench
     from agent.checks.verdict import judge, select
     from agent.checks.view import look, with_environment
-    from probes.registry import ALL
 
-    here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
     stopped = result.stopped_by or "" if result else ""
     view = with_bench(look([with_environment(one, settings) for one in here]), result)
     checks = view.checks if stopped or result is None else must_be_measured(view.checks)
@@ -324,17 +326,8 @@ def _gate(
     for check in checks:
         if check.status == "fail" or (check.required and check.status == "unknown"):
             say(f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True)
-    say(f"not launched: {verdict.why}; --no-preflight launches all the same", err=True)
+    say(f"not launched: {verdict.why}; --no-preflight launches anyway", err=True)
     sys.exit(verdict.exit_code)
-
-
-def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: threading.Event) -> BenchResult:
-    """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
-    from agent.base.hosts import snapshots
-    from agent.jobs.child import measure
-    from probes.registry import ALL
-
-    return measure(snapshots((), ALL)[0], ranks, progress, stop, quick=True, environment=settings)
 
 
 def _launch_script(
@@ -373,7 +366,7 @@ def _launch_script(
     store_run(done.record)
     if done.exit_code != 0:
         say("\n".join(done.last_lines), err=True)
-        say(f"{done.fate} (whole log: {done.output}; record: {folder / 'run.json'})", err=True)
+        say(f"{done.ending} (whole log: {done.output}; record: {folder / 'run.json'})", err=True)
         sys.exit(EXIT_FAILED)
     measured.comparison(console(), done.record)
     say(f"record: {folder / 'run.json'}", err=True)
@@ -409,7 +402,7 @@ def _launch_here(
         store_run(done.record)
     if done.exit_code != 0 or done.record is None:
         say("\n".join(done.last_lines), err=True)
-        say(f"{done.fate} (whole log: {done.output})", err=True)
+        say(f"{done.ending} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
     measured.run(console(), done.record)
     measured.comparison(console(), done.record)

@@ -51,7 +51,7 @@ _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, as the A
 AGAIN = (429, 500, 502, 503, 504)  # what the API server answers while it is busy, starting or behind a balancer
 
 
-# Why a call failed, by the API server's status; a closed set, as the label's bound needs.
+# Why a call failed, by the status of the API server. The label `reason` of the metrics has no other values.
 REASONS = {
     0: "unreachable", 400: "invalid", 401: "unauthorized", 403: "forbidden", 404: "missing", 409: "conflict",
     410: "expired", 422: "invalid", 429: "busy",
@@ -59,7 +59,7 @@ REASONS = {
 
 
 def reason_of(status: int) -> str:
-    """The word for a status; what is not listed is the server's own trouble."""
+    """The reason for a status; one that is not listed is an error of the server."""
     return REASONS.get(status, "server")
 
 

@@ -1,4 +1,4 @@
-"""Nodes of the cluster: which are meant, how the gate judges what their agents published, and where they stand.
+"""Nodes of the cluster: which are selected, how the gate judges their published records, and in which rack they are.
 
 `preflight --nodes` and `--selector` ask by name and by label. No single label names the rack of a node. Known are those
 of NVIDIA Topograph (network.topology.nvidia.com/leaf, and fabric.topograph.run/tier-0 since 1.0), EKS
@@ -186,7 +186,7 @@ LABELS = tuple(map(re.compile, (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where nodes stand: `of` holds (node, value) by the label; without one, `why`."""
+    """The racks or switches of nodes: `of` holds (node, value) by the label; without one, `why`."""
 
     label: str = ""
     of: tuple[tuple[str, str], ...] = ()

@@ -68,7 +68,7 @@ class NodeRecord:
     facts: str | None = None  # key of the whole machine
     machine: dict[str, Json] | None = field(default=None, compare=False, repr=False)  # of these keys
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for people, of the own node only
-    addresses: tuple[str, ...] = ()  # the node's own, in place of the facts' numbers
+    addresses: tuple[str, ...] = ()  # the node's own, which replace the numbers in the facts
     measured: tuple[Measured, ...] = ()  # by its last benchmark on itself alone
     changes: tuple[dict[str, str], ...] = ()  # what came, went and changed of late, oldest first: at, kind, text, code
     agent_version: str = VERSION
@@ -115,7 +115,7 @@ _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Over
 
 
 def read_resource(item: Json) -> NodeRecord:
-    """As `from_resource`; an object that is none of ours is an unknown node, and hides no other. Raises KeyError."""
+    """As `from_resource`; an object of another program is an unknown node, and hides no other. Raises KeyError."""
     try:
         return from_resource(item)
     except _UNREADABLE as error:
@@ -127,7 +127,7 @@ def read_resource(item: Json) -> NodeRecord:
 def from_resource(item: Json) -> NodeRecord:
     """A record from the API server's object. An agent that has not written yet is an unknown node, never scanned.
 
-    Raises ValueError where it is none of ours: where the definition is older or missing it lets all through.
+    Raises ValueError for an object of another program, which an older or missing definition does not reject.
     """
     name, status = str(item["metadata"]["name"]), item.get("status") or {}
     ended = seconds_of(status["stoppedAt"]) if status.get("stoppedAt") else None

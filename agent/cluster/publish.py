@@ -80,7 +80,7 @@ def _changes(view: View) -> tuple[Json, ...]:
 def kept_in(record: NodeRecord) -> Kept:
     """The history that the record holds: its changes, and the findings that held with the time since when.
 
-    Raises ValueError, KeyError or TypeError where it is none of ours.
+    Raises ValueError, KeyError or TypeError if another program wrote the record.
     """
     held = [one for one in record.findings if one.get("severity") in ("fail", "warn")]
     return Kept(
@@ -168,13 +168,13 @@ def _findings(checks: Sequence[Finding]) -> tuple[Json, ...]:
 
 
 class FirstSeen:
-    """Since when each finding is there: by the history, else as far as this process knows."""
+    """The time at which each finding appeared: by the history, else as far as this process knows."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, str], str] = {}
 
     def dated(self, record: NodeRecord, known: Mapping[tuple[str, str], float] = MappingProxyType({})) -> NodeRecord:
-        """The record with `since` in each finding; one that was not there before began with this scan."""
+        """The record with `since` in each finding; a new one began with this scan."""
         now = time_of(record.scanned_at_seconds)
         kept = {**self._since, **{key: time_of(at) for key, at in known.items()}}
         since = {key: kept.get(key, now) for key in map(_which, record.findings)}
@@ -237,7 +237,7 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
         "scannedAt": time_of(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
         "verdict": record.verdict, "graph": record.drawn,
     }  # fmt: skip
-    if record.stopped_at_seconds is not None:  # nothing watches the node now: what was said last is no verdict any more
+    if record.stopped_at_seconds is not None:  # nothing watches the node now, so its last verdict is outdated
         status |= {
             "stoppedAt": time_of(record.stopped_at_seconds), "verdict": "unknown", "lastVerdict": record.verdict,
         }  # fmt: skip
@@ -264,7 +264,7 @@ LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 @dataclass(slots=True, kw_only=True)
 class PublishTally:
-    """Of one publisher; written by its thread alone."""
+    """Counters of one publisher; written by its thread alone."""
 
     interval_seconds: float  # a record is written this often though nothing changed
     attempts: int = 0
@@ -413,7 +413,7 @@ class LeftBehind:
         self._without: View | None = None  # made before it was read
 
     def __call__(self) -> Kept | None:
-        """The history; empty where there is no record, None where it has to be asked for again."""
+        """The history; empty if there is no record, None if it must be read again."""
         self._without, found = self._view(), Kept()
         try:
             found = kept_in(from_resource(self._client.get(path_of(API_VERSION, PLURAL, self._name))))

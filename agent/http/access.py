@@ -7,7 +7,7 @@ file of tokens. With neither, these endpoints stay closed. No token is logged or
 some seconds under its SHA-256.
 
 A token is judged before the body is read, in a thread that does nothing else: an API server that hangs delays
-requests with a token, and no others. Who may connect at all is the matter of the NetworkPolicy in deploy/daemonset.
+requests with a token, and no others. The NetworkPolicy in deploy/daemonset limits who may connect.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ LIST_SECONDS = 20.0  # the first question waits this long for the first list, an
 IDLE_SECONDS = 600.0
 PLACES_SECONDS = 600.0  # Nodes are labelled when they come
 MORE = "only the nodes that this agent itself scans; on Kubernetes, agents started with --publish show every node"
-MENDED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"}  # what advice is for
+# Findings that the recommended settings correct: a node with no other failure is part of the advice.
+CORRECTED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"}
 
 
 # The watch of the records, and how watching and publishing have gone.
@@ -58,7 +59,7 @@ MENDED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.
 
 @dataclass(slots=True, kw_only=True)
 class WatchTally:
-    """Of all watches of one agent, one after another; written by the thread of the one that runs."""
+    """Counters of all watches of one agent, which run one after another; written by the watching thread."""
 
     lists: int = 0
     restarts: Counter[str] = field(default_factory=Counter)  # by reason
@@ -66,7 +67,7 @@ class WatchTally:
 
 
 class Watcher:
-    """A thread that keeps the records of a Fleet in step with the API server until it is stopped."""
+    """A thread that updates the records of a Fleet from the API server until it is stopped."""
 
     def __init__(
         self, client: Client, path: str, fleet: Fleet, *, seconds: int = 300, tally: WatchTally | None = None
@@ -105,7 +106,7 @@ class Watcher:
                 self.tally.restarts[reason_of(error.status)] += 1
                 if error.status == GONE:
                     version = ""
-                    if failures == 0:  # the first time it is the rule, not a failure
+                    if failures == 0:  # the first time this is normal
                         failures = 1
                         continue
                 busy = error.status in AGAIN and failures + 1 < BUSY_TRIES
@@ -155,7 +156,7 @@ class Watcher:
 
 
 def samples(publish: PublishTally | None, watch: WatchTally) -> Iterator[tuple[str, Samples]]:
-    """Pairs of family name and its samples, as of now. An agent that does neither exports neither."""
+    """Pairs of family name and its samples, as of now. An agent that does not publish or watch has no such families."""
     if publish is not None:
         yield "publish_interval_seconds", [((), publish.interval_seconds)]
         yield "publish_attempts_total", [((), float(publish.attempts))]
@@ -180,7 +181,7 @@ class Cluster:
         interval_seconds: float = 300.0, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
         self._state, self._name = state, name
-        self.client = client  # to the API server that holds the records; None where they are this agent's own scans
+        self.client = client  # to the API server that has the records; None: they are this agent's own scans
         self._interval, self._idle = interval_seconds, idle_seconds
         self._fleet = Fleet()
         self._lock = threading.Lock()
@@ -221,7 +222,7 @@ class Cluster:
         return {record.name: record for record in self._fleet.records()}
 
     async def places(self) -> Places:
-        """Where the nodes stand, by the labels of the Nodes; read again after ten minutes."""
+        """The rack or switch of each node, by the labels of the Nodes; read again after ten minutes."""
         if self.client is not None and time.monotonic() - self._places_at > PLACES_SECONDS:
             self._places_at = time.monotonic()
             self._places = await run_in_threadpool(read_places, self.client.brief())
@@ -360,11 +361,11 @@ def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) 
 
 
 def _fails_jobs(record: NodeRecord) -> bool:
-    """Whether a node failed for something that the settings of a job do not fix: advice is about those settings."""
+    """Whether a node has a failure that the settings of a job do not correct."""
     if record.verdict != "fail":
         return False
     failed = {str(found.get("code")) for found in record.findings if found.get("severity") == "fail"}
-    return not failed or bool(failed - MENDED_BY_SETTINGS)
+    return not failed or bool(failed - CORRECTED_BY_SETTINGS)
 
 
 def _topologies(fleet: Fleet, used: Sequence[NodeRecord], ranks: int | None) -> list[NodeTopology]:

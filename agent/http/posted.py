@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 # 50 of these are kept, in the 64 MiB that deploy/daemonset gives the state folder; 4096 steps take 60 KiB
 MOST_RECORD_BYTES = 512 << 10
-MOST_VALUES = 16384  # 4096 steps, and evaluations beside them; a value takes some 100 bytes of memory
+MOST_VALUES = 16384  # 4096 steps and evaluations; a value takes some 100 bytes of memory
 
 _Time = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$", max_length=20)]
 _Text = Annotated[str, Field(max_length=4096)]
@@ -118,7 +118,7 @@ class RecordStore:
         self._state, self._lock = state, threading.Lock()
 
     def add(self, record: RunRecord, who: str) -> bool:
-        """Whether it is new here. ProblemError 409 where it cannot be kept beside what is, 507 without room."""
+        """Whether it is new here. ProblemError 409 if it conflicts with a stored record, 507 without room."""
         folder = self._state.folder
         if folder is None or not folder.is_dir():
             raise ProblemError(409, "this agent keeps nothing: it has no state folder",

@@ -93,7 +93,7 @@ def _advice(advice: Recommendation, form: str, hosts: int) -> Answer:
 
 
 def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
-    """The page of layouts; its form is read here, so that a wrong field is told on the page."""
+    """The page of layouts; its form is read here, so that the page names a wrong field."""
     from agent.pages import render as pages
 
     form, view = dict(fields), known.current()

@@ -83,7 +83,7 @@ def _url(address: str, port: int) -> str:
 
 
 def bind(address: str, port: int) -> list[socket.socket]:
-    """Listen at every address that the name stands for. Raises ClickException where that is refused."""
+    """Listen at every address of the name. Raises ClickException where that is refused."""
     places: list[socket.socket] = []
     try:
         named = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)

@@ -165,7 +165,7 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
         """The first scan is done and the last one is recent."""
         until = time.monotonic() + wait
         while state.view is None and state.error is None and time.monotonic() < until:
-            await asyncio.sleep(LOOK_SECONDS)  # a start that is only young is not told as a failed probe
+            await asyncio.sleep(LOOK_SECONDS)  # an agent that has just started does not fail its probe
         view = _current(state)
         oldest = max(60.0, STALE_SCANS * state.interval_seconds)
         if age_seconds(view) > oldest:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class State:
-    """Scans in a thread of its own every `interval_seconds`, and hands out the newest view.
+    """Scans in its own thread every `interval_seconds`, and has the newest view.
 
     `scan` returns the snapshots: of this host, or of recordings. `folder` holds what benchmarks and runs left.
     `expected` says what each host must have, None for nothing; `history` which findings hold, None for each at once.

@@ -1,6 +1,6 @@
-"""Benchmarks of this host: what is measured for the preflight and for the verb bench, and what it is held against.
+"""Benchmarks of this host, for the preflight and for the verb bench, and the expected bandwidth of each result.
 
-As a program it is a child of agent.jobs.child.
+Run as a program, it is a child process of agent.jobs.child.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def preflight_spec(
     )  # fmt: skip
 
 
-# What the results of a run are held against: the bars of agent.checks.measured, from the links that the ranks tell.
+# The expected bandwidth of a result: the bars of agent.checks.measured, from the links that the ranks report.
 
 _NVLS_SINCE = (2, 17)
 
@@ -155,7 +155,7 @@ def _links(
     name: BarName, node: NodeTopology, hello: Sequence[Mapping[str, Any]], mine: Sequence[int], *, alone: bool,
     local_ranks: int,
 ) -> Paths | None:  # fmt: skip
-    """What one host's ranks told of its links; of a part of one host's own ranks the links between just these."""
+    """The links that the ranks of one host reported; for some of this host's ranks only the links between them."""
     if alone and len(mine) < local_ranks:
         first = min(rank for rank, row in enumerate(hello) if row["host"] == hello[mine[0]]["host"])
         return host_links(node, [rank - first for rank in mine], name)
@@ -241,7 +241,7 @@ def percent(text: str) -> float:
 
 
 def watch(note: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
-    """Turn the ranks' events into words for `note`."""
+    """Write the progress of the ranks to `note`."""
 
     def event(happened: dict[str, Any]) -> None:
         if happened.get("event") == "measured" and happened.get("rank") in (0, None):
@@ -281,26 +281,26 @@ def parse_degrees(text: str) -> dict[str, int]:
 
 
 def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
-    """The benchmark of one step's communication in its own process groups, in place of a sweep."""
+    """The benchmark of one step's communication in its own process groups, instead of a sweep."""
     shape = step_shape(model, layout)
     if shape.world_size != spec.world_size:
         raise SpecError(
             f"layout: {layout!r} has {shape.world_size} ranks, {spec.world_size} would run; "
             "allowed: degrees that multiply to --ranks x --nodes"
         )
-    # The step is what was asked for; one size beside it is a check.
+    # The step is the benchmark; the other size is only a check.
     sizes = spec.sizes_bytes or SWEEP_BYTES[:1]
     return replace(spec, cases=(*parts(shape), *(Case(op=op, bytes=size) for op in spec.ops for size in sizes)))
 
 
-# RDMA writes between two hosts, and the wire rate of the port that they are held against.
+# RDMA writes between two hosts, compared with the wire rate of the port.
 
 (LOW_BANDWIDTH,) = RDMA_BENCH_CODES
 # Of the payload a wire carries. Azure's node health checks (Azure/azurehpc-health-checks, ib_write_bw) ask for 380 of
 # 400 Gb/s and 170 to 180 of 200; they report 393 of a healthy node and 351 of one that was taken out.
 LEAST, USUAL = 0.90, 0.97
-# Of a packet, beside its payload: RoCE v2 over Ethernet has preamble, gap, header and FCS (38), IPv4 and UDP (28), BTH
-# and ICRC (16); InfiniBand LRH, BTH, both CRCs and delimiters (IBTA vol. 1, 5.2; annex A17).
+# Bytes of a packet without its payload: RoCE v2 over Ethernet has preamble, gap, header and FCS (38), IPv4 and UDP
+# (28), BTH and ICRC (16); InfiniBand LRH, BTH, both CRCs and delimiters (IBTA vol. 1, 5.2; annex A17).
 HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 
 
@@ -321,7 +321,7 @@ def _ports(snapshot: Snapshot) -> list[tuple[RdmaDevice, RdmaPort]]:
 
 
 def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaWrite]) -> RdmaResult:
-    """The result, each port with its rate and what its writes are held against."""
+    """The result, each port with its rate and the bars that its writes are compared with."""
     known = {f"{device.name}:{port.port}": (device, port) for device, port in _ports(snapshot)}
     nics = {nic.name: nic for nic in build(snapshot).nics}
     made = []
@@ -402,7 +402,7 @@ def _changed(write: RdmaWrite, then: RdmaWrite) -> tuple[str, str] | None:
 
 
 def _cause_of_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> tuple[str, str]:
-    """Why, as far as this side can tell, and what to do next."""
+    """The cause, as far as it is known on this host, and the remedy."""
     if then is not None and (changed := _changed(write, then)):
         return changed
     now = next((bar for bar in write.bars if bar.name == IS and bar.low is not None), None)
@@ -425,7 +425,7 @@ def _cause_of_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None
 
 
 def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.Event) -> dict[str, Any]:
-    """The result of the benchmark or the calibration that is asked for, in plain values."""
+    """Run the requested benchmark or calibration and return the result as plain values."""
     from probes.registry import ALL
 
     if request.pop("task") == "calibrate":

@@ -1,4 +1,4 @@
-"""One file for whoever helps: what this host answers, what its agent kept, what kubelet hands out, without secrets.
+"""The support bundle: one file with the recording of each host, its agent's files and kubelet's devices, no secrets.
 
 A gzipped tar with a folder per host. `--host FILE` replays its recordings. Nothing is sent anywhere.
 Kubelet's checkpoint: kubernetes/kubernetes, pkg/kubelet/cm/devicemanager/checkpoint.
@@ -106,7 +106,7 @@ def _kept(state: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def devices(snapshot: Snapshot, root: Path) -> dict[str, Any]:
-    """What kubelet hands out against what NVML and the bus show; what could not be read is "unknown"."""
+    """Compare the devices of kubelet with those of NVML and of the PCI bus; what could not be read is "unknown"."""
     gpus, pci = snapshot.facts(GpuFacts), snapshot.facts(PciFacts)
     report: dict[str, Any] = {
         "nvml": [gpu.uuid or gpu.bus_id or f"GPU{gpu.index}" for gpu in gpus.gpus] if gpus else "unknown",

@@ -1,8 +1,8 @@
-"""Measures, calibrates and trains on this host in a child process, and hands on what it says.
+"""Measures, calibrates and trains on this host in a child process, and returns its results.
 
 The children are agent.jobs.benchmark and agent.jobs.launch: they hold the host's lock, start the ranks, read NCCL's log
-and end whatever they started, so that a verb which only needs the result loads none of that. A child reads one JSON
-document from standard input and answers in JSON lines: {"note": words} while it works, and at the end
+and end all processes that they started, so that a verb which only needs the result loads none of that. A child reads
+one JSON document from standard input and answers in JSON lines: {"note": words} while it works, and at the end
 {"answer": value} or {"error": words}.
 """
 
@@ -91,13 +91,13 @@ def calibration(
     `tokens` is one micro-batch. Raises ChildError, ModelError for an unknown model.
     """
     shape = model_named(model)
-    wanted = {
-        "hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads, "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim, "tokens": tokens, "sequence": min(sequence_length, tokens),
-        "precision": "bf16" if gpu else "fp32", "device": "cuda" if gpu else "cpu", "copies": ranks,
-        "method": "full" if method == "full" else "lora", "budget_seconds": budget_seconds,
+    request = {
+        "task": "calibrate", "hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads,
+        "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "tokens": tokens,
+        "sequence": min(sequence_length, tokens), "precision": "bf16" if gpu else "fp32",
+        "device": "cuda" if gpu else "cpu", "copies": ranks, "method": "full" if method == "full" else "lora",
+        "budget_seconds": budget_seconds,
     }  # fmt: skip
-    request = {"task": "calibrate", **wanted}
     found, signals = _ask("agent.jobs.benchmark", request, lambda _words: None, stop or threading.Event())
     _end_if_interrupted(signals)
     return parse_calibration(found)
@@ -107,7 +107,7 @@ def train(
     plan: JobPlan, output: Path, *, timeout_seconds: float, grace_seconds: int, on_line: Callable[[str], None],
     stop: threading.Event,
 ) -> tuple[RunRecord | None, str]:  # fmt: skip
-    """Run the job of the plan to its end: its record, and why that counts for nothing; empty where it does.
+    """Run the job of the plan to its end: its record, and why the run is not usable, empty if it is.
 
     Raises ChildError, OSError.
     """
@@ -132,11 +132,11 @@ def _end_if_interrupted(signals: Sequence[str]) -> None:
 def _ask(
     program: str, request: Mapping[str, Any], on_note: Callable[[str], None], stop: threading.Event
 ) -> tuple[Any, Sequence[str]]:
-    """The child's answer, and the signals that came meanwhile. Raises ChildError, KeyboardInterrupt."""
+    """The child's answer, and the names of the signals received meanwhile. Raises ChildError, KeyboardInterrupt."""
     last: dict[str, Any] = {}
     with _child(program, stop) as (child, signals):
         assert child.stdin is not None and child.stdout is not None  # noqa: S101 - opened for it
-        with contextlib.suppress(BrokenPipeError), child.stdin:  # of a child that has died: its exit code tells
+        with contextlib.suppress(BrokenPipeError), child.stdin:  # the child has died; its exit code is reported below
             child.stdin.write(json.dumps(request))
         for line in child.stdout:
             last = json.loads(line) if line.endswith("\n") else {}  # a child that is killed may end within a line
@@ -152,10 +152,11 @@ def _ask(
 def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """The child, which has ended when the block is left, and the names of the signals that were passed on to it.
 
-    SIGTERM and Ctrl-C wait until the child is ready for them. It then answers with what it has. A second Ctrl-C raises
-    KeyboardInterrupt, which kills the child.
+    SIGTERM and Ctrl-C wait until the child has its handlers. It then answers with the results that it has. A second
+    Ctrl-C raises KeyboardInterrupt, which kills the child. A SIGTERM that the caller does not handle ends this process
+    after the child.
     """
-    came: list[str] = []
+    received: list[str] = []
     former: dict[int, Any] = {}
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
@@ -165,10 +166,10 @@ def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Pop
         ) as child:  # fmt: skip
 
             def pass_on(number: int, _frame: object) -> None:
-                came.append(signal.Signals(number).name)
+                received.append(signal.Signals(number).name)
                 if number == signal.SIGTERM:
                     stop.set()
-                if came.count(signal.SIGINT.name) > 1:
+                if received.count(signal.SIGINT.name) > 1:
                     raise KeyboardInterrupt
                 child.send_signal(number)
 
@@ -178,7 +179,7 @@ def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Pop
             try:
                 if stop.is_set():
                     child.terminate()
-                yield child, came
+                yield child, received
             except BaseException:
                 child.kill()
                 raise
@@ -186,19 +187,21 @@ def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Pop
         for number, handler in former.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        if signal.SIGTERM.name in received and former[signal.SIGTERM] is signal.SIG_DFL:
+            signal.raise_signal(signal.SIGTERM)
 
 
 Work = Callable[[dict[str, Any], Callable[[str], None], threading.Event], Any]  # request, note, stop -> answer
 
 
 def answer(work: Work) -> None:
-    """In the child: do the work of the request. RuntimeError and OSError of the work are answered with their words."""
+    """In the child: do the work of the request. The message of a RuntimeError or an OSError is sent as the answer."""
     stop = threading.Event()
     for number in PASSED_ON:
         signal.signal(number, lambda *_: stop.set())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)  # what a library prints is no answer
+        os.dup2(2, 1)  # the output of libraries goes to stderr
 
         def send(**words: object) -> None:
             answers.write(json.dumps(words) + "\n")
@@ -212,7 +215,7 @@ def answer(work: Work) -> None:
 
 @contextlib.contextmanager
 def sigterm(stop: threading.Event | None = None) -> Iterator[threading.Event]:
-    """Note SIGTERM in place of dying of it: what runs is then asked to end, and saves what it has."""
+    """Set an event on SIGTERM instead of ending, so that what runs can end and save its results."""
     stop = stop or threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -31,7 +31,7 @@ from planner.advice import Recommendation
 
 RESUMABLE = run_record.RESUMABLE
 _TAIL_BYTES = 65536  # of the job's log: torchrun's report and the tracebacks before it
-_LAST_SECONDS = 1.0  # for what did not end when it was asked to, or outlived torchrun
+_LAST_SECONDS = 1.0  # for processes that did not end on SIGTERM, or outlived torchrun
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
 
@@ -43,8 +43,8 @@ class Launched:
     seconds: float
     output: Path
     last_lines: tuple[str, ...]  # of its output, without secrets: a report quotes them
-    cut_short: str = ""  # why the job was asked to end before it was done; empty: it ended by itself
-    killed: bool = False  # it did not end when it was asked to
+    cut_short: str = ""  # why the job got SIGTERM before it was done; empty: it ended by itself
+    killed: bool = False  # it did not end on SIGTERM
     grace_seconds: int = GRACE_SECONDS  # that it had to end
     raised: str = ""  # the last error that a rank printed
     after_end: str = ""  # how a rank ended that had done all its work, where it ended by a signal
@@ -52,12 +52,12 @@ class Launched:
 
     @property
     def wrote_its_end(self) -> bool:
-        """Whether the job itself wrote how it ended; else `record_of` has told it, by `fate`."""
-        return self.record is not None and self.record.reason != self.fate
+        """Whether the job itself wrote how it ended; else `record_of` wrote `ending`."""
+        return self.record is not None and self.record.reason != self.ending
 
     @property
-    def fate(self) -> str:
-        """What became of the job, in one sentence."""
+    def ending(self) -> str:
+        """How the job ended, in one sentence."""
         if self.exit_code == RESUMABLE:
             ending = "the job saved and ended; the same command goes on from there"
         elif self.killed:
@@ -123,9 +123,9 @@ def train_planned(
 
 
 def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
-    """The job's record of this start; the end of one that could not write it (SIGKILL) is told by what was seen."""
+    """The job's record of this start, with its end from the exit code if the job could not write it (SIGKILL)."""
     before = run_record.of_start(path, began)
-    closed = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
+    closed = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.ending, began=began)
     if before is not None and closed is not None and before.status == "running" != closed.status:
         # says on stderr what went wrong
         subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
@@ -205,7 +205,7 @@ def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> It
 
 
 def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.Event) -> str:
-    """Run the job that is asked for; answers why its record counts for nothing, empty where it counts."""
+    """Run the requested job and return why the run is not usable, empty if it is."""
     done = train_planned(
         Path(request["output"]), request["ranks"], request["settings"], request["timeout_seconds"],
         request["grace_seconds"], note, stop,
@@ -213,7 +213,7 @@ def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.
     failed = done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)
     if done.record is not None and not failed:
         return ""
-    return f"{done.fate}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
+    return f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ class Attached:
 
     @property
     def rdma(self) -> bool:
-        """Whether it is asked for as RDMA, and not as TCP over an interface."""
+        """Whether the network is used with RDMA instead of TCP."""
         return self.name == "rdma"
 
 
@@ -311,7 +311,7 @@ def parse(words: Sequence[str]) -> tuple[Attached, ...]:
 
 
 def over(advice: Recommendation, network: Attached, request: Request, found: Sequence[Snapshot]) -> Recommendation:
-    """The same plan told to take this network; with its rate, the same layout forecast over it."""
+    """The same plan over this network; with its rate, the forecast of the same layout over it."""
     chosen = advice.chosen
     assert chosen is not None  # noqa: S101 - the verb has refused otherwise
     if network.rate:
@@ -406,7 +406,7 @@ def picture(found: NetworkBars) -> str:
 
 
 def words_of(bar: Bar, best: float) -> tuple[str, str]:
-    """What stands beside a bar: the step and the whole run, then the forecast."""
+    """The two labels of a bar: the step and the whole run, then the forecast."""
     step = bar.step_seconds or 0.0
     factor = f" ({step / best:.2f} x)" if best and step > best else ""
     money = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""

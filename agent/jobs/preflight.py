@@ -73,7 +73,7 @@ class Options:
     baseline: Path | None = None
     expect: tuple[str, ...] = ()  # KEY=VALUE,...
     expect_file: Path | None = None
-    runs: tuple[Path, ...] = ()  # records of earlier runs to set beside this one
+    runs: tuple[Path, ...] = ()  # records of earlier runs, compared with this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Report:
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
-        """Step time and memory of the run beside its forecast; empty without a run."""
+        """Step time and memory of the run compared with its forecast; empty without a run."""
         return compare(self.run) if self.run else ()
 
     @property

@@ -130,7 +130,7 @@ def train(
         how = f"rank {failed.rank} was ended by {failed.signal} while its Python was ending"
         done = replace(done, after_end=f"{how}. The script had run to its end on this rank, so its work was done")
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
-    record.reason = None if done.exit_code == 0 else done.fate
+    record.reason = None if done.exit_code == 0 else done.ending
     record.ended_at = _now()
     log = plan.environment.get("NCCL_DEBUG_FILE")
     record.nccl = _channels(Path(log).parent if log else folder / "nccl", began)

@@ -1,6 +1,6 @@
 """Small figures as inline SVG: stacked bars, an interval with what was measured, runs and benchmarks side by side.
 
-Shapes carry CSS classes and no text that stretching could distort; numbers stand beside them as text.
+Shapes carry CSS classes and no text that stretching could distort; the numbers are text next to them.
 """
 
 from __future__ import annotations

@@ -51,13 +51,13 @@ class Asked:
     page: int = 1
 
     def query(self, **other: str | int) -> str:
-        """The address of this page with some of it asked otherwise, from its first rows on."""
+        """The address of this page with some filters changed, from its first rows on."""
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"page": 1} | other
         told = {name: value for name, value in values.items() if value not in ("", 1)}
         return "cluster" + (f"?{urlencode(told)}" if told else "")
 
     def matches(self, row: Row) -> bool:
-        """Whether the node is one of those that were asked for."""
+        """Whether the node matches the filters."""
         exact = all(getattr(self, name) in ("", getattr(row, name)) for name in ("kind", "version", "place"))
         fault = not self.fault or self.fault in row.codes
         found = all(each in row.text() for each in self.search.lower().split())
@@ -72,7 +72,7 @@ class Console:
     verdict: Verdict
     checks: tuple[Finding, ...]
     rows: tuple[Row, ...]  # all nodes
-    matching: int  # nodes that were asked for
+    matching: int  # nodes that match the filters
     shown: tuple[tuple[Row, ...], ...]  # the lines of the table on the requested page
     pages: int
     counts: dict[str, int]
@@ -84,13 +84,13 @@ class Console:
 
     @property
     def summary(self) -> str:
-        """Beside the verdict: "64 nodes: 1 failed, 1 unknown, 62 passed; 2 findings"."""
+        """The line next to the verdict: "64 nodes: 1 failed, 1 unknown, 62 passed; 2 findings"."""
         found = f"; {units.count(len(self.faults), 'finding')}" if self.faults else ""
         return f"{units.count(len(self.rows), 'node')}: {units.tally(self.counts) or 'none published yet'}{found}"
 
 
 def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
-    """The page's contents for what is asked, at `now` (Unix seconds)."""
+    """The page's contents for these filters, at `now` (Unix seconds)."""
     records, checks = fleet.records(), checks_of_records(fleet, now)
     where, kinds = dict(places.of), _kinds(fleet, records)
     every = tuple(

@@ -81,7 +81,7 @@ def with_subject(subject: str, message: str) -> Markup:
 
 
 def sentence(text: str) -> str:
-    """A capital letter at the start, where a plain word stands there and not a name such as eth0 or a command."""
+    """Capitalize the first word, unless it is a name such as eth0 or a command."""
     plain = re.match(r"([a-z]+)(?:[ ,]|$)", text)
     return text[:1].upper() + text[1:] if plain and plain[1] not in _COMMANDS else text
 
@@ -179,7 +179,7 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
 
 
 def _kind(label: str) -> str:
-    """The style of a link's label: a darker or lighter cell beside the word itself."""
+    """The style class of a link's label, which makes its cell darker or lighter."""
     word = "nv" if nvlinks(label) else level(label).lower()
     return f"k-{word}" if word in ("nv", "pix", "pxb", "phb", "node", "sys") else ""
 

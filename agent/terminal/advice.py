@@ -219,7 +219,7 @@ def slower(times: float) -> str:
 
 
 def layout_title(shape: Layout) -> str:
-    """Everything that tells one layout from another, in a line of markup."""
+    """All settings of a layout, in a line of markup."""
     recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
     offload = "" if shape.offload == "none" else f", {shape.offload} offloaded to the CPU"
     return (

@@ -274,7 +274,7 @@ def test_the_launcher_knows_whether_the_job_posted_its_end() -> None:
     """By the launcher's own words; a job that wrote no record told nothing."""
     done = launched(Path(), 3)
     assert not done.wrote_its_end
-    assert not replace(done, record=run_record.record_of({**RECORD, "reason": done.fate})).wrote_its_end
+    assert not replace(done, record=run_record.record_of({**RECORD, "reason": done.ending})).wrote_its_end
     assert replace(done, record=run_record.record_of({**RECORD, "reason": "the loss is not finite"})).wrote_its_end
 
 

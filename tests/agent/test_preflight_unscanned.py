@@ -62,8 +62,13 @@ def test_sigterm_during_the_scan_leaves_only_unknowns(tmp_path: Path) -> None:
 def test_a_signal_reaches_the_measurement_that_starts(tmp_path: Path) -> None:
     """SIGTERM and Ctrl-C as soon as its child is there: the exit code, the reason, and no child left."""
     wrong = []
-    for sign, code in ((signal.SIGTERM, EXIT_STOPPED), (signal.SIGINT, EXIT_INTERRUPTED)):
-        line = [sys.executable, "-m", "agent.cli", "preflight", "--measure", "--ranks=1", "--quick", "-q", "-o", "json"]
+    preflight = ("preflight", "--measure", "--ranks=1", "--quick", "-q", "-o", "json")
+    for verb, sign, code, reason in (
+        (preflight, signal.SIGTERM, EXIT_STOPPED, "stopped by SIGTERM before it was done"),
+        (preflight, signal.SIGINT, EXIT_INTERRUPTED, "stopped by SIGINT before it was done"),
+        (("calibrate", "--model=tiny-llama", "--ranks=1"), signal.SIGTERM, -signal.SIGTERM, None),
+    ):
+        line = [sys.executable, "-m", "agent.cli", *verb]
         with subprocess.Popen(line, stdout=PIPE, stderr=PIPE, text=True) as process:
             try:
                 while not (measuring := measuring_child(process.pid)):
@@ -75,9 +80,8 @@ def test_a_signal_reaches_the_measurement_that_starts(tmp_path: Path) -> None:
                 process.kill()
         found = json.loads(out) if out else {}
         why = found.get("verdict", {}).get("why")
-        expected = (code, f"stopped by {sign.name} before it was done")
-        if (process.returncode, why) != expected or Path(measuring).exists():
-            wrong.append((sign.name, process.returncode, why, err[-500:]))
+        if (process.returncode, why) != (code, reason) or Path(measuring).exists():
+            wrong.append((verb[0], sign.name, process.returncode, why, err[-500:]))
     assert not wrong
 
 

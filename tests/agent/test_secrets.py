@@ -191,8 +191,8 @@ def test_what_a_job_printed_last_is_told_without_its_secrets(tmp_path: Path) -> 
     """A report and the gate's findings quote it."""
     words = [sys.executable, "-c", f"print({LOG!r}); raise SystemExit(1)"]
     done = launch.run(words, dict(os.environ), tmp_path, 60, lambda _line: None)
-    told = "\n".join((done.fate, *done.last_lines))
-    assert "ValueError" in done.fate and "NCCL WARN" in told
+    told = "\n".join((done.ending, *done.last_lines))
+    assert "ValueError" in done.ending and "NCCL WARN" in told
     assert [s for s in SECRETS if s in told] == []
 
 

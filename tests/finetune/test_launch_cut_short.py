@@ -69,7 +69,7 @@ def test_sigterm_is_passed_on_and_its_outcome_told(tmp_path, does, code, fate):
     """75 only where the job saved; the handler of before is back."""
     before = signal.getsignal(signal.SIGTERM)
     done = ended(tmp_path, does)
-    assert (done.exit_code, done.fate, done.killed) == (code, fate, False)
+    assert (done.exit_code, done.ending, done.killed) == (code, fate, False)
     assert signal.getsignal(signal.SIGTERM) is before
     if does == "saves":
         assert "saved" in done.last_lines
@@ -81,14 +81,14 @@ def test_a_job_that_runs_out_of_time_is_told_the_same_way(tmp_path):
         done = ended(tmp_path, "saves", timeout_seconds=seconds, sigterm=False)
         if (tmp_path / "ready").exists():
             break
-    fate, _, _ = done.fate.partition(";")
+    fate, _, _ = done.ending.partition(";")
     assert (done.exit_code, fate) == (75, f"not done within {seconds} s: the job saved and ended")
 
 
 def test_a_job_that_ends_by_itself_was_not_cut_short(tmp_path):
     """Its code stands, also where its record says nothing."""
     done = launch.run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
-    assert (done.fate, done.cut_short) == ("the job ended with exit code 3", "")
+    assert (done.ending, done.cut_short) == ("the job ended with exit code 3", "")
 
 
 # As torchrun is: told to end, it gives its ranks no long time (30 s in torch 2.13; none here).
@@ -118,7 +118,7 @@ def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
     own = launch.run_record.own_exit_code(record, made.exit_code, began, cut_short=True)
     assert made.killed is (grace_seconds == 1) and record.exists() is not made.killed
     if made.killed:
-        assert "did not end within 1 s of SIGTERM and was killed" in made.fate
+        assert "did not end within 1 s of SIGTERM and was killed" in made.ending
     else:
         assert own == launch.RESUMABLE
 

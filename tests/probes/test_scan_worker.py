@@ -270,8 +270,15 @@ def test_recordings_are_replayed_in_a_child_that_is_kept(tmp_path: Path, monkeyp
     stop = threading.Event()
     assert len(scanning.replay(RECORDINGS[1], ALL, stop)) == 1
     assert child() != first
-    stop.set()
-    assert scanning.replay(RECORDINGS[1], ALL, stop) == ()
+    for name in ("/dev/fd", "/proc/self/fd"):  # of this process, as `--host /dev/stdin` is
+        with RECORDINGS[1].open() as stream:
+            assert len(scanning.replay(Path(f"{name}/{stream.fileno()}"), ALL)) == 1
+    psutil.Process(child()).suspend()
+    monkeypatch.setattr(scanning, "REPLAY_SECONDS", 60.0)
+    threading.Timer(0.2, stop.set).start()
+    assert scanning.replay(RECORDINGS[1], ALL, stop) == ()  # also from a child that does not answer
+    with os.fdopen(os.pipe()[0]) as pipe, pytest.raises(RecordingError, match=f"^/dev/fd/{pipe.fileno()}: a pipe"):
+        scanning.replay(Path(f"/dev/fd/{pipe.fileno()}"), ALL)
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
