@@ -13,7 +13,6 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from contracts.finding import Interval
 from contracts.tables import read_table
@@ -160,14 +159,10 @@ def _instances() -> tuple[_Instance, ...]:
     found = [_Instance(**row) for row in tables["instance"]]
     for named in (*tables["named"], *({"pattern": re.escape(name.lower()), "machine": name} for name in rows)):
         row = rows[named["machine"]]
-        about: dict[str, Any] = {
-            "gpu": row.gpu,
-            "gpus": row.gpus,
-            "nics": row.nics,
-            "gbps": row.nic_gbps,
-            "network": kinds[row.nic_kind],
-        }
-        found.append(_Instance(**about | {name: value for name, value in named.items() if name != "machine"}))
+        found.append(_Instance(
+            pattern=named["pattern"], gpu=row.gpu, gpus=row.gpus, nics=row.nics, gbps=row.nic_gbps,
+            network=named.get("network", kinds[row.nic_kind]), virtual=named.get("virtual", False),
+        ))  # fmt: skip
     return tuple(found)
 
 

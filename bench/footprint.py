@@ -224,7 +224,7 @@ def table(folder: Path, root: str, environment: Mapping[str, str], arguments: ar
         other, before = resident.memory(pid), resident.cpu_seconds(pid)
         load.latencies(port, "/metrics", 20)
         scrape = (resident.cpu_seconds(pid) - before) / 20
-        print(f"| node_exporter beside it | {other.resident:.1f} MiB, {scrape * 1e3:.1f} ms of CPU a scrape | | |")
+        print(f"| node_exporter, same machine | {other.resident:.1f} MiB, {scrape * 1e3:.1f} ms of CPU a scrape | | |")
 
 
 def main() -> int:

@@ -363,7 +363,7 @@ def recording(data: bytes) -> object:
 
 @reads(b"{}", errors=(ValueError, RecursionError), stepped=True)
 def outcome(data: bytes) -> object:
-    """What the child process that asks a host sends of each probe."""
+    """The outcome of each probe, as the child process that scans a host sends it."""
     sent = json.loads(_json(_outcomes, data))
     return [outcome_from_json(BY_NAME[name], sent[name]) for name in BY_NAME if isinstance(sent, dict) and name in sent]
 

@@ -52,17 +52,15 @@ class MegatronDeepSpeed(Engine):
 
 def _stack(row: dict[str, Any]) -> Stack:
     """One row of stacks.toml."""
-    row = dict(row)
-    engine, traits = row.pop("engine"), dict(row.pop("traits", {}))
+    engine, traits = row["engine"], dict(row.get("traits", {}))
     if (states := traits.get("states")) is not None:
         traits["states"] = (
             ENGINES[states].states if isinstance(states, str) else StateBytes(*states[:3], copy=states[3])
         )
     kinds = {kind.__name__: kind for kind in (Engine, Fsdp, LitGpt, MegatronDeepSpeed)}
     made = kinds[engine](**traits) if engine in kinds else replace(ENGINES[engine], **traits)
-    if "lora_targets" in row:
-        row["lora_targets"] = tuple(row["lora_targets"])
-    return Stack(engine=made, **row)
+    rest = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}
+    return Stack(**rest | {"engine": made})
 
 
 STACKS = tuple(map(_stack, read_table(__file__, "stacks.toml")["stack"]))

@@ -123,7 +123,7 @@ def frontier_svg(points: Sequence[FrontierPoint], title: str) -> str:
 
 
 def panels_svg(points: Sequence[FrontierPoint]) -> list[str]:
-    """Return each chart as an element of its own for a page, whose style sheet has the colours."""
+    """Return each chart as a separate element for a page, whose style sheet has the colours."""
     return [render("panel.svg", panel=panel) for panel in panels(points)]
 
 

@@ -283,7 +283,7 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
         if not late:  # the most are behind: they are not accused
             hint = Unknown(what="who of the most is behind", command="topoflight why --flight-recorder DIR")
             cause = Cause(code="call.timeout", message=f"{counts}, and no count moved between two answers of RAS",
-                          action="collect the logs and dumps of every rank")  # fmt: skip
+                          action="Collect the logs and dumps of every rank.")  # fmt: skip
             return replace(verdict, state="stuck", line=f"stuck: {cause.message}", causes=(cause,),
                            unknown=(*verdict.unknown, hint))  # fmt: skip
     causes = []

@@ -192,17 +192,16 @@ def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, co
     return replace(rates, inputs=tuple(inputs) or rates.inputs)
 
 
-# How wide the interval is, by the kind of job: learned from forecasts of runs that they never saw.
-#
-# The numbers are intervals.json, written by `python bench/forecast.py --write`.
+# How wide the interval is, by the kind of job: learned from published runs that were left out of the fit. The numbers
+# are in intervals.json, written by `python bench/forecast.py --write`.
 
-# Standard deviations of log(measured / forecast) that no published run tells. An 80 % interval is 1.2816 of them to
-# each side.
+# Standard deviations of log(measured / forecast) for which there are no published runs. An 80 % interval is 1.2816 of
+# them to each side.
 SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others; docs/decisions/0023
-SIGMA_ASSUMED = 0.55  # a CPU or a GPU nobody measured
+SIGMA_ASSUMED = 0.55  # a CPU or a GPU without measurements
 SIGMA_MEMORY_CPU = 0.25
 Z80 = 1.2816
-SIGMA_LINK_ASSUMED = 0.5  # of the share of a step that crosses a link whose speed nobody knows
+SIGMA_LINK_ASSUMED = 0.5  # of the share of a step that crosses a link of unknown speed
 
 FILE = Path(__file__).with_name("intervals.json")
 LONG_CONTEXT_TOKENS = 16384

@@ -144,7 +144,7 @@ def checkpoint_bytes(model: ModelSpec, train: TrainSpec, *, in_fp32: bool) -> fl
     return 3.0 * (4.0 * (trained - whole) + (4.0 if in_fp32 else 2.0) * whole)
 
 
-STORAGE_BYTES_PER_SECOND = 125.0 * 2**20  # where it is unknown: what a gp3 volume gives unasked (AWS, EBS volumes)
+STORAGE_BYTES_PER_SECOND = 125.0 * 2**20  # where it is unknown: the default of a gp3 volume (AWS, EBS volumes)
 
 
 def save_seconds(checkpoint_bytes: float, step_seconds: float, bytes_per_second: float | None, least: int) -> int:

@@ -63,7 +63,7 @@ def toleration(taint: str) -> dict[str, str]:
     """The toleration of a taint in kubectl's words, KEY[=VALUE][:EFFECT]; NoSchedule where no effect is named."""
     rest, colon, effect = taint.partition(":")
     key, equals, value = rest.partition("=")
-    allowed = _is_label_key(key) and _has_form("label_value", value) and (not colon or effect in _EFFECTS)
+    allowed = _has_form("label_key", key) and _has_form("label_value", value) and (not colon or effect in _EFFECTS)
     if not allowed:
         raise JobError(f"--tolerate {taint!r}: must be KEY[=VALUE][:EFFECT] with EFFECT one of {', '.join(_EFFECTS)}")
     matched = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
@@ -71,7 +71,7 @@ def toleration(taint: str) -> dict[str, str]:
 
 
 def check_form(form: str, what: str, value: str) -> None:
-    """JobError where a value has not the form of that name in names.toml; `what` says whose it is: "name="."""
+    """Raise JobError if a value does not have a form of names.toml; `what` comes before it in the message: "name="."""
     if not _has_form(form, value):
         raise JobError(f"{what}{value!r}: must be {read_table(__file__, 'names.toml')[form]['words']}")
 
@@ -88,16 +88,11 @@ def check_size(what: str, size: str) -> None:
 
 
 def storage_rate(word: str | None) -> float | None:
-    """Bytes per second that --storage-rate says; None where nobody does. Raises JobError."""
+    """Bytes per second of --storage-rate; None without it. Raises JobError."""
     if word is None:
         return None
     check_size("--storage-rate", word)
     return float(quantity(word) or 0)
-
-
-def _is_label_key(key: str) -> bool:
-    prefix, slash, name = key.rpartition("/")
-    return (not slash or _has_form("object", prefix)) and _has_form("label_name", name)
 
 
 def check_limit(name: str, amount: str) -> None:
@@ -171,8 +166,7 @@ class JobSpec:
     def _check_placement(self) -> None:
         """What names nodes: pods with a label or a taint that cannot exist would wait for ever."""
         for key in (*self.node_selector, *(() if self.topology_label is None else (self.topology_label,))):
-            if not _is_label_key(key):
-                raise JobError(f"label {key!r}: must be NAME or DOMAIN/NAME in letters, digits, '-', '_' and '.'")
+            check_form("label_key", "label ", key)
         for key, value in self.node_selector.items():
             check_form("label_value", f"label {key}=", value)
         for taint in self.tolerate:

@@ -1,7 +1,7 @@
 """Edit YAML as text: add keys and list items, and leave every other character where it is: comments, order, quotes.
 
-The text is read, its data are changed by the caller, and what is new in them is inserted as new lines; the result is
-read again and must be what was wanted. ruamel.yaml was tried instead (docs/decisions/0033).
+The text is read, the caller changes its data, and what is new in them is inserted as new lines. The result is read
+again and must equal the changed data. ruamel.yaml was tried instead (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_ALIASES = 1000
 
 
 class EditError(ValueError):
-    """An addition for which the text has no place; the message names the way to it."""
+    """An addition for which the text has no place; the message names the key."""
 
 
 class _Alias(yaml.ScalarNode):
@@ -39,7 +39,7 @@ class _Composer(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Lists stand deeper than their names, and nothing is an alias."""
+    """Indents lists below their keys, and writes no alias."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - PyYAML's
         super().increase_indent(flow, False)
@@ -54,7 +54,7 @@ def documents(text: str) -> list[Any]:
 
 
 def extended(text: str, wanted: list[Any]) -> str:
-    """The text with what `wanted` has more than it: new keys of mappings, new last items of lists.
+    """The text with what is new in `wanted`: new keys of mappings, new last items of lists.
 
     Raises EditError where `wanted` differs in another way, or has something new where no line can be put in.
     """

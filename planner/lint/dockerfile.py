@@ -97,12 +97,9 @@ def _start(stage: _Stage) -> Script:
                 break
             return read_shell(each.rest, known=stage.known, line=each.line, before=stage.assigned)
         words += found
-    lines = [each.line for each in stage.starts.values()]
-    return (
-        read_words(words, max(lines, default=0), stage.assigned)
-        if words
-        else Script(always={each.name: each for each in stage.assigned})
-    )
+    if not words:
+        return Script(always={each.name: each for each in stage.assigned})
+    return read_words(words, max(each.line for each in stage.starts.values()), stage.assigned)
 
 
 def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:

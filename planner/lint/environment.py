@@ -65,7 +65,7 @@ _ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """What a name is judged with."""
+    """What the judgement of each variable of an environment depends on."""
 
     version: Version | None
     machine: ProbedMachine | None
@@ -73,7 +73,7 @@ class _Case:
     own: frozenset[str]  # names that the script itself reads
     plugin: bool  # aws-ofi-nccl is in use and may have set a variable itself
     vendor: Platform | None  # whose network plugin the environment configures
-    carrier: str  # what carries the traffic in place of NCCL's own RDMA
+    carrier: str  # what carries the traffic instead of NCCL's own RDMA; or ""
 
 
 def lint(

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import tree_sitter_bash
@@ -54,9 +54,19 @@ class Shell:
         return Shell(dict(self.variables), self.exports_all)
 
 
-def join(*shells: Shell | None) -> Shell | None:
-    """What holds where each of the shells may be the one that goes on; None where none does."""
+def join(*shells: Shell | None, early: Sequence[tuple[str, Shell]] = ()) -> Shell | None:
+    """What holds where each of the shells may be the one that goes on; None where none does.
+
+    Shells in `early` left a function or a loop early: what differs in them holds under their condition.
+    """
     both = [each for each in shells if each is not None]
+    for condition, shell in early:
+        for name in {*shell.variables, *both[0].variables} if both else ():
+            own = shell.variables.get(name, _ABSENT)
+            if own != both[0].variables.get(name, _ABSENT):
+                narrowed = (replace(e, scope=condition) if condition.startswith(e.scope) else e for e in own)
+                shell.variables[name] = tuple(narrowed)
+        both.append(shell)
     if len(both) < 2:
         return both[0] if both else None
     first = both[0]
@@ -93,12 +103,10 @@ def _parse(source: bytes) -> Node | None:
 
 
 def parse_lines(source: bytes) -> tuple[bytes, Node | None]:
-    """The text without the word `time`, and its tree.
+    """The text as the grammar understands it, and its tree. No line changes its number.
 
-    There is a `;` after assignments that end their line, and quotes around the `/` of `[ -d / ]`.
-
-    The grammar takes the first words of the next line for the command of `A=1 B=2`, and `/ ]` for a division, whose
-    test has no end. No line changes its number.
+    The word `time` is left out. Assignments that end their line get a `;`, because the grammar takes the first words of
+    the next line for their command. The `/` of `[ -d / ]` gets quotes, because the grammar takes `/ ]` for a division.
     """
     source = _TIME.sub(lambda found: found[1].ljust(len(found[0])), _ROOT.sub(b'"/"', source))
     for _ in range(_MOST_PASSES):
@@ -330,10 +338,7 @@ def _number(node: ast.expr) -> int:
     if isinstance(node, ast.BinOp) or (isinstance(node, ast.Compare) and len(node.ops) == 1):
         sign, last = (node.op, node.right) if isinstance(node, ast.BinOp) else (node.ops[0], node.comparators[0])
         left, right = _number(node.left), _number(last)
-        shifts = isinstance(sign, ast.LShift | ast.RShift)
-        found = (
-            int(_OPERATORS[type(sign)](left, right)) if type(sign) in _OPERATORS and not (shifts and right > 62) else -1
-        )
-        if 0 <= found < 1 << 63:
+        known = type(sign) in _OPERATORS and not (isinstance(sign, ast.LShift | ast.RShift) and right > 62)
+        if known and 0 <= (found := int(_OPERATORS[type(sign)](left, right))) < 1 << 63:
             return found
     raise ValueError("no number that bash has too")

@@ -32,7 +32,7 @@ from planner.lint.script import (
 )
 
 _MOST_LAUNCHES = 200  # that get different settings
-_MOST_OPTIONS = 1 << 12  # characters of a command in which what it does not hand on is looked for
+_MOST_OPTIONS = 1 << 12  # characters of a command that are searched for options that remove variables
 
 _DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[A-Z0-9_]+)=")
 _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -83,7 +83,7 @@ class Programs(Expander):
         self.input = Input()
         self.scope = ""
         self.view = ""  # the condition under which the command that is followed has these words
-        self.split = self.splits = 0
+        self.split = self.splits = 0  # of statements that are followed once for each value of their variables
         self.launches: list[Launch] = []
         self.exported = {(each.name, each.line): each for each in before}  # every setting, wherever it was exported
         self.loose: dict[str, Assigned] = {}  # set and not exported
@@ -141,7 +141,7 @@ class Programs(Expander):
         """Give a variable a value. `exported` None: as it was before, or as set -a says."""
         if not NAME.match(given.name):
             return
-        for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer hands these in without the prefix
+        for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer passes these without the prefix
             if given.name.startswith(outer):
                 given = replace(given, name=given.name.removeprefix(outer))
         self.spend(WORK_OF_WORD)
@@ -241,14 +241,13 @@ class Programs(Expander):
             self.view,
             *(each for each in scopes if each.startswith(self.view) and each != self.view),
         ]
-        chosen = {
-            condition: {name: one for name, found in values.items() if (one := _under(found, condition)) is not None}
-            for condition in conditions[:_MOST_LAUNCHES]
-        }
         return {
-            condition: {n: e for n, e in found.items() if e.exported and not e.unset and e.items is None}
-            for condition, found in chosen.items()
-        }
+            condition: {
+                name: one for name, found in values.items()
+                if (one := _under(found, condition)) and one.exported and not one.unset and one.items is None
+            }
+            for condition in conditions[:_MOST_LAUNCHES]
+        }  # fmt: skip
 
     def launch(self, label: str, *, sure: bool) -> None:
         """Note that a program is started, unless another one got the same."""
@@ -394,7 +393,7 @@ class Programs(Expander):
         return 0 if equals else 1
 
     def _setting(self, word: Word, line: int, outer: Shell) -> None:
-        """NAME=VALUE, several with commas between them (apptainer), or NAME alone, which hands on what `outer` has."""
+        """NAME=VALUE, several with commas between them (apptainer), or NAME alone, whose value is that of `outer`."""
         for part in re.split(r",(?=[A-Z_][A-Z0-9_]*=)", word.text):
             name, equals, tail = part.partition("=")
             if equals:
@@ -422,7 +421,7 @@ class Programs(Expander):
         elif _COMMANDS.search(inside):
             self.nested(inside, line, surely=False)
 
-    # -- built-ins. Each returns whether it succeeds, None where only a run tells.
+    # -- built-ins. Each returns whether it succeeds, None where that depends on the run.
 
     def echo(self, call: Call) -> bool:
         """What it shows on the terminal may be a launcher's input: Hydra's overrides."""
@@ -435,12 +434,12 @@ class Programs(Expander):
         return True
 
     def tee(self, call: Call) -> None:
-        """It writes what it reads into a file, too."""
+        """It also writes its input into a file."""
         for target in [word.text for word in call.words if word.text[:1] != "-"][:1] if call.given.text else ():
             self.write_file(target, call.given)
 
     def gets(self, call: Call) -> None:
-        """read, mapfile, let, printf -v and the like: their variables have values that only a run tells."""
+        """read, mapfile, let, printf -v and the like: the values of their variables depend on the run."""
         self.assumed = False
         for word in call.words if call.program != "printf" or any(each.text == "-v" for each in call.words[:1]) else ():
             self.assign(re.split(r"\W", word.text)[0], OPEN, f"(set by {call.program})", call.line)
@@ -478,14 +477,11 @@ def content(settings: Settings) -> frozenset[tuple[str, str]]:
 
 
 def _under(found: Sequence[Assigned], condition: str) -> Assigned | None:
-    """Which of a variable's values holds under a condition: of those of wider conditions the nearest, the last one.
-
-    One that is set comes before none: after a function that may return early, both have the same condition.
-    """
+    """Which of a variable's values holds under a condition: of those of wider conditions the nearest, the last one."""
     if len(found) == 1:
         return found[0]
     fitting = [each for each in found if f"{condition}; ".startswith(f"{each.scope}; ") or not each.scope]
-    return max(reversed(fitting), key=lambda each: (len(each.scope), not each.unset), default=None)
+    return max(reversed(fitting), key=lambda each: len(each.scope), default=None)
 
 
 def number_of(call: Call) -> int:

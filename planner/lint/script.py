@@ -49,7 +49,7 @@ def is_judged(name: str) -> bool:
 class Word(NamedTuple):
     """One word of a command after expansion."""
 
-    text: str  # OPEN stands for each part that is not known
+    text: str  # OPEN replaces each unknown part
     raw: str  # as it is written, without its quotes
     line: int = 0
     assumed: bool = False  # a default is in it, which the environment outside may replace
@@ -106,7 +106,7 @@ class Script:
     unreached: list[Unread] = field(default_factory=list)  # settings that no started program gets
 
     def set(self, given: Assigned) -> None:
-        """Set a variable for every launch; what hands on the value that it had changes nothing."""
+        """Set a variable for every launch; `A=$A` changes nothing if the value of A is unknown."""
         itself = given.raw.strip("\"'") in (f"${given.name}", f"${{{given.name}}}")
         if not (itself and given.value == OPEN and given.name in self.always):
             self.always[given.name] = given

@@ -39,7 +39,9 @@ _SIMPLE = ("command", "redirected_statement", "variable_assignment", "variable_a
            "unset_command", "test_command")  # fmt: skip
 
 Status = bool | None
-"""How a command ends; None where only a run tells."""
+"""How a command ends; None where it depends on the run."""
+Left = list[tuple[str, Shell]]
+"""Shells that left a function or a loop early, each with its condition."""
 
 
 def read_shell(
@@ -83,8 +85,8 @@ class _Reader(Programs):
         super().__init__(known, before)
         self._scripts = self._blocks = self._commands = 0
         self._called: set[str] = set()
-        self._returns: list[list[Shell]] = []
-        self._loops: list[tuple[list[Shell], list[Shell]]] = []  # what `continue` and `break` go on with
+        self._returns: list[Left] = []
+        self._loops: list[tuple[Left, Left]] = []  # where `continue` and where `break` left
         self._ended = ""  # why nothing more runs here
         self._only_assigns = True
 
@@ -144,7 +146,7 @@ class _Reader(Programs):
             self.skip(self.text(node), self.line(node), why)
 
     def _not_understood(self, node: Node) -> None:
-        """Name the lines of what fits nowhere, where settings are near; statements inside are followed."""
+        """Name the lines that are not shell syntax and have settings near; statements inside are followed."""
         near = NAMED.search(self.text(node)) is not None
         plain = _NAMES["expansions"] | {"word", "number", "variable_name"}
         for child in node.children or [node]:
@@ -206,10 +208,10 @@ class _Reader(Programs):
             return "".join(self.written(each) or OPEN for each in names) or document.text or self.input.text or OPEN
         return OPEN
 
-    def _end(self, word: str, goes_on: list[Shell] | None = None) -> None:
+    def _end(self, word: str, left: Left | None = None) -> None:
         """Nothing more runs here; the shell goes on elsewhere, or not at all."""
-        if goes_on is not None:
-            goes_on.append(self.shell)
+        if left is not None:
+            left.append((self.scope, self.shell))
         self._ended = f"it comes after {word}"
 
     def _now(self) -> Shell | None:
@@ -410,7 +412,7 @@ class _Reader(Programs):
         What the second of these still changes becomes unknown, and a third round follows.
         """
         body, line, words = node.child_by_field_name("body"), self.line(node), self._words_of_loop(node)
-        ends, breaks, rest = list[Shell | None](), list[Shell](), self._now()
+        ends, breaks, rest = list[Shell | None](), Left(), self._now()
         for number in range(4 if words is None else len(words) + 1):
             if rest is None or body is None:
                 break
@@ -426,11 +428,11 @@ class _Reader(Programs):
             self._loops.append(([], breaks))
             with self._under(f"the loop of line {line}" if no is not None else ""):
                 self._visit(body)
-            rest = join(self._now(), *self._loops.pop()[0])
+            rest = join(self._now(), early=self._loops.pop()[0])
             if rest is not None and words is None and number == 1:
                 _forget(rest, before)
         self._ended = ""
-        self._resume(*ends, *breaks)
+        self._resume(join(join(*ends), early=breaks))
         if not any(ends) and not breaks:
             self._ended = "it comes after a loop without end"
 
@@ -531,7 +533,7 @@ class _Reader(Programs):
         return self._decided(inside[0], glob=node.children[0].type == "[[") if len(inside) == 1 else None
 
     def _decided(self, node: Node, *, glob: bool) -> Status:
-        """How a test of one or two words ends that is the same in every run; None for all others."""
+        """How a test of one or two words ends; None where that is not the same in every run."""
         kind, parts = node.type, node.children
         if kind == "unary_expression" and len(parts) == 2:
             sign = self.text(parts[0])
@@ -646,7 +648,7 @@ class _Reader(Programs):
         self._loops = []
         status = self._visit(body)
         returned = self._returns.pop()
-        self._resume(self._now(), *returned)
+        self._resume(join(self._now(), early=returned))
         self.restore(self.locals.pop())
         self.active.pop()
         self._loops, self.source, self.first = saved
@@ -717,11 +719,10 @@ def _merge_launches(launches: Sequence[Launch], script: Script) -> None:
     for launch, ways in found:
         labels[launch.label] += 1
         label = launch.label + (f", time {labels[launch.label]}" if labels[launch.label] > 1 else "")
-        for scope, way in ways.items():
-            script.always = script.always or {name: each for name, each in way.items() if (name, each.value) in always}
-            script.ways.append((_both(label if len(found) > 1 else "", scope), way))
-    if script.ways and not script.ways[0][0]:
-        script.always = script.ways.pop(0)[1]
+        script.ways += [(_both(label if len(found) > 1 else "", scope), way) for scope, way in ways.items()]
+    if script.ways:
+        label, way = script.ways[0]
+        script.always = {n: e for n, e in way.items() if (n, e.value) in always} if label else script.ways.pop(0)[1]
     for _, way in script.ways:
         way |= {name: replace(each, unset=True) for name, each in script.always.items() if name not in way}
 

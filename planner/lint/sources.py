@@ -256,7 +256,7 @@ def _lines(text: str, kind: str, first: int) -> Script:
             continue
         name = bare.partition("=")[0]
         if kind == "env" and ((" " in name.strip() and not name.startswith("export ")) or "=" not in bare):
-            if not re.fullmatch(r"\w+", bare.strip()):  # NAME alone hands on what is set outside
+            if not re.fullmatch(r"\w+", bare.strip()):  # NAME alone takes its value from outside
                 unread.append(Unread(line=number, why="no NAME=VALUE"))
             continue
         rows.append((number, bare if kind == "env" else row))
@@ -295,13 +295,14 @@ def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[
     base: NamedEnvironment | None = None
     plain = bool(script.always or loose)
     for label, way in [*([("", Settings())] if plain else ()), *script.ways[:_LIMIT_SCOPES]]:
-        found = {name: each for name, each in (script.always | way).items() if is_judged(name) or name in JOB_SIZE}
-        found = {name: each for name, each in found.items() if not each.unset}
+        found = {
+            name: each for name, each in (script.always | way).items()
+            if not each.unset and (is_judged(name) or name in JOB_SIZE)
+        }  # fmt: skip
         known = {name: each.value for name, each in found.items() if OPEN not in each.value}
         open_ = {name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value}
-        if (base and (known, open_) == (base.environment, base.unresolved)) or not any(
-            map(is_judged, [*found, *loose])
-        ):
+        repeats = base is not None and (known, open_) == (base.environment, base.unresolved)
+        if repeats or not any(map(is_judged, [*found, *loose])):
             continue
         alone = not plain and len(script.ways) == 1 and _OF_A_COMMAND.fullmatch(label)
         each = NamedEnvironment(

@@ -316,11 +316,11 @@ def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
 
 
 def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    """A word, a list of words, or a text of some pattern; a blank belongs to the word beside it."""
+    """A word, a list of words, or a text of a pattern; a blank is part of the word next to it."""
     row = values()["text"][name]
     words = [each for each in row.get("words", ()) if each != "ATTN" or not version or version >= _ATTN_SINCE]
-    pattern = re.compile(row.get("pattern") or "|".join(map(re.escape, words)), 0 if "exact" in row else re.IGNORECASE)
-    separator, effect = row.get("separator"), row.get("effect")
+    flags, separator, effect = 0 if row.get("exact") else re.IGNORECASE, row.get("separator"), row.get("effect")
+    pattern = re.compile(row.get("pattern") or "|".join(map(re.escape, words)), flags)
     parts = value.removeprefix("^").split(separator) if separator else [value]
     wrong = [each for each in parts if each and not pattern.fullmatch(each.removeprefix("^") if separator else each)]
     if not wrong:

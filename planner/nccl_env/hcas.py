@@ -197,7 +197,7 @@ def _no_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     return found if found and spared else {}
 
 
-# In this order; what is near no GPU NCCL passes over by itself.
+# In this order. NCCL itself does not use the ports of `_near_a_gpu`.
 _RULES = (
     _hardware, _of_this_pod, _one_link_layer, _one_subnet, _addressed, _near_a_gpu, _not_management, _no_storage,
 )  # fmt: skip

@@ -159,11 +159,8 @@ def _by_pcp(roce: Sequence[tuple[str, PortView]]) -> bool:
 def _tagged(node: NodeView, view: PortView) -> bool:
     names = {gid.netdev for gid in view.port.gids if gid.netdev and gid.type == "RoCE v2"} | {view.port.netdev}
     facts = node.interfaces()
-    return (
-        any(each.kind == "vlan" and (each.name in names or each.parent in names) for each in facts.interfaces)
-        if (facts)
-        else False
-    )
+    links = facts.interfaces if facts else ()
+    return any(each.kind == "vlan" and (each.name in names or each.parent in names) for each in links)
 
 
 def _is_nvidia(view: PortView) -> bool:

@@ -139,7 +139,7 @@ ENGINE = Topoflight(
 )
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
-# Said by names of their own in the job's YAML, or by how many ranks are started.
+# Written under other names in the YAML of the job, or given by the number of ranks that are started.
 _NAMED = ("micro_batch", "gradient_accumulation", "fused_cross_entropy", "compile", "world_size")
 
 
@@ -170,8 +170,8 @@ def torchrun_line(request: ExportRequest) -> str:
 def pod_env(request: ExportRequest) -> str:
     """The container's part of a pod spec."""
     limits = {"nvidia.com/gpu": str(request.ranks_per_node)} if request.on_gpu else {}
-    asked = (need.value.rpartition(": ") for need in request.needs if need.name == "resource")
-    limits |= {name: count for name, _, count in asked if name and "*" not in name}  # a wildcard is the user's to name
+    resources = (need.value.rpartition(": ") for need in request.needs if need.name == "resource")
+    limits |= {name: count for name, _, count in resources if name and "*" not in name}  # the user replaces a wildcard
     env = [{"name": setting.name, "value": setting.value} for setting in request.settings]
     return yaml_from_template("pod.yaml", request, env=env, limits=limits)
 

@@ -1,10 +1,10 @@
 """Why a run is stuck, slow or failed: the rules that turn the facts on its ranks into one verdict.
 
-Facts come from the readers (facts.py). They show which ranks wait in which call (calls.py), what the ranks that are
-waited for do (activity.py), and so which of them is the cause (stuck.py), or whether the run moves and is only slow
-(pace.py). A rank that waits is never named: the rank that is missing from the collective is, and its last known
-position explains the cause. Each accusation has a margin; within it the answer is "not distinguishable yet". A
-question that no source answers stays unknown, with the command that would answer it.
+Facts come from the readers. They show which ranks wait in which call (calls.py), what the ranks that are waited for do
+(facts.py), and so which of them is the cause (stuck.py), or whether the run moves and is only slow (pace.py). A rank
+that waits is never named: the rank that is missing from the collective is, and its last known position explains the
+cause. Each accusation has a margin; within it the answer is "not distinguishable yet". A question that no source
+answers stays unknown, with the command that would answer it.
 """
 
 from __future__ import annotations

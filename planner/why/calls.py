@@ -12,7 +12,7 @@ from collectives.traces.calls import UNNAMED, Call, RankTrace
 from planner.why.facts import MOST_RANKS, STALL_SECONDS, Cause, RunFacts, cause_named, ranks_of
 
 NEWER_SECONDS = 3.0  # ranks that are asked for their calls write within two looks of each other
-_SAME_CALL = "make every rank of the group call the same, in the same order"
+_SAME_CALL = "Make every rank of the group call the same collectives, in the same order."
 
 
 @dataclass(slots=True, kw_only=True)

@@ -33,7 +33,6 @@ LOST_PEER, TIMED_OUT, IN_CALL = (
 )
 LONG_PHASES = ("save", "evaluate", "compile")  # phases that may take long: others wait for them up to the limit
 DOING, ACTIONS, TRUST, CODES = (_WORDS[part] for part in ("doing", "action", "trust", "code"))
-ACTIONS_OF_LONG = _WORDS["action_of_long"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ def cause_named(
     key: str, *, ranks: tuple[int, ...] = (), nodes: tuple[str, ...] = (), share: float | None = None,
     evidence: tuple[str, ...] = (), **fields: object,
 ) -> Cause:  # fmt: skip
-    """The cause of that key in why.toml, with its fields put in."""
+    """Return the cause with this key in why.toml, its fields filled in."""
     row = _WORDS["cause"][key]
     message, action = (row[part].format(**fields) for part in ("message", "action"))
     return Cause(code=row["code"], message=message, action=action, ranks=ranks, nodes=nodes, share=share,
@@ -102,7 +101,7 @@ class RunFacts:
     copied: bool = False  # the folder is a copy: `ages` compare the hosts' own clocks
     silence: float | None = None  # seconds since any rank wrote; None where a rank is known to run
     stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # innermost first, of py-spy or faulthandler
-    unranked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of processes whose rank is not told
+    unranked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of processes of unknown rank
     log: LogFacts = field(default_factory=LogFacts)  # what PyTorch and gloo wrote into the logs
     in_order: bool = True  # `log` is one file, so the first of its errors came first
     first: int | None = None  # rank that torchrun saw fail first
@@ -159,11 +158,11 @@ def is_open(verdict: Verdict) -> bool:
     return bool(verdict.causes) and verdict.causes[0].code == "call.timeout"
 
 
-# What a rank does: whether its process is there, and whether others may have to wait for what it is at.
+# What a rank does: whether its process runs, and whether its work is a reason for others to wait.
 
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
 _PEER = re.compile(r"\[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})")
-ENDED = ("gone", "stopped", "silent")  # kinds for which nothing is to be waited
+ENDED = ("gone", "stopped", "silent")  # kinds that no waiting helps
 
 
 class Activity(NamedTuple):
@@ -180,7 +179,7 @@ def activity(rank: int, facts: RunFacts) -> Activity:
     if state is not None and state.ended:
         return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
     if process == "gone" and not outlived(rank, facts):
-        return Activity("gone", "its process is gone, without an end of its own")
+        return Activity("gone", "its process is gone, and it wrote no final state")
     if process == "stopped":
         return Activity("stopped", "its process is stopped (state T: a signal or a debugger)")
     stack = facts.stacks.get(rank)
@@ -254,7 +253,7 @@ def since_wait_began(rank: int, facts: RunFacts, begun: float) -> Activity:
 
 
 def outlived(rank: int, facts: RunFacts) -> bool:
-    """Whether a rank without an end of its own still wrote when the first of the others gave up waiting.
+    """Whether a rank without a final state still wrote when the first of the others gave up waiting.
 
     Then the launcher ended it, and what it was at counts. A rank that is killed is noticed at once by those that are
     connected to it: they lose a peer, they do not wait in vain; and torchrun sees it fail first.
@@ -299,11 +298,9 @@ def timeout_too_short(
     errors = [state.error or "" for state in facts.states.values()]
     limit = next((int(found[1]) / 1000 for error in errors if (found := _LIMIT.search(error))), None)
     words = [f"rank {rank} {what.words}" for rank, what in sorted(busy.items())]
-    shorter = f"the group's timeout{f' of {limit:.0f} s' if limit else ''} is shorter than what is waited for"
-    action = "init_process_group(timeout=...) longer than that"
-    action += ACTIONS_OF_LONG.get(busy[min(busy)].kind, "")
     evidence = (*([wait] if wait else []), *words[1:4], *(error[:200] for error in errors if TIMED_OUT.search(error)))
-    cause = Cause(code="timeout.short", message=f"{shorter}: {words[0]}", evidence=evidence[:6], action=action)
+    cause = cause_named("timeout", limit=f" of {limit:.0f} s" if limit else "", first=words[0], evidence=evidence[:6],
+                        other=_WORDS["action_of_long"].get(busy[min(busy)].kind, ""))  # fmt: skip
     return replace(verdict_of("failed", (cause,), facts, (), waiting), not_at_fault=tuple(words))
 
 

@@ -254,7 +254,7 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
             if whole
             else (f"{ranks_of(ranks)} ended, having lost another or waited for it in vain; the others have not ended")
         )
-        action = f"one of {ranks_of(silent)} was first: read their own logs" if silent else ""
+        action = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
     else:
         message = f"{ranks_of(silent)} {'has' if len(silent) == 1 else 'have'} ended without a final state"
         message += ": killed, preempted, out of memory, or the host was rebooted"

@@ -163,7 +163,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
         for group, here in numbers.items() if len(here) > 1
     )  # fmt: skip
     evidence = tuple(dict.fromkeys((wait, *apart, *counts)))[:4]
-    cause = cause_named("stands", waits=blocked.describe(waiting), rest=rest, evidence=evidence)
+    cause = cause_named("rank_unknown", waits=blocked.describe(waiting), rest=rest, evidence=evidence)
     how = ("topoflight why LOG_OF_EVERY_RANK --flight-recorder DIR; on the next run "
            "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
     return open_verdict("stuck", cause, facts, waiting, "which rank has not come to the call", how)
