@@ -39,9 +39,8 @@ def launch(
     Exit code 0: the run ended well, or the job was created. 3: a check or the run failed, or pods are refused. 5: a
     required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
     """
-    from agent.advice.advise import advise, with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request
-    from agent.advice.request import for_whole_run, with_rows
+    from agent.advice.advise import with_fsdp
+    from agent.advice.job_settings import EMBEDDED_MODEL
     from agent.base.hosts import snapshots
     from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS
@@ -55,9 +54,7 @@ def launch(
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
-    settings = explicit_settings(options["config"], options["overrides"])
-    request = for_whole_run(with_rows(training_request(options), settings), settings)
-    advice = advise(request, lambda: found)
+    advice, options["trainer"], why = _advise(options, found)
     if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     for line in advice.unknowns:
@@ -67,7 +64,9 @@ def launch(
         from agent.terminal.advice import rejected
 
         rejected(console(), advice)
-        raise NothingFitsError(_nothing(advice))
+        raise NothingFitsError(f"{_nothing(advice)}{why}")
+    if why:
+        say(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
     if shown != "brief":
         _say_forecast(advice)
@@ -78,6 +77,51 @@ def launch(
         _print_here(advice, folder, shown, options)
     else:
         _launch_here(advice, found, folder, timeout, options)
+
+
+def _advise(options: dict[str, Any], found: Sequence[Snapshot]) -> tuple[Recommendation, str, str]:
+    """The advice for the trainer that has what the file, the model and the layout ask for, its name, and why.
+
+    Raises RequestError for what neither trainer has.
+    """
+    from agent.advice.job_settings import OURS, TRL, trainer_of
+    from contracts.layout import Layout
+    from planner.stacks import engine_named
+
+    trainer, why = trainer_of(options["config"], options["overrides"], options["trainer"])
+    advice = _advised_for(trainer, options, found)
+    is_open = trainer == OURS and options["trainer"] == "auto"
+    if advice.chosen is None and is_open and not any(row.rule == "memory-fits" for row in advice.rejected):
+        other = _advised_for(TRL, options, found)
+        if other.chosen is None:
+            return advice, OURS, f"; with TRL's trainer: {_nothing(other)}"
+        assert advice.model is not None and advice.train is not None  # noqa: S101 - `launch` always names one
+        simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
+        advice, trainer, why = other, TRL, simplest or advice.rejected[0].reason
+    if trainer == TRL:
+        on_cpu = " Without a GPU it runs DDP, whatever layout the file names." if advice.backend == "gloo" else ""
+        reason = f", because the built-in one refuses: {why}." if why else ", as --trainer says."
+        return advice, TRL, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
+    line = "trainer: the built-in one, which has all that the file and the layout ask for."
+    return advice, trainer, line if options["config"] else ""
+
+
+def _advised_for(trainer: str, options: dict[str, Any], found: Sequence[Snapshot]) -> Recommendation:
+    from agent.advice.advise import advise
+    from agent.advice.job_settings import TRL, explicit_settings, training_request
+    from agent.advice.request import for_whole_run, with_rows
+    from probes.gpu.facts import GpuFacts
+
+    settings = explicit_settings(options["config"], options["overrides"], trainer)
+    request = for_whole_run(with_rows(training_request(options, trainer), settings), settings)
+    has_gpus = bool(options["machine"]) or any((facts := one.facts(GpuFacts)) and facts.gpus for one in found)
+    if trainer == TRL and not has_gpus:
+        kept = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
+        request = request.changed(asked=tuple(kept))
+    return advise(request, lambda: found)
+
+
+_OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
 
 
 def _in_brief(advice: Recommendation) -> None:
@@ -92,7 +136,8 @@ def _folder(options: Mapping[str, Any]) -> Path:
     """Where the job writes, by its settings."""
     from agent.advice.job_settings import explicit_settings
 
-    return Path(explicit_settings(options["config"], options["overrides"]).get("output_dir", "finetune-output"))
+    settings = explicit_settings(options["config"], options["overrides"], options["trainer"])
+    return Path(settings.get("output_dir", "finetune-output"))
 
 
 def _nothing(advice: Recommendation) -> str:
