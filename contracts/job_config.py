@@ -385,7 +385,7 @@ def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: s
     try:
         values[name] = _convert(label, value, known[name])
     except ConfigError as error:
-        is_word = isinstance(value, str) and Literal in map(typing.get_origin, _options(known[name]))
+        is_word = isinstance(value, str) and any(typing.get_origin(one) is Literal for one in _options(known[name]))
         is_share = name in _SHARES and isinstance(value, float) and 0 < value < 1
         raise trl.OnlyTrlError(str(error)) if is_word or is_share else error from None
 

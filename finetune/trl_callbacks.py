@@ -113,6 +113,6 @@ def observe(run: Run) -> EffectiveLayout:
         **found, cp=cp, pp=1, world_size=dist.get_world_size(), stage_layers=[number], device=str(run.device),
         wrapper="FSDP" if is_sharded else "DDP" if is_copied else "none", backend=verify.backend_of(run.device),
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
-        reshard_after_forward=bool(plugin.reshard_after_forward) if is_sharded else None,
+        reshard_after_forward=bool(plugin.reshard_after_forward) if plugin and is_sharded else None,
         checkpointed_layers=number if recomputes else 0, compiled_layers=number if compiled else 0,
     )  # fmt: skip

@@ -183,12 +183,16 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
 # The question behind a job.
 
 
-def training_request(options: Mapping[str, Any], trainer: str = OURS) -> Request:
-    """The question behind `launch`: the named model, or the embedded one."""
+def training_request(options: Mapping[str, Any]) -> Request:
+    """The question behind a job: the named model, or the embedded one."""
+    return job_request(base_request(options), options["config"], options["overrides"])
+
+
+def base_request(options: Mapping[str, Any]) -> Request:
+    """The question by the options of a verb alone, without the settings of the job."""
     names = ("hosts", "root", "model", "method", "sequence_length", "global_batch", "machine", "nodes", "lengths",
              "rows")  # fmt: skip
-    request = Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
-    return job_request(request.changed(engine=trainer), options["config"], options["overrides"])
+    return Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
 
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
@@ -314,21 +318,27 @@ def job_plan(
         raise RequestError(why)
     planned = {} if embedded else left_open(advice, explicit)
     job_config = replace(job_config, **planned)
+    of_trl = None
     if by_trl:
+        of_trl = trl_settings({**_for_trl(job_config, explicit, planned), **raw}, explicit)
         job_config = replace(job_config, layout={})  # the plan's says it all: without a GPU it is DDP
-        planned = {name: value for name, value in planned.items() if not isinstance(value, tuple)}  # PEFT's own targets
-        made = {"model_name_or_path": RANDOM, "dataset_name": "synthetic:", "tokenizer_name": "builtin:"}
-        wrong = [f"{name}={value}" for name, start in made.items()
-                 if str(value := getattr(job_config, name)).startswith(start) and name in {**explicit, **planned}]  # fmt: skip
-        if wrong:
-            raise RequestError(
-                f"{' and '.join(wrong)}: the built-in trainer alone makes it; TRL's takes files and hub ids"
-            )
     return JobPlan(
-        config=job_config, trl=trl_settings({**planned, **raw}, explicit) if by_trl else None, layout=advice.chosen.layout, notes=tuple(notes),
+        config=job_config, trl=of_trl, layout=advice.chosen.layout, notes=tuple(notes),
         forecast=run_forecast(advice),
         environment={setting.name: setting.value for setting in advice.settings}, transport=transport(advice, found),
     )  # fmt: skip
+
+
+def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
+    """What was planned, for TRL's parser; PEFT chooses the targets. RequestError for what TRL's trainer cannot load."""
+    made = {"model_name_or_path": RANDOM, "dataset_name": "synthetic:"}
+    values = {name: getattr(config, name) for name in made if name in {**explicit, **planned}}
+    wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(made[name])]
+    if wrong:
+        raise RequestError(
+            f"{' and '.join(wrong)}: only the built-in trainer makes it; TRL's trainer takes files and hub ids"
+        )
+    return {name: value for name, value in planned.items() if not isinstance(value, tuple)}
 
 
 def run_forecast(advice: Recommendation) -> RunForecast:

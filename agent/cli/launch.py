@@ -40,7 +40,8 @@ def launch(
     required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
     """
     from agent.advice.advise import with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL
+    from agent.advice.job_settings import EMBEDDED_MODEL, base_request
+    from agent.advice.trainers import choose, nothing
     from agent.base.hosts import snapshots
     from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS
@@ -54,7 +55,10 @@ def launch(
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
-    advice, options["trainer"], why = _advise(options, found)
+    request = base_request(options)
+    advice, options["trainer"], why = choose(
+        request, options["config"], options["overrides"], options["trainer"], found
+    )
     if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     for line in advice.unknowns:
@@ -64,7 +68,7 @@ def launch(
         from agent.terminal.advice import rejected
 
         rejected(console(), advice)
-        raise NothingFitsError(f"{_nothing(advice)}{why}")
+        raise NothingFitsError("; ".join(filter(None, (nothing(advice), why))))
     if why:
         say(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
@@ -77,51 +81,6 @@ def launch(
         _print_here(advice, folder, shown, options)
     else:
         _launch_here(advice, found, folder, timeout, options)
-
-
-def _advise(options: dict[str, Any], found: Sequence[Snapshot]) -> tuple[Recommendation, str, str]:
-    """The advice for the trainer that has what the file, the model and the layout ask for, its name, and why.
-
-    Raises RequestError for what neither trainer has.
-    """
-    from agent.advice.job_settings import OURS, TRL, trainer_of
-    from contracts.layout import Layout
-    from planner.stacks import engine_named
-
-    trainer, why = trainer_of(options["config"], options["overrides"], options["trainer"])
-    advice = _advised_for(trainer, options, found)
-    is_open = trainer == OURS and options["trainer"] == "auto"
-    if advice.chosen is None and is_open and not any(row.rule == "memory-fits" for row in advice.rejected):
-        other = _advised_for(TRL, options, found)
-        if other.chosen is None:
-            return advice, OURS, f"; with TRL's trainer: {_nothing(other)}"
-        assert advice.model is not None and advice.train is not None  # noqa: S101 - `launch` always names one
-        simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
-        advice, trainer, why = other, TRL, simplest or advice.rejected[0].reason
-    if trainer == TRL:
-        on_cpu = " Without a GPU it runs DDP, whatever layout the file names." if advice.backend == "gloo" else ""
-        reason = f", because the built-in one refuses: {why}." if why else ", as --trainer says."
-        return advice, TRL, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
-    line = "trainer: the built-in one, which has all that the file and the layout ask for."
-    return advice, trainer, line if options["config"] else ""
-
-
-def _advised_for(trainer: str, options: dict[str, Any], found: Sequence[Snapshot]) -> Recommendation:
-    from agent.advice.advise import advise
-    from agent.advice.job_settings import TRL, explicit_settings, training_request
-    from agent.advice.request import for_whole_run, with_rows
-    from probes.gpu.facts import GpuFacts
-
-    settings = explicit_settings(options["config"], options["overrides"], trainer)
-    request = for_whole_run(with_rows(training_request(options, trainer), settings), settings)
-    has_gpus = bool(options["machine"]) or any((facts := one.facts(GpuFacts)) and facts.gpus for one in found)
-    if trainer == TRL and not has_gpus:
-        kept = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
-        request = request.changed(asked=tuple(kept))
-    return advise(request, lambda: found)
-
-
-_OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
 
 
 def _in_brief(advice: Recommendation) -> None:
@@ -138,17 +97,6 @@ def _folder(options: Mapping[str, Any]) -> Path:
 
     settings = explicit_settings(options["config"], options["overrides"], options["trainer"])
     return Path(settings.get("output_dir", "finetune-output"))
-
-
-def _nothing(advice: Recommendation) -> str:
-    """Why nothing is launched, and what could be: the settings' own words, where they say what cannot run."""
-    from planner.recommend import AS_ASKED
-
-    for row in advice.rejected[:1]:
-        if row.what == AS_ASKED:
-            could = f"; what can: {'; or '.join(advice.helps_most)}" if advice.helps_most else ""
-            return f"nothing to launch: {row.reason}{could}"
-    return "no layout fits: nothing to launch"
 
 
 def _say_forecast(advice: Recommendation) -> None:
