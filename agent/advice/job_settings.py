@@ -9,6 +9,7 @@ HF_ENDPOINT names a hub, because the job will load the model that this hub has u
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
@@ -222,7 +223,9 @@ def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.envir
     An architecture that no table knows is read by the names that most configurations have: TRL may train it.
     """
     if bounded.exists(name):
-        return model_from_file(Path(name), any_type=True)
+        with contextlib.suppress(ModelError):  # the question itself names what is wrong with the file
+            return model_from_file(Path(name), any_type=True)
+        return None
     if hub_id(name) != name:
         return None
     try:
