@@ -76,7 +76,7 @@ class Watch:
         """Find torch.optim.optimizer as Python does, to be run and then watched; nothing else."""
         if name != "torch.optim.optimizer":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
@@ -136,7 +136,7 @@ if __name__ == "__main__":
     del sys.argv[0]
     atexit.register(wait_for_gloo)  # the first to be registered is the last to run
     watch = Watch()
-    sys.meta_path.insert(0, watch)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, watch)
     try:
         run(sys.argv[0])
     except SystemExit as end:

@@ -283,6 +283,7 @@ def test_a_script_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     script.write_text("")
     shown = topoflight("launch", "--script", script, "--dry-run", "--ranks", "2", "--", "--lr", "a b")
     assert shown.exit_code == 0 and "--nproc-per-node=2" in shown.stdout and f"{script} --lr 'a b'" in shown.stdout
+    assert "forecast: unknown: the arguments name no model_name_or_path" in shown.stderr
     python = tmp_path / "venv" / "bin" / "python"  # an environment first on PATH, without torchrun: it is taken
     python.parent.mkdir(parents=True)
     (tmp_path / "venv" / "pyvenv.cfg").write_text("")
@@ -292,10 +293,10 @@ def test_a_script_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ):
         python.write_text(f"#!/bin/sh\nexit {code}\n")
         python.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
-        shown = topoflight("launch", "--script", script, "--dry-run", "--ranks", "2")
+        with monkeypatch.context() as patch:
+            patch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
+            shown = topoflight("launch", "--script", script, "--dry-run", "--ranks", "2")
         assert shown.exit_code == exit_code and told in shown.stderr, shown.stderr
-    assert "forecast: unknown: the arguments name no model_name_or_path" in shown.stderr
 
 
 def test_a_manifest_of_another_shape_is_refused_in_words(tmp_path: Path) -> None:
