@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agent.base import inputs
-from agent.base.exit_codes import EXIT_UNKNOWN
+from agent.base import EXIT_UNKNOWN, inputs
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
 from agent.base.output import emit, say

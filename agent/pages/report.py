@@ -126,7 +126,7 @@ def make_environment() -> Environment:
         parts_grid=parts_grid,
         results_grid=results_grid,
         as_it_is=as_it_is,
-        history_of=lambda lines: charts.bench_figures(lines, when),
+        when=when,
     )
     return made
 
@@ -171,8 +171,9 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
     memory = [sum(p.value for p in f.memory_parts) for f in forecasts]
     return {
         "ranked": ranked,
-        "time_names": charts.names_of(f.time_parts for f in forecasts),
-        "memory_names": charts.names_of(f.memory_parts for f in forecasts),
+        # every name once, in order of first appearance: its place is its colour in every bar
+        "time_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.time_parts if p.value > 0)),
+        "memory_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.memory_parts if p.value > 0)),
         "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
         "memory_full": max([*memory, capacity or 0.0], default=1.0),
     }
