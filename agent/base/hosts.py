@@ -37,8 +37,7 @@ def snapshots(
     On a terminal a line shows that it is under way; `quiet` is for callers that draw their own. Soon after `stop` is
     set this returns: probes that have not answered are failed, and recordings that have not been read are left out.
     """
-    words = "scan: asking this host" if not hosts else "scan: replaying"
-    with contextlib.nullcontext() if quiet else waiting(words):
+    with contextlib.nullcontext() if quiet else waiting("scan: replaying" if hosts else "scan: asking this host"):
         if hosts:
             return _replayed(hosts, probes, stop)
         from probes.scanner import Scanner
@@ -72,19 +71,14 @@ def _replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | Non
 def distinct_names(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
     """Two recordings of hosts with one name (pods often have one) get their files' names added."""
     times = Counter(snapshot.hostname for snapshot in found)
-    taken: set[str] = set()
+    taken: Counter[str] = Counter()
     made = []
     for snapshot, path in zip(found, paths, strict=True):
-        name = snapshot.hostname
-        if times[name] > 1:
-            stem = path.name.removesuffix(".gz").removesuffix(".json")
-            name = first = f"{name} ({stem})"
-            number = 1
-            while name in taken:
-                number += 1
-                name = f"{first} {number}"
-        taken.add(name)
-        made.append(snapshot if name == snapshot.hostname else replace(snapshot, hostname=name))
+        if times[snapshot.hostname] > 1:
+            name = f"{snapshot.hostname} ({path.name.removesuffix('.gz').removesuffix('.json')})"
+            taken[name] += 1
+            snapshot = replace(snapshot, hostname=name if taken[name] == 1 else f"{name} {taken[name]}")
+        made.append(snapshot)
     return tuple(made)
 
 

@@ -10,6 +10,7 @@ import difflib
 import errno
 import importlib
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -103,7 +104,6 @@ def cli(verbose: int) -> None:
 @click.option("--list", "listed", is_flag=True, help="List all codes and alerts, each with its meaning.")
 def explain(code: str | None, listed: bool) -> None:
     """Explain a finding, a log problem, a diagnosis or an alert: its meaning, its cause and its remedy."""
-    from agent.base.tables import console, explanation
     from agent.checks.explain import UnknownCodeError, point, section, sections
 
     if listed == (code is not None):
@@ -113,9 +113,23 @@ def explain(code: str | None, listed: bool) -> None:
             click.echo(f"{name:36} {point(name, 'Meaning')}")
         return
     try:
-        explanation(console(), section(code))
+        _show_entry(section(code))
     except UnknownCodeError as error:
         raise click.UsageError(str(error)) from None
+
+
+def _show_entry(text: str) -> None:
+    """Print an entry of the pages of findings or alerts: its points under each other, commands marked."""
+    from rich.markup import escape
+
+    from agent.base.tables import console, indented
+
+    out = console()
+    title, _, points = text.partition("\n\n")
+    out.print(f"[bold]{escape(title)}[/bold]\n")
+    for point in re.split(r"^- ", points, flags=re.MULTILINE)[1:]:
+        words = re.sub(r"\*\*([^*]+)\*\*", r"[bold]\1[/bold]", escape(" ".join(point.split())))
+        indented(out, re.sub(r"`([^`]+)`", r"[cyan]\1[/cyan]" if out.is_terminal else r"`\1`", words), 2)
 
 
 def main(arguments: list[str] | None = None) -> None:

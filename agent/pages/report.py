@@ -25,7 +25,7 @@ from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.pages import charts
-from agent.terminal.advice import OPTIONS, as_it_is, parts_grid, summary
+from agent.terminal.advice import OPTIONS, as_it_is, need_words, parts_grid, summary
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult
@@ -104,7 +104,7 @@ def make_environment() -> Environment:
         size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
         interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
-        headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
+        headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=need_words,
         ago=units.ago, hostlist=units.hostlist, clock=units.clock, lines=lines,
         shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
