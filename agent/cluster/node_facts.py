@@ -75,7 +75,9 @@ def pack(snapshot: Snapshot) -> tuple[Json | None, tuple[str, ...]]:
         if isinstance(outcome := outcomes.get(name), Ok):
             outcomes[name] = replace(outcome, facts=_readdressed(outcome.facts, numbers))
     machine = {name: _part(outcome) for name, outcome in outcomes.items()}
-    if used := _used(outcomes.get("gpu")):
+    gpus = outcome.facts.gpus if isinstance(outcome := outcomes.get("gpu"), Ok) else ()
+    # apart from the GPUs: it varies while the graph does not
+    if used := {str(gpu.index): used for gpu in gpus if (used := gpu.memory_used_bytes) is not None}:
         machine[MEMORY_USED] = used
     bounded = _bounded(machine)
     if bounded is None or len(numbers.own) > MOST_ADDRESSES:
@@ -107,12 +109,6 @@ def _outcome(name: str, part: Json) -> Outcome:
     if "absent" in part:
         return Absent(why=str(part["absent"]))
     return Failed(error=str(part["failed"])) if "failed" in part else Ok(facts=_converter.structure(part, _FACTS[name]))
-
-
-def _used(outcome: Outcome | None) -> Json:
-    """GPU memory in use, by index, apart from the GPUs: it varies while the graph does not."""
-    gpus = outcome.facts.gpus if isinstance(outcome, Ok) else ()
-    return {str(gpu.index): gpu.memory_used_bytes for gpu in gpus if gpu.memory_used_bytes is not None}
 
 
 def _bounded(value: Any) -> Any:

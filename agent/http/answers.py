@@ -140,12 +140,18 @@ class Rendered:
         """`value()` as JSON, made in a thread, or as YAML, which the worker makes of it: that takes long."""
         answer = await self.answer(view, key, lambda: document(value(), "json"))
         if form == "yaml":
-            stored = self.get(view, (*key, form))
-            if stored is None:
-                stored = await worker.ask(request, "as_yaml", text=answer.body)
-                self.put(view, (*key, form), stored)
-            answer = stored
+            answer = await self.asked(request, worker, view, (*key, form), "as_yaml", text=answer.body)
         return respond(answer)
+
+    async def asked(
+        self, request: Request, worker: Worker, view: View, key: Hashable, name: str, /, **given: Any
+    ) -> Answer:
+        """The stored answer, or the one that the worker gives to the question `name`."""
+        answer = self.get(view, key)
+        if answer is None:
+            answer = await worker.ask(request, name, **given)
+            self.put(view, key, answer)
+        return answer
 
     async def answer(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Answer:
         """The stored answer, or the one that `make` gives in a thread: one question is rendered at a time."""
