@@ -45,7 +45,8 @@ if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: 
     from agent.checks.view import View
     from collectives.bench.results import Measurement
 
-ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
+_RENDERERS = {"env": render_env, "shell": render_shell, "k8s": render_k8s}
+ENVIRONMENTS = tuple(_RENDERERS)  # formats that need no layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 _FAULTS_SAID = 4  # with an advice; `topoflight scan` prints all of them
@@ -308,12 +309,8 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
 
 def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
     """The advice as another tool's input; `nodes` is how many hosts the layout's ranks are spread over."""
-    if form == "env":
-        return render_env(advice.settings)
-    if form == "shell":
-        return render_shell(advice.settings)
-    if form == "k8s":
-        return render_k8s(advice.settings)
+    if form in _RENDERERS:
+        return _RENDERERS[form](advice.settings)
     if advice.model is None:
         raise RequestError(f"format {form}: name a model, this is a format for layouts")
     world = advice.chosen.layout.world_size if advice.chosen else nodes
