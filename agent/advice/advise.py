@@ -26,6 +26,7 @@ from agent.base.inputs import RequestError, parse_version
 from contracts import question
 from contracts.finding import Finding
 from contracts.layout import LayoutError
+from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
@@ -49,6 +50,7 @@ _RENDERERS = {"env": render_env, "shell": render_shell, "k8s": render_k8s}
 ENVIRONMENTS = tuple(_RENDERERS)  # formats that need no layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
+texts = read_texts(__file__, "texts.toml")
 _FAULTS_SAID = 4  # with an advice; `topoflight scan` prints all of them
 
 
@@ -293,11 +295,10 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
     if sharded is None or sharded is advice.chosen:
         return advice
     step, best = sharded.forecast.step_seconds.mid, fitting[0].forecast.step_seconds.mid
-    why = (
-        f"This small test run uses {sharded.layout.family} to show sharded traffic. Its forecast is "
-        f"{units.seconds(step)} a step; {fitting[0].layout.family}, the recommended layout, takes "
-        f"{units.seconds(best)}."
-    )
+    why = texts(
+        "small_run", family=sharded.layout.family, step=units.seconds(step), best_family=fitting[0].layout.family,
+        best=units.seconds(best),
+    )  # fmt: skip
 
     def compared(other: RankedLayout) -> RankedLayout:
         more = other.forecast.step_seconds.mid / step - 1.0

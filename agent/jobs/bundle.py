@@ -6,11 +6,14 @@ Kubelet's checkpoint: kubernetes/kubernetes, pkg/kubelet/cm/devicemanager/checkp
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import platform
 import re
 import subprocess
+import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base import version
-from agent.base.hosts import MOST_FILE_BYTES, BundleError, Files, unpack_bundle
+from agent.base.hosts import MOST_BUNDLE_BYTES, MOST_FILE_BYTES, BundleError, Files, folder_name, unpack_bundle
 from agent.base.output import document
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import checks_of_scans
@@ -245,6 +248,21 @@ def _slices_differ(
 
 def _lines(lines: Sequence[str]) -> bytes:
     return ("\n".join(lines or ["none: what could be compared agrees"]) + "\n").encode()
+
+
+def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
+    """The file, the same for the same content. Raises BundleError where it is too large."""
+    if sum(len(data) for files in hosts.values() for data in files.values()) > MOST_BUNDLE_BYTES:
+        raise BundleError(f"the bundle is larger than {MOST_BUNDLE_BYTES >> 20} MiB: name fewer nodes with --node")
+    buffer = io.BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
+        for host, files in hosts.items():
+            for name, data in files.items():
+                entry = tarfile.TarInfo(f"{folder_name(host)}/{name}")
+                cut = data[:MOST_FILE_BYTES] if not name.startswith("recording") else data
+                entry.size, entry.mode = len(cut), 0o600
+                tar.addfile(entry, io.BytesIO(cut))
+    return buffer.getvalue()
 
 
 # A whole cluster, with what `kubectl` may do: exec into the agents' pods, read their logs, nodes and records.
