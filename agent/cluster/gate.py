@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.base import units
-from agent.checks import expect_checks
 from agent.checks.measured import BASELINE_LEAST, BUSBW, CLUSTER_CODES, bar_words, make_finding, status_of
 from agent.checks.verdict import GateError
 from agent.cluster.client import METADATA, ApiError, Client, path_of
@@ -78,7 +77,7 @@ def checks_of(
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = published(name, record)
         if expected is not None:
-            found = [*expect_checks.settled((*found, *_expected(expected, record, held)))]
+            found = _settled(expected, record, held, found)
         checks += [*found, *_against_equals(record, peers)]
     return tuple(checks)
 
@@ -121,13 +120,17 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
     return made
 
 
-def _expected(expected: Expectation, record: NodeRecord, held: Fleet) -> tuple[Finding, ...]:
-    """The expectations of a node by its record; of a record of another release nothing is known."""
+def _settled(expected: Expectation, record: NodeRecord, held: Fleet, found: Sequence[Finding]) -> list[Finding]:
+    """The findings with the expectations of a node by its record; of a record of another release nothing is known."""
+    from agent.checks import expect
+
     node = held.topology(record)
     if node is None:
         why = f"the record of {record.name} holds no graph of this release"
-        return expect_checks.unread(expected, record.name, why)
-    return expect_checks.checks_of(expected, held.snapshot(record), node, record.name)
+        more = expect.unread(expected, record.name, why)
+    else:
+        more = expect.checks_of(expected, held.snapshot(record), node, record.name)
+    return [*expect.settled((*found, *more))]
 
 
 def _why_silent(record: NodeRecord | None, now: float) -> str:

@@ -30,6 +30,7 @@ from agent.checks.host_checks import checks_of_scans
 from contracts import bounded
 from contracts.plain import PlainError, loads
 from contracts.redaction import redact, without_secrets
+from contracts.tables import read_table
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
@@ -41,18 +42,10 @@ NODE_SECONDS = 180
 AT_ONCE = 8
 CHECKPOINT = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
 SOCKET = "var/lib/kubelet/pod-resources/kubelet.sock"
-# The pods of NVIDIA's plugin, as its operator (assets/state-device-plugin), its chart (templates/_helpers.tpl), its own
-# manifest (deployments/static) and GKE label them. Older charts label gpu-feature-discovery and the MPS daemon so too:
-# the container's name ("nvidia-device-plugin-ctr", of the operator "nvidia-device-plugin") tells them apart.
-PLUGINS = ("app=nvidia-device-plugin-daemonset", "app.kubernetes.io/name=nvidia-device-plugin",
-           "name=nvidia-device-plugin-ds", "k8s-app=nvidia-gpu-device-plugin")  # fmt: skip
 PLUGIN_CONTAINER = re.compile(r"nvidia-(gpu-)?device-plugin(-ctr)?$")
 _SLICED = re.compile(r"nvidia\.com/mig-((?:\d+c\.)?\d+g\.\d+gb[\w.-]*)", re.ASCII)  # strategy "mixed"; "+me" is ".me"
 UNHEALTHY = re.compile(r"device marked unhealthy: (\S{1,200})")  # NVIDIA/k8s-device-plugin, internal/plugin/server.go
-PACKAGES = ("nvidia-ml-py", "psutil", "pyroute2", "pyverbs", "fastapi", "uvicorn", "prometheus-client", "torch",
-            "kubernetes", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # fmt: skip
-LIMIT_FILES = ("proc/self/limits", "proc/self/cgroup", "sys/fs/cgroup/memory.max", "sys/fs/cgroup/cpu.max",
-               "sys/fs/cgroup/pids.max")  # fmt: skip
+_TABLE = read_table(__file__, "bundle.toml")
 
 
 def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: Path, live: bool = True) -> Files:
@@ -80,7 +73,7 @@ def _json(value: Any) -> bytes:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
+    for name in _TABLE["packages"]:
         try:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -88,7 +81,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _limits(root: Path) -> str:
-    return "\n".join(f"# /{name}\n{_text(root / name)}" for name in LIMIT_FILES)
+    return "\n".join(f"# /{name}\n{_text(root / name)}" for name in _TABLE["limit_files"])
 
 
 def _text(path: Path) -> str:
@@ -280,7 +273,7 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
         raise BundleError(f"no agent's pod on {', '.join(unknown)} in the namespace {namespace}")
     chosen = {node: pod for node, pod in pods.items() if not wanted or node in wanted}
     found: dict[str, Files] = {"cluster": {}}
-    for kind in ("pods", "daemonsets", "events", "nodetopologies", "nodes", "resourceslices"):
+    for kind in _TABLE["kinds"]:
         try:
             found["cluster"][f"{kind}.json"] = _json(json.loads(_kubectl([*base, "get", kind, "-o", "json"])))
         except (BundleError, ValueError) as error:
@@ -316,7 +309,7 @@ def _not_started(agents: Sequence[Mapping[str, Any]], namespace: str) -> list[st
 def _plugins(base: list[str]) -> tuple[dict[str, tuple[str, str, str]], str]:
     """(namespace, pod, container) of NVIDIA's device plugin on each node, and why none could be listed."""
     found, refused = {}, ""
-    for label in PLUGINS:
+    for label in _TABLE["plugins"]:
         try:
             listed = json.loads(_kubectl([*base[:-2], "get", "pods", "-A", "-l", label, "-o", "json"]))
             for pod in listed["items"]:
