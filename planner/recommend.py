@@ -404,8 +404,8 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     why = f"breaks {broken[0]}: {broken[1]}" if broken else ""
     if not why and budget is not None and memory.total > budget:
         why = (
-            f"breaks memory-fits: {(memory.total - budget) / GIB:.1f} GiB over the {budget / GIB:.1f} GiB "
-            "that surely fit"
+            f"breaks memory-fits: needs {(memory.total - budget) / GIB:.1f} GiB more than the {budget / GIB:.1f} GiB "
+            "that are certain to fit"
         )
     return replace(planned.rank(candidate), why=why)
 
