@@ -14,10 +14,10 @@ from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes,
 from rigs.tables import each_row, rows_of
 
 from agent.checks import history
-from agent.checks.codes import ALL_CODES
 from agent.checks.expect import Expectation, parse
 from agent.checks.explain import section
 from agent.checks.history import AT_ONCE, History
+from agent.checks.measured import ALL_CODES
 from agent.checks.view import View, look
 from agent.metrics import exposition
 from agent.pages import render

@@ -26,7 +26,7 @@ from rigs.tables import each_row, rows_of
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
-from agent.base.version import VERSION
+from agent.base import version
 from agent.http.access import Tokens
 from agent.http.server import MOST_WAIT_SECONDS, create
 from agent.http.state import State
@@ -125,7 +125,7 @@ def test_version_names_the_release_before_the_first_scan() -> None:
     """The one that the command line prints; it rests on no scan, and is closed where reads are."""
     client = TestClient(create(State(tuple, interval_seconds=3600)))
     told = client.get("/version")
-    assert told.status_code == 200 and told.json()["version"] == VERSION
+    assert told.status_code == 200 and told.json()["version"] == version()
     assert told.json()["architecture"] == os.uname().machine
     closed = TestClient(create(State(tuple, interval_seconds=3600), tokens=Tokens(reads_open=False)))
     assert closed.get("/version").status_code == 403

@@ -15,8 +15,7 @@ from rigs.recorded import changed, facts, snapshot, view
 from rigs.results import benchmark, measurement
 from rigs.tables import each_row, rows_of
 
-from agent.base import result_store
-from agent.base.exit_codes import EXIT_FAILED
+from agent.base import EXIT_FAILED, result_store
 from agent.checks.baseline import against_baseline
 from agent.checks.baseline import read as read_baseline
 from agent.checks.measured import (
