@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
+from agent.base import EXIT_PASS, version
 from agent.base import result_store as keep
-from agent.base import version
-from agent.base.exit_codes import EXIT_PASS
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
 from agent.base.output import Progress, document, write_atomic

@@ -10,7 +10,7 @@ from typing import Any
 from agent.advice.job_settings import job_plan, to_save
 from agent.base.inputs import InputError
 from agent.base.output import write_atomic
-from agent.checks.codes import ALL_CODES
+from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from agent.jobs.slurm_commands import slurm
 from contracts import bounded
