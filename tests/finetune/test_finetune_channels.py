@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from finetune import channels
 from finetune.channels import planned_channels, read_log, record
+
+rows = rows_of(__file__)
 
 ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
@@ -30,16 +32,7 @@ def start(version):
 
 
 # version, what it says of its network, a channel that is sent and one that is received: {net} and {tag} are filled in
-FORMS = {
-    "2.8": ("Channel 00 : 0[1b000] -> 2[1b000] [send] via NET/{net}/0{tag}",
-            "Channel 00 : 2[1b000] -> 0[1b000] [receive] via NET/{net}/0{tag}"),
-    "2.14": ("Channel 00/0 : 0[1b000] -> 2[1b000] [send] via NET/{net}/0{tag}/Shared",
-             "Channel 00/0 : 2[1b000] -> 0[1b000] [receive] via NET/{net}/0{tag}"),
-    "2.21": ("Channel 00/0 : 0[0] -> 2[0] [send] via NET/{net}/0(1){tag}",
-             "Channel 00/0 : 3[1] -> 0[0] [receive] via NET/{net}/0{tag}"),
-    "2.27": ("Channel 00/0 : 0[0] -> 2[0] [send] via NET/{net}/0{tag}{pci}",
-             "Channel 00/0 : 3[1] -> 0[0] [receive] via NET/{net}/0{tag}{pci}"),
-}  # fmt: skip
+FORMS = rows("forms")()  # fmt: skip
 LOCAL = ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM")
 
 
