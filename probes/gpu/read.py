@@ -498,7 +498,7 @@ _ERRORS = ("replay", "recovery", "crc_flit", "crc_data")  # nvmlNvLinkErrorCount
 
 @dataclass(slots=True)
 class LinkStates:
-    """Up (True), down (False) or unread (None) by link; `known` if the driver reported links, or that there are none."""
+    """Up, down or unread (None) by link; `known` if the driver reported links, or that there are none."""
 
     known: bool
     states: dict[int, bool | None] = field(default_factory=dict)
