@@ -96,11 +96,6 @@ def grid(gap: int = 1, columns: int = 2) -> Table:
     return made
 
 
-def blocks(share: float, width: int = 20) -> str:
-    """A bar of block characters; `share` is 1 for the whole width."""
-    return "█" * max(1, round(width * share))
-
-
 def mark(word: str, text: str = "") -> str:
     """The glyph and word of a status, or `text` in its place, in its colour."""
     return f"[{COLOURS[word]}]{text or GLYPHS[word]}[/{COLOURS[word]}]"

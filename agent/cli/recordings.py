@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base import units
-from agent.base.hosts import bundle_differences, pack_bundle, snapshots
+from agent.base.hosts import bundle_differences, snapshots
 from agent.base.options import with_options
 from agent.base.output import emit, say, waiting, write_result
 
@@ -58,7 +58,7 @@ def bundle(
         with waiting("bundle: asking this host"), Scanner(root, probes=ALL) as scanner:
             snapshot, recording = scanner.capture()
         hosts = {snapshot.hostname: making.of_host(snapshot, recording, root=root, state=state)}
-    content = pack_bundle(hosts)
+    content = making.pack_bundle(hosts)
     if target == "-":
         sys.stdout.buffer.write(content)
         return
