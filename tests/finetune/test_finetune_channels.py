@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rigs.tables import each_row, rows_of
+from rigs.tables import each_row
 
 from finetune import channels
 from finetune.channels import planned_channels, read_log, record
-
-rows = rows_of(__file__)
 
 ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
@@ -32,7 +30,7 @@ def start(version):
 
 
 # version, what it says of its network, a channel that is sent and one that is received: {net} and {tag} are filled in
-FORMS = rows("forms")()  # fmt: skip
+FORMS = ROWS["forms"]
 LOCAL = ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM")
 
 
