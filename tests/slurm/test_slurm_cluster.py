@@ -15,6 +15,8 @@ import pytest
 from rigs.slurm import Slurm, slurm_cluster
 from rigs.waiting import eventually
 
+from topology.slurm_conf import Placement, topology_conf
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "deploy" / "slurm"
 
@@ -28,6 +30,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     shutil.copytree(SCRIPTS, folder / "scripts")
     expect(folder, "")
     more = f"Prolog={folder}/scripts/prolog.sh\nEpilog={folder}/scripts/epilog.sh\n"
+    placed = [Placement(node=f"node0{n}", leaves=frozenset({f"leaf{n}"})) for n in (1, 2)]
+    (folder / "topology.conf").write_text(topology_conf(placed))
+    more += "TopologyPlugin=topology/tree\n"
     more += f"HealthCheckProgram={folder}/scripts/health-check.sh\nHealthCheckInterval=0\nHealthCheckNodeState=ANY\n"
     with slurm_cluster(folder, more=more) as made:
         yield made
@@ -57,6 +62,11 @@ def submitted(cluster: Slurm, *words: str) -> str:
     done = topoflight(cluster, "launch", "--api", "slurm", "--nodes", "2", "--no-preflight", *words)
     assert done.stdout.startswith("job ") and " submitted: " in done.stdout
     return done.stdout.split()[1]
+
+
+def test_slurm_reads_the_topology_that_is_written(cluster: Slurm) -> None:
+    shown = cluster.run("scontrol", "show", "topology")
+    assert "SwitchName=top Level=1" in shown and "Nodes=node[01-02] Switches=leaf[1-2]" in shown
 
 
 def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluster: Slurm) -> None:

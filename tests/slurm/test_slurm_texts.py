@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rigs.command import topoflight
+from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row
 
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
+from probes.interfaces.facts import InterfacesFacts
+from probes.rdma.facts import RdmaFacts
+from topology.slurm_conf import (
+    Placement,
+    SlurmConfError,
+    compare_gres,
+    compare_topology,
+    placement_of,
+    topology_conf,
+)
 
 LISTS = {  # list as Slurm writes it: hosts
     "node[01-04,07]": ["node01", "node02", "node03", "node04", "node07"],
@@ -138,3 +150,79 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
         done = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
         assert done.exit_code == 2 and message in done.output, (message, done.output)
         assert path.read_bytes() == script.encode()
+
+
+def rack(first: int, last: int, *leaves: str, clique: str = "", gpus: int = 8) -> list[Placement]:
+    """Nodes that are wired alike."""
+    numbers = range(first, last + 1)
+    return [Placement(node=f"n{n:02d}", leaves=frozenset(leaves), clique=clique, gpus=gpus) for n in numbers]
+
+
+RAILS = [*rack(1, 3, "leaf1", "leaf2"), *rack(4, 4, "leaf2"), *rack(5, 6, "leaf3", "leaf4"), *rack(7, 7)]
+NVL = [*rack(1, 2, clique="a/1"), *rack(3, 4, clique="b/1")]
+TREE = ["SwitchName=leaf1 Nodes=n[01-04]", "SwitchName=leaf3 Nodes=n[05-06]", "SwitchName=top Switches=leaf[1,3]"]
+TOPOLOGIES = [  # topology.conf; words of each difference from RAILS and NVL
+    ("\n".join(TREE) + "\nSwitchName=x Nodes=n07", [], []),
+    ("SwitchName=s1 Nodes=n[01-05]\nSwitchName=s2 Nodes=n[06-07]", ["line 1: s1 holds", "switch leaf3: n05"], []),
+    (
+        "SwitchName=s1 Nodes=n[01-02] \\\n Level=1\nSwitchName=s2 Nodes=n[05-07]",
+        ["n[03-04] in no line"],
+        ["n[03-04] in no line"],
+    ),
+    ("BlockName=b1 Nodes=n[01-03]\nBlockName=b2 Nodes=n[04-07]", [], ["NVLink domain b/1: n03"]),
+]
+
+
+def test_topology_conf_is_written_and_compared() -> None:
+    """Rails are one line; a node without LLDP is named; what is written has no difference from what was probed."""
+    tree, blocks = topology_conf(RAILS), topology_conf(NVL, has_blocks=True)
+    assert [line for line in tree.splitlines() if not line.startswith("#")] == TREE
+    assert "Unknown place, add them yourself: n07" in tree
+    assert [line.partition(" #")[0] for line in blocks.splitlines() if not line.startswith("#")] == [
+        "BlockName=block1 Nodes=n[01-02]", "BlockName=block2 Nodes=n[03-04]", "BlockSizes=2",
+    ]  # fmt: skip
+    assert compare_topology(blocks, NVL) == [] and compare_topology(tree, RAILS[:-1]) == []
+    for text, of_rails, of_domains in TOPOLOGIES:
+        for placements, words in ((RAILS, of_rails), (NVL, of_domains)):
+            found = " ".join(compare_topology(text, placements))
+            assert all(word in found for word in words) and bool(found) == bool(words), (text, found)
+    with pytest.raises(SlurmConfError, match=r"topology.conf, line 2: 'Nodes n1' must consist"):
+        compare_topology("# x\nNodes n1", RAILS)
+    with pytest.raises(SlurmConfError, match=r"topology.conf, line 1: 'n\[' is no host name"):
+        compare_topology("SwitchName=a Nodes=n[", RAILS)
+
+
+GRES = {  # gres.conf: differences from RAILS, of eight GPUs each
+    "Name=gpu Type=h100 File=/dev/nvidia[0-7]": 0,
+    "AutoDetect=nvml\nNodeName=n01 Name=gpu": 0,
+    "NodeName=n[01-02] Name=gpu Count=7": 2,
+    "NodeName=n01 Name=gpu Type=a File=/dev/nvidia[0-3]\nNodeName=n01 Name=gpu Type=b File=/dev/nvidia[4-7]": 0,
+    "NodeName=n01 Name=nic Count=1\nNodeName=other Name=gpu Count=1": 0,
+}
+
+
+def test_gres_conf_is_compared_with_the_gpus_that_were_found() -> None:
+    for text, differences in GRES.items():
+        assert len(compare_gres(text, RAILS)) == differences, text
+    assert compare_gres("NodeName=n01 Name=gpu Count=7", RAILS) == [
+        "gres.conf, line 1: 7 GPUs on n01, and 8 were found"
+    ]
+
+
+def test_a_node_is_placed_by_the_switches_of_its_rdma_ports(tmp_path: Path) -> None:
+    """Not by that of its management port; the command writes and compares the same."""
+    recorded = snapshot()
+    facts, rdma = recorded.facts(InterfacesFacts), recorded.facts(RdmaFacts)
+    assert facts is not None and rdma is not None
+    ports = {port.netdev for device in rdma.devices for port in device.ports}
+    links = tuple(replace(link, neighbour="leaf7 Ethernet1/5" if link.name in ports else "mgmt 3")
+                  for link in facts.interfaces)  # fmt: skip
+    placed = placement_of(recorded.with_facts(InterfacesFacts, lambda facts: replace(facts, interfaces=links)))
+    assert placed.leaves == ({"leaf7"} if ports & {link.name for link in links} else {"mgmt"}) and placed.gpus == 8
+    done = topoflight("topo", "--host", path_of(), "-o", "slurm")
+    assert done.exit_code == 0 and placed.node in done.stdout
+    (tmp_path / "gres.conf").write_text("Name=gpu Count=7\n")
+    differs = topoflight("topo", "--host", path_of(), "--slurm-conf", tmp_path)
+    assert differs.exit_code == 3 and "7 GPUs on" in differs.stdout
+    (tmp_path / "gres.conf").write_text("Name=gpu Count=8\n")
+    assert topoflight("topo", "--host", path_of(), "--slurm-conf", tmp_path).exit_code == 0
