@@ -204,7 +204,8 @@ def by_states(facts: RunFacts) -> Verdict | None:
         busy = {rank: one for rank, one in busy.items() if one.kind not in LONG_PHASES}
         causes = tuple(cause_of(rank, one, facts, wait) for rank, one in busy.items())
         return verdict_of("failed", causes, facts, tuple(busy), waited)
-    bad = [rank for rank, one in what.items() if one.kind in ENDED]
+    bad = [rank for rank, one in what.items() if one.kind in ENDED or (
+        one.kind == "silent" and facts.ages.get(rank, 0.0) >= one.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
     own = {rank: error for rank in bad if (error := facts.states[rank].error) and not LOST_PEER.search(error)}

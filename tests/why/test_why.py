@@ -451,6 +451,9 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
         for n, mark in enumerate(rows[3].marks)))  # fmt: skip
     found = judge(RunFacts(states=rows, world=4, now=NOW))
     assert (found.causes[0].code, found.nodes) == ("link.node", ("h1",))
+    few = {r: replace(s, unsent=dict.fromkeys(s.unsent, 3 if r == 1 else 0)) for r, s in rows.items()}
+    early = judge(RunFacts(states=few, world=4, now=NOW))
+    assert said(early) == ("slow", (), NETWORK) and "cannot be distinguished yet" in told(early), "looks are too few"
     calls = {rank: [call(44, done=False, at=NOW - 60)] for rank in range(2)}
     unseen = judge(of(calls, world=2, states=on_hosts(2, calls=44)))
     assert said(unseen) == ("stuck", (), "link") and "bytes wait" not in told(unseen), "no look saw any"
