@@ -83,13 +83,14 @@ class Heartbeats:
         return {rank: newest_of_all - self.heard[rank][1] for rank in states}
 
 
-def of_run(folder: Path, *, now: float | None = None) -> tuple[RunFacts, list[str]]:
+def of_run(folder: Path) -> tuple[RunFacts, list[str]]:
     """What a run's folder holds of its ranks, and what could not be read.
 
-    Where a rank, or all, seem to have stopped writing, they are looked at once more: clocks of files may differ.
+    Where a rank, or all, seem to have stopped writing, they are looked at once more, because clocks of files may
+    differ; where some have just ended with an error, because the others may be about to write how they ended.
     """
     beats = Heartbeats()
-    facts, wrong = read_run(folder, beats, now=now)
+    facts, wrong = read_run(folder, beats)
     silence = facts.silence or 0.0
     is_mute = any(
         age > STALE_SECONDS and not facts.states[rank].ended and rank not in facts.processes
@@ -97,11 +98,16 @@ def of_run(folder: Path, *, now: float | None = None) -> tuple[RunFacts, list[st
     )
     if not facts.copied and silence < COPIED_SECONDS and (is_mute or silence >= SILENT_RUN_SECONDS):
         time.sleep(WRITES_SECONDS)
-        facts, wrong = read_run(folder, beats, now=now)
+        return read_run(folder, beats)
+    states = facts.states.values()
+    is_ending = any(one.error for one in states) and not all(one.ended for one in states)
+    if is_ending and not facts.copied and silence < SETTLED_SECONDS:
+        time.sleep(SETTLED_SECONDS)
+        return read_run(folder, beats)
     return facts, wrong
 
 
-def read_run(folder: Path, beats: Heartbeats, *, now: float | None = None) -> tuple[RunFacts, list[str]]:
+def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     """One look at a run's folder."""
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     states, wrong = states_of(ranks)
@@ -113,10 +119,10 @@ def read_run(folder: Path, beats: Heartbeats, *, now: float | None = None) -> tu
     ages = ages if copied else beats.ages(states, ages)
     running = any(kind != "gone" for kind in alive.values())
     last = max((state.written for state in states.values()), default=0.0)
-    at = now or time.time()
+    at = time.time()
     # the newest file says when a rank last wrote, unless the folder was copied since
     heard = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
-    silence = None if running or not states else at - (last if copied or now else heard)
+    silence = None if running or not states else at - (last if copied else heard)
     if silence is not None and beats.changed:
         silence = time.monotonic() - max(when for _, when in beats.heard.values())
     if silence is not None and silence < SILENT_RUN_SECONDS:

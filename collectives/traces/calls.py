@@ -166,8 +166,13 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
+def _nanoseconds(value: Any) -> int:
+    """A time of the recorder, 0 where it has none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else 0
+
+
 def _seconds(value: Any) -> float | None:
-    return value / 1e9 if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else None
+    return _nanoseconds(value) / 1e9 or None
 
 
 def _duration(entry: Mapping[str, Any]) -> float | None:
@@ -175,8 +180,8 @@ def _duration(entry: Mapping[str, Any]) -> float | None:
     measured = entry.get("duration_ms")
     if isinstance(measured, int | float) and not isinstance(measured, bool) and 0 <= measured < 1e9:
         return measured / 1e3
-    began, over = (entry.get(f"time_discovered_{one}_ns") for one in ("started", "completed"))
-    return (over - began) / 1e9 if _whole(began) and _whole(over) and over >= began > 0 else None
+    began, over = (_nanoseconds(entry.get(f"time_discovered_{one}_ns")) for one in ("started", "completed"))
+    return (over - began) / 1e9 if over >= began > 0 else None
 
 
 def _frame(one: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ LOST_PEER, TIMED_OUT, IN_CALL = (
     for name, flags in (("lost_peer", re.IGNORECASE), ("timed_out", re.IGNORECASE), ("in_call", 0))
 )
 LONG_PHASES = ("save", "evaluate", "compile")  # phases that may take long: others wait for them up to the limit
-DOING, ACTIONS, TRUST, CODES = (_WORDS[part] for part in ("doing", "action", "trust", "code"))
+DOING, ACTIONS, CODES = (_WORDS[part] for part in ("doing", "action", "code"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,8 @@ def is_open(verdict: Verdict) -> bool:
 # What a rank does: whether its process runs, and whether its work is a reason for others to wait.
 
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
-_PEER = re.compile(r"\[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})")
+# gloo/transport/tcp/pair.cc
+_CLOSED = re.compile(r"(?:by peer|error) \[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})(?!: Connection timed out|: No route)")
 ENDED = ("gone", "stopped")  # kinds that no waiting helps
 
 
@@ -337,13 +338,23 @@ def first_to_end(ranks: Sequence[int], facts: RunFacts) -> int | None:
     if own:
         return own[0]
     owner = {end: rank for rank, state in facts.states.items() for end in state.ends}
-    ends = {rank: f"{p[1].removeprefix('::ffff:')}:{p[2]}" for rank, e in errors.items() if (p := _PEER.search(e))}
+    closed = (_CLOSED.search(error) for error in errors.values())
+    ends = [f"{found[1].removeprefix('::ffff:')}:{found[2]}" for found in closed if found]
     # those that the launcher has ended wrote no final state either
-    quiet = [rank for rank in ranks if not errors.get(rank) and facts.states[rank].pid not in facts.log.terminated]
-    pointed = Counter(owner[end] for end in ends.values() if owner.get(end) in quiet)
+    quiet = [r for r, s in facts.states.items() if not s.error and s.pid not in facts.log.terminated]
+    pointed = Counter(owner[end] for end in ends if owner.get(end) in quiet)
     if pointed:
         return pointed.most_common(1)[0][0]
+    quiet = [rank for rank in quiet if rank in ranks]
     return quiet[0] if len(quiet) == 1 else None
+
+
+def end_of(rank: int, facts: RunFacts) -> Activity:
+    """How the rank ended that the others have lost; of one on a host that is not seen they alone tell it."""
+    now = activity(rank, facts)
+    if now.kind in (*ENDED, "silent"):
+        return now
+    return Activity("gone", "has closed its connections, and wrote no final state")
 
 
 def _ended_before(first: int, second: int, facts: RunFacts) -> bool:

@@ -318,79 +318,39 @@ def align(rows: Sequence[Mapping[int, float]], hosts: Mapping[int, str | None]) 
 # A pace that falls ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """When a pace changed for good: the pieces before it and since."""
+class Growth(NamedTuple):
+    """By how much a rank has become slower for good, and at what."""
 
-    at: int  # pieces before it
-    before: float  # seconds a call, median of the pieces
-    since: float
-
-
-def find_change(pieces: Sequence[tuple[float, int]]) -> Change | None:
-    """The one change that fits (seconds, calls) of consecutive pieces best, by least absolute deviations from medians.
-
-    None with fewer than MIN_PIECES on a side. A pause in one piece moves no median, and so is no change.
-    """
-    paces = [seconds / calls for seconds, calls in pieces if calls > 0]
-    best: tuple[float, Change] | None = None
-    for at in range(MIN_PIECES, len(paces) - MIN_PIECES + 1):
-        left, right = median(paces[:at]), median(paces[at:])
-        off = sum(abs(one - left) for one in paces[:at]) + sum(abs(one - right) for one in paces[at:])
-        if best is None or off < best[0]:
-            best = off, Change(at=at, before=left, since=right)
-    return best[1] if best else None
-
-
-class Piece(NamedTuple):
-    """What a rank did between two of its marks."""
-
-    at: float  # Unix seconds, of the earlier
-    calls: int
-    spent: dict[str, float]  # seconds by phase
-
-
-def _pieces(state: RankState) -> list[Piece]:
-    """The pieces of a rank's run without the first, which connects and compiles."""
-    found: list[Piece] = []
-    for old, new in pairwise(state.marks[1:]):
-        looks = {kind: new.samples.get(kind, 0) - old.samples.get(kind, 0) for kind in new.samples}
-        total = sum(looks.values())
-        if new.calls > old.calls and total > 0 and new.at > old.at:
-            spent = {kind: n / total * (new.at - old.at) for kind, n in looks.items()}
-            found.append(Piece(old.at, new.calls - old.calls, spent))
-    return found
-
-
-@dataclass(slots=True, kw_only=True)
-class Growth:
-    """What the ranks do longer since their pace fell."""
-
-    before: float
+    before: float  # seconds a call, median of the pieces of its run
     since: float
     began: float  # Unix seconds
-    more: dict[int, dict[str, float]]  # by rank: seconds a call by phase
+    more: dict[str, float]  # by phase: seconds a call that it takes longer
 
 
-def _growth(facts: RunFacts) -> Growth | None:
-    found = Growth(before=0.0, since=0.0, began=0.0, more={})
-    changes: list[Change] = []
-    for rank, state in facts.states.items():
-        pieces = _pieces(state)
-        at_work = [(sum(s for k, s in one.spent.items() if k not in LONG_PHASES), one.calls) for one in pieces]
-        if (changed := find_change(at_work)) is None:
-            return None
-        changes.append(changed)
-        found.began = max(found.began, pieces[changed.at].at)
-        each = {kind: [one.spent.get(kind, 0.0) / one.calls for one in pieces] for kind in DOING}
-        found.more[rank] = {
-            kind: max(0.0, median(rows[changed.at :]) - median(rows[: changed.at]))
-            for kind, rows in each.items() if kind not in LONG_PHASES
-        }  # fmt: skip
-    if not changes:
+def _growth(state: RankState) -> Growth | None:
+    """The one change of a rank's pace that fits best, by least absolute deviations from the medians before and since.
+
+    None with fewer than MIN_PIECES on a side. A pause in one piece moves no median, and so is no change. The first
+    piece is left out, because it connects and compiles.
+    """
+    pieces: list[tuple[float, dict[str, float]]] = []
+    for old, new in pairwise(state.marks[1:]):
+        looks = {kind: n - old.samples.get(kind, 0) for kind, n in new.samples.items()}
+        total, calls = sum(looks.values()), new.calls - old.calls
+        if calls > 0 and total > 0 and new.at > old.at:
+            each = (new.at - old.at) / total / calls
+            pieces.append((old.at, {kind: n * each for kind, n in looks.items() if kind not in LONG_PHASES}))
+    paces = [sum(spent.values()) for _, spent in pieces]
+
+    def misfit(at: int) -> float:
+        return sum(abs(one - median(part)) for part in (paces[:at], paces[at:]) for one in part)
+
+    at = min(range(MIN_PIECES, len(paces) - MIN_PIECES + 1), key=misfit, default=None)
+    if at is None:
         return None
-    found.before, found.since = (median(getattr(one, name) for one in changes) for name in ("before", "since"))
-    return found if found.since > LONGER * found.before > 0 else None
+    kinds = {kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in DOING if kind not in LONG_PHASES}
+    more = {kind: max(0.0, median(rows[at:]) - median(rows[:at])) for kind, rows in kinds.items()}
+    return Growth(median(paces[:at]), median(paces[at:]), pieces[at][0], more)
 
 
 def _slower(facts: RunFacts) -> Verdict | None:
@@ -398,40 +358,29 @@ def _slower(facts: RunFacts) -> Verdict | None:
 
     None where a few ranks do: whether they are late is for _late to say, with its margin.
     """
-    growth = _growth(facts)
-    if growth is None:
+    rows = [one for state in facts.states.values() if (one := _growth(state)) is not None]
+    if not rows or len(rows) < len(facts.states):
         return None
-    timing = f"rank states: {growth.since:.3g} s from call to call, {growth.before:.3g} s before"
-    work = [_most(row) for row in growth.more.values()]
-    busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in work)
-    if 0 < busy < len(work) / 2:
+    before, since = (median(getattr(one, name) for one in rows) for name in ("before", "since"))
+    busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in (_most(one.more) for one in rows))
+    if not since > LONGER * before > 0 or 0 < busy < len(rows) / 2:
         return None
-    return _all_alike(growth, facts, network(facts, "has become slow", timing, since=growth.began), timing)
-
-
-def _all_alike(growth: Growth, facts: RunFacts, slower: Cause, timing: str) -> Verdict:
-    """The verdict where all ranks have become slower alike."""
-    more, times, cost = growth.more, growth.since / growth.before, _cost(growth.before, growth.since)
-    kind, share = _most({kind: median(row[kind] for row in more.values()) for kind in next(iter(more.values()))})
-    message = f"all ranks alike have become {times:.1f} times slower, in"
+    timing = f"rank states: {since:.3g} s from call to call, {before:.3g} s before"
+    cost: dict[str, Any] = {"cost": 1 - before / since, "price": f"{1 - before / since:.0%} of the time since then"}
+    kind, share = _most({kind: median(one.more[kind] for one in rows) for kind in rows[0].more})
+    message = f"all ranks alike have become {since / before:.1f} times slower, in"
     if share < EXPLAINS:
         cause = Cause(code="all", message=f"{message} {kind} and others", share=share, evidence=(timing,))
-    elif kind == "collective" and len(slower.evidence) > 1:
-        cause = slower
-    elif kind == "collective":  # no byte was seen waiting: a rank that is not let run looks the same
-        cause = Cause(code="all.collective", message=f"{message} their collectives", evidence=(timing,), **cost)
-        how = "topoflight bench --search --nodes N; cpu.stat of each rank's cgroup"
-        return open_verdict("slow", cause, facts, (), "whether the network or a rank without CPU time", how)
-    else:
+    elif kind != "collective":
         cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
                       evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip
+    else:
+        cause = network(facts, "has become slow", timing, since=max(one.began for one in rows))
+        if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
+            cause = Cause(code="all.collective", message=f"{message} their collectives", evidence=(timing,), **cost)
+            how = "topoflight bench --search --nodes N; cpu.stat of each rank's cgroup"
+            return open_verdict("slow", cause, facts, (), "whether the network or a rank without CPU time", how)
     return verdict_of("slow", (replace(cause, **cost),), facts)
-
-
-def _cost(before: float, since: float) -> dict[str, Any]:
-    """Of a pace in seconds a call that was better before."""
-    cost = 1 - before / since if since > 0 else 0.0
-    return {"cost": cost, "price": f"{cost:.0%} of the time since then"}
 
 
 def _most(row: Mapping[str, float]) -> tuple[str, float]:

@@ -22,6 +22,7 @@ from planner.why.facts import (
     activity,
     cause_named,
     cause_of,
+    end_of,
     first_to_end,
     lost_a_peer,
     open_verdict,
@@ -44,7 +45,7 @@ def stuck(facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> Verd
     first = first_to_end(ended, facts) if any(facts.states[rank].error for rank in ended) else None
     decisive = {rank for rank, one in what.items() if one.kind in ("gone", "stopped")}
     if first is not None and (decisive or first in blocked.waits):  # the others ended after it, or were ended
-        decisive, what[first] = {first}, activity(first, facts)
+        decisive, what[first] = {first}, end_of(first, facts)
         blocked.roots.add(first)
     if not blocked.waits or not (decisive or blocked.mismatches or _has_stalled(blocked, traces, facts, source)):
         return None

@@ -188,6 +188,7 @@ def unanswered(again: int) -> list[RankState]:
             replace(other, held={"10.0.0.1": 3}, resent={"10.0.0.1": again})]  # fmt: skip
 
 
+CUT = "RuntimeError: [pair.cc:537] Read error [10.0.0.9]:28048: Connection timed out"
 GAVE_UP = "RuntimeError: Timed out waiting 120000ms for recv operation to complete"
 SAME, KEY = "FileNotFoundError: /data/rows", "KeyError: 'x'"
 LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
@@ -225,6 +226,11 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
          "log": LogFacts(terminated={7})}, "failed", (1,), "rank 1 on h1 has ended by itself"),
         ([ended(0, LOST), ended(1), replace(alive(2, ago=71.0), pid=7)], {"processes": {2: "gone"}}, "failed", (),
          "had lost another"),
+        # rank 1 on a host that is not seen was killed: it closed the connection that rank 0 names
+        ([ended(0, LOST, 3.0), replace(alive(1, ago=9.0), ends=("10.0.0.9:28048",)), alive(2, ago=6.0)], {}, "failed",
+         (1,), "has closed its connections, and wrote no final state"),
+        ([ended(0, CUT, 3.0), replace(alive(1, ago=9.0), ends=("10.0.0.9:28048",)), alive(2)], {}, "failed", (),
+         "rank 0 ended, having lost another"),
         # the clock of the host of rank 1 is 40 s behind: it still saved when the others gave up
         ([ended(0, GAVE_UP, 1.0), alive(1, "save", ago=41.0, of=100.0)], {"ages": {0: 0.0, 1: 3.0},
          "processes": {1: "gone"}}, "failed", (), "timeout of 120 s is shorter"),

@@ -332,7 +332,7 @@ def of_calls() -> Iterator[Row]:
     yield "a GPU that has not come to the call is behind", not_begun(), "stuck", (3,), BEHIND, ()
     yield "another call", odd(call(5, "broadcast", done=False)), "stuck", (1,), "call.other", ()
     yield "another size", odd(call(5, done=False, size=4)), "stuck", (1,), "call.size", ()
-    yield "an order is known by what came after what", in_order(1), "stuck", (1,), "call.order", ()
+    yield "another order", in_order(1), "stuck", (1,), "call.other", ("where the others call all_reduce",)
     yield "of two of four no majority is known", of(FIRST_OF_TWO), "stuck", (), "call.size", (
         "the calls of ranks 2, 3 are not known",)  # fmt: skip
     yield "two against two name no rank", of(TWO_AND_TWO), "stuck", (), "call.other", ("disagree",)
@@ -494,7 +494,7 @@ ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10:
         (NOTHING, SILENT, SILENT, ("stuck", (1,), "rank.silent"), ""),
         (NOTHING, replace(SILENT, timeouts=1), None, ("stuck", (1,), "rank.silent"), ""),
         (judge(LATE), ONE_LISTED, None, ("stuck", (2,), BEHIND), ""),
-        (judge(LATE), ras.RasReport(total=1, most=256), None, ("stuck", (), TIMEOUT), "RAS sees no rank behind"),
+        (judge(LATE), ras.RasReport(total=1, most=256), None, ("stuck", (), TIMEOUT), "which rank has not come"),
         (judge(waiting(phase="data")), counts("AllReduce", {r: 9 - (r == 0) for r in range(4)}), None,
          ("stuck", (2,), "rank.data"), "lists outliers"),  # it does not overrule the calls
     ],
@@ -572,10 +572,10 @@ def test_a_cause_costs_its_share_of_all_steps() -> None:
     assert slow.causes[0].cost == pytest.approx(0.5, abs=0.05)
     record = RunRecord(measured=Measured(step_seconds=2.0))
     request = Request(price="36", nodes=2).changed(steps=3600)
-    found = gathered.costed(slow, record, request, RunFacts())
+    found = network_cost.with_price(slow, record, request, 0)
     assert "min of 2 h 0 min for 3600 steps, +68 of your prices" in found.causes[0].price
     assert found.forecast.startswith("without it: ")
-    assert gathered.costed(slow, RunRecord(), request, RunFacts()) == slow
+    assert network_cost.with_price(slow, RunRecord(), request, 0) == slow
 
 
 SOCKETS = """pod-0:1:2 [0] NCCL INFO NCCL version 2.21.5+cuda12.4
