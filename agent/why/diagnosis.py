@@ -99,8 +99,8 @@ def answer(sources: WhySources) -> Verdict:
     if sources.manifest is not None:
         verdict = with_manifest(verdict, sources.manifest)
     if record is not None:
-        hosts = len({state.host for state in seen.states.values() if state.host})
-        verdict = with_price(with_record(verdict, record), record, request, hosts)
+        nodes = len({state.host for state in seen.states.values() if state.host})
+        verdict = with_price(with_record(verdict, record), record, request, nodes)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):

@@ -200,8 +200,10 @@ def _has_come(other: int, rank: int, call: Call, traces: Mapping[int, RankTrace]
         newest = max([newest, *(one.number for one in trace.calls if one.group == call.group and not one.p2p)])
         if call.group not in trace.enqueued:
             return True if call.group and newest >= call.number else None
-    if newest < call.number and facts.has_moved_on(other):
-        return True if len(trace.enqueued) == 1 and state and state.calls >= call.number else None
+    if newest < call.number and state is not None and facts.has_moved_on(other):  # its file counts all groups' calls
+        if len(trace.enqueued) != 1:
+            return None
+        newest = state.calls
     return newest >= call.number or (None if is_old else False)
 
 

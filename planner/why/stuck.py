@@ -151,6 +151,13 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
         cause = cause_named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
         return verdict_of("stuck", (cause,), facts, circle)
     unseen = sorted(set().union(*blocked.unseen.values()) - set(blocked.waits)) if blocked.unseen else []
+    what = {rank: activity(rank, facts) for rank in unseen if rank in facts.states}
+    if mute := {rank for rank, one in what.items() if one.kind == "silent" and blocked.age >= one.grace}:
+        return _named(mute, what, blocked, facts, wait, waiting)
+    if unseen and len(what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
+        rows = tuple(f"{ranks_of([rank])} has not written since the others wait; {wait}" for rank in unseen)
+        line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {facts.limit:.0f} s"
+        return Verdict(state="fine", line=line, not_at_fault=rows[:8], waiting=waiting)
     rest = f"whether {ranks_of(unseen)} came is not known" if unseen else "which rank has not come is not known"
     counts = tuple(
         f"{len(blocked.here[rank])} of the {size} ranks of group {blocked.waits[rank].group} are seen in number "

@@ -138,6 +138,41 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
     assert as_new.state == "stuck", "these two are still in a call that all have entered"
 
 
+@each_row(
+    ("seconds", "resent", "state", "named", "words"),
+    [
+        (25.0, 0, "fine", (), "rank 2 has not written since the others wait"),  # one call may hold Python's lock
+        (60.0, 0, "fine", (), "counts as a fault after 300 s"),
+        (60.0, 20, "stuck", (2,), "no heartbeat for 65 s"),  # its host does not answer
+        (310.0, 0, "stuck", (2,), "no heartbeat for 315 s"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_has_not_written_since_the_others_wait(
+    seconds: float, resent: int, state: str, named: tuple[int, ...], words: str
+) -> None:
+    now = START + 1000
+    rows = {
+        rank: [Call(group="0", number=n, record=n, op="all_reduce", done=n < 30 + (rank != 2),
+                    created=now - seconds - 40 + n) for n in range(1, 31 if rank == 2 else 32)]
+        for rank in range(4)
+    }  # fmt: skip
+    traces = {rank: RankTrace(rank=rank, calls=tuple(mine), enqueued={"0": len(mine)}, names={"0": "default_pg"})
+              for rank, mine in rows.items()}  # fmt: skip
+    for rank in (0, 1, 3):
+        traces[rank] = replace(traces[rank], calls=(*traces[rank].calls[:-1], replace(
+            traces[rank].calls[-1], created=now - seconds)))  # fmt: skip
+    traces[2] = replace(traces[2], calls=tuple(replace(one, done=True) for one in traces[2].calls))
+    states = {
+        rank: RankState(rank=rank, host=f"h{rank}", phase="collective", calls=len(rows[rank]), written=now,
+                        addresses=(f"10.0.0.{rank}",), held={"10.0.0.2": resent}, resent={"10.0.0.2": resent})
+        for rank in rows
+    }  # fmt: skip
+    states[2] = replace(states[2], written=now - seconds - 5, phase="compute")
+    found = judge(RunFacts(traces=traces, states=states, world=4, now=now, ages={2: seconds + 5}))
+    assert (found.state, found.ranks) == (state, named), found.line
+    assert words in found.line
+
+
 def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> RankState:
     looks = {"compute": compute, "collective": collective}
     return RankState(rank=0, host=host, written=START + compute + collective, samples=looks, moving=looks, calls=calls,

@@ -90,6 +90,13 @@ def test_the_missing_rank_is_named_and_never_who_waits(phase: str | None, code: 
     assert (said(found), found.waiting, found.nodes) == (("stuck", (2,), code), (0, 1, 3), ("b",))
 
 
+def test_the_state_counts_where_the_dump_of_a_rank_is_old() -> None:
+    """Rank 2 has called four more since its dump, and has not come to call 61; its file is newer than the wait."""
+    facts = waiting(phase="compute")
+    old = {2: trace(2, *facts.traces[2].calls[:56])}
+    assert judge(replace(facts, traces={**facts.traces, **old})).ranks == (2,)
+
+
 BUSY = {"phase": "compute", "cpu_share": 0.9}
 STEP = ("model.py:7 forward", "train.py:31 main")
 
