@@ -142,22 +142,6 @@ def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
     out.print(shown)
 
 
-def explanation(out: Console, text: str) -> None:
-    """A section of the pages of findings or alerts: its points under each other, commands marked."""
-    title, _, body = text.partition("\n\n")
-    out.print(f"[bold]{escape(title)}[/bold]\n")
-    for piece in re.split(r"^- ", body, flags=re.MULTILINE):
-        words = escape(" ".join(piece.split()))
-        words = re.sub(r"\*\*([^*]+)\*\*", r"[bold]\1[/bold]", words)
-        if not words:
-            continue
-        shown = re.sub(r"`([^`]+)`", r"[cyan]\1[/cyan]" if out.is_terminal else r"`\1`", words)
-        if words.startswith("[bold]"):
-            indented(out, shown, 2)
-        else:
-            out.print(shown)
-
-
 # Where tables go: a terminal, or a pipe without padding.
 
 

@@ -136,9 +136,14 @@ def by_network(out: Console, whole: Report) -> None:
     """Runs of one job over different networks, a bar each."""
     from agent.pages import charts
 
-    for bars in charts.by_network(charts.shown(whole.runs)):
+    for bars in charts.by_network(whole.runs):
         out.print(f"\n[bold]{escape(bars.title)}[/bold]")
         rows = grid(2, 3)
-        for label, bar, shown in charts.blocks(bars.runs, 20):
-            rows.add_row(escape(label), bar, shown)
+        for label, share, shown in bars.rows():
+            rows.add_row(escape(label), blocks(share), shown)
         out.print(rows)
+
+
+def blocks(share: float, width: int = 20) -> str:
+    """A bar of block characters; `share` is 1 for the whole width."""
+    return "█" * max(1, round(width * share))
