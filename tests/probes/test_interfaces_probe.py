@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,20 +23,7 @@ from probes.interfaces.read import read as read_interfaces
 rows = rows_of(__file__)
 
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
-STATUS = [
-    {"name": "ovn-kubernetes", "interface": "eth0", "ips": ["10.128.0.7"], "default": True, "dns": {}},
-    {
-        "name": "ai/rdmashared-net",
-        "interface": "net1",
-        "ips": ["192.168.77.1"],
-        "mtu": 9000,
-        "device-info": {
-            "type": "pci",
-            "version": "1.1.0",
-            "pci": {"pci-address": "0000:1a:00.2", "rdma-device": "mlx5_3"},
-        },
-    },
-]
+STATUS = json.loads(Path(__file__).with_name("network_status.json").read_text(encoding="utf-8"))
 
 
 class Network:
