@@ -12,18 +12,7 @@ from probes.hostinfo import probe as hostinfo
 from probes.hostinfo.read import container, nccl_conf, of_agent
 from probes.hostinfo.read import read as read_hostinfo
 
-XEON = """processor\t: 0
-vendor_id\t: GenuineIntel
-cpu family\t: 6
-model\t\t: 143
-model name\t: Intel(R) Xeon(R) Platinum 8480C
-physical id\t: 0
-flags\t\t: fpu vme {flag}
-
-processor\t: 1
-vendor_id\t: GenuineIntel
-physical id\t: 1
-"""
+XEON = Path(__file__).with_name("cpuinfo_xeon.txt").read_text(encoding="utf-8")
 GRACE = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
 POWER = "processor\t: 0\ncpu\t\t: POWER9, altivec supported\n"
 DMI = "/sys/class/dmi/id/"
