@@ -355,8 +355,10 @@ def junit(report: Report) -> str:
         if node != "run":
             suite.set("hostname", node)
         properties = ElementTree.SubElement(suite, "properties")
-        for name, value in _measured(report):
-            ElementTree.SubElement(properties, "property", name=name, value=value)
+        for m in report.bench.measurements if report.bench else ():
+            if m.verified:
+                name = f"{m.op}.{m.bytes}.busbw_bytes_per_second"
+                ElementTree.SubElement(properties, "property", name=name, value=f"{m.busbw_bytes_per_second:.6g}")
         counts = {"tests": len(checks), "failures": 0, "errors": 0, "skipped": 0}
         for check in worst_first(checks):
             name = f"{check.code} [{check.subject}]" if check.subject else check.code
@@ -379,13 +381,3 @@ def junit(report: Report) -> str:
             suite.set(key, str(number))
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + printable(ElementTree.tostring(root, encoding="unicode")) + "\n"
-
-
-def _measured(report: Report) -> list[tuple[str, str]]:
-    if report.bench is None:
-        return []
-    return [
-        (f"{m.op}.{m.bytes}.busbw_bytes_per_second", f"{m.busbw_bytes_per_second:.6g}")
-        for m in report.bench.measurements
-        if m.verified
-    ]

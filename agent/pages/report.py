@@ -100,7 +100,8 @@ def make_environment() -> Environment:
         lstrip_blocks=True,
     )
     plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
-             units.ago, units.hostlist, units.clock, when, explained, headline, inline, sentence, lines)  # fmt: skip
+             units.tally, units.ago, units.hostlist, units.clock, when, explained, headline, inline, sentence,
+             lines)  # fmt: skip
     made.filters.update({function.__name__: function for function in plain})
     made.filters.update(
         kind=_kind, glyph=GLYPHS.__getitem__, outcome=_outcome, tilde=_round, counted=units.count, need=need_words,
