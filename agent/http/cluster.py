@@ -332,8 +332,7 @@ def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) 
         raise RequestError(str(error)) from None
     notes = [Note(topic="cluster", text=f"planned for {units.count(len(used), 'node')}")]
     for why, names in sorted(left_out.items()):
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        notes.append(Note(topic="cluster", text=f"left out as {why}: {', '.join(names[:5])}{more}"))
+        notes.append(Note(topic="cluster", text=units.some(names, f"left out as {why}: ", 5)))
     return replace(advice, notes=(*advice.notes, *notes)), len(used)
 
 

@@ -17,7 +17,7 @@ from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
 from agent.base import result_store as keep
-from agent.base import version
+from agent.base import units, version
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
 from agent.base.output import Progress, document, write_atomic
@@ -45,7 +45,6 @@ from topology.paths import Due
 if TYPE_CHECKING:
     from agent.checks.expect import Expectation
 
-NAMED = 8  # hosts in a title
 CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
 CALIBRATION_SECONDS = 120.0
 
@@ -104,7 +103,7 @@ class Report:
     def subject(self) -> str:
         """The hosts or nodes that this is about, in words."""
         names = [s.hostname for s in self.snapshots] or [node.name for node in self.nodes]
-        return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        return units.some(names)
 
 
 def run(options: Options, progress: Progress) -> Report:
