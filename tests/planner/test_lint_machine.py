@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nccl_env_hosts import host, interface, port, v2_gid
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from contracts.finding import Finding, Status
@@ -17,6 +17,8 @@ from planner.lint.values import CODES, NameList
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import Gid
+
+rows = rows_of(__file__)
 
 MACHINES = Path(__file__).parents[1] / "machines"
 ETH0 = interface("eth0", "pod-default")
@@ -42,16 +44,7 @@ def codes(environment: dict[str, str], machine: Snapshot) -> list[str]:
     return [finding.code for finding in found(environment, machine)]
 
 
-@each_row(
-    ("text", "takes", "leaves"),
-    [
-        ("mlx5_1", ["mlx5_1", "mlx5_10"], ["mlx5_2"]),
-        ("=mlx5_1", ["mlx5_1"], ["mlx5_10"]),
-        ("^mlx5_1", ["mlx5_2"], ["mlx5_1", "mlx5_10"]),
-        ("^=mlx5_1", ["mlx5_10"], ["mlx5_1"]),
-        ("mlx5_0,mlx5_2", ["mlx5_0", "mlx5_2"], ["mlx5_1"]),
-    ],
-)
+@each_row(("text", "takes", "leaves"), rows("name_lists"))
 def test_name_list_matches_as_nccl_does(text: str, takes: list[str], leaves: list[str]) -> None:
     """Prefixes unless '=', all but them with '^'."""
     names = NameList.parse(text)
@@ -160,23 +153,7 @@ def test_gid_index_against_the_table() -> None:
     assert [f.status for f in found({"NCCL_IB_GID_INDEX": "1"}, bare) if f.code == "env.gid.absent"] == [Status.WARN]
 
 
-@each_row(
-    ("environment", "facts", "told"),
-    [
-        ({"NCCL_IB_TC": "106"}, {"pfc_priorities": (3,)}, False),
-        ({"NCCL_IB_TC": "104"}, {"pfc_priorities": (3,)}, False),  # DSCP 26 too: the lower bits are ECN
-        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": (3,)}, True),
-        ({"NCCL_IB_TC": "0x6a"}, {"pfc_priorities": (5,)}, True),
-        ({"NCCL_IB_SL": "3"}, {"pfc_priorities": (3,)}, False),
-        ({"NCCL_IB_SL": "5"}, {"pfc_priorities": (3,)}, True),
-        ({"NCCL_IB_SL": "3", "NCCL_IB_TC": "160"}, {"pfc_priorities": (3,)}, False),  # by tag it is protected
-        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": (3,), "traffic_class": 106}, False),
-        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": ()}, False),  # lossy by design
-        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": None}, False),  # not told: unknown, not wrong
-        ({"NCCL_IB_TC": "160", "NCCL_IB_HCA": "mlx5_7"}, {"pfc_priorities": (3,)}, False),
-        ({}, {"pfc_priorities": (3,)}, False),
-    ],
-)
+@each_row(("environment", "facts", "told"), rows("classes"))
 def test_a_class_that_flow_control_does_not_protect(
     environment: dict[str, str], facts: dict[str, Any], told: bool
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from dicthost import Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.finding import Status
 from probes.api import UnavailableError
@@ -18,6 +18,8 @@ from probes.interfaces import probe as interfaces
 from probes.interfaces import read as lldp
 from probes.interfaces.facts import Interface, nccl_choice
 from probes.interfaces.read import read as read_interfaces
+
+rows = rows_of(__file__)
 
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
 STATUS = [
@@ -288,17 +290,7 @@ def test_a_pod_is_told_by_its_network_status_or_its_links(files: dict[str, Conte
     assert "NCCL_SOCKET_IFNAME=net1 and GLOO_SOCKET_IFNAME=net1" in wrong.remedy
 
 
-@each_row(
-    ("environment", "backend", "agent", "wrong"),
-    [
-        ({}, None, False, True),
-        ({"GLOO_SOCKET_IFNAME": "net1"}, None, False, True),  # NCCL does not read it
-        ({"GLOO_SOCKET_IFNAME": "net1"}, "gloo", False, False),
-        ({"NCCL_SOCKET_IFNAME": "net1"}, "gloo", False, True),  # gloo does not read it
-        ({"GLOO_SOCKET_IFNAME": "eth0"}, "gloo", False, True),
-        ({}, None, True, False),
-    ],
-)
+@each_row(("environment", "backend", "agent", "wrong"), rows("asked"))
 def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(
     environment: dict[str, str], backend: str | None, agent: bool, wrong: bool
 ) -> None:
