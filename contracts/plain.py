@@ -144,10 +144,7 @@ def _pick_one(value: Any, hint: Any) -> Any:
         return None if type(None) in options else _MISFIT
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, dict):
-            try:
-                return pick(value, option)
-            except (TypeError, ValueError):  # a member without a default is missing, or one is refused
-                return _MISFIT
+            return _dataclass(value, option)
         if get_origin(option) in (list, tuple) and isinstance(value, list | tuple):
             items = (_pick_one(each, get_args(option)[0]) for each in value[:MOST_ITEMS])
             return get_origin(option)(item for item in items if item is not _MISFIT)
@@ -163,6 +160,13 @@ def _pick_one(value: Any, hint: Any) -> Any:
             except MISFITS:
                 continue
     return _MISFIT
+
+
+def _dataclass(value: dict[str, Any], kind: Any) -> Any:
+    try:
+        return pick(value, kind)
+    except (TypeError, ValueError):  # a member without a default is missing, or one is refused
+        return _MISFIT
 
 
 @cache
