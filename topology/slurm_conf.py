@@ -33,7 +33,7 @@ class Placement:
 
 def placement_of(snapshot: Snapshot) -> Placement:
     """Where a scanned node is. The ports of RDMA devices count, and all ports where none of those has a neighbour."""
-    interfaces, rdma, gpu = (snapshot.facts(kind) for kind in (InterfacesFacts, RdmaFacts, GpuFacts))
+    interfaces, rdma, gpu = snapshot.facts(InterfacesFacts), snapshot.facts(RdmaFacts), snapshot.facts(GpuFacts)
     wired = {link.name: link.neighbour.split(" ")[0] for link in (interfaces.interfaces if interfaces else ())
              if link.neighbour}  # fmt: skip
     names = {port.netdev for device in (rdma.devices if rdma else ()) for port in device.ports}
