@@ -36,6 +36,8 @@ def choose(
             return advice, OURS, f"with TRL's trainer: {nothing(other)}"
         simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
         advice, trainer, why = other, TRL, simplest or advice.rejected[0].reason
+    if trainer not in (OURS, TRL):  # another stack, which --engine names
+        return advice, trainer, ""
     if trainer == OURS:
         line = "trainer: the built-in one, which has all that the file and the layout ask for."
         return advice, OURS, line if config and advice.chosen else ""

@@ -1,0 +1,1 @@
+"""Slurm: batch scripts that are written, and those that are wrapped."""
