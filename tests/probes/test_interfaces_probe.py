@@ -1,38 +1,29 @@
-"""Interfaces from netlink's answers: roles, RDMA devices, NCCL's choice, and what is wrong with it."""
+"""Interfaces from netlink's answers: roles, RDMA devices, neighbours, NCCL's choice, and what is wrong with it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from dicthost import Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.interfaces import probe as interfaces
+from probes.interfaces import read as lldp
 from probes.interfaces.facts import Interface, nccl_choice
 from probes.interfaces.read import read as read_interfaces
 
+rows = rows_of(__file__)
+
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
-STATUS = [
-    {"name": "ovn-kubernetes", "interface": "eth0", "ips": ["10.128.0.7"], "default": True, "dns": {}},
-    {
-        "name": "ai/rdmashared-net",
-        "interface": "net1",
-        "ips": ["192.168.77.1"],
-        "mtu": 9000,
-        "device-info": {
-            "type": "pci",
-            "version": "1.1.0",
-            "pci": {"pci-address": "0000:1a:00.2", "rdma-device": "mlx5_3"},
-        },
-    },
-]
+STATUS = json.loads(Path(__file__).with_name("network_status.json").read_text(encoding="utf-8"))
 
 
 class Network:
@@ -235,34 +226,15 @@ def listed(*names: str) -> list[Interface]:
     return [Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",)) for n in names]
 
 
-SOME = ("eth0", "net1", "net10")
 UNLIKE = [replace(one, **change) for one, change in zip(
     listed("a", "b", "c", "d"), ({"running": False}, {"addresses": ()}, {"addresses": ("fe80::1/64",)}, {}),
     strict=True)]  # fmt: skip
 
 
-@each_row(
-    ("some", "setting", "choice"),
-    [
-        (listed("eth0", "ib0"), None, "ib0"),  # ib* first, wherever it stands
-        (listed("docker0", "eth0"), None, "eth0"),
-        (listed("virbr0", "docker0", "lo"), None, "docker0"),
-        (listed("virbr0", "lo"), None, "lo"),
-        (listed("lo", "br-0123456789ab", "eth0"), None, "br-0123456789ab"),  # only the three prefixes are last
-        ([], None, None),
-        (listed(*SOME), "net", "net1"),
-        (listed(*SOME), "=net", None),  # exact
-        (listed(*SOME), "=net10,eth0", "eth0"),
-        (listed(*SOME), "^net", "eth0"),
-        (listed(*SOME), "^=eth0", "net1"),
-        (listed(*SOME), "net10", "net10"),
-        (listed(*SOME), "mlx", None),
-        (listed(*SOME), "n", "eth0"),  # one character is ignored
-        (UNLIKE, None, "d"),  # what does not run is skipped, and IPv4 goes before IPv6
-    ],
-)
-def test_the_order_and_the_setting_of_nccl(some: list[Interface], setting: str | None, choice: str | None) -> None:
-    assert nccl_choice(some, setting) == choice
+@each_row(("names", "setting", "choice"), rows("choices"))
+def test_the_order_and_the_setting_of_nccl(names: list[str], setting: str | None, choice: str | None) -> None:
+    assert nccl_choice(listed(*names), setting) == choice
+    assert nccl_choice(UNLIKE, None) == "d", "what does not run is skipped, and IPv4 goes before IPv6"
 
 
 ANNOTATIONS = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS))}\nkubernetes.io/x="y"\n'
@@ -287,17 +259,7 @@ def test_a_pod_is_told_by_its_network_status_or_its_links(files: dict[str, Conte
     assert "NCCL_SOCKET_IFNAME=net1 and GLOO_SOCKET_IFNAME=net1" in wrong.remedy
 
 
-@each_row(
-    ("environment", "backend", "agent", "wrong"),
-    [
-        ({}, None, False, True),
-        ({"GLOO_SOCKET_IFNAME": "net1"}, None, False, True),  # NCCL does not read it
-        ({"GLOO_SOCKET_IFNAME": "net1"}, "gloo", False, False),
-        ({"NCCL_SOCKET_IFNAME": "net1"}, "gloo", False, True),  # gloo does not read it
-        ({"GLOO_SOCKET_IFNAME": "eth0"}, "gloo", False, True),
-        ({}, None, True, False),
-    ],
-)
+@each_row(("environment", "backend", "agent", "wrong"), rows("asked"))
 def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(
     environment: dict[str, str], backend: str | None, agent: bool, wrong: bool
 ) -> None:
@@ -319,7 +281,7 @@ def test_nothing_to_list_is_absent_and_a_refusal_is_a_failure() -> None:
     """glibc lists interfaces through netlink: where it is refused NCCL and gloo find none either."""
     with pytest.raises(UnavailableError):
         read_interfaces(DictHost(netlink={}))
-    with pytest.raises(OSError, match="no netlink"):
+    with pytest.raises(OSError, match="not supported"):
         read_interfaces(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
 
 
@@ -337,3 +299,58 @@ JSON = st.recursive(
 def test_any_json_as_network_status(value: Any) -> None:
     host = pod().host(files={"/etc/podinfo/network-status": json.dumps(value)})
     list(interfaces.check(read_interfaces(host)))
+
+
+def tlv(kind: int, value: bytes) -> bytes:
+    return (kind << 9 | len(value)).to_bytes(2, "big") + value
+
+
+def frame(system: str = "leaf1", port: bytes = b"\x05Ethernet1/5") -> bytes:
+    """An LLDP frame as a switch sends it: chassis, port, time to live, name."""
+    chassis = tlv(1, b"\x04\x00\x1c\x73\x00\x00\x01")
+    body = chassis + tlv(2, port) + tlv(3, b"\x00\x78") + (tlv(5, system.encode()) if system else b"") + tlv(0, b"")
+    return b"\x01\x80\xc2\x00\x00\x0e\x00\x1c\x73\x00\x00\x01\x88\xcc" + body
+
+
+def saved(*found: bytes) -> bytes:
+    return b"".join(len(each).to_bytes(8, "little") + each for each in found)
+
+
+def wired(content: bytes, **more: object) -> str | None:
+    """What the interface of index 1 has for a neighbour."""
+    network = Network().add("ens1", "10.0.0.5", pci="0000:1a:00.0", speed=100000)
+    host = network.host(files={f"{lldp.LLDP_FOLDER}/1": content, **more})
+    (interface,) = read_interfaces(host).interfaces
+    return interface.neighbour
+
+
+@each_row(
+    ("content", "neighbour"),
+    [
+        (saved(frame()), "leaf1 Ethernet1/5"),
+        (saved(frame(port=b"\x03\x00\x1c\x73\x00\x00\x02")), "leaf1"),  # a port's MAC address is no text
+        (saved(frame(), frame()), "leaf1 Ethernet1/5"),
+        (saved(frame("")), None),  # no system named
+        (saved(frame(), frame("leaf2")), None),  # two on one wire
+        (saved(frame())[:-20], None),
+        (b"", None),
+        (saved(frame().replace(b"\x88\xcc", b"\x08\x00", 1)), None),  # no LLDP
+    ],
+)
+def test_switch_and_port_of_a_wire(content: bytes, neighbour: str | None) -> None:
+    """What names no one switch is left out."""
+    assert wired(content) == neighbour
+
+
+def test_file_of_another_interface_is_not_taken() -> None:
+    network = Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0")
+    found = read_interfaces(network.host(files={f"{lldp.LLDP_FOLDER}/1": saved(frame())})).interfaces
+    assert {each.name: each.neighbour for each in found} == {"lo": None, "ens1": None}
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(content: bytes) -> None:
+    """Bytes of a stranger end in a name or in nothing."""
+    for each in (content, saved(frame()[:14] + content)):
+        for found in map(lldp.neighbour, lldp.frames(each)):
+            assert found is None or found.isprintable()
