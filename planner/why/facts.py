@@ -157,6 +157,12 @@ def open_verdict(state: str, cause: Cause, facts: RunFacts, waiting: tuple[int, 
     return replace(verdict_of(state, (cause,), facts, (), waiting), unknown=(Unknown(what=what, command=how),))
 
 
+def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
+    """No fault so far: what others wait for, as sentences, and the wait from which on it is one."""
+    line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {seconds:.0f} s"
+    return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
+
+
 def is_open(verdict: Verdict) -> bool:
     """Whether the verdict says that ranks wait, but not for which rank."""
     return bool(verdict.causes) and verdict.causes[0].code == "call.timeout"
