@@ -166,9 +166,7 @@ def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | Non
         with suppress(OSError, bounded.TooLargeError, YamlTextError):
             names = attached(documents(bounded.read_text(manifest, 16 << 20)))
             said = " of the manifest's networks"
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more}{said}" if names else ""
+    return units.some(list(dict.fromkeys(names)), most=4) + said if names else ""
 
 
 def _has_budget(request: Request) -> bool:
