@@ -63,7 +63,6 @@ class Assigned:
     value: str = ""  # OPEN in it: it comes from elsewhere; `raw` shows from where
     raw: str = ""
     line: int = 0
-    scope: str = ""  # of a script's variable: the conditions that it belongs to, "; " between them
     exported: bool = True
     unset: bool = False
     assumed: bool = False  # a default, which the environment outside may replace
