@@ -334,7 +334,7 @@ class _Walk:
         self._at(source).set(Assigned(name=name, value=found, raw=raw))
 
     def _take(self, source: str, script: Script) -> None:
-        if any(script.settings()) or script.inner or script.unread or script.unreached:
+        if any(script.settings()) or script.inner or script.unread:
             self._at(source).add(script)
 
     def _at(self, source: str) -> Script:

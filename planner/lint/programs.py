@@ -73,7 +73,7 @@ class Programs(Expander):
         self.passing: list[dict[str, Assigned | None]] = []  # what settings of one command hide
         self.input = Input()
         self.launches: list[Launch] = []
-        self.exported = {(each.name, each.line): each for each in before}  # every setting, wherever it was exported
+        self.exported = {each.name for each in before}  # wherever it was
         self.loose: dict[str, Assigned] = {}  # set and not exported
         self.runs_unknown = False  # a program whose name is not known, which may be a function
         self.started = 0  # programs, those included that get what one before them gets
@@ -90,13 +90,6 @@ class Programs(Expander):
         """Name a line that is not understood."""
         if not any(each.why == why and why.startswith("too") for each in self.script.unread):
             self.script.unread.append(Unread(line=line, why=why))
-
-    def skip(self, text: str, line: int, why: str) -> None:
-        """Name the settings of a part of the text that never runs, or that no program gets."""
-        for number, row in enumerate(text.splitlines() if self.spend(4 * len(text)) else ()):
-            for match in _SETTING.finditer(row) if not row.lstrip().startswith("#") else ():
-                self.spend(4 * WORK_OF_WORD)
-                self.script.unreached.append(Unread(name=match[0][:-1], line=line and line + number, why=why))
 
     # -- variables
 
@@ -143,7 +136,7 @@ class Programs(Expander):
         self.shell.variables[given.name] = given
         if given.items is None and not given.unset:
             if given.exported:
-                self.exported.setdefault((given.name, given.line), given)
+                self.exported.add(given.name)
             else:
                 self.loose[given.name] = given
 
@@ -260,12 +253,7 @@ class Programs(Expander):
         for label, way in ways:
             gone = {name: replace(each, unset=True) for name, each in self.script.always.items() if name not in way}
             self.script.ways.append((label, {**way, **gone}))
-        got = {(each.name, each.line) for settings in self.script.settings() for each in settings.values()}
-        why = "no program that is started gets it"
-        gone = [each for place, each in self.exported.items() if place not in got and is_judged(each.name)]
-        self.script.unreached += [Unread(name=each.name, line=each.line, why=why) for each in gone]
-        exported = {name for name, _ in self.exported}
-        self.script.loose = {name: each for name, each in self.loose.items() if name not in exported}
+        self.script.loose = {name: each for name, each in self.loose.items() if name not in self.exported}
 
     def run_program(self, words: list[Word], line: int, given: Input, outer: Shell) -> None:
         """A program gets the exported variables, what its words set, and what they do not remove."""
@@ -318,11 +306,9 @@ class Programs(Expander):
 
     def read_input(self, program: str, given: Input, target: str) -> None:
         """Text that a program reads from its standard input: a shell, Python, kubectl, ssh."""
-        if not given.text.strip(OPEN + "\n") or program in ("cat", "tee"):
+        if not given.text.strip(OPEN + "\n") or program in _NAMES["idle"]:
             return
-        if program in _NAMES["idle"]:
-            self.skip(given.text, given.line, "no program reads its here-document")
-        elif program in _NAMES["shells"]:
+        if program in _NAMES["shells"]:
             self.nested(given.text, given.line)
         else:
             name = target or ("manifest.yaml" if program in ("kubectl", "oc") else program)
@@ -343,9 +329,9 @@ class Programs(Expander):
         while at < len(words):
             word = words[at]
             taken: int | None = 0
-            if at > end and not _DOTTED.match(word.text):
-                self.skip(word.text, line, f"it is an argument of {words[end].text}")
-            elif (taken := self._launcher_option(words, at, line, outer)) is None:
+            if (at <= end or _DOTTED.match(word.text)) and (
+                taken := self._launcher_option(words, at, line, outer)
+            ) is None:
                 self._plain_word(words, at, line, settings=settings)
                 unset = at > 0 and words[at - 1].text in ("-u", "-C")
                 more = unset or re.match(r"-|[A-Za-z_]\w*=|(?:kubectl|set)\Z", word.text)

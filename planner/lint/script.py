@@ -102,7 +102,6 @@ class Script:
     files: list[str] = field(default_factory=list)  # files named with --env-file and the like
     findings: list[Finding] = field(default_factory=list)  # about the text itself
     unread: list[Unread] = field(default_factory=list)
-    unreached: list[Unread] = field(default_factory=list)  # settings that no started program gets
 
     def set(self, given: Assigned) -> None:
         """Set a variable for every launch; `A=$A` changes nothing if the value of A is unknown."""
@@ -124,7 +123,6 @@ class Script:
         self.files += other.files
         self.findings += other.findings
         self.unread += other.unread
-        self.unreached += other.unreached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

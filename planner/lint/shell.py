@@ -78,9 +78,9 @@ class _Reader(Programs):
     def __init__(self, known: Mapping[str, str], before: Sequence[Assigned]) -> None:
         super().__init__(known, before)
         self._texts: dict[tuple[str, int], tuple[bytes, Node | None]] = {}
-        self._followed: set[tuple[int, int, str]] = set()  # statements: text, place and kind
+        self._called: set[int] = set()  # functions, by their bodies
         self._scripts = self._blocks = self._commands = self._turns = 0
-        self._ways: set[tuple[tuple[int, int, str], bool]] = set()  # ends of conditions that were followed, by place
+        self._ways: set[tuple[int, bool]] = set()  # ends of conditions that were followed, by place
         self._tried: dict[str, int] = {}  # conditions that were followed both ways: how many turns came before
         self._only_assigns = True
 
@@ -116,7 +116,6 @@ class _Reader(Programs):
                 self.launch("the end", sure=False)
         if self.runs_unknown or not any(each.sure for each in self.launches):
             self._follow_functions(ends[:1])
-        self._name_what_never_runs()
         self.merge_launches()
         return self.script
 
@@ -126,28 +125,13 @@ class _Reader(Programs):
             for name, function in end.functions.items():
                 body, self.source, self.first = function
                 self._tried, self._ways = {}, set()
-                if self._key(body) not in self._followed:
+                if body.id not in self._called:
                     started, self.shell = self.started, end.copy()
                     self.shell.choices[name] = (True, f"function {name}")
                     self.shell.turns = (*end.turns, name)
                     self._follow([body], [self.shell])
                     if self.started == started:
                         self.launch(f"function {name}", sure=False)
-
-    def _key(self, node: Node) -> tuple[int, int, str]:
-        return id(self.source), node.start_byte, node.type
-
-    def _name_what_never_runs(self) -> None:
-        """Name the settings of statements that no way through the script comes to."""
-        for (_, first), (source, root) in self._texts.items():
-            self.source, self.first = source, first
-            waiting = [root] if root is not None and NAMED.search(source.decode("utf-8", "replace")) else []
-            while waiting:
-                node = waiting.pop()
-                if node.type not in _SIMPLE:
-                    waiting += node.named_children
-                elif self._key(node) not in self._followed:
-                    self.skip(self.text(node), self.line(node), "this command never runs")
 
     def _not_understood(self, node: Node, shells: Shells) -> None:
         """Name the lines that are not shell syntax and have settings near; statements inside are followed."""
@@ -186,10 +170,8 @@ class _Reader(Programs):
             for shell in shells:
                 shell.left = "exit"
         elif node.is_missing or node.type == "ERROR" or (node.type == "test_command" and node.has_error):
-            self._followed.add(self._key(node))
             self._not_understood(node, shells)
         elif ways or simple:
-            self._followed.add(self._key(node))
             if node.type not in ("program", "variable_assignment", "variable_assignments"):
                 self._only_assigns = False
             for shell in shells:
@@ -247,7 +229,7 @@ class _Reader(Programs):
         several shells, the likeliest goes both ways; so does one where no other goes a way that is new here.
         """
         ways: dict[bool, Shells] = {True: [], False: []}
-        text, place = self.text(node), self._key(node)
+        text, place = self.text(node), node.id
         used = dict.fromkeys(_USED.findall(text))
         undecided = [each for each in shells if each.status is None and not each.left]
         for shell in shells:
@@ -662,6 +644,7 @@ class _Reader(Programs):
         """Call a function: with its own arguments, and with variables of its own that end with it."""
         saved = self.source, self.first
         body, self.source, self.first = shell.functions[name]
+        self._called.add(body.id)
         self.active.append(name)  # a function that calls itself ends here
         shell.hidden.append({"@": shell.variables.get("@")})
         self.give(rest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from contracts.tables import read_table
 from planner.lint.dockerfile import read_dockerfile
@@ -27,6 +27,7 @@ from planner.lint.script import (
     is_judged,
 )
 from planner.lint.shell import directives, read_shell
+from planner.nccl_env.names import is_read
 
 FORMS: Mapping[str, str] = {
     "env": "env file", "shell": "shell script", "conf": "nccl.conf", "yaml": "YAML", "json": "JSON", "toml": "TOML",
@@ -35,6 +36,7 @@ FORMS: Mapping[str, str] = {
 }  # fmt: skip
 KINDS = tuple(kind for kind in FORMS if kind != "other")
 _DOCUMENTS = ("yaml", "json", "toml")
+_PROGRAMS = ("shell", "dockerfile")
 _LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes
 _LIMIT_LOG = 16 << 20
 _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
@@ -43,6 +45,9 @@ _LIMIT_SCOPES = 200
 _PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
 
 _JUDGED_ANYWHERE = re.compile(r"NCCL_|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z]")
+_SETTING = re.compile(
+    r"(?:^[ \t]*ENV[ \t]+)(?:TORCH_)?NCCL_[A-Z0-9_]+ |\b(?:(?:TORCH_)?NCCL|FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+="
+)
 _NAMED_ANYWHERE = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}\b")
 
 
@@ -108,28 +113,26 @@ def _reading(text: str, kind: str) -> Reading:
     own = _own(text) if kind not in ("env", "conf", "log", "process") else frozenset[str]()
     environments = tuple(each for source, script in parts for each in _environments(source, script, own))
     unread = [each for _, script in parts for each in script.unread]
+    found = {name for _, script in parts for settings in script.settings() for name in settings}
+    lost = _unfound(text, found, _SETTING, "no program that is started gets it") if kind in _PROGRAMS else ()
+    unreached = [each for each in lost if is_read(each.name)]
     if kind in _DOCUMENTS:
-        found = {name for _, script in parts for settings in script.settings() for name in settings}
-        unread = [
-            *_unread_settings(text, found, "{name} is in a place where no variable is read"),
-            *(each for each in unread if each.line),
-        ]
-    reading = Reading(
+        lost = _unfound(text, found, SETS, "{name} is in a place where no variable is read")
+        unread = [*lost, *(each for each in unread if each.line)]
+    return Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
+        unreached=tuple({each.name: each for each in unreached if each.line not in {e.line for e in unread}}.values()),
     )  # fmt: skip
-    unreached = {each.name: each for _, script in parts for each in script.unreached if is_judged(each.name)}
-    judged = {*reading.names(), *JOB_SIZE}
-    return replace(reading, unreached=tuple(each for name, each in unreached.items() if name not in judged))
 
 
-def _unread_settings(text: str, found: set[str], why: str, first: int = 1) -> Iterator[Unread]:
+def _unfound(text: str, found: set[str], pattern: re.Pattern[str], why: str, first: int = 1) -> Iterator[Unread]:
     """Lines of a text that look as if they set a variable that was found nowhere."""
     for number, row in enumerate(text.splitlines()):
-        for match in SETS.finditer(row) if not row.lstrip().startswith("#") else ():
-            name = re.match(r"\w+", match[0])
+        for match in pattern.finditer(row) if not row.lstrip().startswith("#") else ():
+            name = re.search(r"(?:[A-Z]+_)?[A-Z]+_\w+", match[0])
             if name and name[0] not in found:
-                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]))
+                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]), name=name[0])
 
 
 _USED = re.compile(r"\$[({]?\s*\{?\s*(?:env\.)?([A-Za-z_]\w*)")
@@ -282,7 +285,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
             found = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
         parts += [(f"{source}, {where}", each) for _, each in found]
         if not any(settings for _, each in found for settings in each.settings()):
-            script.unread += _unread_settings(inner.text, set(), f"a setting inside {inner.target}", inner.line)
+            script.unread += _unfound(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
     return parts
 
 

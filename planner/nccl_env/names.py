@@ -140,6 +140,12 @@ def plugin_of(name: str) -> PluginName | None:
     )
 
 
+def is_read(name: str) -> bool:
+    """Whether NCCL, PyTorch or a plugin reads the name, and not only scripts."""
+    entry = names().get(name)
+    return entry.status == "current" if entry else name in torch_names() or not name.startswith("NCCL_")
+
+
 def nearest(name: str) -> tuple[str, ...]:
     """Names that differ by a slip of the pen, best first; empty where none is near.
 

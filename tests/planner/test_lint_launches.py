@@ -112,10 +112,11 @@ def test_what_only_a_run_decides_is_checked_both_ways_and_named() -> None:
         ("if grep -q x y; then X=1; else X=2; fi\nexport NCCL_IB_TC=$X\ntorchrun a\n",
          {"": "1", "else of if grep -q x y": "2"}),
         ("f() { if grep -q x y; then return; fi; export NCCL_IB_TC=1; }\nf\ntorchrun a\n",
-         {"else of if grep -q x y": "1"}),
+         {"": "1"}),
         ("for v in a b; do\ngrep -q x y || continue\nexport NCCL_IB_TC=1\ndone\ntorchrun a\n", {"": "1"}),
+        ("export NCCL_IB_TC=2\nf() { if grep -q x y; then return; fi; export NCCL_IB_TC=1; }\nf\ntorchrun a\n",
+         {"": "1", "if grep -q x y": "2"}),
         *((f"export NCCL_IB_TC=2\n{each}\ntorchrun a\n", {"": "2", "else of if grep -q x y": "1"}) for each in (
-            "f() { if grep -q x y; then return; fi; export NCCL_IB_TC=1; }\nf",
             "for v in a b; do if grep -q x y; then continue; fi; export NCCL_IB_TC=1; done",
             "for v in a; do if grep -q x y; then break; fi; export NCCL_IB_TC=1; done",
         )),
