@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.core import Metric as Samples
 from prometheus_client.exposition import choose_encoder
 
-from agent.base.version import VERSION
+from agent.base import version
 from agent.checks.history import PARTS
 from agent.checks.host_checks import gdrdma_possible
 from agent.checks.measured import is_judged_result, least_of
@@ -101,7 +101,7 @@ def _rendered(view: View, accept: str, more: More, *, zipped: bool) -> bytes:
 def families(view: View, more: More = ()) -> Iterator[Samples]:
     """Every family of one view, and of `more`, that has a value."""
     values = {**dict(agent_values(view)), **dict(more)}
-    yield InfoMetricFamily("topoflight_build", "Version of the agent.", {"version": VERSION})
+    yield InfoMetricFamily("topoflight_build", "Version of the agent.", {"version": version()})
     for family in OWN:
         if values.get(family.name):
             yield _metric(family, values[family.name])

@@ -29,10 +29,10 @@ def read_patterns(
     """
     table = read_table(module, name)
     pieces = table.get("pieces", {})
-    return {key: re.compile(encode(put_together(text, pieces))) for key, text in table[section].items()}
+    return {key: re.compile(encode(insert_pieces(text, pieces))) for key, text in table[section].items()}
 
 
-def put_together(text: str, pieces: Mapping[str, str]) -> str:
+def insert_pieces(text: str, pieces: Mapping[str, str]) -> str:
     """Return a regular expression with each <<name>> replaced by the piece of that name."""
     return re.sub(r"<<(\w+)>>", lambda found: pieces[found[1]], text)
 

@@ -56,7 +56,7 @@ class Rejected:
 
     what: str  # "TP=16", "PP=1 TP=8"
     rule: str
-    reason: str  # "9.3 GiB over", "crosses the 50 GB/s EFA"
+    reason: str  # "needs 9.3 GiB more memory per rank than is available", "TP=16 would cross the 50 GB/s EFA"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

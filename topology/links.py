@@ -117,7 +117,7 @@ class NvLinks:
             return 0
         if gpu.error is not None or not gpu.nvlinks_known:
             return LINKS_MAX
-        return sum(_untold(link) for link in gpu.nvlinks)
+        return sum(_is_unread(link) for link in gpu.nvlinks)
 
     def unread_between(self, a: int, b: int) -> int:
         """By how many links the count of a pair may be too low."""
@@ -171,7 +171,7 @@ class NvLinks:
         return first.fabric_clique is not None and first.fabric_clique == second.fabric_clique
 
 
-def _untold(link: NvLink) -> bool:
+def _is_unread(link: NvLink) -> bool:
     """Whether it is open where the link leads; of a link to a switch it does not matter to which."""
     if not link.active:
         return link.active is None

@@ -96,6 +96,11 @@ def grid(gap: int = 1, columns: int = 2) -> Table:
     return made
 
 
+def blocks(share: float, width: int = 20) -> str:
+    """A bar of block characters; `share` is 1 for the whole width."""
+    return "█" * max(1, round(width * share))
+
+
 def mark(word: str, text: str = "") -> str:
     """The glyph and word of a status, or `text` in its place, in its colour."""
     return f"[{COLOURS[word]}]{text or GLYPHS[word]}[/{COLOURS[word]}]"
@@ -140,22 +145,6 @@ def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
     for word, text in rows:
         shown.add_row(f"  [bold]{word}[/bold]", escape(text))
     out.print(shown)
-
-
-def explanation(out: Console, text: str) -> None:
-    """A section of the pages of findings or alerts: its points under each other, commands marked."""
-    title, _, body = text.partition("\n\n")
-    out.print(f"[bold]{escape(title)}[/bold]\n")
-    for piece in re.split(r"^- ", body, flags=re.MULTILINE):
-        words = escape(" ".join(piece.split()))
-        words = re.sub(r"\*\*([^*]+)\*\*", r"[bold]\1[/bold]", words)
-        if not words:
-            continue
-        shown = re.sub(r"`([^`]+)`", r"[cyan]\1[/cyan]" if out.is_terminal else r"`\1`", words)
-        if words.startswith("[bold]"):
-            indented(out, shown, 2)
-        else:
-            out.print(shown)
 
 
 # Where tables go: a terminal, or a pipe without padding.

@@ -44,15 +44,6 @@ def rest(word: str, counts: Mapping[str, int]) -> str:
     return tally({status: number for status, number in counts.items() if status != said})
 
 
-def need(name: str, value: str) -> str:
-    """What a pod needs, in words: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
-    if name == "shm_bytes" and value.isdigit():
-        return f"{size(float(value))} of shared memory (/dev/shm)"
-    if name == "compute_domain":
-        return f"a ComputeDomain ({value})"
-    return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
-
-
 def size(value: float | None) -> str:
     """Bytes with a binary unit: 68719476736 -> "64.0 GiB"; None -> "unknown"."""
     if value is None:
@@ -72,13 +63,6 @@ def parse_size(text: str) -> int | None:
     if found is None or scale is None:
         return None
     return round(float(found[1]) * scale) if "." in found[1] else int(found[1]) * scale
-
-
-def reach(least: float | None, usual: float | None, most: float | None) -> str:
-    """A bandwidth with its interval: "326 GB/s (276 GB/s to 423 GB/s)"; the range alone without a usual value."""
-    if least is None:
-        return "unknown"
-    return f"{rate(usual)} ({rate(least)} to {rate(most)})" if usual is not None else f"{rate(least)} to {rate(most)}"
 
 
 def seconds(value: float | None) -> str:
@@ -149,10 +133,12 @@ def duration(value: float) -> str:
 
 
 def expected_rate(expected: Expectation) -> str:
-    """What healthy machines reach; NCCL's plan where that is all that is derived."""
-    if expected.least_bytes_per_second is None:
+    """What healthy machines reach: "326 GB/s (276 GB/s to 423 GB/s)"; NCCL's plan where that is all that is derived."""
+    least, usual = expected.least_bytes_per_second, expected.usual_bytes_per_second
+    if least is None:
         return rate(expected.busbw_bytes_per_second)
-    return reach(expected.least_bytes_per_second, expected.usual_bytes_per_second, expected.most_bytes_per_second)
+    bounds = f"{rate(least)} to {rate(expected.most_bytes_per_second)}"
+    return bounds if usual is None else f"{rate(usual)} ({bounds})"
 
 
 def clock(at: float) -> str:

@@ -237,7 +237,7 @@ def _known(found: Mapping[Key, Seen]) -> dict[Key, Seen]:
     """Those that this release still judges: another would hold for ever."""
     if not found:  # every check of the product is imported for it
         return {}
-    from agent.checks.codes import ALL_CODES
+    from agent.checks.measured import ALL_CODES
 
     return {key: seen for key, seen in found.items() if key[0] in ALL_CODES}
 

@@ -1,4 +1,4 @@
-"""Checks that rest on a measurement: the benchmark, its evidence, and the run."""
+"""Checks that rest on a measurement (the benchmark, its evidence, the run), and the codes of all checks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any, Final
 
 from agent.base import units
 from agent.checks.groups import ORDER
-from agent.checks.host_checks import gdrdma_possible, without_secrets
+from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, without_secrets
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
 from contracts.run_record import Comparison, RunRecord, compare
 from contracts.tables import read_table
+from planner.lint.values import CODES as ENVIRONMENT_CODES
 from probes.api import Snapshot, finding
+from probes.registry import ALL, SCAN_CODES
 from topology.build import build
+from topology.check import CODES as TOPOLOGY_CODES
 from topology.expected import FAILS_BELOW
 from topology.paths import Bar as BarName
 from topology.reference import departures
@@ -227,6 +230,16 @@ RUN_CODES = (
     "run.failed", "run.layout.mismatch", "run.loss.not_falling", "forecast.step_time.outside",
     "forecast.memory.outside",
 )  # fmt: skip
+
+
+RDMA_BENCH_CODES = ("bench.rdma.low_bandwidth",)
+CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
+PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
+HOST_CODES: tuple[str, ...] = (  # what a preflight of a host judges, as far as it comes
+    *PROBE_CODES, *SCAN_CODES, *TOPOLOGY_CODES, *ENVIRONMENT_CODES, *EXPECT_CODES, *BENCH_CODES, *RUN_CODES,
+)  # fmt: skip
+ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *CLUSTER_CODES)
+"""Every finding code of the product: the frozen surface that docs/reference/findings.md and the gate share."""
 
 
 def unmeasured(codes: Sequence[str], why: str) -> tuple[Finding, ...]:

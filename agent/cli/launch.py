@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS
+from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.inputs import InputError, NothingFitsError, require_writable
 from agent.base.options import with_options
 from agent.base.output import Progress, console, render, say, waiting
@@ -311,8 +311,7 @@ def _gate(
     here: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
 ) -> None:  # fmt: skip
     """Judge this host with the settings of the job. A required check that is unknown stops the job."""
-    from agent.checks.codes import ALL_CODES
-    from agent.checks.measured import must_be_measured, with_bench
+    from agent.checks.measured import ALL_CODES, must_be_measured, with_bench
     from agent.checks.verdict import judge, select
     from agent.checks.view import look, with_environment
 

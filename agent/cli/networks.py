@@ -175,19 +175,18 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     from rich.markup import escape
 
     from agent.base import units
-    from agent.base.tables import grid
+    from agent.base.tables import blocks, grid
     from agent.jobs.networks import words_of
-    from agent.pages import charts
 
-    drawn = [charts.Run(label=bar.network, value=bar.step_seconds, shown="") for bar in found.bars if bar.step_seconds]
-    blocks = {label: block for label, block, _ in charts.blocks(drawn, 20)}
-    best = min((run.value for run in drawn), default=0.0)
+    steps = [bar.step_seconds for bar in found.bars if bar.step_seconds]
+    best, longest = min(steps, default=0.0), max(steps, default=1.0)
     out.print(escape(_verdict(found, verbose=verbose)))
     out.print(f"[dim]{escape(found.title)}[/dim]")
     rows = grid(2, 3)
     for bar in found.bars:
         words = "\n".join(words_of(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
-        rows.add_row(escape(bar.network), blocks.get(bar.network, ""), escape(words))
+        block = blocks(bar.step_seconds / longest) if bar.step_seconds else ""
+        rows.add_row(escape(bar.network), block, escape(words))
     out.print(rows)
     if verbose:
         out.print(escape(found.where))

@@ -38,7 +38,7 @@ def preflight(
     SIGTERM; the report holds what was known by then. 1: an error of the tool. 2: wrong usage.
     """
     if list_checks:
-        from agent.checks.codes import ALL_CODES
+        from agent.checks.measured import ALL_CODES
 
         say("\n".join(ALL_CODES))
         return
@@ -73,9 +73,9 @@ def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
     if not runs:
         return ()
     from agent.base import result_store
-    from agent.pages.charts import not_drawn, shown
+    from agent.pages.charts import not_drawn
 
-    return not_drawn(shown(result_store.read_runs(runs)))
+    return not_drawn(result_store.read_runs(runs))
 
 
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:

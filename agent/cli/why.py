@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
+from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import with_options
 from agent.base.output import emit, say
 from contracts.question import most

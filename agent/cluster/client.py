@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from agent.base.version import VERSION
+from agent.base import version
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Client:
         self._on_warning = on_warning
         self._timeout, self._tries = timeout_seconds, tries
         self._api = ApiClient(configuration)
-        self._api.user_agent = f"topoflight/{VERSION}"
+        self._api.user_agent = f"topoflight/{version()}"
 
     def close(self) -> None:
         """Let connections go."""

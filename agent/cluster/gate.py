@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.base import units
 from agent.checks import expect_checks
-from agent.checks.codes import CLUSTER_CODES
-from agent.checks.measured import BASELINE_LEAST, BUSBW, bar_words, status_of
+from agent.checks.measured import BASELINE_LEAST, BUSBW, CLUSTER_CODES, bar_words, status_of
 from agent.checks.verdict import GateError
 from agent.cluster.client import METADATA, ApiError, Client, path_of
 from agent.cluster.node_facts import clean

@@ -25,8 +25,8 @@ from starlette.concurrency import run_in_threadpool
 
 from agent.base import result_store
 from agent.base.output import document as plain_document
-from agent.checks.codes import ALL_CODES
 from agent.checks.groups import worst_first
+from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, judge, select
 from agent.http.access import Bucket
 from agent.http.answers import TOKEN, Gate, Kept, body_of, complaints, problems, read_body, respond

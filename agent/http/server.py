@@ -20,11 +20,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Route
 
-from agent import metrics
+from agent import base, metrics
 from agent.advice import advise
 from agent.advice.request import Request as Question
 from agent.base.inputs import RequestError
-from agent.base.version import VERSION
 from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn
 from agent.checks.view import View, only
@@ -105,7 +104,7 @@ def create(
         await run_in_threadpool(state.stop)
 
     app = FastAPI(
-        title="Topoflight", version=VERSION, lifespan=lifespan,
+        title="Topoflight", version=base.version(), lifespan=lifespan,
         max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
         generate_unique_id_function=lambda route: route.name,  # of the operation: the handler's
         docs_url=None, redoc_url=None,  # both load scripts from elsewhere; there is a page of our own
@@ -175,7 +174,7 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
     @app.get("/version", tags=["health"], responses=problems())
     async def version() -> Version:
         """Which release answers."""
-        return Version(version=VERSION, python=platform.python_version(), architecture=platform.machine())
+        return Version(version=base.version(), python=platform.python_version(), architecture=platform.machine())
 
     rendered = metrics.Rendered(more)
     state.before.append(rendered.prepare)

@@ -19,9 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from agent.base import version
+from agent.base.hosts import MOST_FILE_BYTES, BundleError, Files, unpack_bundle
 from agent.base.output import document
-from agent.base.recordings import MOST_FILE_BYTES, BundleError, Files, unpack_bundle
-from agent.base.version import VERSION
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import checks_of_scans
 from contracts import bounded
@@ -58,8 +58,8 @@ def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: 
     found: Files = {
         "recording.json": dumps(without_secrets(recording)).encode(),
         "findings.json": _json(document([check for check in checks if check.status != "pass"])),
-        "versions.json": _json({"topoflight": VERSION, "python": platform.python_version(), "at": time.time(),
-                                "packages": dict(_versions())} if live else {"topoflight": VERSION}),
+        "versions.json": _json({"topoflight": version(), "python": platform.python_version(), "at": time.time(),
+                                "packages": dict(_versions())} if live else {"topoflight": version()}),
     }  # fmt: skip
     if live:
         found["limits.txt"] = _limits(Path(root)).encode()

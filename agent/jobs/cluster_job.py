@@ -11,7 +11,7 @@ from typing import Any
 from agent.advice import job_settings
 from agent.advice.advise import in_pods
 from agent.advice.job_settings import job_plan, to_save
-from agent.checks.codes import ALL_CODES
+from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import Client, path_of
 from agent.jobs import submission

@@ -17,15 +17,15 @@ from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
 from agent.base import result_store as keep
+from agent.base import version
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
 from agent.base.output import Progress, document, write_atomic
-from agent.base.version import VERSION
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
-from agent.checks.codes import ALL_CODES, HOST_CODES
 from agent.checks.groups import worst_first
+from agent.checks.measured import ALL_CODES, HOST_CODES
 from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
 from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
@@ -82,7 +82,7 @@ class Report:
 
     started_at_seconds: float = 0.0
     seconds: float = 0.0
-    topoflight_version: str = VERSION
+    topoflight_version: str = version()
     snapshots: tuple[Snapshot, ...] = ()
     topologies: tuple[NodeTopology, ...] = ()
     checks: tuple[Finding, ...]

@@ -12,8 +12,8 @@ from agent.advice.job_settings import planned_for, shape_of
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import InputError, RequestError
-from agent.checks.codes import ALL_CODES
 from agent.checks.lint import lint_text
+from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
 from contracts import bounded
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config

@@ -9,9 +9,9 @@ from urllib.parse import quote, urlencode
 
 from agent.base import units
 from agent.base.units import clock
-from agent.checks.codes import CLUSTER_CODES
 from agent.checks.explain import point
 from agent.checks.groups import Group, grouped
+from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import Verdict, judge
 from agent.cluster.gate import Places, checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, seconds_of

@@ -16,8 +16,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from agent.advice.advise import EXPORTS, FORM
-from agent.base import units
-from agent.base.version import VERSION
+from agent.base import units, version
 from agent.checks import history
 from agent.checks.verdict import judge
 from agent.checks.view import View
@@ -62,7 +61,7 @@ def fleet_page(
     """The page of every node that publishes, from the records alone."""
     now = time.time()
     shown = page_nodes.console(fleet, places or Places(), asked or page_nodes.Asked(), now)
-    return _rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=VERSION)
+    return _rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
 
 
 def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:

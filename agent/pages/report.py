@@ -25,7 +25,7 @@ from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.pages import charts
-from agent.terminal.advice import OPTIONS, as_it_is, parts_grid, summary
+from agent.terminal.advice import OPTIONS, as_it_is, need_words, parts_grid, summary
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult
@@ -104,7 +104,7 @@ def make_environment() -> Environment:
         size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
         interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
-        headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
+        headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=need_words,
         ago=units.ago, hostlist=units.hostlist, clock=units.clock, lines=lines,
         shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def make_environment() -> Environment:
         parts_grid=parts_grid,
         results_grid=results_grid,
         as_it_is=as_it_is,
-        history_of=lambda lines: charts.bench_figures(lines, when),
+        when=when,
     )
     return made
 
@@ -171,8 +171,9 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
     memory = [sum(p.value for p in f.memory_parts) for f in forecasts]
     return {
         "ranked": ranked,
-        "time_names": charts.names_of(f.time_parts for f in forecasts),
-        "memory_names": charts.names_of(f.memory_parts for f in forecasts),
+        # every name once, in order of first appearance: its place is its colour in every bar
+        "time_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.time_parts if p.value > 0)),
+        "memory_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.memory_parts if p.value > 0)),
         "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
         "memory_full": max([*memory, capacity or 0.0], default=1.0),
     }

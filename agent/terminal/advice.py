@@ -37,7 +37,16 @@ def recommendation(out: Console, advice: Recommendation, *, brief: bool = False,
     for note in advice.notes:
         point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
-        point(out, "·", f"the pod needs {escape(units.need(need.name, need.value))}: {escape(need.reason.rule)}")
+        point(out, "·", f"the pod needs {escape(need_words(need.name, need.value))}: {escape(need.reason.rule)}")
+
+
+def need_words(name: str, value: str) -> str:
+    """What a pod needs, in words: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
+    if name == "shm_bytes" and value.isdigit():
+        return f"{units.size(float(value))} of shared memory (/dev/shm)"
+    if name == "compute_domain":
+        return f"a ComputeDomain ({value})"
+    return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
 
 
 def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import SHOWN, block, indented, mark, some
+from agent.base.tables import SHOWN, indented, mark, some
 
 if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
     from agent.checks.groups import Group
@@ -113,10 +113,3 @@ def verdict(out: Console, judged: Verdict, seconds: float) -> None:
     """The last line."""
     summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check))))
     out.print(f"\n{mark(judged.word)} {escape(summary)} in {units.seconds(seconds)}")
-
-
-def finding_lines(out: Console, found: Sequence[Finding]) -> None:
-    """What a topology alone shows: failures, warnings and unknowns, with what proves them and what fixes them."""
-    for finding in found:
-        if finding.status in ("fail", "warn", "unknown"):
-            block(out, finding.status, finding.code, "", finding.message, finding.evidence[:3], finding.remedy)

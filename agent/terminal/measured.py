@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import SHOWN, Grid, grid, some, table_of
+from agent.base.tables import SHOWN, Grid, blocks, grid, some, table_of
 from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
 from contracts.run_record import RunRecord, compare
@@ -136,9 +136,9 @@ def by_network(out: Console, whole: Report) -> None:
     """Runs of one job over different networks, a bar each."""
     from agent.pages import charts
 
-    for bars in charts.by_network(charts.shown(whole.runs)):
+    for bars in charts.by_network(whole.runs):
         out.print(f"\n[bold]{escape(bars.title)}[/bold]")
         rows = grid(2, 3)
-        for label, bar, shown in charts.blocks(bars.runs, 20):
-            rows.add_row(escape(label), bar, shown)
+        for label, share, shown in bars.rows():
+            rows.add_row(escape(label), blocks(share), shown)
         out.print(rows)

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from collectives.nccl_log.transport import LogProblem
-from contracts.tables import put_together, read_table
+from contracts.tables import insert_pieces, read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def _read_signs() -> tuple[Sign, ...]:
     signs = []
     for row in _MESSAGES["messages"]["rows"]:
         texts = row["text"] if isinstance(row["text"], list) else [row["text"]]
-        pattern = put_together(row.get("pattern", ""), pieces)
+        pattern = insert_pieces(row.get("pattern", ""), pieces)
         signs += [
             Sign(one.encode(), row["code"], pattern.encode(), row.get("rising", False), row.get("own", True))
             for one in texts

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import with_passes
 from agent.checks.verdict import GateError, judge, select
 from contracts.finding import Finding, Status
+
+rows = rows_of(__file__)
 
 
 def check(status: str, name: str = "a.b.c", *, required: bool = False) -> Finding:
@@ -18,24 +20,7 @@ def check(status: str, name: str = "a.b.c", *, required: bool = False) -> Findin
 
 
 # statuses present, a required check unknown, --fail-on -> exit code: every row of docs/reference/exit-codes.md
-TABLE = [
-    ((), False, "fail", 5),
-    (("pass",), False, "fail", 0),
-    (("pass", "info"), False, "unknown", 0),
-    (("warn",), False, "fail", 0),
-    (("warn",), False, "warn", 4),
-    (("warn",), False, "unknown", 4),
-    (("unknown",), False, "fail", 5),
-    (("unknown",), False, "warn", 5),
-    (("unknown", "pass"), False, "fail", 0),
-    (("unknown", "pass"), False, "warn", 0),
-    (("unknown",), False, "unknown", 5),
-    (("unknown",), True, "fail", 5),
-    (("unknown", "warn"), True, "warn", 5),
-    (("unknown", "fail"), True, "fail", 3),
-    (("fail", "warn"), False, "warn", 3),
-    (("fail",), False, "unknown", 3),
-]
+TABLE = rows("exit_codes")()
 
 
 @each_row(("statuses", "required", "fail_on", "code"), TABLE)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes, with_ports
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.checks import history
-from agent.checks.codes import ALL_CODES
 from agent.checks.expect import Expectation, parse
 from agent.checks.explain import section
 from agent.checks.history import AT_ONCE, History
+from agent.checks.measured import ALL_CODES
 from agent.checks.view import View, look
 from agent.metrics import exposition
 from agent.pages import render
@@ -27,6 +27,8 @@ from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.hostinfo.probe import HostinfoFacts
 from probes.increases import Past, risen_since, rising
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
+
+rows = rows_of(__file__)
 
 STEP = 30.0
 START = time.time() - 7200.0
@@ -309,31 +311,11 @@ def gpus(**changes: Any) -> Snapshot:
     return scan_at(changes.pop("at", 0.0), outcomes={"gpu": Ok(facts=facts)}, **changes)
 
 
-@each_row(
-    ("before", "after", "expected"),
-    [
-        ({"pcie_replays": 100}, {"pcie_replays": 108}, None),
-        ({"pcie_replays": 100}, {"pcie_replays": 109}, ("gpu.counters.rising", Status.WARN)),
-        ({"pcie_replays": None}, {"pcie_replays": 900}, None),
-        ({"ecc_uncorrected": 2}, {"ecc_uncorrected": 3}, ("gpu.counters.rising", Status.FAIL)),
-        ({"ecc_uncorrected": 2}, {"ecc_uncorrected": 0}, None),
-        ({"xids": (31,)}, {"xids": (31, 79)}, ("gpu.xid.new", Status.FAIL)),
-        ({"xids": (79,)}, {"xids": (79, 79)}, ("gpu.xid.new", Status.FAIL)),
-        ({"xids": (79,)}, {"xids": (79, 31)}, ("gpu.xid.new", Status.INFO)),
-        ({"xids": ()}, {"xids": (39,)}, ("gpu.xid.new", Status.WARN)),
-        ({"xid_events": ()}, {"xid_events": (79,)}, ("gpu.xid.new", Status.FAIL)),
-        ({"xids": (), "xid_events": ()}, {"xids": (79,), "xid_events": (79,)}, ("gpu.xid.new", Status.FAIL)),
-        ({"xids": (79,), "xid_events": ()}, {"xids": (79,), "xid_events": ()}, None),
-        ({"xids": (79,)}, {"xids": (79,)}, None),
-        ({"xids": None}, {"xids": (79,)}, None),
-    ],
-)
-def test_what_rises_on_a_gpu(
-    before: dict[str, Any], after: dict[str, Any], expected: tuple[str, Status] | None
-) -> None:
+@each_row(("before", "after", "expected"), rows("rises"))
+def test_what_rises_on_a_gpu(before: dict[str, Any], after: dict[str, Any], expected: list[str] | None) -> None:
     """PCIe replays by DCGM's limit, memory errors and Xids at once; what was not read gives no verdict."""
     found = rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
-    assert [(f.code, f.status) for f in found] == ([expected] if expected else [])
+    assert [[f.code, f.status] for f in found] == ([expected] if expected else [])
     assert {f.code for f in found} <= set(ALL_CODES)
 
 

@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from agent.base.exit_codes import EXIT_INTERRUPTED, EXIT_STOPPED
-from agent.checks.codes import ALL_CODES, RDMA_BENCH_CODES
+from agent.base import EXIT_INTERRUPTED, EXIT_STOPPED
+from agent.checks.measured import ALL_CODES, RDMA_BENCH_CODES
 from agent.cluster.gate import CLUSTER_CODES
 from agent.jobs import child
 from agent.jobs.child import ChildError

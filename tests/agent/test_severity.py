@@ -10,8 +10,8 @@ from typing import Any
 from rigs.recorded import NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_facts, with_ports
 from rigs.tables import each_row
 
-from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
+from agent.checks.measured import ALL_CODES
 from agent.checks.view import look, with_environment
 from contracts.finding import Status, by_loss
 from probes.api import Snapshot

@@ -22,7 +22,7 @@ from agent.advice.advise import for_view
 from agent.advice.request import Request
 from agent.base.options import _rows
 from agent.base.output import document
-from agent.checks.codes import ALL_CODES
+from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, cli
 from agent.http.server import create
 from agent.http.state import State

@@ -11,7 +11,7 @@ from pathlib import Path
 import nccl_names
 import pytest
 import yaml
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from planner.nccl_env.environment import RenderError, k8s_env, render_env, render_k8s, render_shell
 from planner.nccl_env.names import (
@@ -25,6 +25,8 @@ from planner.nccl_env.names import (
     replacement,
 )
 from planner.nccl_env.texts import Reason, Setting
+
+rows = rows_of(__file__)
 
 REASON = Reason(rule="because", evidence="seen", source="read")
 
@@ -62,19 +64,7 @@ def test_replacements_exist_and_each_plugin_says_who_reads_its_names() -> None:
     assert [name for name, entry in names().items() if entry.status == "current" and plugin_of(name)] == []
 
 
-@each_row(
-    ("name", "plugin"),
-    [
-        ("NCCL_TUNER_CONFIG_PATH", "Google's tuner"),
-        ("NCCL_SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE", "GPUDirect-TCPXO"),
-        ("NCCL_FASTRAK_CTRL_DEV", "GPUDirect-TCPXO"),
-        ("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "GPUDirect-TCPX"),
-        ("OFI_NCCL_PROTOCOL", "aws-ofi-nccl"),
-        ("NCCL_INSPECTOR_DUMP_DIR", "Inspector"),
-        ("NCCL_SPCX_ML_TUNER_ORT_PATH", "Spectrum-X"),
-        ("RCCL_MSCCL_ENABLE", "RCCL"),
-    ],
-)
+@each_row(("name", "plugin"), rows("plugins"))
 def test_plugin_of(name: str, plugin: str) -> None:
     """Names of plugins come first."""
     found = plugin_of(name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from dicthost import Content, DictHost, corpus_tree
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding, Status
 from probes.api import UnavailableError
@@ -18,6 +18,8 @@ from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of, nccl_gid_index, rocev2_gid_index
 from probes.rdma.read import parse_rate, roce_mtu
 from probes.rdma.read import read as read_rdma
+
+rows = rows_of(__file__)
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe77:0200"
 IPV4 = "0000:0000:0000:0000:0000:ffff:c0a8:4d01"
@@ -294,20 +296,7 @@ def counted(**counters: int) -> rdma.RdmaFacts:
     return rdma.RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
 
 
-@each_row(
-    ("before", "after", "seconds", "severity"),
-    [
-        ({"link_downed": 7}, {"link_downed": 7}, 60, None),  # a high value is history
-        ({"link_downed": 7}, {"link_downed": 8}, 60, Status.FAIL),
-        ({"symbol_error": 0}, {"symbol_error": 60}, 60, None),  # 120 an hour, counted over at least an hour's worth
-        ({"symbol_error": 0}, {"symbol_error": 121}, 60, Status.FAIL),
-        ({"symbol_error": 0}, {"symbol_error": 200}, 7200, None),
-        ({"port_xmit_discards": 0}, {"port_xmit_discards": 1000}, 60, None),
-        ({"port_xmit_discards": 0}, {"port_xmit_discards": 6001}, 60, Status.WARN),
-        ({"link_downed": 8}, {"link_downed": 1}, 60, None),  # reset
-        ({}, {"link_downed": 1}, 60, None),  # not known before
-    ],
-)
+@each_row(("before", "after", "seconds", "severity"), rows("rises"))
 def test_errors_are_judged_by_their_rise(before: Any, after: Any, seconds: float, severity: Status | None) -> None:
     found = list(rdma_increases(counted(**before), counted(**after), seconds))
     assert [f.status for f in found] == ([severity] if severity else [])

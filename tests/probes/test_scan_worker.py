@@ -20,7 +20,7 @@ import pytest
 from rigs.command import python
 from rigs.found import findings
 from rigs.recorded import with_outcomes
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from contracts.finding import Status
@@ -34,6 +34,8 @@ from probes.registry import ALL, BY_NAME, failures
 from probes.scanner import Scanner
 from probes.wire import OutcomeError, RecordingError, outcome_from_json, outcome_to_json
 from probes.worker import reader, run
+
+rows = rows_of(__file__)
 
 MACHINES = Path(__file__).parent.parent / "machines"
 RECORDINGS = sorted(MACHINES.glob("*.json"))
@@ -351,18 +353,7 @@ def test_unknown_fields_are_left_out() -> None:
     assert isinstance(outcome_from_json(BY_NAME["limits"], data), Ok)
 
 
-@each_row(
-    ("outcome", "words"),
-    [
-        ({}, "status"),
-        ({"status": "maybe"}, "allowed"),
-        ({"status": "ok"}, "facts"),
-        ({"status": "ok", "facts": {}}, "uid"),
-        ({"status": "ok", "facts": {"whose": "me", "uid": "root"}}, "uid"),
-        ({"status": "absent"}, "why"),
-        (None, "outcome of probe"),
-    ],
-)
+@each_row(("outcome", "words"), rows("outcomes"))
 def test_an_outcome_that_does_not_fit_says_where(outcome: Any, words: str) -> None:
     """The probe's name and the field."""
     with pytest.raises(OutcomeError, match="'limits'") as caught:

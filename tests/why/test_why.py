@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import why as table
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice import network_cost
 from agent.advice.request import Request
@@ -25,6 +25,8 @@ from contracts.run_record import Measured, RunRecord
 from planner.why import Cause, RunFacts, Verdict, judge
 from probes.api import Ok
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
+
+rows = rows_of(__file__)
 
 NOW = 1000.0
 
@@ -542,16 +544,7 @@ metadata: {{name: a, annotations: {{k8s.v1.cni.cncf.io/networks: '{}'}}}}
 """
 
 
-@each_row(
-    ("networks", "words"),
-    [
-        ("rdma-net", "net1 of the manifest's networks"),
-        ("ns/rdma-a, ns/rdma-b@roce0", "net1, roce0 of the manifest's networks"),
-        ('[{"name": "a", "interface": "rdma0"}, {"name": "b"}]', "rdma0, net2 of the manifest's networks"),
-        ("", ""),
-        ("[", ""),
-    ],
-)
+@each_row(("networks", "words"), rows("rdma_names"))
 def test_the_interface_of_rdma_is_named_by_who_knows_it(tmp_path: Path, networks: str, words: str) -> None:
     manifest = tmp_path / "job.yaml"
     manifest.write_text(NETWORKS.format(networks))
@@ -609,19 +602,7 @@ def test_manifests_and_scripts_are_judged_as_lint_env_does(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@each_row(
-    ("frames", "phase"),
-    [
-        ([("/job/train.py", "step")], "compute"),
-        ([("/x/torch/_dynamo/eval_frame.py", "compile_wrapper"), ("/job/train.py", "step")], "compute"),
-        ([("/x/torch/_dynamo/convert_frame.py", "_compile"), ("/x/torch/_dynamo/eval_frame.py", "compile_wrapper"),
-          ("/job/train.py", "step")], "compile"),
-        ([("/x/torch/distributed/distributed_c10d.py", "all_reduce"), ("/job/train.py", "evaluate")], "collective"),
-        ([("/job/train.py", "evaluate")], "evaluate"),
-        ([("/x/torch/utils/data/dataloader.py", "__next__"), ("/job/train.py", "main")], "data"),
-        ([("/x/torch/serialization.py", "save"), ("/job/train.py", "main")], "save"),
-    ],
-)  # fmt: skip
+@each_row(("frames", "phase"), rows("stacks"))
 def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str) -> None:
     from finetune.rank_monitor import phase_of  # and with it torch
 
