@@ -94,7 +94,7 @@ def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> Path:
 
 def console() -> Console:
     """Where tables go; rich is imported with the first of them."""
-    from agent.base.tables import console as made
+    from agent.base.lines import console as made
 
     return made()
 

@@ -122,7 +122,7 @@ def _show_entry(text: str) -> None:
     """Print an entry of the pages of findings or alerts: its points under each other, commands marked."""
     from rich.markup import escape
 
-    from agent.base.tables import console, indented
+    from agent.base.lines import console, indented
 
     out = console()
     title, _, points = text.partition("\n\n")

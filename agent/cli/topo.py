@@ -57,7 +57,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     ]
 
     def show(out: Console) -> None:
-        from agent.base.tables import block
+        from agent.base.lines import block
         from agent.terminal import topology as topology_view
 
         for node, findings in zip(nodes, found, strict=True):

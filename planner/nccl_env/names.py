@@ -143,7 +143,9 @@ def plugin_of(name: str) -> PluginName | None:
 def is_read(name: str) -> bool:
     """Whether NCCL, PyTorch or a plugin reads the name, and not only scripts."""
     entry = names().get(name)
-    return entry.status == "current" if entry else name in torch_names() or not name.startswith("NCCL_")
+    plugin = plugin_of(name)
+    read = name in torch_names() or (plugin is not None and plugin.plugin not in ("build", "nccl-tests"))
+    return entry.status == "current" if entry else read
 
 
 def nearest(name: str) -> tuple[str, ...]:

@@ -64,7 +64,10 @@ def test_conditions_are_said_and_each_way_is_judged() -> None:
         "shell script, if [ $FABRIC = roce ]": {"NCCL_DEBUG": "WARN", "NCCL_IB_TC": "106"},
         "shell script, if [ -n $SLOW ]": {"NCCL_DEBUG": "TRACE", "NCCL_IB_TC": "300"},
     }
-    assert {each.lines["NCCL_IB_TC"]: each.environment["NCCL_IB_TC"] for each in found.environments} == {4: "106", 6: "300"}
+    assert {each.lines["NCCL_IB_TC"]: each.environment["NCCL_IB_TC"] for each in found.environments} == {
+        4: "106",
+        6: "300",
+    }
 
 
 def test_variables_of_the_script_are_not_nccls() -> None:

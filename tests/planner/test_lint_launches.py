@@ -105,7 +105,8 @@ def test_what_only_a_run_decides_is_checked_both_ways_and_named() -> None:
     """Each condition's settings, with the condition; files and names that are not known, with their lines."""
     tc = "NCCL_IB_TC"
     rows = (
-        ("export NCCL_IB_TC=1\nM=${M:-a}\n[ $M = a ] && export NCCL_IB_TC=2\ntorchrun a\n", {"": "2", "else of if [ $M = a ]": "1"}),
+        ("export NCCL_IB_TC=1\nM=${M:-a}\n[ $M = a ] && export NCCL_IB_TC=2\ntorchrun a\n",
+         {"": "2", "else of if [ $M = a ]": "1"}),
         ("f() { case $1 in a) export NCCL_IB_TC=1;; *) export NCCL_IB_TC=2;; esac; }\nf ${M:-a}\ntorchrun a\n",
          {"": "1", "else of case $1 in a": "2"}),
         ("[ -d x ] && O='-x NCCL_IB_TC=1'\nmpirun $O a\n", {"if [ -d x ]": "1"}),
