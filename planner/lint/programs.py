@@ -7,7 +7,6 @@ sbatch(1) --export, docker-run(1) -e, apptainer.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -218,41 +217,27 @@ class Programs(Expander):
             self.launches.append(Launch(label, sure, settings, dict(shell.choices), shell.turns))
 
     def merge_launches(self) -> None:
-        """Note what all launches get; where they get different settings, all that each gets, under its line.
+        """Note what each launch gets on each way to it; one whose settings are a part of another's is left out.
 
-        A name that no launcher gets counts if a program gets it that may be one. A launch whose settings
-        are a part of another's is left out. Of one launch, what it gets on the likely way comes first.
+        A name that no launcher gets counts if a program gets it that may be one.
         """
         named = {name for each in self.launches if each.sure for name in each.settings}
-        groups: dict[str, list[Launch]] = {}
+        ways: dict[tuple[str, ...], dict[frozenset[tuple[str, str]], Launch]] = {}
         for each in sorted(self.launches, key=lambda launch: not launch.sure):
             kept = {name: one for name, one in each.settings.items() if each.sure or name not in named}
-            groups.setdefault(each.label, []).append(each._replace(settings=kept))
-        different: dict[frozenset[frozenset[tuple[str, str]]], list[Launch]] = {}
-        for group in groups.values():
-            different.setdefault(frozenset(content(each.settings) for each in group), group)
-        every = {each for contents in different for each in contents}
-        found = [
-            group for contents, group in different.items()
-            if not all(any(each < other for other in every) for each in contents)
-        ]  # fmt: skip
-        ways = list[tuple[str, Settings]]()
-        several = len(found) > 1 or any(len([each for each in group if not each.turns]) > 1 for group in found)
-        for group in found:
-            labels = Counter[str]()
-            for each in group:
-                turned = [label for key in each.turns for _, label in [each.choices.get(key, (True, ""))]]
-                label = "; ".join(filter(None, [each.label if several else "", *turned]))
-                labels[label] += 1
-                ways.append((label + (f", time {labels[label]}" if labels[label] > 1 else ""), each.settings))
-        if ways and not several:
-            self.script.always = ways.pop(0)[1]
-        elif ways:
-            always = frozenset[tuple[str, str]].intersection(*(content(settings) for _, settings in ways))
-            self.script.always = {name: each for name, each in ways[0][1].items() if (name, each.value) in always}
-        for label, way in ways:
-            gone = {name: replace(each, unset=True) for name, each in self.script.always.items() if name not in way}
-            self.script.ways.append((label, {**way, **gone}))
+            ways.setdefault(each.turns, {}).setdefault(content(kept), each._replace(settings=kept))
+        found: dict[frozenset[tuple[str, str]], Launch] = {}
+        for launches in ways.values():
+            for contents, each in launches.items():
+                if not any(contents < other for other in launches):
+                    found.setdefault(contents, each)
+        several = len([each for each in found.values() if not each.turns]) > 1
+        for each in found.values():
+            turned = [label for key in each.turns for _, label in [each.choices.get(key, (True, ""))]]
+            label = "; ".join(filter(None, [each.label if several else "", *turned]))
+            self.script.ways.append((label, each.settings))
+        if len(found) == 1:
+            self.script.always = self.script.ways.pop()[1]
         self.script.loose = {name: each for name, each in self.loose.items() if name not in self.exported}
 
     def run_program(self, words: list[Word], line: int, given: Input, outer: Shell) -> None:

@@ -135,6 +135,6 @@ class NamedEnvironment:
     unexported: dict[str, str] = field(default_factory=dict)  # shell variables that no program sees
     used: frozenset[str] = frozenset()  # names that the script itself reads
     lines: dict[str, int] = field(default_factory=dict)  # where each name is set last
-    base: NamedEnvironment | None = None  # what holds where this environment's condition does not
+    place: str = ""  # its source without the launch and the condition
     also_set: frozenset[str] = frozenset()  # every name that the same text sets, under other conditions too
     findings: tuple[Finding, ...] = ()  # about the text itself, whatever NCCL makes of its values

@@ -293,32 +293,21 @@ def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[
     """What holds always, then each launch or condition with all that it gets."""
     named = {name for settings in script.settings() for name in settings}
     loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
-    if not any(map(is_judged, named)) and not loose:
-        return
-    base: NamedEnvironment | None = None
-    plain = bool(script.always or loose)
-    for label, way in [*([("", Settings())] if plain else ()), *script.ways[:_LIMIT_SCOPES]]:
+    findings = tuple(script.findings)
+    for label, way in (("", Settings()), *script.ways[:_LIMIT_SCOPES]):
         found = {
-            name: each for name, each in (script.always | way).items()
-            if not each.unset and (is_judged(name) or name in JOB_SIZE)
+            name: each for name, each in (script.always | way).items() if is_judged(name) or name in JOB_SIZE
         }  # fmt: skip
-        known = {name: each.value for name, each in found.items() if OPEN not in each.value}
-        open_ = {name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value}
-        repeats = base is not None and (known, open_) == (base.environment, base.unresolved)
-        if repeats or not any(map(is_judged, [*found, *loose])):
+        if not any(map(is_judged, [*found, *loose])):
             continue
-        alone = not plain and len(script.ways) == 1 and _OF_A_COMMAND.fullmatch(label)
-        each = NamedEnvironment(
-            source=", ".join(filter(None, (source, "" if alone else label))), environment=known,
-            unresolved=open_, unexported={} if base else loose, used=own, base=base if plain else None,
-            lines={name: each.line for name, each in found.items()},
-            also_set=frozenset(named - {*script.loose}), findings=() if base else tuple(script.findings),
+        yield NamedEnvironment(
+            source=", ".join(filter(None, (source, label))), place=source,
+            environment={name: each.value for name, each in found.items() if OPEN not in each.value},
+            unresolved={name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value},
+            unexported=loose, used=own, lines={name: each.line for name, each in found.items()},
+            also_set=frozenset(named - {*script.loose}), findings=findings,
         )  # fmt: skip
-        base = base or each
-        yield each
-
-
-_OF_A_COMMAND = re.compile(r"the (?:command|launch) of line \d+")
+        loose, findings = {}, ()
 
 
 def guess_kind(text: str, name: str = "") -> str:
