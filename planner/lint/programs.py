@@ -27,6 +27,7 @@ from planner.lint.script import (
     Unread,
     Word,
     is_judged,
+    pattern,
     whole_number,
     words,
 )
@@ -34,11 +35,8 @@ from planner.lint.script import (
 _MOST_LAUNCHES = 1000  # or ways to one, that get different settings
 _MOST_OPTIONS = 1 << 12  # characters of a command that are searched for options that remove variables
 
-_DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[A-Z0-9_]+)=")
 _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
-_COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
-_TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
 _NAMES = words()["shell"]
 _WRAPPERS = words()["wrappers"]
 
@@ -314,7 +312,7 @@ class Programs(Expander):
         while at < len(words):
             word = words[at]
             taken: int | None = 0
-            if (at <= end or _DOTTED.match(word.text)) and (
+            if (at <= end or pattern("dotted").match(word.text)) and (
                 taken := self._launcher_option(words, at, line, outer)
             ) is None:
                 self._plain_word(words, at, line, settings=settings)
@@ -333,7 +331,7 @@ class Programs(Expander):
         elif runs or (settings and before in ("-S", "--split-string")):
             surely = program not in _NAMES["own_c"]
             self.nested(text if runs else f"env {text}", inside, words[at + 2 :], surely=surely)
-        elif dotted := _DOTTED.match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
+        elif dotted := pattern("dotted").match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
             self._pair(dotted[1], text[dotted.end() :].strip("\"'"), word.raw, line)
         elif _SETTER.match(text) and (settings or (before[:1] == "-" and _SETTING.match(text))):
             self._setting(word, line, self.shell)
@@ -354,7 +352,7 @@ class Programs(Expander):
         if text.startswith(("-xNCCL_", "-eNCCL_")):
             self._setting(Word(text[2:], words[at].raw[2:]), line, outer)
             return 0
-        if _TAKES_SETTING.fullmatch(option):
+        if pattern("takes_setting").fullmatch(option):
             self._setting(rest, line, outer)
         elif option in _NAMES["takes_list"]:
             for name, sign, value in (part.partition("=") for part in rest.text.split(",")):  # a comma ends a value
@@ -391,7 +389,7 @@ class Programs(Expander):
             self.script.inner.append(Inner(text=inside, target="option.json", line=line))
         elif "os.environ" in inside:
             self.script.inner.append(Inner(text=inside, target="python", line=line))
-        elif _COMMANDS.search(inside):
+        elif pattern("commands").search(inside):
             self.nested(inside, line, surely=False)
 
     # -- built-ins
@@ -402,7 +400,7 @@ class Programs(Expander):
         text = " ".join(each for each in texts if each not in ("-e", "-n", "-E"))
         self.shell.write(text.replace("\\n", "\n") + ("" if texts[:1] == ["-n"] else "\n"), call.line)
         for row in text.splitlines():
-            if dotted := _DOTTED.match(row):
+            if dotted := pattern("dotted").match(row):
                 shell, self.shell = self.shell, self.shell.copy()
                 self._pair(dotted[1], row[dotted.end() :], row[dotted.end() :], call.line)
                 self.launch(f"the command of line {call.line}", sure=False)

@@ -35,6 +35,12 @@ def words() -> Mapping[str, Mapping[str, frozenset[str]]]:
     return {part: {name: frozenset(members) for name, members in rows.items()} for part, rows in table.items()}
 
 
+@cache
+def pattern(name: str) -> re.Pattern[str]:
+    """A pattern of data/forms.toml."""
+    return re.compile(read_table(__file__, "data/forms.toml")["patterns"][name])
+
+
 def whole_number(text: str) -> int | None:
     """The number of up to 18 digits; None for any other text. Python raises ValueError for thousands of digits."""
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None

@@ -25,6 +25,7 @@ from planner.lint.script import (
     Settings,
     Unread,
     is_judged,
+    pattern,
 )
 from planner.lint.shell import directives, read_shell
 from planner.nccl_env.names import is_read
@@ -43,12 +44,6 @@ _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
 _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
 _PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
-
-_JUDGED_ANYWHERE = re.compile(r"NCCL_|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z]")
-_SETTING = re.compile(
-    r"(?:^[ \t]*ENV[ \t]+)(?:TORCH_)?NCCL_[A-Z0-9_]+ |\b(?:(?:TORCH_)?NCCL|FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+="
-)
-_NAMED_ANYWHERE = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}\b")
 
 
 class EnvironmentTextError(ValueError):
@@ -114,7 +109,7 @@ def _reading(text: str, kind: str) -> Reading:
     environments = tuple(each for source, script in parts for each in _environments(source, script, own))
     unread = [each for _, script in parts for each in script.unread]
     found = {name for _, script in parts for settings in script.settings() for name in settings}
-    lost = _unfound(text, found, _SETTING, "no program that is started gets it") if kind in _PROGRAMS else ()
+    lost = _unfound(text, found, pattern("setting"), "no program that is started gets it") if kind in _PROGRAMS else ()
     unreached = [each for each in lost if is_read(each.name)]
     if kind in _DOCUMENTS:
         lost = _unfound(text, found, SETS, "{name} is in a place where no variable is read")
@@ -135,37 +130,25 @@ def _unfound(text: str, found: set[str], pattern: re.Pattern[str], why: str, fir
                 yield Unread(line=first and first + number, why=why.replace("{name}", name[0]), name=name[0])
 
 
-_USED = re.compile(r"\$[({]?\s*\{?\s*(?:env\.)?([A-Za-z_]\w*)")
-
-
 def _own(text: str) -> frozenset[str]:
     """Names that the text itself reads, other than to hand on their own value (`A=${A:-1}`)."""
     found = set()
-    for match in _USED.finditer(text):
+    for match in pattern("used").finditer(text):
         before = text[max(0, match.start() - len(match[1]) - 2) : match.start()].rstrip("\"'")
         if not before.endswith(f"{match[1]}="):
             found.add(match[1])
     return frozenset(found)
 
 
-# torchrun --nnodes, Slurm -N, TrainJob, PyTorchJob and MPIJob, Ray, LeaderWorkerSet, Indexed Job
-_NODES = re.compile(
-    r"--nnodes[= ](?:\d+:)?(\d{1,9})\b|^#SBATCH\s+(?:-N\s*|--nodes[= ])(\d{1,9})[ \t]*$|--num[-_]nodes[= ](\d{1,9})\b"
-    r"|^[ \t]*num_?[nN]odes\s*:\s*(\d{1,9})[ \t]*$|^[ \t]*Worker:\s*\n\s*replicas:\s*(\d{1,9})"
-    r"|\bsrun\b[^\n]{0,999}\s-N\s*(\d{1,9})\b",
-    re.MULTILINE,
-)
-
-
 def _nodes(text: str) -> int | None:
     """The most nodes that a launcher or an object in the text asks for; None where none says."""
-    found = [int(number) for match in _NODES.findall(text) for number in match if number]
+    found = [int(number) for match in pattern("nodes").findall(text) for number in match if number]
     return max(found) if found else None
 
 
 def why_nothing(text: str, reading: Reading) -> str:
     """The sentence for a text in which no variable was found."""
-    lines = [number for number, row in enumerate(text.splitlines(), start=1) if _NAMED_ANYWHERE.search(row)]
+    lines = [number for number, row in enumerate(text.splitlines(), start=1) if pattern("named").search(row)]
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
     rows = text.splitlines()
@@ -214,7 +197,7 @@ def _script(text: str, kind: str, first: int) -> Script:
     if kind == "process":
         return _plain((0, entry) for entry in reversed(text.split("\0")))  # getenv(3) finds the first of two
     if kind == "log":
-        return _plain((0, f"{match[1]}={match[2]}") for match in _LOGGED.finditer(text))
+        return _plain((0, f"{match[1]}={match[2]}") for match in pattern("logged").finditer(text))
     if kind == "dockerfile":
         return read_dockerfile(text)
     if kind == "other":
@@ -229,12 +212,6 @@ def _script(text: str, kind: str, first: int) -> Script:
     script = read_shell(text, line=first, before=before)
     script.files[:0] = files
     return script
-
-
-_LOGGED = re.compile(
-    r"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to ([^\s\"\\|<`][^\"\\|<`\n]*?)\.?[ \t]*$",
-    re.MULTILINE,
-)
 
 
 def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
@@ -274,7 +251,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
     parts: _Parts = []
     seen: set[str] = set()
     for inner in script.inner if depth < _LIMIT_DEPTH else ():
-        if not _JUDGED_ANYWHERE.search(inner.text) or inner.text.strip() in seen:
+        if not pattern("judged").search(inner.text) or inner.text.strip() in seen:
             continue
         seen.add(inner.text.strip())
         kind = guess_kind(inner.text, inner.target)
@@ -320,12 +297,9 @@ def guess_kind(text: str, name: str = "") -> str:
     if kind := _first(_PATTERNS["surely"], text):
         return kind
     foreign = _first(_PATTERNS["foreign"], text)
-    if foreign == "Markdown" or (foreign and not _EXPORTS.search(text)):
+    if foreign == "Markdown" or (foreign and not pattern("exports").search(text)):
         return "other"
     return _first(_PATTERNS["looks"], text) or ("shell" if _mixed(text) else "env")
-
-
-_EXPORTS = re.compile(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", re.MULTILINE)
 
 
 def _first(patterns: Mapping[str, str], text: str) -> str:
