@@ -196,9 +196,15 @@ class Expander:
         """The number of its line in the whole text; 0 if unknown."""
         return self.first + node.start_point.row if self.first else 0
 
+    def target(self, name: str) -> str:
+        """The variable that a name stands for, which `declare -n` may have said."""
+        for _ in range(4):  # two may stand for each other
+            name = found.refers if (found := self.shell.variables.get(name)) and found.refers else name
+        return name
+
     def look_up(self, name: str) -> str | None:
         """The value of a variable; None where it is not set, OPEN in it where that is not known."""
-        found = self.shell.variables.get(name)
+        found = self.shell.variables.get(self.target(name))
         if found is None:
             return OPEN
         self.assumed = self.assumed or found.assumed
@@ -206,7 +212,7 @@ class Expander:
 
     def items(self, name: str) -> tuple[Word, ...] | None:
         """The words of an array, "@" for the arguments; None where they are not known."""
-        found = self.shell.variables.get(name)
+        found = self.shell.variables.get(self.target(name))
         return found.items if found is not None else None
 
     def value(self, node: Node) -> str:

@@ -123,6 +123,7 @@ class Programs(Expander):
             if given.name.startswith(outer):
                 given = replace(given, name=given.name.removeprefix(outer))
         self.spend(WORK_OF_WORD)
+        given = replace(given, name=self.target(given.name))
         before = self.shell.variables.get(given.name)
         if exported is None:
             exported = self.shell.exports_all or (before is not None and before.exported)
@@ -139,6 +140,7 @@ class Programs(Expander):
 
     def export(self, name: str, line: int, *, ends: bool = False) -> None:
         """`export NAME`, `export -n NAME`: programs get the variable from here on, or no longer."""
+        name = self.target(name)
         before = self.shell.variables.get(name)
         if NAME.match(name) and (before or not ends):
             outside = Assigned(name=name, value=OPEN, raw=f"${name}", line=line)  # what the environment has
@@ -172,19 +174,14 @@ class Programs(Expander):
                 before = self.shell.hidden[-1][name] = self.shell.variables.pop(name, None)
                 if before:
                     self.shell.variables[name] = replace(before, unset=True, value="", items=None)
-            if refers:
-                self._refer(setting)
+            if refers and (OPEN in setting.value or not equals):
+                self.unread(line, f"the variable that {name} stands for is unknown")
+            elif refers:
+                self.shell.variables[name] = replace(setting, refers=setting.value, exported=False)
             elif equals:
                 self.set(setting, exported=exports if exports or ends else None)
             elif exports or ends:
                 self.export(name, line, ends=ends)
-
-    def _refer(self, setting: Assigned) -> None:
-        """`local -n NAME=OTHER`: what is set by one name is not followed to the other."""
-        if is_judged(setting.value) or OPEN in setting.value:
-            self.unread(setting.line, f"{setting.name} is another name of a variable")
-        for name in (setting.name, setting.value):
-            self.assign(name, OPEN, setting.raw, setting.line)
 
     def _unset(self, words: Iterable[Word], line: int, *, functions: bool) -> None:
         for word in words:

@@ -72,6 +72,7 @@ class Assigned:
     exported: bool = True
     unset: bool = False
     assumed: bool = False  # a default, which the environment outside may replace
+    refers: str = ""  # the variable that this name stands for
     items: tuple[Word, ...] | None = None  # of a shell's array; `value` is then the first of them
 
 
