@@ -100,22 +100,8 @@ def bundle_differences(hosts: Mapping[str, Files], most: int = 10) -> list[str]:
     return found[:most] + rest
 
 
-def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
-    """The file, the same for the same content. Raises BundleError where it is too large."""
-    if sum(len(data) for files in hosts.values() for data in files.values()) > MOST_BUNDLE_BYTES:
-        raise BundleError(f"the bundle is larger than {MOST_BUNDLE_BYTES >> 20} MiB: name fewer nodes with --node")
-    buffer = io.BytesIO()
-    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
-        for host, files in hosts.items():
-            for name, data in files.items():
-                entry = tarfile.TarInfo(f"{_folder_name(host)}/{name}")
-                cut = data[:MOST_FILE_BYTES] if not name.startswith("recording") else data
-                entry.size, entry.mode = len(cut), 0o600
-                tar.addfile(entry, io.BytesIO(cut))
-    return buffer.getvalue()
-
-
-def _folder_name(host: str) -> str:
+def folder_name(host: str) -> str:
+    """The folder of a host in a bundle."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
 
 
@@ -131,7 +117,7 @@ def unpack_bundle(content: bytes, wanted: str = "") -> dict[str, Files]:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
             for path, data in bounded.tar_files(stream, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, is_wanted):
                 host, _, name = path.partition("/")
-                found.setdefault(_folder_name(host), {})[name] = data
+                found.setdefault(folder_name(host), {})[name] = data
     except (tarfile.TarError, bounded.TooLargeError, EOFError, OSError, zlib.error) as error:
         raise BundleError(f"not a bundle: {error}") from None
     return found

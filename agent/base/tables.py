@@ -85,11 +85,6 @@ def grid(gap: int = 1, columns: int = 2) -> Table:
     return made
 
 
-def blocks(share: float, width: int = 20) -> str:
-    """A bar of block characters; `share` is 1 for the whole width."""
-    return "█" * max(1, round(width * share))
-
-
 def point(out: Console, mark: str, text: str) -> None:
     """A line with a mark before it, its further lines under its words."""
     row = grid()

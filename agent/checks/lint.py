@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,10 +87,8 @@ def _checks(
             seen.add((named.place, finding))
             line = named.lines.get(finding.subject, 0)
             message, remedy, *evidence = without_secrets([finding.message, finding.remedy, *finding.evidence])
-            yield Finding(
-                code=finding.code, status=finding.status, node=named.source, subject=finding.subject,
-                message=message, evidence=(*evidence, *((f"line {line}",) if line else ())), remedy=remedy,
-            )  # fmt: skip
+            evidence += [f"line {line}"] if line else []
+            yield replace(finding, node=named.source, message=message, evidence=tuple(evidence), remedy=remedy)
 
 
 def _unread_in_words(reading: Reading) -> str:

@@ -117,10 +117,8 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
     if status == "pass":
         case = "open" if first is None or first.low is None else "pass"
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
-    cause, remedy = _cause(m, first, now, value, snapshots)
-    return make_finding(
-        BUSBW, node, status, subject=m.op, evidence=evidence, measured=measured, cause=cause, remedy=remedy
-    )
+    case, words = _cause(m, first, now, value, snapshots)
+    return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **words)
 
 
 def expected_words(m: Measurement) -> str:
@@ -144,28 +142,20 @@ def status_of(value: float, bar: Bar) -> Status:
 
 def _cause(
     m: Measurement, first: Bar | None, now: Bar | None, value: float, snapshots: Sequence[Snapshot]
-) -> tuple[str, str]:
-    """The cause, as far as the two bars show it, and the remedy."""
+) -> tuple[str, dict[str, object]]:
+    """The cause, as far as the two bars show it: the case of the finding, and what its text needs."""
     hosts = len(set(m.hosts))
     if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
-        return "no more than the ring carries", "See bench.nvls.unused."
+        return " ring", {}
     due = (first.low if first else None) or 0.0
     if now is not None and now.low is not None and now.low <= value and now.low < due:
         missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
-        words = "; ".join(missing) or _difference(first, now)
-        return f"the links that are left carry this much, and links are missing: {words}", (
-            "Restore the missing links; `topoflight preflight` names each of them."
-        )
+        return " links", {"missing": "; ".join(missing) or _difference(first, now)}
     if hosts > 1:
         nccl = m.backend == "nccl"
         one = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
-        return f"no link of a host explains it: the fault is between the {hosts} hosts, or in how they are used", (
-            f"`topoflight bench --search` finds a slow host by pairs; then one {one}, and each host alone."
-        )
-    return "the links look whole, so the fault is one that no link shows", (
-        "Measure pairs of GPUs (CUDA_VISIBLE_DEVICES and --ranks 2), and once with NCCL_NVLS_ENABLE=0; compare the "
-        "transports in the evidence with `topoflight topo`."
-    )
+        return " hosts", {"hosts": hosts, "one": one}
+    return "", {}
 
 
 def _difference(first: Bar | None, now: Bar) -> str:

@@ -175,8 +175,9 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     from rich.markup import escape
 
     from agent.base import units
-    from agent.base.tables import blocks, grid
+    from agent.base.tables import grid
     from agent.jobs.networks import words_of
+    from agent.terminal.measured import blocks
 
     steps = [bar.step_seconds for bar in found.bars if bar.step_seconds]
     best, longest = min(steps, default=0.0), max(steps, default=1.0)

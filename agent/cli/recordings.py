@@ -12,7 +12,7 @@ from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
 from agent.base.output import emit, say, waiting, write_result
-from agent.base.recordings import bundle_differences, pack_bundle
+from agent.base.recordings import bundle_differences
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -59,7 +59,7 @@ def bundle(
         with waiting("bundle: asking this host"), Scanner(root, probes=ALL) as scanner:
             snapshot, recording = scanner.capture()
         hosts = {snapshot.hostname: making.of_host(snapshot, recording, root=root, state=state)}
-    content = pack_bundle(hosts)
+    content = making.pack_bundle(hosts)
     if target == "-":
         sys.stdout.buffer.write(content)
         return

@@ -215,7 +215,7 @@ class Cluster:
 
         ProblemError 503 before the first scan, and where the API server does not answer.
         """
-        self.ready()
+        self._state.current()
         if self.client is None:
             return await run_in_threadpool(self.own)
         await self._listed(self._follow(self.client))
@@ -227,12 +227,6 @@ class Cluster:
             self._places_at = time.monotonic()
             self._places = await run_in_threadpool(read_places, self.client.brief())
         return self._places
-
-    def ready(self) -> None:
-        """ProblemError 503 before the first scan, as /readyz: nothing is known of this node, and no list is whole."""
-        if self._state.view is None:
-            detail = self._state.error or "the first scan is not done yet"
-            raise ProblemError(503, detail, headers={"Retry-After": "2"})
 
     def stop(self) -> None:
         """End the watch."""

@@ -137,7 +137,6 @@ def cluster_page(
 ) -> Answer:  # fmt: skip
     """Every node that publishes, for people, or one of them by name. ProblemError where there is none of that name."""
     from agent.pages import render as pages
-    from agent.pages.nodes import Asked
 
     fleet = known.nodes()
     if node is not None:
@@ -145,7 +144,9 @@ def cluster_page(
         if record is None:
             raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
         return page_of(pages.published_page(fleet, record, source=source))
-    return page_of(pages.fleet_page(fleet, source=source, behind=behind, places=places, asked=Asked(**dict(filters))))
+    return page_of(
+        pages.fleet_page(fleet, source=source, behind=behind, places=places, asked=pages.Asked(**dict(filters)))
+    )
 
 
 def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone

@@ -26,7 +26,9 @@ def recommendation(out: Console, advice: Recommendation, *, brief: bool = False,
         return
     layout(out, advice)
     if explain and advice.chosen is not None:
-        parts(out, advice.chosen)
+        out.print(table_of(parts_grid([advice.chosen])))
+        for line in advice.chosen.forecast.inputs:
+            out.print(f"· {escape(line)}")
     out.print("\n[bold]Environment[/bold]")
     if advice.settings:
         for setting in advice.settings:
@@ -86,13 +88,6 @@ def _remarks(out: Console, advice: Recommendation) -> None:
         point(out, "→", escape(help_))
     for unknown in advice.unknowns:
         point(out, "?", escape(unknown))
-
-
-def parts(out: Console, ranked: RankedLayout) -> None:
-    """The forecast part by part, and every number it rests on."""
-    out.print(table_of(parts_grid([ranked])))
-    for line in ranked.forecast.inputs:
-        out.print(f"· {escape(line)}")
 
 
 def parts_grid(shown: Sequence[RankedLayout]) -> Grid:

@@ -59,7 +59,7 @@ def finding(out: Console, group: Group, *, named: bool = False, brief: bool = Fa
     out.print(f"{head} {escape(where)}" if where else head)
     nodes = group.nodes if named or len(group.nodes) > 1 else ()
     indented(out, f"{group.trouble}:" if group.trouble else "")
-    if brief and (nodes or group.size > 1):
+    if brief and (nodes or len(group.checks) > 1):
         _places(out, group, named=bool(nodes), one=one)
     elif group.alike:
         indented(out, escape(group.message))
@@ -85,7 +85,7 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
     """Every place: those that say the same share a line, and so do nodes with the same devices."""
     by_message: dict[str, dict[str, dict[str, None]]] = {}
     for check in group.checks:
-        words = check.message if group.size <= SHOWN else group.message
+        words = check.message if len(group.checks) <= SHOWN else group.message
         by_message.setdefault(words, {}).setdefault(check.node, {})[check.subject] = None
     for words, by_node in by_message.items():
         indented(out, escape(words))
@@ -95,7 +95,7 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
         for what, nodes in shared.items():
             where = (units.hostlist(nodes) if named else "", "" if one and not named else units.hostlist(what))
             indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
-    if group.size > SHOWN and not group.alike:
+    if len(group.checks) > SHOWN and not group.alike:
         indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")
 
 
@@ -105,8 +105,8 @@ def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
         prefixed = check.subject and subjects and not check.message.startswith(check.subject)
         where = f"{check.node}: " if named else ""
         indented(out, escape(f"{where}{check.subject}: {check.message}" if prefixed else f"{where}{check.message}"))
-    if group.size > SHOWN:
-        indented(out, f"and {group.size - SHOWN} more")
+    if len(group.checks) > SHOWN:
+        indented(out, f"and {len(group.checks) - SHOWN} more")
 
 
 def verdict(out: Console, judged: Verdict, seconds: float) -> None:

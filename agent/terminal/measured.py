@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import SHOWN, some
-from agent.base.tables import Grid, blocks, grid, table_of
+from agent.base.tables import Grid, grid, table_of
 from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
 from contracts.run_record import RunRecord, compare
@@ -143,3 +143,8 @@ def by_network(out: Console, whole: Report) -> None:
         for label, share, shown in bars.rows():
             rows.add_row(escape(label), blocks(share), shown)
         out.print(rows)
+
+
+def blocks(share: float, width: int = 20) -> str:
+    """A bar of block characters; `share` is 1 for the whole width."""
+    return "█" * max(1, round(width * share))

@@ -174,8 +174,8 @@ def test_exposition_keeps_the_catalogue_and_its_bounds(machine: str) -> None:
 def test_whole_catalogue_can_appear(full: View) -> None:
     """No family is dead: with a benchmark, a run and a cluster one machine shows all of the agent's own."""
     publish, watch = PublishTally(interval_seconds=300.0), WatchTally(lists=1, heard_at_seconds=1.0)
-    publish.failed(403)
-    publish.succeeded()
+    publish.failures["forbidden"] += 1
+    publish.succeeded_at_seconds = 1.0
     watch.restarts["expired"] += 1
     names = {f"topoflight_{family.name}" for family in metrics.OWN}
     changed = (Event(at_seconds=1.0, kind="version", text="driver 570 -> 580", code="driver"),)

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from rigs.agents import agent
 from rigs.recorded import H100, NAMES, snapshot, view
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import for_view
 from agent.advice.request import Request
@@ -32,6 +32,8 @@ from collectives.bench.results import result_from_json
 from contracts.finding import Interval
 from contracts.run_record import RunRecord, record_of
 from planner.advice import Part
+
+rows = rows_of(__file__)
 
 HOSTILE = "<script>alert('&')</script>\"x"
 FIGURES, SECTIONS = (
@@ -271,22 +273,7 @@ def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal()
 GLOO = {"layout": {"effective": {"backend": "gloo"}}}
 
 
-@each_row(
-    ("taken", "more", "shown"),
-    [
-        # by NCCL's own log; a record that holds none of it, or nonsense, has what was asked for
-        (["NET/Socket/0"], {"nccl": {"interfaces": ["eth0"]}}, "TCP over eth0 (NET/Socket)"),
-        *(
-            (["NET/Socket/0"], {"nccl": {"interfaces": found}}, "TCP over net1 (NET/Socket)")
-            for found in ([], None, [7])
-        ),
-        # by gloo's own connections
-        (["gloo: TCP over net1 (fe80::1)", "gloo: TCP over net1 (10.0.1.1)"], GLOO, "TCP over net1 (gloo)"),
-        (["gloo: TCP over net2 (10.0.0.1)", "gloo: TCP over net1 (10.0.1.1)"], GLOO, "TCP over net1, net2 (gloo)"),
-        (["gloo: TCP over an unknown interface (10.0.0.1)"], GLOO, "TCP over an unknown interface (gloo)"),
-        ([], GLOO, "TCP over net1 (gloo)"),
-    ],
-)
+@each_row(("taken", "more", "shown"), rows("taken"))
 def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(
     taken: list[str], more: dict[str, object], shown: str
 ) -> None:

@@ -13,7 +13,7 @@ from rigs.tables import each_row
 
 from agent.cli.main import VERBS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("agent", "planner", "topology", "collectives", "probes", "contracts", "hardware", "finetune")
 
 # The aim of each verb, and where that is not reached yet the lines that it may reach today. A number of the second

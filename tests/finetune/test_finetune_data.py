@@ -12,12 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rigs.hub import Hub
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import rows as row_reader
 from finetune.data import Loader, collate, pack, prepare
 from finetune.rows import IGNORED, encode, load_tokenizer
+
+rows = rows_of(__file__)
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
@@ -97,18 +99,7 @@ def test_an_answer_beyond_the_cut_leaves_nothing_to_learn(tokenizer):
     assert encode(row, tokenizer, job(completion_only_loss=True)) is None
 
 
-@each_row(
-    ("row", "settings", "word"),
-    [
-        ({"q": 1}, {}, "question"),
-        ({"text": "a"}, {"completion_only_loss": True}, "answer"),
-        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, {}, "two texts, or two lists"),
-        ({"question": "a", "answer": 5}, {}, "answer=5"),
-        ({"messages": "hello"}, {}, "role and content"),
-        ({"messages": []}, {}, "role and content"),
-        ({"messages": [{"role": "user"}]}, {}, "chat_template"),
-    ],
-)
+@each_row(("row", "settings", "word"), rows("misfits"))
 def test_a_row_that_does_not_fit_is_refused(tokenizer, row, settings, word):
     """Neither trained on as the text of a list, nor a stack trace; the message says what is needed."""
     with pytest.raises(ConfigError, match=word):

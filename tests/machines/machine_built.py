@@ -121,8 +121,8 @@ class BuiltHost(RecordedHost):
 def _answers(machine: Machine) -> dict[str, Any]:
     """Of a bare host, on which nothing of NCCL is set and pyverbs is not installed, as on most."""
     cpu, nets = machine.cpu, machine.netdevs
-    addresses = [_address(net, address) for net in nets for address in net.addresses]
-    netlink = {"links": [_link(net) for net in nets], "addresses": addresses}
+    addresses = [address_of(net, address) for net in nets for address in net.addresses]
+    netlink = {"links": [link_of(net) for net in nets], "addresses": addresses}
     unlimited = {"NPROC": [None, None], "NOFILE": [1048576, 1048576], "CORE": [0, None]}  # systemd's defaults
     return {
         "identity": {"": {
@@ -135,13 +135,14 @@ def _answers(machine: Machine) -> dict[str, Any]:
         }},
         "limit": {**unlimited, "MEMLOCK": list(machine.memlock)},
         "statvfs": {"/dev/shm": list(machine.shm)},
-        "netlink": {**netlink, "routes": _routes(nets, machine.default_route)},
+        "netlink": {**netlink, "routes": routes_of(nets, machine.default_route)},
         "port_link": {net.name: machine.port_links.get(net.name, {"$errno": "ENOTSUP"}) for net in nets},
         "verbs": {"version": {"$import": "No module named 'pyverbs'"}},
     }  # fmt: skip
 
 
-def _link(net: Netdev) -> dict[str, Json]:
+def link_of(net: Netdev) -> dict[str, Json]:
+    """An interface as pyroute2 spells it."""
     up = 0x1 | (0x40 | 0x10000 if net.up else 0)  # IFF_UP, IFF_RUNNING, IFF_LOWER_UP
     link: dict[str, Json] = {
         "family": 0, "ifi_type": net.type, "index": net.index,
@@ -159,7 +160,8 @@ def _link(net: Netdev) -> dict[str, Json]:
     return link
 
 
-def _address(net: Netdev, address: str) -> dict[str, Json]:
+def address_of(net: Netdev, address: str) -> dict[str, Json]:
+    """One of its addresses, "10.0.0.1/24"."""
     plain, _, prefix = address.partition("/")
     six = ":" in plain
     scope = 254 if net.type == 772 else 253 if plain.startswith("fe80") else 0
@@ -170,7 +172,8 @@ def _address(net: Netdev, address: str) -> dict[str, Json]:
     return answer if six else {**answer, "IFA_LOCAL": plain, "IFA_LABEL": net.name}
 
 
-def _routes(nets: tuple[Netdev, ...], default: int | None) -> list[dict[str, Json]]:
+def routes_of(nets: tuple[Netdev, ...], default: int | None) -> list[dict[str, Json]]:
+    """The default route, over the interface of this index."""
     head = {"family": 2, "src_len": 0, "tos": 0, "table": 254, "proto": 3, "scope": 0, "type": 1, "flags": 0}
     routes: list[dict[str, Json]] = []
     for net in nets:

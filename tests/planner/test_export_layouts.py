@@ -33,7 +33,7 @@ PIPELINE = Layout(
     world_size=16, tp=2, pp=4, dp_shard=2, sharding="zero1", sequence_parallel=True, schedule="interleaved",
     virtual_stages=2, gradient_accumulation=8,
 )  # fmt: skip
-
+NAMED = {"FSDP": FSDP, "PP": PIPELINE}
 
 WHY = Reason(rule="r", evidence="e", source="s")
 SETTINGS = (Setting(name="NCCL_SOCKET_IFNAME", value="=net1", reason=WHY),
@@ -171,28 +171,13 @@ def test_a_pods_environment_and_torchruns_line() -> None:
     assert "--nnodes=2" in several and "--rdzv-endpoint" in several
 
 
-@each_row(
-    ("name", "layout", "train", "reason"),
-    [
-        ("accelerate", PIPELINE, {}, "PP=4: accelerate has no pipeline parallelism"),
-        ("trl", PIPELINE, {}, "no pipeline parallelism"),
-        ("deepspeed", Layout(world_size=8, tp=8), {}, "TP=8: ZeRO through transformers is data parallelism only"),
-        ("deepspeed", Layout(world_size=8, dp_shard=4, dp_replicate=2), {}, "HSDP 2 x 4"),
-        ("torchtitan", Layout(world_size=8, dp_shard=8, sharding="zero2"), {}, "zero2"),
-        ("torchtitan", FSDP, {"method": "lora"}, "lora"),
-        ("megatron", FSDP, {}, "distributed optimizer shards optimizer states only"),
-        ("megatron", PIPELINE, {"method": "lora"}, "no adapters"),
-        ("finetune", Layout(world_size=4, cp=2, tp=2), {}, "CP with data parallelism only"),
-        ("finetune", Layout(world_size=8, dp_shard=8, sharding="zero1"), {}, "not support zero1"),
-        ("finetune", Layout(world_size=2, tp=2), {"method": "qlora"}, "do not split over TP"),
-    ],
-)
+@each_row(("name", "layout", "train", "reason"), rows("refused"))
 def test_a_framework_that_cannot_is_refused_with_the_reason(
-    name: str, layout: Layout, train: dict[str, Any], reason: str
+    name: str, layout: str | dict[str, Any], train: dict[str, Any], reason: str
 ) -> None:
     """Never something else than what was asked for."""
     with pytest.raises(ExportError, match=reason):
-        export(name, request(layout, **train))
+        export(name, request(NAMED[layout] if isinstance(layout, str) else Layout(**layout), **train))
 
 
 def test_unknown_format_and_empty_recommendation_are_errors() -> None:

@@ -1,4 +1,4 @@
-"""Weights of every family that is read, of odd configurations, against the models that transformers builds of them."""
+"""Models: names, config.json files and their errors; weights of every family against those that transformers builds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rigs.tables import each_row, rows_of
 from contracts.layout import Layout
 from planner.advice import ExportError, ExportRequest
 from planner.forecast.compute import cpu_rates, layer_cost
-from planner.forecast.models import ModelError, model_from_config, model_from_file, model_named
+from planner.forecast.models import ModelError, known_names, model_from_config, model_from_file, model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
 from planner.stacks import export
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
@@ -180,3 +180,59 @@ def test_dense_layers_that_are_no_list_of_numbers_are_refused(named: object) -> 
     config = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     with pytest.raises(ModelError, match="mlp_only_layers"):
         model_from_config({**config, "vocab_size": 96, "mlp_only_layers": named})
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def test_lora_counts_the_adapters_of_all_seven_projections() -> None:
+    """As PEFT prints them of rank 16."""
+    assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040
+
+
+def test_config_json_gives_the_same_shape_as_the_name(tmp_path: Path) -> None:
+    """A folder with a config.json answers like the known name."""
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    spec = model_from_file(folder)
+    assert spec.name == "my-llama"
+    assert weights(spec).total == weights(model_named("Llama-3.1-8B")).total
+
+
+@each_row(
+    ("change", "says"),
+    [
+        ({"model_type": "bert"}, "model_type='bert': known are"),
+        ({"model_type": "nemotron_h"}, "state-space or linear-attention layers"),  # no dense model of its size
+        ({"model_type": "kimi_linear"}, "state-space or linear-attention layers"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers='32'"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads 5"),
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"hidden_size": 4095}, "4095"),
+    ],
+)
+def test_broken_configs_name_the_key(change: dict[str, object], says: str) -> None:
+    """The message names the key and its value."""
+    with pytest.raises(ModelError, match=says):
+        model_from_config({**LLAMA, **change})
+
+
+def test_a_name_or_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    """A typing mistake is answered with the nearest names, garbage with the file's."""
+    with pytest.raises(ModelError, match=r"Llama-3\.1-8B"):
+        model_named("Llama-3.1-8C")
+    assert "Qwen3-8B" in known_names()
+    (tmp_path / "config.json").write_text("{nope")
+    with pytest.raises(ModelError, match=r"config\.json: not JSON"):
+        model_from_file(tmp_path)
+
+
+def test_quantised_weights_are_named() -> None:
+    """By the method that config.json names; the model that they were made from has none."""
+    quantised = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert (model_from_config(quantised).quantised, model_from_config(LLAMA).quantised) == ("gptq", "")

@@ -82,23 +82,7 @@ def test_releases_are_as_their_libraries_read_them() -> None:
     assert table["NCCL_MLOPART_RDMA_ENABLE"].last == (2, 31, 2)
 
 
-@each_row(
-    ("wrong", "right"),
-    [
-        ("NCCL_IB_HBA", "NCCL_IB_HCA"),
-        ("NCCL_IB_HCAS", "NCCL_IB_HCA"),
-        ("NCCL_SOCKET_IF_NAME", "NCCL_SOCKET_IFNAME"),
-        ("NCCL_MAX_CHANNELS", "NCCL_MAX_CTAS"),
-        ("NCCL_DEUBG", "NCCL_DEBUG"),
-        ("NCCL_IB_QP_PER_CONNECTION", "NCCL_IB_QPS_PER_CONNECTION"),
-        ("NCCL_IB_GIDINDEX", "NCCL_IB_GID_INDEX"),
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLNG", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-        # another word is another name, however many letters agree
-        *((name, None) for name in (
-            "NCCL_MY_OWN_SWITCH", "NCCL_SOCKET_TIMEOUT", "NCCL_CHECK_DISABLE", "NCCL_TEST_PATH", "NCCL_TIMEOUT",
-            "NCCL_NET_GDR_ENABLE", "NCCL_IB_XX", "NCCL_LL128_ENABLE", "NCCL_GDR_DISABLE")),
-    ],
-)  # fmt: skip
+@each_row(("wrong", "right"), rows("meant"))
 def test_the_name_that_was_meant_comes_first(wrong: str, right: str | None) -> None:
     assert next(iter(nearest(wrong)), None) == right
 
