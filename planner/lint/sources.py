@@ -12,9 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.tables import read_table
-from planner.lint.dockerfile import read_dockerfile
-from planner.lint.documents import DocumentError, form, parse, read_documents
-from planner.lint.expansion import limit_parsing
 from planner.lint.script import (
     JOB_SIZE,
     OPEN,
@@ -27,7 +24,6 @@ from planner.lint.script import (
     is_judged,
     pattern,
 )
-from planner.lint.shell import directives, read_shell
 from planner.nccl_env.names import is_read
 
 FORMS: Mapping[str, str] = {
@@ -38,6 +34,7 @@ FORMS: Mapping[str, str] = {
 KINDS = tuple(kind for kind in FORMS if kind != "other")
 _DOCUMENTS = ("yaml", "json", "toml")
 _PROGRAMS = ("shell", "dockerfile")
+_PLAIN = ("env", "conf", "log", "process")
 _LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes
 _LIMIT_LOG = 16 << 20
 _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
@@ -82,7 +79,6 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
         raise EnvironmentTextError(
             f"{len(text)} characters: more than {_LIMIT_CHARACTERS}, no environment is that large"
         )
-    limit_parsing()
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if kind is not None and kind not in FORMS:
         raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
@@ -102,10 +98,14 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
 
 
 def _reading(text: str, kind: str) -> Reading:
-    if kind not in ("env", "conf", "log", "process") and len(text) > _LIMIT_SCRIPT:
+    if kind not in _PLAIN and len(text) > _LIMIT_SCRIPT:
         raise EnvironmentTextError(f"{len(text)} characters: more than the {_LIMIT_SCRIPT} that are read of a {kind}")
+    if kind not in _PLAIN:
+        from planner.lint.expansion import limit_parsing  # the parser, which no plain list of variables needs
+
+        limit_parsing()
     title, parts = _read(text, kind, 0)
-    own = _own(text) if kind not in ("env", "conf", "log", "process") else frozenset[str]()
+    own = _own(text) if kind not in _PLAIN else frozenset[str]()
     environments = tuple(each for source, script in parts for each in _environments(source, script, own))
     unread = [each for _, script in parts for each in script.unread]
     found = {name for _, script in parts for settings in script.settings() for name in settings}
@@ -177,6 +177,8 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
     """The form in words, and each place's script. `first` is the number of the text's first line; 0: unknown."""
     title = FORMS[kind]
     if kind in _DOCUMENTS:
+        from planner.lint.documents import DocumentError, form, parse, read_documents
+
         try:
             branches = parse(text, kind)
             places = read_documents(branches)
@@ -199,11 +201,15 @@ def _script(text: str, kind: str, first: int) -> Script:
     if kind == "log":
         return _plain((0, f"{match[1]}={match[2]}") for match in pattern("logged").finditer(text))
     if kind == "dockerfile":
+        from planner.lint.dockerfile import read_dockerfile
+
         return read_dockerfile(text)
     if kind == "other":
         return Script()
     if kind in ("env", "conf"):
         return _lines(text, kind, first)
+    from planner.lint.shell import directives, read_shell
+
     before, files = list[Assigned](), list[str]()
     for number, words in directives(text):
         found = read_shell("sbatch " + words, line=first and first + number - 1)

@@ -284,7 +284,7 @@ def platform_of_plugin(environment: Mapping[str, str]) -> Platform | None:
         return {each.plugin for name in names if (each := plugin_of(name)) is not None and each.prefix}
 
     configured, net = families(environment), environment.get("NCCL_NET")
-    for row in platforms().rows:
+    for row in platforms().rows if configured or net else ():
         published = row.values()
         if row.plugin and (configured & families(published) or (net and net == published.get("NCCL_NET", ("",))[0])):
             return row
