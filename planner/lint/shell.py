@@ -79,7 +79,7 @@ class _Reader(Programs):
         super().__init__(known, before)
         self._texts: dict[tuple[str, int], tuple[bytes, Node | None]] = {}
         self._called: set[int] = set()  # functions, by their bodies
-        self._scripts = self._blocks = self._commands = self._turns = 0
+        self._scripts = self._blocks = self._commands = self._turns = self._loops = 0
         self._ways: set[tuple[int, bool]] = set()  # ends of conditions that were followed, by place
         self._tried: dict[str, int] = {}  # conditions that were followed both ways: how many turns came before
         self._only_assigns = True
@@ -403,7 +403,10 @@ class _Reader(Programs):
             todo = []
             for each in yes:
                 before = each.copy()
-                for end in self._follow([body], [each]):
+                self._loops += 1
+                after = self._follow([body], [each])
+                self._loops -= 1
+                for end in after:
                     goes_on = not end.left or (end.left == "continue" and end.levels == 1)
                     if end.left in ("break", "continue"):
                         end.left, end.levels = (end.left, end.levels - 1) if end.levels > 1 else ("", 1)
@@ -642,8 +645,8 @@ class _Reader(Programs):
 
     def _call(self, name: str, rest: Sequence[Word], shell: Shell) -> Shells:
         """Call a function: with its own arguments, and with variables of its own that end with it."""
-        saved = self.source, self.first
-        body, self.source, self.first = shell.functions[name]
+        saved = self.source, self.first, self._loops
+        (body, self.source, self.first), self._loops = shell.functions[name], 0
         self._called.add(body.id)
         self.active.append(name)  # a function that calls itself ends here
         shell.hidden.append({"@": shell.variables.get("@")})
@@ -653,7 +656,7 @@ class _Reader(Programs):
             end.left = "" if end.left == "return" else end.left
             end.restore(end.hidden.pop())
         self.active.pop()
-        self.source, self.first = saved
+        self.source, self.first, self._loops = saved
         return self._merged(ends)
 
     def nested(self, text: str, line: int, rest: Sequence[Word] | None = None, *, surely: bool = True) -> None:
@@ -678,8 +681,9 @@ class _Reader(Programs):
         """exit, return, break and continue: nothing more runs here."""
         if call.program in ("exit", "return") and call.words:
             self.shell.status = number_of(call) == 0 if call.words[0].text.isdecimal() else None
-        if call.program != "return" or self.active:
-            self.shell.left, self.shell.levels = call.program, max(number_of(call), 1)
+        if {"exit": 1, "return": len(self.active)}.get(call.program, self._loops):
+            self.shell.left = call.program
+            self.shell.levels = min(max(number_of(call), 1), max(self._loops, 1))
 
     def _eval(self, call: Call) -> Shells | None:
         text = " ".join(word.text for word in call.words)
