@@ -1,6 +1,6 @@
 """GPUs and the links between them: what their makers say of them, and what they reach; `gpus.toml`, `links.toml`.
 
-A figure that nobody measured is None, and a forecast that needs it says that it assumed one.
+A figure without a measurement is None, and a forecast that needs it says that it assumed one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Gpu:
         return self.grace and (self.compute_capability or (0, 0)) >= (10, 0)
 
     def busbw_of(self, gpus: int) -> float | None:
-        """Measured all-gather bus bandwidth, bytes/s, of so many GPUs of one node; None where nobody measured it."""
+        """Measured all-gather bus bandwidth, bytes/s, of so many GPUs of one node; None without a measurement."""
         return self.busbw.get(2 if gpus <= 2 else 4 if gpus <= 4 else 8)
 
 

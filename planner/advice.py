@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,7 @@ def render(name: str, **values: Any) -> str:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.filters["shell"] = lambda value: shlex.quote(str(value))
     return environment.get_template(f"{name}.j2").render(**values)
 
 

@@ -83,7 +83,7 @@ def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = (
 
 
 def _worth_telling(key: tuple[str, str], trait: Trait | None, gone: set[str]) -> bool:
-    """A device that is missing is told once; a value one side could not read is no difference."""
+    """A missing device is reported once; a value that one side could not read is no difference."""
     subject, what = key
     if subject in gone:
         return what in ("device", "state", "interface", "set to")

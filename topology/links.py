@@ -2,7 +2,7 @@
 alone.
 
 A link ends at a GPU, at an NVSwitch (then it reaches every GPU of the switch) or, in a virtual machine, at an end
-that is hidden. NCCL plans by what a link could do; what it really runs at is told apart, for expectations and for
+that is hidden. NCCL plans by what a link could do; its present speed is separate, for expectations and for
 people.
 
 Specification: NVML nvmlDeviceGetNvLinkState, nvmlDeviceGetNvLinkRemotePciInfo, nvmlDeviceGetP2PStatus,
@@ -124,7 +124,7 @@ class NvLinks:
         return max(self.unread(a), self.unread(b))
 
     def _may_link(self, gpu: Gpu) -> bool:
-        """Whether some link of the GPU may lead to another than those that are told."""
+        """Whether some link of the GPU may lead to a device other than the reported ones."""
         return bool(self.unread(gpu.index) or _ending_at(gpu, "nvswitch") or _ending_at(gpu, None))
 
     def _lower(self, a: int, b: int, first: int, second: int) -> int:
@@ -239,7 +239,7 @@ class PciTree:
     def _running(self, bus_id: str) -> tuple[float | None, int | None]:
         """Speed and width as the link runs now, never more than possible.
 
-        GPUs, and the switches above them, lower their link's speed when idle: of theirs only the width counts. Ports
+        GPUs, and the switches above them, lower the speed of their link when idle: only its width counts. Ports
         inside a switch are no links; below a root port both ends of one link are known. A virtual function has none.
         """
         speed, width = self._possible(bus_id)

@@ -8,8 +8,9 @@ options of the file of that name, except those that its `without` lists; a later
 members of an included one.
 
 `requires` lists options of which one must be given with this one, `excludes` options that cannot be given with it, and
-`allows` the only ones that can. A verb whose options do not go together ends before it does anything. An error in a
-table (a type, a member or the name of another table that does not exist) is raised when the verb is imported.
+`allows` the only ones that can. A name may end with the values that count ("--api=job|jobset"). A verb whose options do
+not go together ends before it does anything. An error in a table (a type, a member or the name of another table that
+does not exist) is raised when the verb is imported.
 """
 
 from __future__ import annotations
@@ -106,7 +107,11 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
         return param is not None and context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
 
     def is_given(text: str) -> bool:
-        return is_typed(text) and context.params[names[text].name or ""] != names[text].default
+        option, _, values = text.partition("=")
+        if not is_typed(option):
+            return False
+        value = context.params[names[option].name or ""]
+        return value in values.split("|") if values else value != names[option].default
 
     texts = {key.partition("/")[0].split()[-1]: row for key, row in rows.items()}
     for text, row in texts.items():

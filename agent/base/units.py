@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from contracts.host_list import compress_host_list
 from hardware.units import bits as bits
 from hardware.units import rate as rate
 
@@ -89,27 +90,7 @@ def interval(value: Interval | None, unit: str) -> str:
 
 def hostlist(names: Sequence[str], plain: int = 8) -> str:
     """Names in a row, all of them; more than `plain` as Slurm writes hosts: "gpu-[01-03,07]"."""
-    if len(names) <= plain:
-        return ", ".join(names)
-    runs: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(names):
-        before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-        runs.setdefault((before, after) if number else (name, ""), []).append(number)
-    return ", ".join(
-        f"{before}{_ranges(numbers)}{after}" if numbers != [""] else before for (before, after), numbers in runs.items()
-    )
-
-
-def _ranges(numbers: Sequence[str]) -> str:
-    """ "[01-03,07]"; a run is of numbers as wide as each other, so that it can be written out again."""
-    runs: list[list[str]] = []
-    for number in sorted(numbers, key=lambda text: (len(text), text)):
-        if runs and len(number) == len(runs[-1][-1]) and int(number) == int(runs[-1][-1]) + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    ranges = ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return ranges if len(numbers) == 1 else f"[{ranges}]"
+    return ", ".join(names) if len(names) <= plain else compress_host_list(names, ", ")
 
 
 def ago(value: float) -> str:

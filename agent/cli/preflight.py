@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agent.cluster.nodes import NodeRecord
     from agent.jobs.preflight import Report
 
-FORMATS = ("table", "json", "yaml", "junit", "github")
+FORMATS = ("table", "json", "yaml", "junit", "github", "slurm", "reason")
 
 
 @click.command()
@@ -118,7 +118,7 @@ def _target(form: str) -> tuple[str, Path | None]:
 
 
 def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
-    from agent.jobs.preflight import junit
+    from agent.jobs.preflight import junit, slurm_hosts, slurm_reasons
 
     if form == "table":
         from agent.base.lines import plain_console
@@ -130,7 +130,8 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
         show(plain_console(table), report, verbose=verbose, everything=everything)
         text = table.getvalue()
     else:
-        text = {"junit": junit, "github": github}.get(form, lambda whole: render(whole, form))(report)
+        texts = {"junit": junit, "github": github, "slurm": slurm_hosts, "reason": slurm_reasons}
+        text = texts.get(form, lambda whole: render(whole, form))(report)
     if path is None:
         say(text, nl=False)
         return

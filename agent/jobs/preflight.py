@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING
 from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
+from agent.base import EXIT_PASS, version
 from agent.base import result_store as keep
-from agent.base import version
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
 from agent.base.output import Progress, document, write_atomic
@@ -33,6 +34,7 @@ from agent.jobs import child
 from agent.jobs.child import ChildError
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
+from contracts.host_list import compress_host_list, slurm_name
 from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from agent.checks.expect import Expectation
 
 NAMED = 8  # hosts in a title
+REASON_CHARACTERS = 400  # `sinfo -R` and logs show it in one line
 CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
 CALIBRATION_SECONDS = 120.0
 
@@ -94,6 +97,11 @@ class Report:
     notes: tuple[str, ...] = ()  # steps that were left out, and why
     nodes: tuple[NodeRecord, ...] = ()  # judged by what their agents published, without their graphs
     schema_version: int = REPORT_VERSION
+
+    @property
+    def of_this_host(self) -> bool:
+        """Whether it is about the host that it was made on."""
+        return len(self.snapshots) == 1 and self.snapshots[0].hostname == os.uname().nodename
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -339,6 +347,41 @@ def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
         "junit.xml": junit(report),
     }
     return tuple(write_atomic(folder / name, text) for name, text in files.items())
+
+
+def _blocking(report: Report) -> list[Finding]:
+    """The checks that keep the verdict from passing; empty where it passes."""
+    if report.verdict.exit_code == EXIT_PASS:
+        return []
+    found = [check for check in worst_first(report.checks) if check.status == report.verdict.word]
+    return [check for check in found if check.required or check.status != "unknown"] or found
+
+
+def _slurm_node(check: Finding, report: Report) -> str:
+    """The node of a check as Slurm names it; slurmd names the node that it is itself."""
+    if not report.of_this_host:
+        return slurm_name(check.node)
+    return os.environ.get("SLURMD_NODENAME") or slurm_name(report.snapshots[0].hostname)
+
+
+def slurm_hosts(report: Report) -> str:
+    """The nodes that do not pass as a host list of Slurm, for --exclude and `scontrol update NodeName=`."""
+    names = {_slurm_node(check, report) for check in _blocking(report) if check.node or report.of_this_host}
+    return f"{compress_host_list(names)}\n" if names else ""
+
+
+def slurm_reasons(report: Report) -> str:
+    """One line for each finding that keeps a node from passing: node, code, device and message.
+
+    What was not measured is one line for all checks of a node.
+    """
+    unknown = report.verdict.word == "unknown"
+    lines = (
+        f"{_slurm_node(check, report)}: {report.verdict.why}" if unknown else
+        f"{_slurm_node(check, report)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
+        for check in _blocking(report)
+    )  # fmt: skip
+    return "".join(f"{' '.join(printable(line).split())[:REASON_CHARACTERS]}\n" for line in dict.fromkeys(lines))
 
 
 def junit(report: Report) -> str:

@@ -112,7 +112,7 @@ def _needles_in(shape: bytes) -> tuple[bytes, ...]:
 def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
     """Codes that the message stands for, each once, in the order of the table.
 
-    ``foreign``: nothing says that the line is NCCL's; only texts that nobody else prints count.
+    ``foreign``: the line may not be NCCL's; only texts that no other library prints count.
     """
     needles = _needles_in(message.translate(None, b"0123456789"))
     if not needles:  # the usual case

@@ -184,7 +184,7 @@ def _needs(case: Situation) -> Iterator[PodNeed]:
 
 
 def _has_hcas(node: NodeView) -> bool:
-    """Whether a machine that nobody probed, of the catalogue or of a matrix, is known to have RDMA devices."""
+    """Whether a machine without a probe (from the catalogue or a matrix) is known to have RDMA devices."""
     nics = node.topology.nics if node.topology and not node.snapshot else ()
     return any(nic.kind in ("hca", "efa") for nic in nics)
 

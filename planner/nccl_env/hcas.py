@@ -230,5 +230,5 @@ def gid_index_problem(view: PortView, index: int) -> tuple[Status, str] | None:
 
 
 def missing_ports(node: NodeView) -> tuple[PortView, ...]:
-    """Ports NCCL passes over in silence because they are not ACTIVE."""
+    """Ports that NCCL ignores without a message because they are not ACTIVE."""
     return tuple(view for view in node.verbs_ports() if view.port.state is not None and view.port.state != "ACTIVE")

@@ -31,7 +31,7 @@ def amd(case: Situation) -> Note | None:
 
 
 def vendor_script(case: Situation) -> Note | None:
-    """Platforms whose vendor ships the environment with the plugin: nothing here may stand in its way."""
+    """Platforms whose vendor ships the environment with the plugin: nothing here may override it."""
     if case.one_node or case.backend != "nccl":
         return None
     for node in case.nodes:

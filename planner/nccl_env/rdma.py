@@ -256,7 +256,7 @@ def cross_nic(case: Situation) -> Setting | Note | None:
 
 
 def net_plugin(case: Situation) -> Setting | Note | None:
-    """NCCL_NET, where NCCL would fall back, or has fallen back, to TCP in silence: above all on EFA."""
+    """NCCL_NET, where NCCL would fall back, or has fallen back, to TCP without a message: above all on EFA."""
     fell_back = case.evidence is not None and case.evidence.inter_node_transport == "Socket"
     if case.backend != "nccl" or case.one_node:
         return None

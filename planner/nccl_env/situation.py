@@ -132,7 +132,7 @@ def _version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Vers
         try:
             return parse_version(evidence.nccl_version)
         except ValueError:
-            return None  # RCCL and vendor builds print other things; unknown is what it is
+            return None  # RCCL and vendor builds print other texts, so the version is unknown
     return None
 
 

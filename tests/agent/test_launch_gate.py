@@ -183,18 +183,7 @@ def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
 
 RECORD: dict[str, Any] = {**RUN, "status": "running", "exit_code": None, "ended_at": None}
 # What torchrun (torch 2.13.0) writes where rank 1 of 2 was killed, from its last twelve lines.
-STRUCK = """\
-  traceback : Signal 15 (SIGTERM) received by PID 7837
-------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-11-21_13:53:06
-  host      : localhost
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 7838)  (SIGKILL)
-  error_file: <N/A>
-  traceback : Signal 9 (SIGKILL) received by PID 7838
-======================================================"""
+STRUCK = Path(__file__).with_name("torchrun_killed.log").read_text(encoding="utf-8")
 FATE = "rank 1 was ended by SIGKILL; the same command goes on from its last checkpoint, if it had saved one"
 
 

@@ -6,6 +6,7 @@ checkers only do not count.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import grimp
@@ -29,9 +30,14 @@ LIMITS: dict[str, tuple[int, int | None]] = {
 }
 
 
+@cache
+def imports() -> grimp.ImportGraph:
+    """Of all packages, without those for type checkers only."""
+    return grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+
+
 def reached(start: str) -> dict[str, int]:
     """Every module that `start` reaches, itself and the packages above each included, with its number of lines."""
-    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
     lines: dict[str, int] = {}
     todo = [start]
     while todo:
@@ -41,7 +47,7 @@ def reached(start: str) -> dict[str, int]:
             source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
             lines[name] = len(source.read_text(encoding="utf-8").splitlines())
             todo += [
-                *graph.find_modules_directly_imported_by(name),
+                *imports().find_modules_directly_imported_by(name),
                 *([above] if (above := name.rpartition(".")[0]) else []),
             ]
     return lines

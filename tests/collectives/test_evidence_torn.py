@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 from evidence_rows import dressed, rows
 from hypothesis import given, settings
@@ -18,19 +19,7 @@ from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import MAX_LINE_BYTES, Entries
 from collectives.nccl_log.transport import ChannelCount, Evidence
 
-IB_ON = [
-    "NCCL version 2.21.5+cuda12.4",
-    "n1:10:20 [0] NCCL INFO NCCL_IB_HCA set by environment to mlx5",
-    "n1:10:20 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>",
-    "n1:10:20 [0] NCCL INFO Using network IB",
-    "n1:10:20 [0] NCCL INFO comm 0x55 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0",
-    "n1:10:20 [0] NCCL INFO Channel 00/02 :    0   1   2   3",
-    "n1:10:20 [0] NCCL INFO Channel 00/0 : 3[1] -> 0[0] [receive] via NET/IB/0/GDRDMA",
-    "n1:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1(0)/GDRDMA",
-    "n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read",
-    "n1:10:20 [0] NCCL INFO Connected all rings, use ring PXN 1 GDR 1",
-    "n1:10:20 [0] NCCL INFO ncclCommInitRank comm 0x55 rank 0 nranks 4 cudaDev 0 busId 1b000 - Init COMPLETE",
-]
+IB_ON = Path(__file__).with_name("ib_on.log").read_text(encoding="utf-8").splitlines()
 IB_OFF = [line.replace("/GDRDMA", "") for line in IB_ON]
 SOCKET = [
     line.replace("NET/IB/", "NET/Socket/").replace("/GDRDMA", "").replace("network IB", "network Socket")

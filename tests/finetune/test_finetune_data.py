@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -267,25 +268,9 @@ def test_files_of_a_split_in_the_order_of_their_names(tmp_path):
         load_rows(job(tmp_path / "absent.jsonl"), "train")
 
 
-CARD = """---
-license: mit
-configs:
-- config_name: main
-  data_files:
-  - split: train
-    path: main/tr*
-  - split: test
-    path: [main/a.parquet, main/b.jsonl]
-- config_name: socratic
-  data_files: socratic/*
----
-# Sums
-"""
-
-
 def test_the_card_says_which_files_a_split_has(tmp_path):
     """Patterns, lists, a split that is not named; unknown names list what there is."""
-    (tmp_path / "README.md").write_text(CARD)
+    shutil.copy(Path(__file__).with_name("jobs") / "card.md", tmp_path / "README.md")
     for name in ("main/tr-0.parquet", "main/a.parquet", "socratic/one.parquet"):
         write(tmp_path / name, [{"text": name}])
     (tmp_path / "main/b.jsonl").write_text('{"text": "main/b.jsonl"}\n')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from gpu_machines import H100, changed, facts_of, gpu_with, recorded
@@ -263,54 +264,26 @@ EIGHT = tuple(f"0000:{n}:00.0" for n in ("1b", "43", "52", "61", "9d", "c3", "d1
 
 
 def bus(
-    *, nodes: dict[int, bool] | None = None, proc: bool | set[int] = True, driver: str = "nvidia", **more: Any
+    *, nodes: int = 8, usable: int = 8, proc: Sequence[int] = range(8), driver: str = "nvidia", **more: Any
 ) -> GpuBus:
-    """Eight GPUs; `nodes` says which /dev/nvidiaN are there and may be opened, `proc` which minors the driver tells."""
-    nodes = dict.fromkeys(range(8), True) if nodes is None else nodes
-    told = set(range(8)) if proc is True else set() if proc is False else proc
-    return GpuBus(
-        gpus=tuple(
-            BusGpu(
-                bus_id=address, driver=driver, minor=n if n in told else None,
-                node_exists=n in nodes if n in told else None, node_usable=nodes.get(n) if n in told else None,
-            )
-            for n, address in enumerate(EIGHT)
-        ),
-        nodes=sum(nodes.values()), **more,
-    )  # fmt: skip
+    """Eight GPUs; so many /dev/nvidiaN are there, so many may be opened; `proc`: the minors that the driver tells."""
+    gpus = []
+    for n, address in enumerate(EIGHT):
+        told = {"minor": n, "node_exists": n < nodes, "node_usable": n < usable if n < nodes else None}
+        unknown = dict.fromkeys(told)
+        gpus.append(BusGpu(bus_id=address, driver=driver, **(told if n in proc else unknown)))
+    return GpuBus(gpus=tuple(gpus), nodes=min(nodes, usable), **more)
 
 
-POD = {"container": "kubernetes"}
-TWO, SEVEN = {0: True, 1: True}, dict.fromkeys(range(7), True)
-MISSING, NOT_GIVEN = "gpu.device.missing", "gpu.device.not_given"
-CASES: list[tuple[str, GpuBus, int, str, Status | None]] = [
-    # where, bus, GPUs that NVML lists, code, severity
-    ("a whole host", bus(), 8, "", None),
-    ("a host, one short", bus(), 7, MISSING, Status.FAIL),
-    ("a host, all gone", bus(), 0, MISSING, Status.FAIL),
-    ("a host, one short and no node of it", bus(nodes=SEVEN), 7, MISSING, Status.FAIL),
-    ("a host without the driver's /proc", bus(proc=False), 7, MISSING, Status.FAIL),
-    ("a Slurm job that may open two", bus(nodes={n: n < 2 for n in range(8)}), 2, NOT_GIVEN, Status.INFO),
-    ("a pod that was given two (device list)", bus(nodes=TWO, **POD), 2, NOT_GIVEN, Status.INFO),
-    ("a pod given two (toolkit)", bus(nodes=TWO, proc={0, 1}, requested=2, **POD), 2, NOT_GIVEN, Status.INFO),
-    ("the same without the variable", bus(nodes=TWO, proc={0, 1}, **POD), 2, NOT_GIVEN, Status.INFO),
-    ("a pod that was given two and sees one", bus(nodes=TWO, **POD), 1, MISSING, Status.FAIL),
-    ("the same by its variable", bus(nodes={0: True}, proc={0}, requested=2, **POD), 1, MISSING, Status.FAIL),
-    ("a privileged pod, one short", bus(**POD), 7, MISSING, Status.FAIL),
-    ("a pod without a GPU", bus(nodes={}, **POD), 0, NOT_GIVEN, Status.UNKNOWN),
-    ("an agent's pod that asked for all, one without a node", bus(nodes=SEVEN, all_requested=True, **POD),
-     7, NOT_GIVEN, Status.UNKNOWN),
-    ("GPUs without a driver", bus(driver="nouveau"), 0, "", None),
-]  # fmt: skip
-
-
-@each_row(("where", "found", "count", "code", "severity"), CASES, ids=[case[0] for case in CASES])
-def test_a_gpu_that_nvml_leaves_out(where: str, found: GpuBus, count: int, code: str, severity: Status | None) -> None:
+@each_row(("where", "found", "count", "code", "severity"), rows("bus"))
+def test_a_gpu_that_nvml_leaves_out(
+    where: str, found: dict[str, Any], count: int, code: str, severity: str | None
+) -> None:
     """A missing one fails and is named; one that was given to others is told; none read is never fine."""
-    findings = list(check_bus(found, set(EIGHT[:count]), count))
+    findings = list(check_bus(bus(**found), set(EIGHT[:count]), count))
     worst = [(f.code, f.status) for f in findings if f.code == code]
     assert worst == ([(code, severity)] if code else []), (where, findings)
-    if severity is Status.FAIL:
+    if severity == "fail":
         told = next(f for f in findings if f.code == code)
         assert EIGHT[count] in told.message and EIGHT[count] in told.subject
         assert "gpu.device.not_given" not in {f.code for f in findings} or "given two" in where or "variable" in where

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from gpu_machines import H100, facts_of, recorded
 from rigs.found import findings
+from rigs.tables import rows_of
 from scanned import scan
 
 from contracts.finding import Status
@@ -18,6 +19,8 @@ from probes.gpu.facts import GpuFacts, MigSlice
 from probes.host.recording import RecordedHost
 from probes.registry import BY_NAME
 from probes.scanner import Scanner
+
+rows = rows_of(__file__)
 
 
 def _facts(scanner: Scanner) -> GpuFacts:
@@ -99,17 +102,7 @@ def test_text_that_the_library_prints_does_not_reach_the_answer(scanner_of: Call
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("inject", "words", "call"),
-    [
-        ("nvmlInit=hang", "no answer after", "nvmlInit"),
-        ("nvmlInit=crash", "SIGSEGV", "nvmlInit"),
-        ("nvmlDeviceGetCount=hang", "no answer after", "nvmlDeviceGetCount"),
-        ("nvmlDeviceGetHandleByIndex@gpu2=hang", "no answer after", "nvmlDeviceGetHandleByIndex of GPU2"),
-        ("nvmlDeviceGetName@gpu3=crash", "SIGSEGV", "nvmlDeviceGetName of GPU3"),
-        ("nvmlDeviceGetNvLinkState@gpu1=hang", "no answer after", "nvmlDeviceGetNvLinkState of GPU1"),
-    ],
-)
+@pytest.mark.parametrize(("inject", "words", "call"), rows("calls")())
 def test_a_call_that_hangs_or_crashes_fails_the_probe_by_its_name_and_is_repeated_after_a_pause(
     inject: str, words: str, call: str, scanner_of: Callable[..., Scanner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

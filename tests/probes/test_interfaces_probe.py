@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from dicthost import Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.finding import Status
 from probes.api import UnavailableError
@@ -19,21 +20,10 @@ from probes.interfaces import read as lldp
 from probes.interfaces.facts import Interface, nccl_choice
 from probes.interfaces.read import read as read_interfaces
 
+rows = rows_of(__file__)
+
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
-STATUS = [
-    {"name": "ovn-kubernetes", "interface": "eth0", "ips": ["10.128.0.7"], "default": True, "dns": {}},
-    {
-        "name": "ai/rdmashared-net",
-        "interface": "net1",
-        "ips": ["192.168.77.1"],
-        "mtu": 9000,
-        "device-info": {
-            "type": "pci",
-            "version": "1.1.0",
-            "pci": {"pci-address": "0000:1a:00.2", "rdma-device": "mlx5_3"},
-        },
-    },
-]
+STATUS = json.loads(Path(__file__).with_name("network_status.json").read_text(encoding="utf-8"))
 
 
 class Network:
@@ -236,34 +226,15 @@ def listed(*names: str) -> list[Interface]:
     return [Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",)) for n in names]
 
 
-SOME = ("eth0", "net1", "net10")
 UNLIKE = [replace(one, **change) for one, change in zip(
     listed("a", "b", "c", "d"), ({"running": False}, {"addresses": ()}, {"addresses": ("fe80::1/64",)}, {}),
     strict=True)]  # fmt: skip
 
 
-@each_row(
-    ("some", "setting", "choice"),
-    [
-        (listed("eth0", "ib0"), None, "ib0"),  # ib* first, wherever it stands
-        (listed("docker0", "eth0"), None, "eth0"),
-        (listed("virbr0", "docker0", "lo"), None, "docker0"),
-        (listed("virbr0", "lo"), None, "lo"),
-        (listed("lo", "br-0123456789ab", "eth0"), None, "br-0123456789ab"),  # only the three prefixes are last
-        ([], None, None),
-        (listed(*SOME), "net", "net1"),
-        (listed(*SOME), "=net", None),  # exact
-        (listed(*SOME), "=net10,eth0", "eth0"),
-        (listed(*SOME), "^net", "eth0"),
-        (listed(*SOME), "^=eth0", "net1"),
-        (listed(*SOME), "net10", "net10"),
-        (listed(*SOME), "mlx", None),
-        (listed(*SOME), "n", "eth0"),  # one character is ignored
-        (UNLIKE, None, "d"),  # what does not run is skipped, and IPv4 goes before IPv6
-    ],
-)
-def test_the_order_and_the_setting_of_nccl(some: list[Interface], setting: str | None, choice: str | None) -> None:
-    assert nccl_choice(some, setting) == choice
+@each_row(("names", "setting", "choice"), rows("choices"))
+def test_the_order_and_the_setting_of_nccl(names: list[str], setting: str | None, choice: str | None) -> None:
+    assert nccl_choice(listed(*names), setting) == choice
+    assert nccl_choice(UNLIKE, None) == "d", "what does not run is skipped, and IPv4 goes before IPv6"
 
 
 ANNOTATIONS = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS))}\nkubernetes.io/x="y"\n'
@@ -288,17 +259,7 @@ def test_a_pod_is_told_by_its_network_status_or_its_links(files: dict[str, Conte
     assert "NCCL_SOCKET_IFNAME=net1 and GLOO_SOCKET_IFNAME=net1" in wrong.remedy
 
 
-@each_row(
-    ("environment", "backend", "agent", "wrong"),
-    [
-        ({}, None, False, True),
-        ({"GLOO_SOCKET_IFNAME": "net1"}, None, False, True),  # NCCL does not read it
-        ({"GLOO_SOCKET_IFNAME": "net1"}, "gloo", False, False),
-        ({"NCCL_SOCKET_IFNAME": "net1"}, "gloo", False, True),  # gloo does not read it
-        ({"GLOO_SOCKET_IFNAME": "eth0"}, "gloo", False, True),
-        ({}, None, True, False),
-    ],
-)
+@each_row(("environment", "backend", "agent", "wrong"), rows("asked"))
 def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(
     environment: dict[str, str], backend: str | None, agent: bool, wrong: bool
 ) -> None:
