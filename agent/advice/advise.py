@@ -94,8 +94,6 @@ def steps_of(request: Request, chosen: RankedLayout) -> int:
 
 def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
     """Answer from a fresh scan, recordings, or the catalogue."""
-    if request.machine == "list":
-        raise RequestError("--machine: one of " + ", ".join(machines.names()))
     snapshots = () if request.machine else tuple(scan())
     return answer(request, snapshots, measured=measurements_of(request))
 

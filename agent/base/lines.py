@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -38,12 +38,6 @@ def block(out: Console, word: str, code: str, where: str, message: str, proof: I
     for line in proof:
         indented(out, f"[dim]{escape(line)}[/dim]")
     indented(out, f"[bold]→ {escape(remedy)}[/bold]")
-
-
-def some(names: Sequence[str], word: str = "") -> str:
-    """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{word}{', '.join(names[:SHOWN])}{more}" if names else ""
 
 
 def indented(out: Console, text: str, by: int = 7) -> None:

@@ -296,8 +296,7 @@ def _nvlink(snapshot: Snapshot, topology: NodeTopology, wanted: int) -> Judgemen
     if unknown and len(unknown) == len(short):
         return None, f"the link of {', '.join(unknown[:4])} is unknown"
     if short:
-        more = f" and {len(short) - 4} more" if len(short) > 4 else ""
-        return False, ", ".join(f"{pair} {label}" for pair, label in short[:4]) + more
+        return False, units.some([f"{pair} {label}" for pair, label in short], most=4)
     return True, f"{len(links)} pairs have NV{wanted} or more"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from agent.base import units
 from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from contracts.tables import read_table
@@ -117,9 +118,8 @@ def no_hca_read(snapshot: Snapshot) -> str:
 
 
 def _number(devices: Sequence[object], one: str) -> str:
-    named = ", ".join(str(getattr(device, "bus_id", "")) for device in devices[:4])
-    more = f" and {len(devices) - 4} more" if len(devices) > 4 else ""
-    return f"{len(devices)} {one}{'' if len(devices) == 1 else 's'} ({named}{more})"
+    places = [str(getattr(device, "bus_id", "")) for device in devices]
+    return f"{units.count(len(devices), one)} ({units.some(places, most=4)})"
 
 
 def _outcome(snapshot: Snapshot, name: str) -> str:

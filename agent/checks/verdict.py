@@ -112,12 +112,9 @@ def unjudged(checks: Iterable[Finding]) -> str:
         if check.code.startswith("gpu.") and not check.code.endswith(".probe.failed") and check.node:
             known[check.node] = known.get(check.node, False) or check.status != "unknown"
     without = [node for node, judged in known.items() if not judged]
-    if not without:
-        return ""
-    if len(without) == len(known):
+    if without and len(without) == len(known):
         return "no GPU was checked"
-    more = f" and {len(without) - 4} more" if len(without) > 4 else ""
-    return f"no GPU was checked on {', '.join(without[:4])}{more}"
+    return units.some(without, "no GPU was checked on ", 4)
 
 
 def _unmeasured(checks: Sequence[Finding]) -> str:

@@ -11,7 +11,7 @@ import click
 
 from agent.base.inputs import require_writable
 from agent.base.options import with_options
-from agent.base.output import Progress, emit, say, waiting
+from agent.base.output import Progress, emit, render, say, waiting, write_atomic
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
     used. Exit code 0: all were run. 1: it cannot run here. 3: a run failed. 5: the network of a run was not proven.
     """
     from agent.jobs.namespaces import NamespaceError
+    from agent.jobs.networks import picture
     from collectives.bench.processes import BusyError
 
     if not options["dry_run"]:
@@ -42,9 +43,15 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
             say(f"networks: not compared: {error}", err=True)
             return
         raise click.ClickException(f"not compared: {error}") from None
-    _leave(found, options["folder"])
+    folder: Path = options["folder"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "networks.svg", picture(found))
+        write_atomic(folder / "networks.json", render(found, "json"))
+    except OSError as error:
+        raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
     emit(found, form, lambda out: show(out, found, verbose=verbose))
-    say(f"report: {options['folder'] / 'networks.svg'}, {options['folder'] / 'networks.json'}", err=True)
+    say(f"report: {folder / 'networks.svg'}, {folder / 'networks.json'}", err=True)
     sys.exit(found.exit_code)
 
 
@@ -155,19 +162,6 @@ def _there(options: dict[str, Any]) -> NetworkBars:
         nodes=options["nodes"], steps=options["steps"] or advice.total_steps or settings.get("max_steps") or 1,
         node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
     ))  # fmt: skip
-
-
-def _leave(found: NetworkBars, folder: Path) -> None:
-    """The picture and the document."""
-    from agent.base.output import render, write_atomic
-    from agent.jobs.networks import picture
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "networks.svg", picture(found))
-        write_atomic(folder / "networks.json", render(found, "json"))
-    except OSError as error:
-        raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
 
 
 def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:

@@ -18,6 +18,7 @@ import os
 import random
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -62,6 +63,10 @@ REASONS = {
 def reason_of(status: int) -> str:
     """The reason for a status; one that is not listed is an error of the server."""
     return REASONS.get(status, "server")
+
+
+Tally = defaultdict[tuple[str, ...], float]
+"""What a thread that asks the API server counts, by metric family and the values of its labels; that thread writes."""
 
 
 class AccessError(RuntimeError):

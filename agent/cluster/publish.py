@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from agent.checks.host_checks import no_gpu_read
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster import node_facts
-from agent.cluster.client import ApiError, Client, backoff_seconds, path_of, reason_of
+from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.node_facts import clean
 from agent.cluster.nodes import (
     API_VERSION,
@@ -251,16 +251,6 @@ MISSING_SECONDS = 300.0  # until a missing resource definition is looked for aga
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
-@dataclass(slots=True, kw_only=True)
-class PublishTally:
-    """Counters of one publisher; written by its thread alone."""
-
-    interval_seconds: float  # a record is written this often though nothing changed
-    attempts: int = 0
-    failures: Counter[str] = field(default_factory=Counter)  # by reason
-    succeeded_at_seconds: float | None = None  # Unix time
-
-
 class Publisher:
     """A thread that writes a node's record when it changes, and every `interval_seconds` though it does not."""
 
@@ -280,7 +270,8 @@ class Publisher:
         self._nfd_again = 0.0
         self._owner: dict[str, Any] | None = None
         self.writes = 0
-        self.tally = PublishTally(interval_seconds=interval_seconds)
+        # a record is written this often though nothing changed
+        self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
         self.error: str | None = None
 
     def start(self) -> None:
@@ -319,14 +310,14 @@ class Publisher:
                 try:
                     record = self._latest()
                 except ApiError:
-                    self.tally.attempts += 1
+                    self.tally["publish_attempts_total",] += 1
                     raise
                 if record is not None and self._is_due(record):
                     self.write(record)
                     failures = 0
             except ApiError as error:
                 self.error = str(error)
-                self.tally.failures[reason_of(error.status)] += 1
+                self.tally["publish_failures_total", reason_of(error.status)] += 1
                 log.warning("publish: %s", error)
                 pause = MISSING_SECONDS if error.status == 404 else backoff_seconds(failures, error.retry_after)
                 failures += 1
@@ -343,7 +334,7 @@ class Publisher:
 
     def write(self, record: NodeRecord) -> None:
         """Write object, status and labels once. Raises ApiError."""
-        self.tally.attempts += 1
+        self.tally["publish_attempts_total",] += 1
         whole, status = to_resource(record)
         if not self._exists:
             self._owner = owner_of(self._client.token(), record.name)
@@ -361,7 +352,7 @@ class Publisher:
             self._write_labels(record)
         self.writes += 1
         self.error = None
-        self.tally.succeeded_at_seconds = time.time()
+        self.tally["publish_success_timestamp_seconds",] = time.time()
         self._last = record
         # spread, so that thousands of agents that started together do not write together for ever
         self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret

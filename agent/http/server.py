@@ -117,7 +117,7 @@ def create(
     if hosts is not None:
         app.add_middleware(ReadHosts, allowed_hosts=hosts, www_redirect=False)
     rendered = Rendered()
-    _health(app, state, lambda: samples(publisher.tally if publisher else None, cluster.tally))
+    _health(app, state, lambda: samples(*([publisher.tally] if publisher else []), cluster.tally))
     _pages(app, state, cluster, worker, rendered)
     _facts(app, state, cluster, worker, rendered)
     _advice(app, state, cluster, worker, rendered)

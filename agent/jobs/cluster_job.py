@@ -53,17 +53,13 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
     name = options["name"]
     optional = {
+        **{key: options.get(key) for key in ("token_secret", "queue", "service_account", "preflight_image", "agent")},
         "claim": claim_of(options),
-        "token_secret": options.get("token_secret"),
-        "queue": options["queue"],
         "topology_label": options["topology"],
-        "service_account": options["service_account"],
-        "preflight_image": options["preflight_image"],
         "preflight_require": tuple(options["require"]),
         "measure": bool(options.get("measure")),
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
         "save_seconds": save_seconds(*to_save(advice), storage_rate(options.get("storage_rate")), SAVE_SECONDS),
-        "agent": options.get("agent"),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
         **({"device_classes": options["device_classes"]} if options.get("device_classes") else {}),
         "tolerate": tuple(options["tolerate"]),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
-from agent.base import EXIT_PASS, version
+from agent.base import EXIT_PASS, units, version
 from agent.base import result_store as keep
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
@@ -47,7 +47,6 @@ from topology.paths import Due
 if TYPE_CHECKING:
     from agent.checks.expect import Expectation
 
-NAMED = 8  # hosts in a title
 REASON_CHARACTERS = 400  # `sinfo -R` and logs show it in one line
 CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
 CALIBRATION_SECONDS = 120.0
@@ -112,7 +111,7 @@ class Report:
     def subject(self) -> str:
         """The hosts or nodes that this is about, in words."""
         names = [s.hostname for s in self.snapshots] or [node.name for node in self.nodes]
-        return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        return units.some(names)
 
 
 def run(options: Options, progress: Progress) -> Report:
@@ -398,8 +397,10 @@ def junit(report: Report) -> str:
         if node != "run":
             suite.set("hostname", node)
         properties = ElementTree.SubElement(suite, "properties")
-        for name, value in _measured(report):
-            ElementTree.SubElement(properties, "property", name=name, value=value)
+        for m in report.bench.measurements if report.bench else ():
+            if m.verified:
+                name = f"{m.op}.{m.bytes}.busbw_bytes_per_second"
+                ElementTree.SubElement(properties, "property", name=name, value=f"{m.busbw_bytes_per_second:.6g}")
         counts = {"tests": len(checks), "failures": 0, "errors": 0, "skipped": 0}
         for check in worst_first(checks):
             name = f"{check.code} [{check.subject}]" if check.subject else check.code
@@ -422,13 +423,3 @@ def junit(report: Report) -> str:
             suite.set(key, str(number))
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + printable(ElementTree.tostring(root, encoding="unicode")) + "\n"
-
-
-def _measured(report: Report) -> list[tuple[str, str]]:
-    if report.bench is None:
-        return []
-    return [
-        (f"{m.op}.{m.bytes}.busbw_bytes_per_second", f"{m.busbw_bytes_per_second:.6g}")
-        for m in report.bench.measurements
-        if m.verified
-    ]

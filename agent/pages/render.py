@@ -217,12 +217,6 @@ class Console:
     families: tuple[diff.FleetFamily, ...]
     choices: dict[str, list[str]] = field(default_factory=dict)
 
-    @property
-    def summary(self) -> str:
-        """The line next to the verdict: "64 nodes: 1 failed, 1 unknown, 62 passed; 2 findings"."""
-        found = f"; {units.count(len(self.faults), 'finding')}" if self.faults else ""
-        return f"{units.count(len(self.rows), 'node')}: {units.tally(self.counts) or 'none published yet'}{found}"
-
 
 def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
     """The page's contents for these filters, at `now` (Unix seconds)."""

@@ -99,34 +99,19 @@ def make_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
+             units.tally, units.ago, units.hostlist, units.clock, when, explained, headline, inline, sentence,
+             lines)  # fmt: skip
+    made.filters.update({function.__name__: function for function in plain})
     made.filters.update(
-        expected_rate=units.expected_rate,
-        size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
-        interval=units.interval, kind=_kind, when=when,
-        glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
-        headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=need_words,
-        ago=units.ago, hostlist=units.hostlist, clock=units.clock, lines=lines,
+        kind=_kind, glyph=GLYPHS.__getitem__, outcome=_outcome, tilde=_round, counted=units.count, need=need_words,
         shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
+    shared = (picture, grouped, reasons, passed_ids, unknown_ids, columns, glance, summary, parts_grid, results_grid,
+              as_it_is, when)  # fmt: skip
+    made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
-        picture=picture,
-        grouped=grouped,
-        reasons=reasons,
-        passed_ids=passed_ids,
-        unknown_ids=unknown_ids,
-        columns=columns,
-        classes=CLASSES,
-        pairs_of=Pairs,
-        about=with_subject,
-        glance=glance,
-        charts=charts,
-        layouts=_layouts,
-        summary=summary,
-        OPTIONS=OPTIONS,
-        parts_grid=parts_grid,
-        results_grid=results_grid,
-        as_it_is=as_it_is,
-        when=when,
+        classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=charts, layouts=_layouts, OPTIONS=OPTIONS
     )
     return made
 

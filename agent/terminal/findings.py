@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import SHOWN, indented, mark, some
+from agent.base.lines import SHOWN, indented, mark
 
 if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
     from agent.checks.groups import Group
@@ -45,7 +45,7 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
 
     for why, codes in reasons(groups).items():
         indented(out, escape(why))
-        indented(out, f"[dim]{escape(some(codes))}[/dim]", 9)
+        indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 
 
 def finding(out: Console, group: Group, *, named: bool = False, brief: bool = False) -> None:
@@ -65,13 +65,13 @@ def finding(out: Console, group: Group, *, named: bool = False, brief: bool = Fa
         indented(out, escape(group.message))
         if nodes and not one and group.subjects:
             for node, subjects in group.by_node[:SHOWN]:
-                indented(out, escape(some(subjects, f"on {node}: ")))
+                indented(out, escape(units.some(subjects, f"on {node}: ")))
         else:
-            indented(out, "" if one else escape(some(group.subjects, "on ")))
+            indented(out, "" if one else escape(units.some(group.subjects, "on ")))
     else:
         _each(out, group, named=bool(nodes), subjects=not one)
     if not brief:
-        indented(out, escape(some(nodes, "nodes " if len(nodes) > 1 else "node ")))
+        indented(out, escape(units.some(nodes, "nodes " if len(nodes) > 1 else "node ")))
     if group.status in ("fail", "warn"):
         proofs = 0 if brief else len(group.codes) if group.trouble else 1
         for check in group.checks[:proofs]:  # those of the first device

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agent.advice.network_cost import cost_of_sockets, price_of_time
+from agent.advice.network_cost import with_price, with_record, with_sockets
 from agent.advice.request import Request
-from agent.base import units
 from agent.base.inputs import InputError
+from agent.checks.causes import with_manifest, with_nodes
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.other_texts import kind_of
@@ -92,14 +92,15 @@ def answer(sources: WhySources) -> Verdict:
     snapshots = _snapshots(request, sources.published)
     if found is not None:
         verdict = with_log(verdict, found)
-        verdict = with_sockets(verdict, found, sources, snapshots)
+        verdict = with_sockets(verdict, found, request, sources.layout, snapshots, sources.manifest)
     if request.hosts or sources.checks:
         checks = (*sources.checks, *(_checks(snapshots) if request.hosts else ()))
         verdict = with_nodes(verdict, checks)
     if sources.manifest is not None:
         verdict = with_manifest(verdict, sources.manifest)
     if record is not None:
-        verdict = costed(with_record(verdict, record), record, request, seen)
+        nodes = len({state.host for state in seen.states.values() if state.host})
+        verdict = with_price(with_record(verdict, record), record, request, nodes)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
@@ -265,15 +266,13 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     moved = earlier is not None and _counts(earlier) != _counts(report)
     gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
     alone = not verdict.causes or (why.is_open(verdict) and bool(late or dead))
-    if not alone and not late and not dead:
-        names = f"the verdict names {why.ranks_of(verdict.ranks)}" if verdict.ranks else "yet ranks wait"
-        text = f"RAS sees no rank behind, {names}: RAS {why.TRUST['RAS']}"
-        return replace(verdict, disagree=(*verdict.disagree, *((text,) if report.total else ())))
     if not alone:
-        text = (f"RAS names {why.ranks_of(sorted(late))}, the verdict {why.ranks_of(verdict.ranks) or 'nobody'}: RAS "
-                f"{why.TRUST['RAS']}, so what lists each call is believed")  # fmt: skip
-        same = set(verdict.ranks) == set(late)
-        return verdict if same else replace(verdict, disagree=(*verdict.disagree, text))
+        if set(verdict.ranks) == set(late) or not (late or dead or report.total):
+            return verdict
+        text = (f"RAS names {why.ranks_of(sorted(late)) if late else 'no rank'}, the verdict "
+                f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
+                "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
+        return replace(verdict, disagree=(*verdict.disagree, text))
     if not gone and not dead and not verdict.causes:
         if moved or not counts:
             return _alike(verdict, report, earlier, counts, moved=moved)
@@ -430,10 +429,6 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     return replace(verdict, causes=(*verdict.causes, *causes))
 
 
-_NETWORK = ("link", "network")  # causes of which a NIC may be the reason
-_OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
-
-
 def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Finding, ...]:
     """Of recordings, as a scan judges them."""
     from agent.checks.host_checks import checks_of_scans
@@ -447,133 +442,3 @@ def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snaps
     from probes.registry import ALL
 
     return tuple(replay(request.hosts, ALL)) if request.hosts else published
-
-
-def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
-    """What is wrong on the nodes behind it, by scans: of a cause of the network its NICs, of others their GPUs.
-
-    A finding explains a cause that was found without it; it accuses nobody by itself.
-    """
-    sources = (*verdict.sources, f"nodes: {len({check.node for check in checks})}")
-    causes, nics, gpus = [], list(verdict.nics), list(verdict.gpus)
-    for cause in verdict.causes:
-        kinds, named = (_OF_NIC, nics) if cause.code.startswith(_NETWORK) else (_OF_GPU, gpus)
-        found = [
-            check for check in checks
-            if check.node in cause.nodes and check.status in ("fail", "warn") and check.code.startswith(kinds)
-        ]  # fmt: skip
-        found.sort(key=lambda check: check.status != "fail")
-        named += [
-            subject for check in found[:8] if check.status == "fail" and check.subject
-            and (subject := f"{check.node} {check.subject}") not in named
-        ]  # fmt: skip
-        said = tuple(f"{check.node}: {check.code} {check.subject}: {check.message}"[:300] for check in found[:4])
-        action = found[0].remedy if found and found[0].remedy else cause.action
-        causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
-    scanned = {check.node for check in checks}
-    missing = tuple(
-        Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")
-        for node in verdict.nodes if node not in scanned
-    )  # fmt: skip
-    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources,
-                   unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
-
-
-def with_sockets(verdict: Verdict, found: Evidence, sources: WhySources, snapshots: Sequence[Snapshot]) -> Verdict:
-    """The price of TCP, where the log shows it instead of RDMA, as `topoflight recommend` forecasts it."""
-    if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
-        return verdict
-    cost = cost_of_sockets(found, sources.request, sources.layout, snapshots, sources.manifest)
-    causes = verdict.causes
-    if cost.price and causes:
-        causes = (replace(causes[0], price=cost.price), *causes[1:])
-    return replace(verdict, causes=causes, change=(*verdict.change, *cost.change), forecast=cost.forecast,
-                   unknown=(*verdict.unknown, *cost.unknown))  # fmt: skip
-
-
-def with_manifest(verdict: Verdict, path: Path) -> Verdict:
-    """The settings of the job's environment that `topoflight lint-env` warns of."""
-    from agent.checks.lint import lint_text
-    from agent.jobs.wrapped import elsewhere
-
-    try:
-        text = bounded.read(path, 16 << 20).decode("utf-8", errors="replace")
-    except (OSError, bounded.TooLargeError) as error:
-        raise WhyError(f"--manifest {path}: {error}") from None
-    try:
-        linted = lint_text(text, "auto", nccl_version=None, machine=None, name=path.name)
-        read, wrong = linted.read, [check for check in linted.checks if check.status in ("fail", "warn")]
-    except InputError:
-        if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE):
-            raise
-        read, wrong = "sets no variable of NCCL", []
-    wrong.sort(key=lambda check: check.status != "fail")
-    causes = tuple(
-        Cause(code=one.code, message=f"{one.subject}: {one.message}" if one.subject else one.message,
-              evidence=one.evidence[:2], action=one.remedy)
-        for one in wrong[:8]
-    )  # fmt: skip
-    change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
-    others = tuple(
-        Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
-                command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
-        for name in elsewhere(text, path.name)[:4]
-    )  # fmt: skip
-    if verdict.state == "fine" and any(c.status == "fail" or c.code == "env.debug.leftover" for c in wrong):
-        verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
-    elif verdict.state == "fine" and causes:
-        verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
-    if causes and not verdict.forecast:
-        others = (*others, Unknown(what="the forecast after the change",
-                                   command="topoflight recommend --model NAME --machine NAME --nodes N"))  # fmt: skip
-    return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change),
-                   sources=(*verdict.sources, f"manifest: {read}"), unknown=(*verdict.unknown, *others))  # fmt: skip
-
-
-_ENDED_WELL = ("running", "complete", "interrupted", "unknown")
-
-
-def costed(verdict: Verdict, record: RunRecord, request: Request, seen: RunFacts) -> Verdict:
-    """What each cause costs over the whole run: its share of the measured step, times the steps, times the prices."""
-    step, config = record.measured.step_seconds, record.plan.config
-    steps = request.train.steps or (config.max_steps if config else None)
-    if not step or not steps:
-        return verdict
-    hosts = len({state.host for state in seen.states.values() if state.host}) or request.nodes or 1
-    causes = []
-    for cause in verdict.causes:
-        if cause.cost:
-            extra = cause.cost * step * steps
-            words = f"+{units.duration(extra)} of {units.duration(step * steps)} for {steps} steps"
-            words += price_of_time(request, hosts, extra)
-            cause = replace(cause, price=", ".join(filter(None, (cause.price, words))))
-        causes.append(cause)
-    first = next((cause for cause in causes if cause.cost), None)
-    forecast = verdict.forecast
-    if first is not None and first.cost is not None and not forecast:
-        better = step * (1 - first.cost)
-        forecast = f"without it: {units.seconds(better)} a step instead of {units.seconds(step)}"
-    return replace(verdict, causes=tuple(causes), forecast=forecast)
-
-
-def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
-    """The run's own record: how it ended, and its steps compared with their forecast."""
-    sources = (*verdict.sources, f"record: {record.status}, {len(record.step_seconds)} steps")
-    verdict = replace(verdict, sources=sources)
-    if record.status not in _ENDED_WELL and verdict.state == "fine":
-        cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
-        return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
-    measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
-    if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
-        times = measured / forecast.mid if forecast.mid else measured / forecast.high
-        said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
-        parts = tuple(
-            f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
-        )
-        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
-                      cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip
-        causes = (*verdict.causes, cause)
-        return replace(
-            verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
-        )
-    return verdict

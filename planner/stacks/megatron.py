@@ -5,10 +5,20 @@ Surface: megatron/training/arguments.py.
 
 from __future__ import annotations
 
+from contracts.layout import Layout
 from planner.advice import ExportRequest, Formats, from_template, refuse
 from planner.forecast.engine import Engine, StateBytes
 
-ENGINE = Engine(
+
+class Megatron(Engine):
+    """An interleaved schedule runs experts' all-to-alls under the compute of another micro-batch."""
+
+    def hidden_experts(self, layout: Layout) -> float:
+        """Measured: 36.6 % of it (Qwen3-30B on 16 H100, NVIDIA-NeMo/Megatron-Bridge, perf-moe-comm-overlap)."""
+        return 0.37 if layout.virtual_stages > 1 and layout.checkpointing != "full" else 0.0
+
+
+ENGINE = Megatron(
     name="megatron",
     can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}),
     methods=frozenset({"full"}),

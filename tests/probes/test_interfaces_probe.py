@@ -63,9 +63,10 @@ class Network:
             self.files[f"{folder}/speed"] = f"{more['speed']}\n"
         if "pci" in more:
             device = f"/sys/devices/pci0000:10/{more['pci']}"
-            self.symlinks |= {f"{folder}/device": device, f"{device}/driver": "/sys/bus/pci/drivers/mlx5_core"}
+            driver = f"/sys/bus/pci/drivers/{more.get('driver', 'mlx5_core')}"
+            self.symlinks |= {f"{folder}/device": device, f"{device}/driver": driver}
             self.symlinks[f"/sys/bus/pci/devices/{more['pci']}"] = device
-            self.files |= {f"{device}/numa_node": "1\n", "/sys/bus/pci/drivers/mlx5_core/bind": ""}
+            self.files |= {f"{device}/numa_node": "1\n", f"{driver}/bind": ""}
         if "rdma" in more:
             device = f"/sys/devices/pci0000:10/{more['pci']}"
             self.symlinks[f"/sys/class/infiniband/{more['rdma']}"] = f"{device}/infiniband/{more['rdma']}"
@@ -120,106 +121,36 @@ def test_a_host_with_a_fast_card_behind_docker() -> None:
     assert found(host) == [("interfaces.choice.wrong", Status.INFO, "eno1")]
 
 
-def on_loopback(**card: Any) -> Network:
-    """A host with a card that gives NCCL nothing, or what is said of it."""
-    return Network().add("lo", "127.0.0.1").add("ens1", **{"pci": "0000:1a:00.0", **card})
-
-
-def narrow_pod() -> Network:
-    network = pod()
-    network.links[2]["IFLA_MTU"] = 1500
-    return network
-
-
-def networks(*rates: tuple[int, int], rdma: bool = False) -> tuple[Network, dict[str, Content]]:
-    """A pod's networks by (Mb/s, MTU), and the annotation that gave them; with `rdma` a host's ports."""
-    network = Network().add("lo", "127.0.0.1")
-    for number, (speed, mtu) in enumerate(rates):
-        device = {"rdma": f"mlx5_{number}"} if rdma else {}
-        name, pci = f"{'rail' if rdma else 'net'}{number}", f"0000:1{number}:00.0"
-        network.add(name, f"10.0.{number}.1", pci=pci, speed=speed, mtu=mtu, **device)
-    entries = [{"name": f"ai/rail{n}", "interface": f"net{n}"} for n in range(len(rates))]
-    return network, {} if rdma else annotated(entries)
-
-
 def annotated(entries: Any) -> dict[str, Content]:
     return {"/etc/podinfo/network-status": entries if isinstance(entries, str) else json.dumps(entries)}
 
 
-def without_interface(driver: str | None) -> Network:
-    """A pod whose third network, a PCI function, has no interface; a VFIO driver holds it by design."""
-    network = pod()
-    if driver:
+GONE = {"name": "ai/rail2", "interface": "net2", "device-info": {"pci": {"pci-address": "0000:3b:00.2"}}}
+
+
+def described(row: dict[str, Any]) -> DictHost:
+    """The host of a row of the table."""
+    network, status = Network() if "links" in row else pod(), row.get("status")
+    for link in row.get("links", ()):
+        network.add(**link)
+    changes = row.get("pod", {})
+    if "mtu" in changes:
+        network.links[2]["IFLA_MTU"] = changes["mtu"]
+    if driver := changes.get("held_by"):
         network.symlinks["/sys/bus/pci/devices/0000:3b:00.2/driver"] = f"/sys/bus/pci/drivers/{driver}"
         network.files[f"/sys/bus/pci/drivers/{driver}/uevent"] = ""
-    return network
+    if status == "own":
+        status = [*STATUS, GONE] if "gone" in changes else STATUS
+    return network.host(files={} if status is None else annotated(status), environment=row.get("environment"))
 
 
-def beside_a_fast_card(driver: str) -> Network:
-    network = Network().add("ens1", "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
-    network.add("fast0", "172.28.0.5", speed=200000, pci="0000:1a:00.0")
-    network.symlinks["/sys/devices/pci0000:10/0000:1a:00.0/driver"] = f"/sys/bus/pci/drivers/{driver}"
-    network.files[f"/sys/bus/pci/drivers/{driver}/bind"] = ""
-    return network
-
-
-def equal_cards(slow: str, *fast: str, speed: int) -> Network:
-    network = Network().add(slow, "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
-    for index, name in enumerate(fast):
-        network.add(name, f"192.168.{index}.5", speed=speed, pci=f"0000:1{index}:00.0")
-    return network
-
-
-FAIL, WARN, INFO, UNKNOWN = Status.FAIL, Status.WARN, Status.INFO, Status.UNKNOWN
-DOCKER = Network().add("br-0123456789ab", "172.18.0.1", kind="bridge").add("ens1", "10.0.0.1", pci="0000:1a:00.0")
-GONE = {"name": "ai/rail2", "interface": "net2", "device-info": {"pci": {"pci-address": "0000:3b:00.2"}}}
-OVERLAY = ("interfaces.choice.wrong", FAIL, "eth0")
-INVALID = ("interfaces.network_status.invalid", UNKNOWN, "")
-FULL, SLOW, SMALL = (400000, 9000), (100000, 9000), (400000, 1500)
-NO_FILES: dict[str, Content] = {}
-ROWS: list[tuple[Network, dict[str, Content], dict[str, str], list[tuple[str, Status, str]], str]] = [
-    # network, files, environment, findings, words of a remedy
-    (DOCKER, NO_FILES, {}, [("interfaces.choice.wrong", FAIL, "br-0123456789ab")], ""),
-    (on_loopback(), NO_FILES, {}, [("interfaces.choice.none", FAIL, "")], ""),
-    (on_loopback(address="10.0.0.5", flags=0), NO_FILES, {}, [("interfaces.choice.none", FAIL, "")], ""),
-    (on_loopback(address="10.0.0.5"), NO_FILES, {}, [], ""),
-    (Network().add("lo", "127.0.0.1"), NO_FILES, {}, [], ""),
-    (Network().add("lo", "127.0.0.1").add("tunl0", kind="ipip"), NO_FILES, {}, [], ""),
-    *((pod(), annotated(text), {}, [INVALID, OVERLAY], "") for text in ("{", '{"name": 1}', "[" * 100_000, "null")),
-    (narrow_pod(), annotated(STATUS), {}, [OVERLAY, ("interfaces.mtu.mismatch", WARN, "net1")], "Set mtu 9000"),
-    # speeds by driver, MTUs by kind and speed: one of three fails, two against two warn; RDMA ports are the rdma
-    # probe's to compare, which knows their cards
-    (*networks(FULL, FULL, (100000, 1500), rdma=True), {}, [], ""),
-    (*networks(FULL, FULL, SLOW), {}, [("interfaces.speed.low", FAIL, "net2")], ""),
-    (*networks(FULL, FULL, SMALL), {}, [("interfaces.mtu.mismatch", FAIL, "net2")], ""),
-    (*networks(FULL, SMALL), {}, [("interfaces.mtu.mismatch", WARN, "")], ""),
-    (*networks(FULL, (25000, 1500)), {}, [("interfaces.speed.low", FAIL, "net1")], ""),
-    (without_interface(None), annotated([*STATUS, GONE]), {},
-     [OVERLAY, ("interfaces.network.missing", FAIL, "net2")], ""),
-    (without_interface("vfio-pci"), annotated([*STATUS, GONE]), {}, [OVERLAY], ""),
-    (pod(), NO_FILES, {"NCCL_SOCKET_IFNAME": "net1"}, [], ""),
-    (pod(), NO_FILES, {"NCCL_SOCKET_IFNAME": "eth0"}, [OVERLAY], ""),
-    (pod(), NO_FILES, {"NCCL_SOCKET_IFNAME": "ens5"}, [("interfaces.choice.setting", FAIL, "")], ""),
-    # where sockets carry the data, one of four equal cards is a quarter of the host's rate
-    (equal_cards("aa0", "ens0", "ens1", "ens2", "ens3", speed=200000), NO_FILES, {},
-     [("interfaces.choice.wrong", FAIL, "aa0")], "NCCL_SOCKET_IFNAME=ens0,ens1,ens2,ens3 and GLOO_SOCKET_IFNAME=ens0."),
-    (equal_cards("eth10", "eth1", speed=100000), NO_FILES, {},
-     [("interfaces.choice.wrong", FAIL, "eth10")], "NCCL_SOCKET_IFNAME==eth1 "),
-    # libfabric carries the data on Slingshot, by whatever name the interface has
-    (beside_a_fast_card("cxi_core"), NO_FILES, {}, [("interfaces.choice.wrong", INFO, "ens1")], ""),
-    (beside_a_fast_card("mlx5_core"), NO_FILES, {}, [("interfaces.choice.wrong", FAIL, "ens1")], ""),
-]  # fmt: skip
-
-
-@each_row(("network", "files", "environment", "expected", "words"), ROWS)
-def test_what_is_wrong_with_the_interfaces(
-    network: Network, files: dict[str, Content], environment: dict[str, str],
-    expected: list[tuple[str, Status, str]], words: str,
-) -> None:  # fmt: skip
-    made = list(interfaces.check(read_interfaces(network.host(files=files, environment=environment))))
-    got = [(f.code, f.status, f.subject) for f in made if expected or f.status is not INFO]
+@each_row("row", lambda: [*rows("wrong")(), {**rows("wrong")()[6], "status": "[" * 100_000}])
+def test_what_is_wrong_with_the_interfaces(row: dict[str, Any]) -> None:
+    expected = row.get("found", [])
+    made = list(interfaces.check(read_interfaces(described(row))))
+    got = [[f.code, f.status, f.subject] for f in made if expected or f.status is not Status.INFO]
     assert sorted(got) == sorted(expected)
-    assert not words or [f for f in made if words in f.remedy], [f.remedy for f in made]
+    assert "words" not in row or [f for f in made if row["words"] in f.remedy], [f.remedy for f in made]
 
 
 def listed(*names: str) -> list[Interface]:

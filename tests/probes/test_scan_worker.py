@@ -66,26 +66,12 @@ def test_every_code_and_metric_carries_its_probes_name() -> None:
         assert all(metric.name.startswith(f"{probe.name}_") for metric in probe.metrics), probe.name
 
 
-@each_row(
-    ("modules", "absent"),
-    [
-        # bindings and readers are the child's
-        (
-            "probes.scanner, probes.registry",
-            {
-                "pynvml",
-                "pyroute2",
-                "pyverbs",
-                "psutil",
-                "torch",
-                "probes.host",
-                "probes.worker",
-                *(f"probes.{probe.name}.read" for probe in ALL),
-            },
-        ),
-        ("probes.worker", {"cattrs", "attr", "pyroute2", "asyncio", "ssl"}),  # it is resident on every node
-    ],
-)
+OF_THE_CHILD = {"pynvml", "pyroute2", "pyverbs", "psutil", "torch", "probes.host", "probes.worker",
+                *(f"probes.{probe.name}.read" for probe in ALL)}  # fmt: skip
+CONVERTERS = {"cattrs", "attr", "pyroute2", "asyncio", "ssl"}  # the child is resident on every node
+
+
+@each_row(("modules", "absent"), [("probes.scanner, probes.registry", OF_THE_CHILD), ("probes.worker", CONVERTERS)])
 def test_resident_processes_import_neither_bindings_nor_converters(modules: str, absent: set[str]) -> None:
     assert not absent.intersection(python(f"import sys, {modules}; print(*sys.modules)").stdout.split())
 
