@@ -122,7 +122,7 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
     from agent.jobs.preflight import junit, slurm_hosts, slurm_reasons
 
     if form == "table":
-        from agent.base.tables import plain_console
+        from agent.base.lines import plain_console
 
         if path is None:
             show(console(), report, verbose=verbose, everything=everything)

@@ -134,7 +134,7 @@ def show(out: Console, found: Verdict) -> None:
     """The verdict, its causes with their evidence, and what is not known."""
     from rich.markup import escape
 
-    from agent.base.tables import indented
+    from agent.base.lines import indented
 
     colour = _COLOURS.get(found.state, "yellow")
     state, _, rest = found.line.partition(": ")
