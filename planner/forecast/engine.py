@@ -216,6 +216,7 @@ class Engine:
     gradient_bytes: int = 2  # of what FSDP or ZeRO reduces
     replica_gradient_bytes: int = 2  # of what DDP all-reduces: the type that the weights are stored in
     sends_tokens_once: bool = False  # to a rank, or a domain, with several of a token's experts (DeepEP, HybridEP)
+    hidden_experts: float = 0.0  # of experts' all-to-alls, under the compute of an interleaved pipeline's micro-batches
     sends_parts: bool = False  # a pipeline's messages are split over tensor-parallel ranks, whole as they are on each
     gathers_context: bool = False  # CP ranks gather all keys and values at once, in place of a ring
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
@@ -387,10 +388,6 @@ class Engine:
     def hides_tensor_parallel(self, layout: Layout) -> bool:
         """Whether part of the tensor-parallel traffic runs under the products around it."""
         return self.tp_overlap and layout.sequence_parallel
-
-    def hidden_experts(self, layout: Layout) -> float:
-        """Share of the experts' all-to-alls that runs under the compute of another micro-batch."""
-        return 0.0
 
     def step_bytes(self, share: Share) -> float:
         """Memory traffic of an optimizer step per weight: states and weights are read and written, gradients read.
