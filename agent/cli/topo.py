@@ -63,7 +63,7 @@ def topo(
     ]
 
     def show(out: Console) -> None:
-        from agent.base.tables import block
+        from agent.base.lines import block
         from agent.terminal import topology as topology_view
 
         for node, findings in zip(nodes, found, strict=True):

@@ -187,6 +187,7 @@ class Engine:
     name: str
     # what it can run
     can: frozenset[str] = frozenset({"ddp", "zero3", "hsdp", "tp", "pp", "cp", "ep", "zero1", "zero2", "sp"})
+    without_gpu: frozenset[str] | None = None  # what of it without a GPU; None: all
     together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
     methods: frozenset[str] = frozenset({"full", "lora", "qlora"})
     checkpointing: tuple[str, ...] = ("none", "selective", "full")
@@ -216,6 +217,7 @@ class Engine:
     gradient_bytes: int = 2  # of what FSDP or ZeRO reduces
     replica_gradient_bytes: int = 2  # of what DDP all-reduces: the type that the weights are stored in
     sends_tokens_once: bool = False  # to a rank, or a domain, with several of a token's experts (DeepEP, HybridEP)
+    hidden_experts: float = 0.0  # of experts' all-to-alls, under the compute of an interleaved pipeline's micro-batches
     sends_parts: bool = False  # a pipeline's messages are split over tensor-parallel ranks, whole as they are on each
     gathers_context: bool = False  # CP ranks gather all keys and values at once, in place of a ring
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
@@ -387,10 +389,6 @@ class Engine:
     def hides_tensor_parallel(self, layout: Layout) -> bool:
         """Whether part of the tensor-parallel traffic runs under the products around it."""
         return self.tp_overlap and layout.sequence_parallel
-
-    def hidden_experts(self, layout: Layout) -> float:
-        """Share of the experts' all-to-alls that runs under the compute of another micro-batch."""
-        return 0.0
 
     def step_bytes(self, share: Share) -> float:
         """Memory traffic of an optimizer step per weight: states and weights are read and written, gradients read.

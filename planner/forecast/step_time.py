@@ -419,8 +419,10 @@ def _expert_parallel(step: _Step) -> float:
         copies = receivers * (1.0 - (1.0 - 1.0 / receivers) ** copies)
     sent = step.share.element * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
-    shown = (1.0 - model.dense_layers / model.layers) * (1.0 - step.job.engine.hidden_experts(layout))
-    return shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1)
+    mixtures = 1.0 - model.dense_layers / model.layers
+    interleaved = layout.virtual_stages > 1 and layout.checkpointing != "full"
+    shown = 1.0 - step.job.engine.hidden_experts * interleaved
+    return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1)
 
 
 def _micro_batch(step: _Step, layer: _Layer) -> _Micro:

@@ -118,7 +118,10 @@ def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(clust
     subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=health, check=True, timeout=120)
     assert cluster.node("node01") == "drained|Prolog error"  # not its own: it saw no failure since
     cluster.run("scancel", number)
-    cluster.run("scontrol", "update", "NodeName=node01", "State=RESUME")
+    for options, state in (("--expect gpus=8", "drained|topoflight: node01: expect."), ("", "idle|none")):
+        expect(cluster.folder, options)
+        subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=health, check=True, timeout=120)
+        assert cluster.node("node01").startswith(state)
     left = Path(f"/dev/shm/nccl-{os.getpid()}")
     cluster.run("sbatch", "-W", "-o", "/dev/null", "-w", "node01", "--wrap", f"echo left > {left}")
     try:
