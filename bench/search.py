@@ -1,6 +1,6 @@
 """Simulates `topoflight search`: `python bench/search.py` prints the table of docs/measurements/search.md.
 
-The planner is the product's own (collectives.search.plan); only the transfers are drawn. A transfer takes the time of the
+The planner is the product's own (collectives.search.plan); only transfers are drawn. A transfer takes the time of the
 slower end, times a node's own deviation (sigma 0.4 %), times noise. Noise is log-normal (sigma 0.5, 1.5 or 5 %); 0.5 % of
 transfers are up to twice as long, and in 0.2 % of its rounds a whole node is up to 1.5 times as slow, which no second
 round repeats. 5 % lies above what `topoflight search` measured between idle processes of one host; the rare events are
@@ -55,7 +55,9 @@ class Fleet:
                     stuck.append((source, target))
                     continue
                 for _ in range(test.repeats):
-                    seconds = (1 + excess) * max(self.own[source], self.own[target]) * self.draw.lognormvariate(0, self.sigma)
+                    seconds = (
+                        (1 + excess) * max(self.own[source], self.own[target]) * self.draw.lognormvariate(0, self.sigma)
+                    )
                     seconds *= 1.3 if rare & {source, target} else 1.0
                     seconds *= 1 + self.draw.random() if self.draw.random() < RARE_TRANSFER else 1.0
                     found.append((source, target, -1, seconds))
@@ -73,7 +75,7 @@ class Fleet:
 def fleet(nodes: int, bad: int, links: int, seed: int, domain: int = 18, kinds: tuple[str, ...] = KINDS,
           sigma: float | None = None) -> Fleet:  # fmt: skip
     """Draw a fleet; `domain` is the nodes of a domain, 0 where none is known."""
-    draw = random.Random(f"{nodes} {bad} {links} {seed} {domain} {kinds}")  # noqa: S311 - a simulation
+    draw = random.Random(f"{nodes} {bad} {links} {seed} {domain} {kinds}")
     names = [f"rack-{node // domain}" if domain else "" for node in range(nodes)]
     made = Fleet(domains=names, sigma=sigma or draw.choice((0.005, 0.015, 0.05)), draw=draw)
     made.own = [max(0.9, draw.gauss(1, NODE_SIGMA)) for _ in range(nodes)]
@@ -81,7 +83,7 @@ def fleet(nodes: int, bad: int, links: int, seed: int, domain: int = 18, kinds: 
         kind = draw.choice(kinds)
         excess = 10 ** draw.uniform(-1.5, 1) if kind == "slow" else draw.uniform(0.3, 2)  # 3 % to 10 times
         made.faults[node] = (kind, excess, draw.choice(("both", "sends", "receives")))
-    groups = [group for group in Search(names)._near(range(nodes)) if len(group) > 2]  # noqa: SLF001
+    groups = [group for group in Search(names)._near(range(nodes)) if len(group) > 2]
     while len(made.links) < links:
         pair = tuple(draw.sample(draw.choice(groups), 2))
         if made.faults.keys().isdisjoint(pair):
@@ -163,7 +165,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--share", type=float, default=1.0, help="of the runs of each row")
     share = parser.parse_args().share
-    print("| fleet | runs | tests, middle and most | rounds | innocents accused | missed of faults | below sight | links missed |")
+    print(
+        "| fleet | runs | tests, middle and most | rounds | innocents accused | missed of faults | below sight | links missed |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for row, score in simulate(share):
         tests, rounds = sorted(score.tests), sorted(score.rounds)

@@ -1,10 +1,10 @@
 """Which nodes to test together next, and what the tests so far say of each node and link. Pure: no torch, no clock.
 
-A test is a group of nodes in which every node sends to every other one in turn, all at the same time, and each receiver
-takes the time of its own transfer. So one test tells a slow node (all its transfers are slow) from a slow link (one is),
+A test is a group of nodes in which every node sends to every other one in turn, all at the same time, and each
+receiver takes the time of its own transfer. So one test tells a slow node (all its transfers are slow) from a slow link (one is),
 and a transfer in which no byte moves names its two ends only. Every node is tested alone first, then with nodes of its
 own domain, then with nodes of other domains. What was slow or stuck once is tested again with partners that were not.
-A node is accused when it was slow in three rounds, or stuck in two; a link when it was slow or stuck in two.
+A node or link is accused when it was slow in three rounds, or stuck in two.
 
 The noise is measured, not assumed: as the median absolute deviation (MAD), which a minority of bad nodes does not move.
 Nodes are compared only with each other, so a network that is slow everywhere accuses nobody.
@@ -16,7 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 from typing import Literal
 
 Link = tuple[int, int]  # from, to
@@ -24,10 +24,11 @@ Link = tuple[int, int]  # from, to
 KINDS = ("alone", "near", "far")
 GROUP = 32  # nodes of a test at most: a node that is stuck costs the others of its group a round
 MOST_ROUNDS = 16
-# The least excess of time that counts, where the noise is smaller. GPUs of one model differ by 8 % on average under their
-# power limit (Sinha et al., "Not All GPUs Are Created Equal", SC 2022); of a network's transfers no such figure is known.
+# The least excess of time that counts, where the noise is smaller. GPUs of one model differ by 8 % on average under
+# their power limit (Sinha et al., "Not All GPUs Are Created Equal", SC 2022); of transfers no such figure is known.
 LEAST: Mapping[str, float] = {"alone": 0.15, "near": 0.02, "far": 0.02}
 LEAST_LINK = 0.10
+STUCK = 1e9  # the excess of a transfer in which nothing moves
 SIGMAS, SIGMAS_AGAIN = 5.0, 3.0  # 5: of the 65,000 comparisons of 16,384 nodes in a round, 0.02 exceed it by chance
 FEW = 20.0  # further sigmas, divided by the number of nodes: few nodes show their noise badly
 POWER = 2.5  # sigmas beyond the limit at which 99 of 100 are found
@@ -70,6 +71,7 @@ class Measure:
     what: str  # "sends", "receives", "stuck", or a part of the node
     excess: float
     sigma: float
+    others: tuple[int, ...] = ()  # the other ends of transfers that were stuck; none where a whole group was
 
     def is_slow(self, sigmas: float, least: float) -> bool:
         """Whether the excess is no chance, and large enough to count."""
@@ -258,8 +260,13 @@ class Search:
             self._learn_links(kind, found, scores)
         self._now = ()
 
-    def _add(self, node: int, kind: str, what: str, excess: float, sigma: float = 0.0) -> None:
-        self._measures[node].append(Measure(round=self.round, kind=kind, what=what, excess=excess, sigma=sigma))
+    def _add(
+        self, node: int, kind: str, what: str, excess: float, sigma: float = 0.0, others: Iterable[int] = ()
+    ) -> None:
+        found = Measure(
+            round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, others=tuple(sorted(set(others)))
+        )
+        self._measures[node].append(found)
 
     def _learn_alone(self, rows: Sequence[tuple[int, str, float]]) -> None:
         """Compare each part ("GPU3 matmul") with the same part ("matmul") of all nodes with the same model."""
@@ -313,7 +320,7 @@ class Search:
             ends = max(scores.get(("sends", link[0]), 1.0), scores.get(("receives", link[1]), 1.0))
             one = sigma / middle / math.sqrt(len(values))
             measure = Measure(
-                round=self.round, kind=kind, what="repeated" if len(values) >= LEAST_REPEATS else "once", excess=median(values) / ends - 1, sigma=one
+                round=self.round, kind=kind, what="transfer", excess=median(values) / ends - 1, sigma=one
             )  # fmt: skip
             if link in self._links or measure.is_slow(SIGMAS + self._more, LEAST_LINK):
                 self._links[link].append(measure)
@@ -327,9 +334,7 @@ class Search:
         links = [link for link in outcome.stuck if self.lost.keys().isdisjoint(link)]
         fresh = [link for link in links if not any(m.what == "stuck" for m in self._links[link])]
         for link in links:
-            self._links[link].append(
-                Measure(round=self.round, kind=test.kind, what="stuck", excess=math.inf, sigma=0.0)
-            )
+            self._links[link].append(Measure(round=self.round, kind=test.kind, what="stuck", excess=STUCK, sigma=0.0))
         ends = Counter(end for link in fresh for end in link)
         suspects = {node for node, count in ends.items() if count == max(ends.values())}
         if not outcome.ended and not links and not outcome.lost:
@@ -343,7 +348,8 @@ class Search:
         moved = {end for source, target, *_ in outcome.transfers for end in (source, target)}
         for node in test.nodes:
             if node in suspects or (node in moved and node in before):
-                self._add(node, test.kind, "stuck", math.inf if node in suspects else 0.0)
+                others = [end for link in fresh if node in link for end in link if end != node]
+                self._add(node, test.kind, "stuck", STUCK if node in suspects else 0.0, others=others)
 
     def _learn_rails(self, test: Test, outcome: Outcome) -> None:
         """Tell which rails of the first node are slower than the faster half of them."""
@@ -402,11 +408,10 @@ class Search:
 
     def _link_state(self, link: Link) -> str:
         measures = self._links[link]
-        first = max(measure.excess for measure in measures)
-        slow = [m for m in measures if m.is_slow(SIGMAS, LEAST_LINK) and m.excess >= first / 2]
-        if len(slow) >= 2 and any(measure.what in ("stuck", "repeated") for measure in slow):
-            return "bad"
-        return "open" if len(slow) == len(measures) else "clean"
+        slow = [measure for measure in measures if measure.is_slow(SIGMAS, LEAST_LINK)]
+        if len(slow) < len(measures):
+            return "clean"
+        return "bad" if len(slow) >= (2 if slow[-1].what == "stuck" else 3) else "open"
 
     def _is_stuck(self, link: Link) -> bool:
         return self._link_state(link) == "bad" and any(m.what == "stuck" for m in self._links[link])
@@ -443,7 +448,7 @@ class Search:
             state, slow = self._state(node, kinds)
             what = tuple(dict.fromkeys(measure.what for measure in slow))
             excess = median(measure.excess for measure in slow) if slow else 0.0
-            loss = excess / (1 + excess) if excess < math.inf else 1.0
+            loss = excess / (1 + excess)
             if state == "bad":
                 reason = "stuck" if "stuck" in what else reason
                 rails = self._slow_rails.get(node, ())
@@ -468,7 +473,7 @@ class Search:
         for link, measures in self._links.items():
             if self._link_state(link) == "bad" and good.issuperset(link):
                 excess = median(m.excess for m in measures if m.excess > 0)
-                loss = 1.0 if excess == math.inf else excess / (1 + excess)
+                loss = excess / (1 + excess)
                 found.append(BadLink(source=link[0], target=link[1], loss=loss, measures=tuple(measures)))
         return found
 
@@ -478,12 +483,17 @@ def _state_of(measures: Sequence[Measure], more: float) -> tuple[str, list[Measu
     first = max((m for m in measures if m.is_slow(SIGMAS + more, LEAST[m.kind])), key=lambda m: m.excess, default=None)
     if first is None:
         return "clean", []
-    slow = [m for m in measures if m.is_slow(SIGMAS_AGAIN, LEAST[m.kind] / 2) and m.excess >= first.excess / 2]
-    fine = [
-        m for m in measures if m not in slow and first.excess > (SIGMAS_AGAIN + 1) * m.sigma and m.kind == first.kind
-    ]
-    needed = 2 if first.what == "stuck" else 3
-    if len({m.round for m in slow}) >= needed and len(slow) > len(fine):
+    slow = [m for m in measures if m.is_slow(SIGMAS_AGAIN, LEAST[m.kind] / 2)]
+    usual = median_low(m.excess for m in slow)
+    slow = [m for m in slow if m.excess >= usual / 2]
+    fine = [m for m in measures if m not in slow and usual > (SIGMAS_AGAIN + 1) * m.sigma and m.kind == first.kind]
+    rounds = len({m.round for m in slow})
+    if first.what == "stuck":  # with two others, or two groups as a whole: one transfer may be the link's fault
+        ways = max(len({other for m in slow for other in m.others}), sum(not m.others for m in slow))
+        is_bad = rounds >= 2 and ways >= 2
+    else:
+        is_bad = rounds >= 3 and len(slow) > len(fine)
+    if is_bad:
         return "bad", slow
     if len(fine) >= len(slow):
         return "clean", []
