@@ -29,7 +29,7 @@ BARS: tuple[BarName, ...] = (SHOULD, IS)
 JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 JUDGED_BYTES_PER_RANK = 64 << 20
 MOST_JUDGED_BYTES = 8 << 30  # this size is judged for any number of ranks: a larger one does not fit next to a job
-BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links lie within 0.88 to 0.98 of each other (plan.SearchPlan)
+BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links: 0.88 to 0.98 of the wire (stas00, aws-samples)
 _TEXTS = read_table(__file__, "findings.toml")
 
 
@@ -157,7 +157,7 @@ def _cause(
         nccl = m.backend == "nccl"
         one = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
         return f"no link of a host explains it: the fault is between the {hosts} hosts, or in how they are used", (
-            f"`topoflight bench --search` finds a slow host by pairs; then one {one}, and each host alone."
+            f"`topoflight search` finds a slow host; then one {one}, and each host alone."
         )
     return "the links look whole, so the fault is one that no link shows", (
         "Measure pairs of GPUs (CUDA_VISIBLE_DEVICES and --ranks 2), and once with NCCL_NVLS_ENABLE=0; compare the "

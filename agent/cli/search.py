@@ -21,9 +21,9 @@ from agent.base.output import Progress, console, render, say, write_result
 def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
     """Find the bad nodes and links of a fleet. Generates load; one at a time per host.
 
-    Run it on every node: with srun (one task per node), torchrun, a Kubernetes Indexed Job, or by hand with --node-rank.
-    Node 0 prints the result. Exit code 0: every node is good. 3: a bad node or link. 5: no bad one, and some node was not
-    judged. Other nodes end with 0.
+    Run it on every node: with srun (one task per node), torchrun, a Kubernetes Indexed Job, or with --node-rank.
+    Node 0 prints the result and ends with 0 if every node is good, 3 for a bad node or link, and 5 if none is bad and
+    some node was not judged. The other nodes end with 0.
     """
     from agent.base.hosts import snapshots
     from agent.jobs.search import findings_of, spec_of, summary

@@ -20,7 +20,7 @@ from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 
 MOST_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: some 20 KB for each node
-# What a node shares with its neighbours, the nearest first: GPU feature discovery, NVIDIA topograph 1.1 and its older names.
+# What a node shares with its neighbours, nearest first: GPU feature discovery, NVIDIA topograph and its older names.
 DOMAIN_LABELS = (
     "nvidia.com/gpu.clique", "accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator",
     "fabric.topograph.run/tier-0", "network.topology.nvidia.com/leaf",
@@ -143,8 +143,8 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     sight = "unknown" if loss is None else f"{loss:.1%}"
     lines = [
         f"{first}; {open_count} of {len(hosts)} nodes were not judged" if open_count else first,
-        f"{units.count(len(hosts), 'node')}: {len(hosts) - len(bad) - open_count} good, {len(bad)} bad, {open_count} not "
-        f"judged. {units.count(result['rounds'], 'round')}, {units.count(result['tests'], 'test')}, "
+        f"{units.count(len(hosts), 'node')}: {len(hosts) - len(bad) - open_count} good, {len(bad)} bad, {open_count} "
+        f"not judged. {units.count(result['rounds'], 'round')}, {units.count(result['tests'], 'test')}, "
         f"{units.seconds(result['seconds'])}, {result['node_minutes']:.1f} node-minutes.",
         f"Smallest loss of a node that this noise lets be seen: {sight}. {result['tested_pairs']} of {pairs} pairs of "
         "nodes exchanged data; a fault between two others is not seen.",

@@ -1,10 +1,10 @@
 """Which nodes to test together next, and what the tests so far say of each node and link. Pure: no torch, no clock.
 
 A test is a group of nodes in which every node sends to every other one in turn, all at the same time, and each
-receiver takes the time of its own transfer. So one test tells a slow node (all its transfers are slow) from a slow link (one is),
-and a transfer in which no byte moves names its two ends only. Every node is tested alone first, then with nodes of its
-own domain, then with nodes of other domains. What was slow or stuck once is tested again with partners that were not.
-A node or link is accused when it was slow in three rounds, or stuck in two.
+receiver takes the time of its own transfer. So one test tells a slow node (all its transfers are slow) from a slow
+link (one is), and a transfer in which no byte moves names its two ends only. Every node is tested alone first, then
+with nodes of its own domain, then with nodes of other domains. What was slow or stuck once is tested again with
+partners that were not. A node or link is accused when it was slow in three rounds, or stuck in two.
 
 The noise is measured, not assumed: as the median absolute deviation (MAD), which a minority of bad nodes does not move.
 Nodes are compared only with each other, so a network that is slow everywhere accuses nobody.
@@ -16,6 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median, median_low
 from typing import Literal
 
@@ -35,6 +36,7 @@ POWER = 2.5  # sigmas beyond the limit at which 99 of 100 are found
 QUARTILE = 1.36  # sigma of the lower quartile of n normal values, times sqrt(n) / sigma
 MAD = 1.4826  # sigma of a normal distribution over its MAD
 PARTNERS = 3  # of a confirmation
+PLAIN = 1.0  # an excess that needs no repeats
 REPEATS, LEAST_REPEATS = 24, 4  # transfers of each node in a confirmation, and of each link
 HALVED = 5  # nodes of a group that did not end, from which on each is tested by itself
 TRIES = 5  # rounds in which one kind of measure of a node is repeated before the node is left undecided
@@ -186,7 +188,8 @@ class Search:
             group = tuple(dict.fromkeys((*nodes, *found)))
             if busy.isdisjoint(group) and len(group) > 1:
                 busy.update(group)
-                tests.append(Test(kind=kind, nodes=group, repeats=max(LEAST_REPEATS, REPEATS // (len(group) - 1))))
+                repeats = max(LEAST_REPEATS, REPEATS // (len(group) - 1))
+                tests.append(Test(kind=kind, nodes=group, repeats=1 if self._is_plain(group) else repeats))
 
         for node in self._open(("near", "far")):
             kind = self._open_kind(node)
@@ -208,7 +211,18 @@ class Search:
                 links += link
         for group in _parts(list(dict.fromkeys(links))):
             add("far", group, clean, 1 if len(group) == 2 else 0)
+        held = busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
+        late = [node for node in range(self.nodes) if node not in held and not self._is_measured(node)]
+        for group in _parts([node for node in late if self._state(node, KINDS)[0] == "clean"], GROUP // 2):
+            add("far", group, clean, max(PARTNERS, len(group)))
         return tests + self._again(busy)
+
+    def _is_plain(self, nodes: Iterable[int]) -> bool:
+        """Whether all that is suspected of these nodes and their links is so slow that one transfer shows it."""
+        inside = set(nodes)
+        found = [self._state(node, ("near", "far"))[1] for node in inside]
+        found += [self._links[link] for link in self._links if inside.issuperset(link)]
+        return all(m.excess > PLAIN for measures in found for m in measures if m.is_slow(SIGMAS, LEAST[m.kind]))
 
     def _again(self, busy: set[int]) -> list[Test]:
         """Repeat groups that ended early without the nodes that ended them, once these are known."""
@@ -508,7 +522,7 @@ def _parts(nodes: Sequence[int], most: int = GROUP) -> list[tuple[int, ...]]:
     """Divide into as few groups of at most `most` as there can be, alike in size."""
     count = math.ceil(len(nodes) / most)
     ends = [len(nodes) * part // count for part in range(count + 1)] if count else []
-    return [tuple(nodes[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+    return [tuple(nodes[start:end]) for start, end in pairwise(ends)]
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:

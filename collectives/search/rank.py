@@ -20,7 +20,7 @@ from typing import Any
 
 CHUNKS = 16  # of a transfer: each one that arrives shows that bytes move
 BEAT_SECONDS = 1.0
-MATMUL_SIZE, MATMULS = {"cpu": 512, "cuda": 8192}, 12
+MATMUL_SIZE, MATMUL_SECONDS = {"cpu": 512, "cuda": 8192}, 1.0
 ALL_REDUCE_BYTES = 64 << 20
 
 
@@ -193,7 +193,7 @@ class Rank:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        """Tell the coordinator how far this rank is; leave when it ends, start anew when it says so or is itself new."""
+        """Tell the coordinator how far this rank is; leave when it ends, start anew when it says so or is new."""
         store, count = self.store.clone(), 0
         while True:
             try:
@@ -233,7 +233,9 @@ class Rank:
         kind = self.device.partition(":")[0]
         size = MATMUL_SIZE[kind]
         left = torch.ones(size, size, device=self.device, dtype=torch.float32 if kind == "cpu" else torch.bfloat16)
-        best = min(_timed(lambda: left @ left, self.device) for _ in range(MATMULS))
+        best, until = float("inf"), time.monotonic() + MATMUL_SECONDS
+        while time.monotonic() < until:
+            best = min(best, _timed(lambda: left @ left, self.device))
         parts = [(f"{'GPU' if kind == 'cuda' else 'rank '}{self.place.local} matmul", best)]
         if self.place.locals > 1:
             ring = Ring(self.place, PrefixStore(key, self.store), self.place.local, self.place.locals, self.device)

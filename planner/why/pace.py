@@ -383,7 +383,7 @@ def _all_alike(growth: Growth, facts: RunFacts, slower: Cause, timing: str) -> V
         cause = slower
     elif kind == "collective":  # no byte was seen waiting: a rank that is not let run looks the same
         cause = Cause(code="all.collective", message=f"{message} their collectives", evidence=(timing,), **cost)
-        how = "topoflight bench --search --nodes N; cpu.stat of each rank's cgroup"
+        how = "topoflight search on all nodes; cpu.stat of each rank's cgroup"
         return open_verdict("slow", cause, facts, (), "whether the network or a rank without CPU time", how)
     else:
         cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
