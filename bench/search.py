@@ -1,10 +1,10 @@
 """Simulates `topoflight search`: `python bench/search.py` prints the table of docs/measurements/search.md.
 
 The planner is the product's own (collectives.search.plan); only transfers are drawn. A transfer takes the time of
-its slower end, times a node's own deviation (sigma 0.4 %), times noise. Noise is log-normal (sigma 0.5, 1.5 or 5 %); 0.5 % of
-transfers take up to twice as long, and in 0.2 % of its rounds a whole node is slower by 30 %. Six processes in shaped
-namespaces of one busy host showed 9 % (tests/collectives/test_search_hosts.py); dedicated networks show less. The rare
-events are assumptions: what they stand for (a job that ends late, a re-routed flow) has no published rate.
+its slower end, times a node's own deviation (sigma 0.4 %), times noise. Noise is log-normal (sigma 0.5, 1.5 or 5 %);
+0.5 % of transfers take up to twice as long, and in 0.2 % of its rounds a whole node is slower by 30 %. Six processes in
+shaped namespaces of one busy host showed 9 % (tests/collectives/test_search_hosts.py); dedicated networks show less.
+The rare events are assumptions: what they stand for (a job that ends late, a re-routed flow) has no published rate.
 """
 
 from __future__ import annotations
@@ -166,14 +166,15 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="of the runs of each row")
     share = parser.parse_args().share
     print(
-        "| fleet | runs | tests, middle and most | rounds | innocents accused | missed of faults | below sight | links missed |"
+        "| fleet | runs | tests, middle and most | rounds | innocents accused | missed | below sight | links missed |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for row, score in simulate(share):
         if not score.runs:
             continue
         tests, rounds = sorted(score.tests), sorted(score.rounds)
-        print(f"| {row} | {score.runs} | {tests[len(tests) // 2]}, {tests[-1]} | {rounds[len(rounds) // 2]}, {rounds[-1]} "
+        middles = f"{tests[len(tests) // 2]}, {tests[-1]} | {rounds[len(rounds) // 2]}, {rounds[-1]}"
+        print(f"| {row} | {score.runs} | {middles} "
               f"| {len(score.accused)} | {len(score.missed)} of {score.faults} | {score.hidden} "
               f"| {len(score.links_missed)} of {score.links} |", flush=True)  # fmt: skip
         for line in (*score.accused[:5], *score.missed[:8], *score.links_missed[:5]):

@@ -25,7 +25,7 @@ HOSTS, RATE = 6, "40mbit"
 
 
 def search(tmp_path, rate, prepare, disturb, absent):
-    """Search six hosts; `prepare` gets the rig, `disturb` the rig once round 2 is over. Gives result, code and stderr."""
+    """Search six hosts; `prepare` gets the rig first, `disturb` after round 2. Gives result, code and stderr."""
     journal, processes = tmp_path / "journal.jsonl", {}
     with hosts(HOSTS, default_rate=rate) as rig:
         if prepare:
@@ -33,7 +33,7 @@ def search(tmp_path, rate, prepare, disturb, absent):
         for host in set(range(HOSTS)) - set(absent):
             argv = [sys.executable, "-m", "agent.cli", "search", f"--nodes={HOSTS}", f"--node-rank={host}", "--ranks=1",
                     f"--rendezvous={rig.address(0)}:29571", f"--host-name=host-{host}", "--size=512K", "--silence=10",
-                    f"--wait={30 if absent else 150}", "-o", "json", "--no-advice", "--journal", str(journal)]  # fmt: skip
+                    f"--wait={30 if absent else 150}", "-o", "json", "--no-advice", f"--journal={journal}"]  # fmt: skip
             own = {"TOPOFLIGHT_STATE": str(tmp_path / f"state-{host}"), "GLOO_SOCKET_IFNAME": "eth0"}
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
             processes[host] = rig.popen(host, argv, own, **pipes)
@@ -80,8 +80,8 @@ def slow_link(rig, source, target, rate):
     )
     rig.run(source, [*tc, "add", "dev", "eth0", "parent", "1:1", *shaped])
     rig.run(source, [*tc, "add", "dev", "eth0", "parent", "1:3", *[rate if word == RATE else word for word in shaped]])
-    rig.run(source, ["tc", "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "u32", "match", "ip", "dst",
-                     f"{rig.address(target)}/32", "flowid", "1:3"])  # fmt: skip
+    match = ["u32", "match", "ip", "dst", f"{rig.address(target)}/32", "flowid", "1:3"]
+    rig.run(source, ["tc", "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", *match])
 
 
 def slow_two(rig):

@@ -1,4 +1,4 @@
-"""The planner of a search accuses nobody who is well, misses no fault that its noise lets be seen, and needs few tests."""
+"""The planner accuses nobody who is well, misses no fault that its noise lets be seen, and needs few tests."""
 
 import importlib.util
 import sys
