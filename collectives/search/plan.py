@@ -213,6 +213,7 @@ class Search:
             add("far", group, clean, 1 if len(group) == 2 else 0)
         held = busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
         late = [node for node in range(self.nodes) if node not in held and not self._is_measured(node)]
+        late = late if self.round < 2 * TRIES else []
         for group in _parts([node for node in late if self._state(node, KINDS)[0] == "clean"], GROUP // 2):
             add("far", group, clean, max(PARTNERS, len(group)))
         return tests + self._again(busy)
@@ -346,7 +347,8 @@ class Search:
         new of its ends.
         """
         links = [link for link in outcome.stuck if self.lost.keys().isdisjoint(link)]
-        fresh = [link for link in links if not any(m.what == "stuck" for m in self._links[link])]
+        known = {link for link in links if any(m.what == "stuck" for m in self._links[link])}
+        fresh = [link for link in links if link not in known or any(self._has_more_ways(end) for end in link)]
         for link in links:
             self._links[link].append(Measure(round=self.round, kind=test.kind, what="stuck", excess=STUCK, sigma=0.0))
         ends = Counter(end for link in fresh for end in link)
@@ -364,6 +366,12 @@ class Search:
             if node in suspects or (node in moved and node in before):
                 others = [end for link in fresh if node in link for end in link if end != node]
                 self._add(node, test.kind, "stuck", STUCK if node in suspects else 0.0, others=others)
+
+    def _has_more_ways(self, node: int) -> bool:
+        """Whether it was stuck with several others, and has moved no byte since."""
+        stuck = [measure for measure in self._measures[node] if measure.what == "stuck"]
+        since = next((place for place, m in enumerate(reversed(stuck)) if not m.excess), len(stuck))
+        return len({other for measure in stuck[len(stuck) - since :] for other in measure.others}) > 1
 
     def _learn_rails(self, test: Test, outcome: Outcome) -> None:
         """Tell which rails of the first node are slower than the faster half of them."""
