@@ -120,6 +120,7 @@ class Search:
         self._measures: dict[int, list[Measure]] = defaultdict(list)
         self._links: dict[Link, list[Measure]] = defaultdict(list)  # of those that were slow or stuck once
         self._middle: dict[str, tuple[float, float]] = {}  # of all transfers or parts of a kind: seconds, sigma
+        self._times: dict[str, list[float]] = defaultdict(list)  # of all transfers of the groups
         self._center: dict[tuple[str, str], tuple[float, float]] = {}  # of the nodes' scores
         self._slow_rails: dict[int, tuple[int, ...]] = {}
         self._queue: list[Test] = []  # halves of groups that did not end
@@ -297,7 +298,8 @@ class Search:
         """Score each node by the lower quartile of its times: a few slow partners or links do not move it."""
         is_group = self.phase < 4 or kind not in self._middle
         if is_group:
-            self._middle[kind] = _spread([seconds for *_, seconds in rows])
+            self._times[kind] += [seconds for *_, seconds in rows]
+            self._middle[kind] = _spread(self._times[kind])
         middle, sigma = self._middle[kind]
         times: dict[tuple[str, int], list[float]] = defaultdict(list)
         for source, target, seconds in rows:
@@ -534,6 +536,6 @@ def _parts(nodes: Sequence[int], most: int = GROUP) -> list[tuple[int, ...]]:
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and sigma from the median absolute deviation."""
-    middle = median(values)
-    return middle, MAD * median(abs(value - middle) for value in values)
+    """The median, and sigma from the deviations: of all, and of the faster half, which no slow node widens."""
+    middle, fast = median(values), sorted(values)[round(0.16 * (len(values) - 1))]
+    return middle, max(MAD * median(abs(value - middle) for value in values), middle - fast)

@@ -253,13 +253,17 @@ class Rank:
         ring = Ring(self.place, PrefixStore(f"{key}/{self.place.local}", self.store), nodes.index(self.place.node),
                     len(nodes), self.device)  # fmt: skip
         rails = range(self.place.locals) if test["rails"] else [-1]
-        steps = [(rail, stride) for rail in rails for stride in range(1, len(nodes)) for _ in range(test["repeats"])]
+        strides = [stride for stride in range(1, len(nodes)) for _ in range(test["repeats"])]
+        turns = range(self.place.iterations)
+        steps = [(rail, stride, turn) for rail in rails for stride in strides for turn in turns]
+        times: list[float] = []
         try:
-            for number, (rail, stride) in enumerate(steps):
+            for number, (rail, stride, turn) in enumerate(steps):
                 if rail in (-1, self.place.local):
-                    times = sorted(ring.exchange(stride) for _ in range(self.place.iterations))
-                    source = nodes[(nodes.index(self.place.node) - stride) % len(nodes)]
-                    found["transfers"].append((source, self.place.node, rail, times[len(times) // 2]))
+                    times = [*(times if turn else []), ring.exchange(stride)]
+                    if turn == self.place.iterations - 1:
+                        source = nodes[(nodes.index(self.place.node) - stride) % len(nodes)]
+                        found["transfers"].append((source, self.place.node, rail, sorted(times)[len(times) // 2]))
                 if not self._in_step(f"{key}/{number}", len(nodes) * self.place.locals):
                     break
                 self.progress += 1

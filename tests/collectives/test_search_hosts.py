@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-HOSTS, RATE = 6, "40mbit"
+HOSTS, RATE, SLOW = 6, "100mbit", "15mbit"
 
 
 def search(tmp_path, rate, prepare, disturb, absent):
@@ -32,7 +32,7 @@ def search(tmp_path, rate, prepare, disturb, absent):
             prepare(rig)
         for host in set(range(HOSTS)) - set(absent):
             argv = [sys.executable, "-m", "agent.cli", "search", f"--nodes={HOSTS}", f"--node-rank={host}", "--ranks=1",
-                    f"--rendezvous={rig.address(0)}:29571", f"--host-name=host-{host}", "--size=512K", "--silence=10",
+                    f"--rendezvous={rig.address(0)}:29571", f"--host-name=host-{host}", "--size=2M", "--silence=10",
                     f"--wait={30 if absent else 150}", "-o", "json", "--no-advice", f"--journal={journal}"]  # fmt: skip
             own = {"TOPOFLIGHT_STATE": str(tmp_path / f"state-{host}"), "GLOO_SOCKET_IFNAME": "eth0"}
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -73,28 +73,25 @@ def pids(module, word):
 
 def slow_link(rig, source, target, rate):
     """Slow what one host sends to another one, and nothing else."""
-    tc = ["tc", "qdisc"]
-    shaped = ["tbf", "rate", RATE, "burst", "256kb", "latency", "400ms"]
-    rig.run(
-        source, [*tc, "replace", "dev", "eth0", "root", "handle", "1:", "prio", "bands", "3", "priomap", *["0"] * 16]
-    )
-    rig.run(source, [*tc, "add", "dev", "eth0", "parent", "1:1", *shaped])
-    rig.run(source, [*tc, "add", "dev", "eth0", "parent", "1:3", *[rate if word == RATE else word for word in shaped]])
+    rig.run(source, ["tc", "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb", "default", "1"])
+    for number, most in (("1:1", RATE), ("1:3", rate)):
+        shaped = ["htb", "rate", most, "burst", "256kb"]
+        rig.run(source, ["tc", "class", "add", "dev", "eth0", "parent", "1:", "classid", number, *shaped])
     match = ["u32", "match", "ip", "dst", f"{rig.address(target)}/32", "flowid", "1:3"]
     rig.run(source, ["tc", "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", *match])
 
 
 def slow_two(rig):
-    rig.shape(2, "eth0", "6mbit")
-    slow_link(rig, 4, 5, "6mbit")
+    rig.shape(2, "eth0", SLOW)
+    slow_link(rig, 4, 5, SLOW)
 
 
 ROWS = {
     # Rate, before, after round 2, absent hosts, bad nodes, bad links, exit codes.
     "healthy": (RATE, None, None, (), {}, [], (0, 5)),
-    "uniformly slow": ("6mbit", None, None, (), {}, [], (0, 5)),
-    "slow host": (RATE, lambda rig: rig.shape(2, "eth0", "6mbit"), None, (), {"host-2": "slow"}, [], (3,)),
-    "slow link": (RATE, lambda rig: slow_link(rig, 4, 5, "6mbit"), None, (), {}, [(4, 5)], (3,)),
+    "uniformly slow": (SLOW, None, None, (), {}, [], (0, 5)),
+    "slow host": (RATE, lambda rig: rig.shape(2, "eth0", SLOW), None, (), {"host-2": "slow"}, [], (3,)),
+    "slow link": (RATE, lambda rig: slow_link(rig, 4, 5, SLOW), None, (), {}, [(4, 5)], (3,)),
     "slow host and slow link": (RATE, slow_two, None, (), {"host-2": "slow"}, [(4, 5)], (3,)),
     "stopped": (RATE, None, lambda _: to_ranks(signal.SIGSTOP, 3), (), {"host-3": "lost"}, [], (3,)),
     "killed": (RATE, None, lambda _: to_ranks(signal.SIGKILL, 3), (), {"host-3": "lost"}, [], (3,)),
@@ -119,7 +116,7 @@ def test_another_coordinator_goes_on_where_one_was_killed(tmp_path):
         (pid, *_) = pids("search.coordinator", str(tmp_path))
         os.kill(pid, signal.SIGKILL)
 
-    result, code, said = search(tmp_path, RATE, lambda rig: rig.shape(2, "eth0", "6mbit"), kill, ())
+    result, code, said = search(tmp_path, RATE, lambda rig: rig.shape(2, "eth0", SLOW), kill, ())
     assert "another one goes on with its journal" in said
     assert [v["node"] for v in result["verdicts"] if v["state"] == "bad"] == [2] and code == 3, (result, said)
     alone = [row for row in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
