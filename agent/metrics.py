@@ -11,13 +11,14 @@ import datetime
 import gzip
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.core import Metric as Samples
 from prometheus_client.exposition import choose_encoder
 
-from agent.base.version import VERSION
+from agent.base import version
 from agent.checks.history import PARTS
 from agent.checks.host_checks import gdrdma_possible
 from agent.checks.measured import is_judged_result, least_of
@@ -61,10 +62,12 @@ Values = list[tuple[tuple[str, ...], float]]
 More = Iterable[tuple[str, Values]]  # families that are not of a view, by name
 
 
-def exposition(view: View, accept: str, more: More = ()) -> tuple[bytes, str]:
+def exposition(view: View, accept: str, more: More = (), *, zipped: bool = False) -> tuple[bytes, str]:
     """The whole exposition and its content type, negotiated by the Accept header. Pure: keep it as long as the view."""
     encoder, content_type = choose_encoder(accept)
-    return encoder(_Registry(lambda: families(view, more))), content_type
+    registry: Any = SimpleNamespace(collect=lambda: families(view, more))  # all that an encoder asks of one
+    body: bytes = encoder(registry)
+    return gzip.compress(body, compresslevel=6, mtime=0) if zipped else body, content_type
 
 
 class Rendered:
@@ -83,25 +86,20 @@ class Rendered:
         key = choose_encoder(accept)[1], zipped
         self._asked[key] = accept
         if key not in kept:
-            kept[key] = _rendered(view, accept, self._more(), zipped=zipped)
+            kept[key] = exposition(view, accept, self._more(), zipped=zipped)[0]
         return kept[key], key[0]
 
     def prepare(self, view: View) -> None:
         """Render a new view, in the thread that made it, in the formats that were requested of the last one."""
         formats, self._asked = self._asked, {}
-        made = {key: _rendered(view, accept, self._more(), zipped=key[1]) for key, accept in formats.items()}
+        made = {key: exposition(view, accept, self._more(), zipped=key[1])[0] for key, accept in formats.items()}
         self._made = view, made
-
-
-def _rendered(view: View, accept: str, more: More, *, zipped: bool) -> bytes:
-    body = exposition(view, accept, more)[0]
-    return gzip.compress(body, compresslevel=6, mtime=0) if zipped else body
 
 
 def families(view: View, more: More = ()) -> Iterator[Samples]:
     """Every family of one view, and of `more`, that has a value."""
     values = {**dict(agent_values(view)), **dict(more)}
-    yield InfoMetricFamily("topoflight_build", "Version of the agent.", {"version": VERSION})
+    yield InfoMetricFamily("topoflight_build", "Version of the agent.", {"version": version()})
     for family in OWN:
         if values.get(family.name):
             yield _metric(family, values[family.name])
@@ -110,16 +108,6 @@ def families(view: View, more: More = ()) -> Iterator[Samples]:
         for family in PROBES:
             if sampled.get(family.name):
                 yield _metric(family, sampled[family.name])
-
-
-class _Registry:
-    """What an encoder needs of a registry."""
-
-    def __init__(self, collect: Callable[[], Iterable[Samples]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Samples]:
-        return self._collect()
 
 
 def _metric(family: Metric, values: Values) -> Samples:

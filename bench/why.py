@@ -1,13 +1,14 @@
 """Faults made for real on gloo ranks, and what `topoflight why` says: python bench/why.py [--times N] [FAULT ...]
 
-Each fault starts its own ranks (tests/why/ranks.py); the verdict is asked for again and again, as `--watch` asks, until
-it names a cause or the time is over. A case without a fault passes only where no cause was named at any time. With
---page the table is written to docs/measurements/why.md.
+Each fault starts its own ranks (tests/why/ranks.py or training.py); the verdict is asked for again and again, as
+`--watch` asks, until it names a cause or the time is over. A case without a fault passes only where no cause was named
+at any time. --results FILE adds a line of JSON for each run; --page FILE prints the table of such a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -33,8 +34,9 @@ from agent.why import ranks  # noqa: E402
 from collectives.bench.processes import Tree  # noqa: E402
 from contracts.tables import read_table  # noqa: E402
 from planner.why import Verdict  # noqa: E402
+from planner.why.facts import BUSY_SECONDS  # noqa: E402
 
-PAGE = ROOT / "docs" / "measurements" / "why.md"
+FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"  # Debian's package
 RANKS = ROOT / "tests" / "why" / "ranks.py"
 TRAINING = ROOT / "tests" / "why" / "training.py"
 CULPRIT = 2
@@ -56,8 +58,21 @@ class Fault:
     act: str = ""  # done from outside: a signal's name, "cgroup", "cut", "shape"
     calls: int = 20  # that each rank has made before it is looked at
     hosts: int = 0  # namespaces; 0: one host, four ranks
-    kind: str = ""  # "ddp", "fsdp": tests/why/training.py with the monitor's default settings; else tests/why/ranks.py
+    kind: str = ""  # "ddp", "fsdp", "trainer": training.py with the monitor's default settings; else ranks.py
+    world: int = 4  # ranks on one host
+    clocks: tuple[str, ...] = ()  # by host: how much its clock is ahead, as faketime takes it
+    patience: float = BUSY_SECONDS  # --limit
     env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def script(self) -> str:
+        """What tests/why/training.py calls it: the name without its kind and its variant."""
+        return self.name.partition("-")[2].partition(".")[0] if self.kind else self.name
+
+    @property
+    def culprit(self) -> int:
+        """The rank that it happens on."""
+        return self.ranks[0] if self.ranks else 1 if self.world == 2 else CULPRIT
 
 
 def _fault(row: dict[str, Any]) -> Fault:
@@ -65,7 +80,13 @@ def _fault(row: dict[str, Any]) -> Fault:
     return Fault(**values | {"also": tuple(map(tuple, row.get("also", ())))})
 
 
-FAULTS = tuple(map(_fault, read_table(__file__, "why_faults.toml")["fault"]))
+_TABLE = read_table(__file__, "why_faults.toml")
+_HARMLESS = {"states": ["fine"], "ranks": [], "limit": 35.0}
+FAULTS = tuple(map(_fault, (
+    *_TABLE["fault"],
+    *(row | {"kind": row["name"].partition("-")[0]} for row in _TABLE["training"]["faults"]),
+    *(_HARMLESS | row | {"kind": row["name"].partition("-")[0]} for row in _TABLE["training"]["harmless"]),
+)))  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -78,16 +99,40 @@ class Result:
 
 
 def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: ExitStack) -> None:
-    """Four ranks on this host, which end with the stack, and with this process."""
+    """Ranks on this host, which end with the stack, and with this process."""
     log = stack.enter_context((folder / "log").open("wb"))
     port = str(random.randint(20000, 55000))
-    script = [str(TRAINING), fault.kind, fault.name.partition("-")[2]] if fault.kind else [
-        str(RANKS), str(folder), fault.name]  # fmt: skip
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", port,
-             *script, str(CULPRIT)]  # fmt: skip
-    if fault.kind:
-        environment = monitored({"WHY_AT": "500", **environment, "PYTHONPATH": ""}, folder)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(fault.world), "--master-port",
+             port, *command(fault, folder)]  # fmt: skip
     stack.callback(Tree(words, environment, log).end, 0.0)
+
+
+def command(fault: Fault, folder: Path) -> list[str]:
+    """The script of each rank, with its arguments."""
+    script = [str(TRAINING), fault.kind] if fault.kind else [str(RANKS), str(folder)]
+    return [*script, fault.script, str(fault.culprit)]
+
+
+def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: ExitStack) -> Any:
+    """A rank in each namespace. Returns the rig.
+
+    Their processes have numbers of their own, as on real hosts: the process table of this one tells nothing of them.
+    """
+    from rigs import netns
+
+    rig = stack.enter_context(netns.hosts(fault.hosts, default_rate="200mbit"))
+    for host in range(fault.hosts):
+        env = {**environment, "RANK": str(host), "WORLD_SIZE": str(fault.hosts), "LOCAL_RANK": "0",
+               "MASTER_ADDR": rig.address(0), "MASTER_PORT": "29512", "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
+        if fault.clocks and fault.clocks[host]:
+            env |= {"LD_PRELOAD": FAKETIME, "FAKETIME": fault.clocks[host], "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        log = stack.enter_context((folder / f"log{host}").open("wb"))
+        # the first process of a namespace ignores its own signals, so the rank is the second
+        own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", '"$@" & wait $!', "sh"]
+        words = [*(own if fault.kind else ()), sys.executable, *command(fault, folder)]
+        job = rig.popen(host, words, env, stdout=log, stderr=log, start_new_session=True)
+        stack.callback(_end, job)
+    return rig
 
 
 @contextmanager
@@ -95,19 +140,10 @@ def started(fault: Fault, folder: Path) -> Iterator[Any]:
     """The ranks, and how a fault is made from outside; all of it is gone at the end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **fault.env}
     with ExitStack() as stack:
-        rig = None
-        if fault.hosts:
-            from rigs import netns
-
-            rig = stack.enter_context(netns.hosts(fault.hosts, default_rate="200mbit"))
-            for host in range(fault.hosts):
-                env = {**environment, "RANK": str(host), "WORLD_SIZE": str(fault.hosts), "LOCAL_RANK": "0",
-                       "MASTER_ADDR": rig.address(0), "MASTER_PORT": "29512", "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
-                log = (folder / f"log{host}").open("wb")
-                job = rig.popen(host, [sys.executable, str(RANKS), str(folder), fault.name, str(CULPRIT)], env,
-                                stdout=log, stderr=log, start_new_session=True)  # fmt: skip
-                stack.callback(_end, job)
-        else:
+        if fault.kind:
+            environment = monitored({"WHY_AT": "300", **environment, "PYTHONPATH": ""}, folder)
+        rig = on_hosts(fault, folder, environment, stack) if fault.hosts else None
+        if rig is None:
             torchrun(fault, folder, environment, stack)
         yield rig
 
@@ -123,16 +159,7 @@ def one(fault: Fault) -> Result:
     with tempfile.TemporaryDirectory(prefix="why-") as name:
         folder = Path(name)
         with started(fault, folder) as rig:
-            ready = time.monotonic() + 150
-            while (
-                len(states := ranks.states_of(folder / "ranks")[0]) < 4
-                or min(state.calls for state in states.values()) < fault.calls
-            ):
-                if time.monotonic() > ready:
-                    raise TimeoutError("the ranks did not begin")
-                if any(state.ended for state in states.values()):
-                    break
-                time.sleep(0.5)
+            _wait_for_ranks(fault, folder)
             if fault.act:
                 time.sleep(2)
                 act(fault, folder, rig)
@@ -145,6 +172,21 @@ def one(fault: Fault) -> Result:
         return result
 
 
+def _wait_for_ranks(fault: Fault, folder: Path) -> None:
+    """Wait until each rank has made its calls. Raises TimeoutError."""
+    until = time.monotonic() + 150
+    while fault.calls >= 0:
+        states = ranks.states_of(folder / "ranks")[0]
+        begun = len(states) >= (fault.hosts or fault.world)
+        if begun and min(state.calls for state in states.values()) >= fault.calls:
+            return
+        if any(state.ended for state in states.values()) or (folder / "happened").exists():
+            return
+        if time.monotonic() > until:
+            raise TimeoutError("the ranks did not begin")
+        time.sleep(0.5)
+
+
 def _ask(fault: Fault, folder: Path, began: float) -> Result:
     verdict, requested_at = Verdict(state="fine", line=""), 0.0
     while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
@@ -152,16 +194,18 @@ def _ask(fault: Fault, folder: Path, began: float) -> Result:
             ranks.request_dumps(folder)
             requested_at = now
         time.sleep(ASK_SECONDS)
-        log = (str(folder / "log"),) if not fault.hosts else ()
-        verdict = why.answer(why.WhySources(run=folder, logs=log))
+        log = (str(folder / "log"),) if not fault.hosts else tuple(map(str, sorted(folder.glob("log*"))))
+        sources = why.WhySources(run=folder, logs=log, limit=fault.patience)
+        verdict = why.answer(sources)
         if verdict.state == "failed":
             time.sleep(ranks.SETTLED_SECONDS)
-            verdict = why.answer(why.WhySources(run=folder, logs=log))
-        if verdict.state != "fine":
+            verdict = why.answer(sources)
+        if verdict.state not in ("fine", "unknown"):
             break
-    right = verdict.state in fault.states and verdict.ranks in (fault.ranks, *fault.also)
-    if fault.code:
-        right = right and verdict.causes[0].code.startswith(tuple(fault.code.split("|")))
+    expected = fault.ranks if fault.code else ()  # nobody is named where nothing is wrong
+    right = verdict.state in fault.states and verdict.ranks in (expected, *fault.also)
+    if fault.code and right:
+        right = verdict.causes[0].code.startswith(tuple(fault.code.split("|")))
     if fault.nodes:
         right = right and set(fault.nodes) <= set(verdict.nodes)
     return Result(right, time.monotonic() - began, verdict)
@@ -208,15 +252,19 @@ def _give_back(folder: Path) -> None:
 
 
 def main() -> int:
-    """Run them, print a line each, and write the page where asked."""
+    """Run them, and print a line each; or the table of what was run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="FAULT")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--page", type=Path)
     options = parser.parse_args()
+    if options.page:
+        print(page([json.loads(line) for line in options.page.read_text().splitlines()]))
+        return 0
     chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
-    rows: dict[str, list[Result]] = {fault.name: [] for fault in chosen}
+    is_wrong = False
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = {pool.submit(one, fault): fault for _ in range(options.times) for fault in chosen}
         for job in as_completed(jobs):
@@ -225,35 +273,31 @@ def main() -> int:
                 print(f"----- {fault.name:20} not made: {job.exception()!r}"[:200], flush=True)
                 continue
             result = job.result()
-            rows[fault.name].append(result)
-            if options.page:  # as far as it has come
-                PAGE.write_text(page([one for one in chosen if rows[one.name]], rows), encoding="utf-8")
+            is_wrong = is_wrong or not result.right
+            if options.results:
+                row = {"name": fault.name, "right": result.right, "seconds": round(result.seconds, 1),
+                       "line": result.verdict.line}  # fmt: skip
+                with options.results.open("a") as stream:
+                    stream.write(json.dumps(row) + "\n")
             mark = "ok   " if result.right else "WRONG"
             print(f"{mark} {fault.name:20} {result.seconds:5.1f} s  {result.verdict.line[:150]}", flush=True)
             if not result.right:
                 for cause in result.verdict.causes[:3]:
                     print(f"        {cause.code} {cause.ranks} {cause.nodes} {cause.evidence[:4]}", flush=True)
-    return int(any(not result.right for row in rows.values() for result in row))
+    return int(is_wrong)
 
 
-def page(chosen: list[Fault], rows: dict[str, list[Result]]) -> str:
-    """The table."""
-    import torch
-
-    runs = [result for row in rows.values() for result in row]
-    faults = [f for f in chosen if f.code]
-    lines = [
-        "# Faults and verdicts", "",
-        f"`python bench/why.py --page`: {len(faults)} faults of one of four gloo ranks, or of the network between four "
-        f"namespaces, and {len(chosen) - len(faults)} cases without a fault, in which no cause may be named; "
-        f"{sum(r.right for r in runs)} of {len(runs)} verdicts right. {time.strftime('%Y-%m-%d')}, {os.cpu_count()} "
-        f"shared virtual cores, no GPU, torch {torch.__version__}. Right, and median seconds to the verdict:", "",
-    ]  # fmt: skip
-    for fault in chosen:
-        row = rows[fault.name]
-        seconds = f", {statistics.median(r.seconds for r in row):.0f}" if fault.code else ""
-        lines.append(f"- {fault.words}: {sum(r.right for r in row)} of {len(row)}{seconds}")
-    return "\n".join(lines) + "\n"
+def page(rows: list[dict[str, Any]]) -> str:
+    """A table of all runs, the faults first; what was run and is no row of the table any more is left out."""
+    lines = ["| case | right | median seconds to the verdict |", "|---|---|---:|"]
+    for fault in sorted(FAULTS, key=lambda fault: not fault.code):
+        runs = [row for row in rows if row["name"] == fault.name]
+        if runs:
+            seconds = f"{statistics.median(row['seconds'] for row in runs):.0f}" if fault.code else ""
+            right = sum(row["right"] for row in runs)
+            words = f"{fault.kind.upper()}: {fault.words}" if fault.kind else fault.words
+            lines.append(f"| {words} (`{fault.name}`) | {right} of {len(runs)} | {seconds} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

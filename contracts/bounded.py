@@ -1,4 +1,4 @@
-"""Read files that somebody else wrote, up to a bound.
+"""Read files of unknown origin, up to a bound.
 
 Only regular files are read: opening a pipe waits for a writer, and a device may never end. The size that stat(2)
 reports is not used, because files of /proc report zero and a file may grow.
@@ -144,7 +144,7 @@ def _pax_path(header: bytes) -> str:
 
 
 def exists(path: str | Path) -> bool:
-    """Whether something of this name is there; for names that somebody wrote. One that no file can have is not there.
+    """Whether a file of this name exists; for names from users. A name that no file can have does not exist.
 
     pathlib raises OSError for a name that is too long, as os.path does not.
     """

@@ -2,7 +2,7 @@
 codec between plain data and typed records.
 
 Specification: RFC 8259. Python's own reader also takes NaN, integers of any length and halves of surrogate pairs, which
-later break whoever computes with them, or writes them out.
+would later break code that computes with them or writes them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
         try:
             json.dumps(found, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise PlainError("half of a surrogate pair stands in a text") from None
+            raise PlainError("a text contains half of a surrogate pair") from None
     return found
 
 

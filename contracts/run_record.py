@@ -2,7 +2,7 @@
 
 Specification: run.json in docs/reference/finetune-job.md. What started the ranks, `topoflight launch` on one host
 or `finetune.pod` in a pod, adds what it saw where the job could not write its own end: killed ranks, a killed launcher,
-a lost node; what the job has told stands.
+a lost node; what the job has reported stays valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contracts.job_plan import JobPlan, RunForecast
 from contracts.redaction import redact, without_secrets
 
 RECORD_VERSION = 1
-WHY = "why.json"  # beside it: the verdict of whoever watches the run
+WHY = "why.json"  # in the same folder: the verdict of the process that watches the run
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
 KILLED = 128  # plus a signal's number, as a shell tells it
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
@@ -44,7 +44,7 @@ class RecordError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class EffectiveLayout:
-    """What the job found itself with, read from the built objects; None is "not told"."""
+    """What the job found itself with, read from the built objects; None is "not reported"."""
 
     world_size: int | None = None
     dp_replicate: int | None = None
@@ -231,7 +231,7 @@ class RunRecord:
     base: str | None = None
     merged: str | None = None
     saved_model: str | None = None
-    posted_by: str | None = None  # the service account, where the agent was told over HTTP
+    posted_by: str | None = None  # the service account, if the record came over HTTP
 
     @property
     def forecast(self) -> RunForecast:
@@ -354,7 +354,7 @@ def of_start(path: Path, began: float) -> RunRecord | None:
 def own_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
     """The job's own code where torchrun, which makes 1 of every failure, hides it; 75 is "start again to go on".
 
-    `cut_short` says that torchrun was told to end: the job may have been done by then.
+    `cut_short` says that torchrun was asked to end: the job may have been done by then.
     """
     if exit_code == 0:
         return 0
@@ -374,7 +374,7 @@ def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float)
     updated = replace(
         record, status=status, exit_code=exit_code if exit_code >= 0 else KILLED - exit_code, reason=reason
     )
-    if record.status == "running":  # else it has told its end, and the agent has it
+    if record.status == "running":  # otherwise it has reported its end, and the agent has the report
         updated.ended_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         updated.steps_done = _logged_step(path.with_name("metrics.jsonl"), began) or record.steps_done or 0
         with contextlib.suppress(OSError):  # the disk may be what ended the job

@@ -29,10 +29,16 @@ def read_patterns(
     """
     table = read_table(module, name)
     pieces = table.get("pieces", {})
-    return {key: re.compile(encode(put_together(text, pieces))) for key, text in table[section].items()}
+    return {key: re.compile(encode(insert_pieces(text, pieces))) for key, text in table[section].items()}
 
 
-def put_together(text: str, pieces: Mapping[str, str]) -> str:
+def read_texts(module: str, name: str) -> Callable[..., str]:
+    """Return a function that gives the text of a key of a TOML file, the {names} in it filled in with keywords."""
+    texts = read_table(module, name)
+    return lambda key, **values: str(texts[key]).format(**values)
+
+
+def insert_pieces(text: str, pieces: Mapping[str, str]) -> str:
     """Return a regular expression with each <<name>> replaced by the piece of that name."""
     return re.sub(r"<<(\w+)>>", lambda found: pieces[found[1]], text)
 

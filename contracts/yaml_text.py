@@ -52,7 +52,7 @@ class _Texts(_Loader):
     """The same with every scalar as the text that stands there: 022 is no 18, and `on` no True."""
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        """A tag says what it is as quotes do."""
+        """A tag fixes the type of a scalar, as quotes do."""
         tagged = self.peek_event().tag is not None  # type: ignore[no-untyped-call]
         node = super().compose_scalar_node(anchor)
         node.style = node.style or ("'" if tagged else None)

@@ -37,7 +37,7 @@ def pin(config: JobConfig, note: Callable[[str], None] = lambda _text: None) -> 
         raise ConfigError(payload[0])
     commits, gone = payload[0]
     if gone and not _gone:
-        _go_on_without(gone[0])
+        _require_cached_copy(gone[0])
     if gone:
         note(f"{gone[0]}: models and data come from the cache")
     return dataclasses.replace(config, **commits)
@@ -77,13 +77,13 @@ def _require_hub(api: Any, kind: str, name: str) -> None:
     except OfflineModeIsEnabled:
         return
     except httpx2.TransportError as error:
-        _go_on_without(f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {error})")
+        _require_cached_copy(f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {error})")
     except HfHubHTTPError as error:
         if error.response.status_code >= 500:
-            _go_on_without(f"{constants.ENDPOINT} answered {error.response.status_code}")
+            _require_cached_copy(f"{constants.ENDPOINT} answered {error.response.status_code}")
 
 
-def _go_on_without(why: str) -> None:
+def _require_cached_copy(why: str) -> None:
     from huggingface_hub import constants
 
     _gone.append(why)

@@ -153,7 +153,7 @@ class Pod:
                     time.sleep(_POLL_SECONDS)
             finally:
                 ranks.end()
-            code = TERMINATED if self.terminating and ended else ended  # done is done, also after SIGTERM
+            code = self._code_after_sigterm() if self.terminating and ended else ended  # done is done
             if code:
                 break
         code = code if code >= 0 else run_record.KILLED - code
@@ -162,6 +162,13 @@ class Pod:
             interrupted = code in (RESUMABLE, TERMINATED)
             self._end_record("interrupted" if interrupted else "failed", code, self.why, self.before)
         return code
+
+    def _code_after_sigterm(self) -> int:
+        """Return TERMINATED, for operators to start the pod again; for Slurm's script the job's own code."""
+        if self.settings.output is None or "SLURM_JOB_ID" not in os.environ:
+            return TERMINATED
+        path = self.settings.output / "run.json"
+        return run_record.own_exit_code(path, TERMINATED, self.before, cut_short=True)
 
     # pod 0
 
@@ -417,7 +424,7 @@ def output_of(words: Sequence[str]) -> Path | None:
 def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> Settings:
     """Read the command line, and the pod's index where the job's controller sets it."""
     parser = argparse.ArgumentParser(prog="finetune.pod", description="One pod of a fine-tune job on a cluster.")
-    numbers = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")  # Kubeflow's operators; an Indexed Job
+    numbers = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID")  # Kubeflow's operators; an Indexed Job; srun
     index = next((environment[name] for name in numbers if environment.get(name)), "0")
     parser.add_argument("--index", type=int, default=int(index), help="of this pod; default: the controller's")
     parser.add_argument("--nodes", type=int, required=True)

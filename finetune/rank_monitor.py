@@ -42,13 +42,13 @@ RANKS_FOLDER, STATE, TRACE, ASK = "ranks", "state_rank_{rank}.json", "trace_rank
 VERDICT = "why.json"  # of an earlier start
 INTERVAL_SECONDS = 1.0
 WRITE_EVERY = 10  # samples
-ENDS_SECONDS = 60.0  # between two lists of this process's connections
 STALL_SECONDS = 15.0  # until a dump; the verdict is that of `topoflight why`
 MOST_MARKS = 64  # every second goes when there are more: 4 KB
 MOST_ERROR = 4000  # characters
 _USUAL_LOOKS, _USUAL_SHARE = 3, 0.1  # from which a line is one that ordinary steps run through
 _ACTIVE_BYTES = 1 << 18  # read or written between two writes; the monitor itself writes some 10 KB
 _DEEPEST = 200
+_LOADED = time.monotonic()  # before the rendezvous of this start, and after all ranks of an earlier one have ended
 _LIBC = ctypes.CDLL(None)
 _MOST_SOCKETS = 4096
 _ESTABLISHED = 1  # first byte of tcp_info; the third counts what is sent again in vain
@@ -104,9 +104,8 @@ class RankMonitor(threading.Thread):
         self.last_request = self._requested_at()
         self.marks: list[dict[str, Any]] = []
         self.over = threading.Event()
+        self.writing = threading.Lock()  # nothing replaces the final state
         self.fixed = {"rank": rank, "world_size": world_size, **_identity()}
-        self.ends: tuple[str, ...] = ()
-        self.listed = -ENDS_SECONDS
         self.effort = self._effort()
         self.pid = os.getpid()
         self.random = random.Random()  # noqa: S311 - the job's own random numbers stay as they are
@@ -116,9 +115,7 @@ class RankMonitor(threading.Thread):
         written = 0.0
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            names = [self.folder / one.format(rank=self.rank) for one in (STATE, TRACE)]
-            for old in (*names, self.folder.parent / VERDICT):
-                old.unlink(missing_ok=True)  # of an earlier start
+            self._remove_old_files()
         # at uneven times: samples in step with the steps of the job would always see the same phase
         while not self.over.wait(self.interval_seconds * self.random.uniform(0.5, 1.5)):
             self.sample()
@@ -136,6 +133,24 @@ class RankMonitor(threading.Thread):
             if now - written >= WRITE_EVERY * self.interval_seconds:
                 self.write()
                 written = now
+
+    def _remove_old_files(self) -> None:
+        """Remove what an earlier start has left: of this rank, and, by rank 0, of ranks that have not written yet.
+
+        When the monitor starts, all ranks have met. So a file that was there before this module was loaded is of an
+        earlier start. The clock of the file system decides, which a new file tells.
+        """
+        own = [self.folder / one.format(rank=self.rank) for one in (STATE, TRACE)]
+        for old in (*own, self.folder.parent / VERDICT):
+            old.unlink(missing_ok=True)
+        if self.rank == 0:
+            draft = self.folder / f".{STATE.format(rank=0)}.draft"
+            draft.touch()
+            loaded = draft.stat().st_mtime - (time.monotonic() - _LOADED)
+            for path in self.folder.glob("*_rank_*.json"):
+                with contextlib.suppress(OSError):  # another rank removes its own
+                    if path.stat().st_mtime < loaded:
+                        path.unlink()
 
     def sample(self) -> None:
         """Record where the main thread is now."""
@@ -189,9 +204,11 @@ class RankMonitor(threading.Thread):
 
     def write(self, *, ended: bool = False) -> None:
         """Replace the rank's file."""
-        if not ended and time.monotonic() - self.listed >= ENDS_SECONDS:
-            self.ends = _ends()
-            self.listed = time.monotonic() if self.calls > 8 else self.listed  # some connect late
+        with self.writing:
+            if ended or not self.over.is_set():
+                self._write(ended)
+
+    def _write(self, ended: bool) -> None:
         unsent = {address: count for address, count in self.unsent.items() if count}
         now = time.time()
         self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving),
@@ -208,7 +225,7 @@ class RankMonitor(threading.Thread):
             "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
             "samples": dict(self.samples), "moving": dict(self.moving), "calls": self.calls, "marks": self.marks,
             "groups": _groups(), "unsent": unsent, "resent": dict(self.resent),
-            "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": self.ends,
+            "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": _ends(),
         }).encode())  # fmt: skip
 
     def _effort(self) -> tuple[float, float, float, float]:
@@ -228,9 +245,9 @@ class RankMonitor(threading.Thread):
         if self.over.is_set() or os.getpid() != self.pid:
             return
         self.over.set()
+        self.write(ended=True)  # first, as a launcher that ends the ranks may leave no time for more
         self.join(timeout=2 * self.interval_seconds)
         self.dump()
-        self.write(ended=True)
 
     def _replace(self, name: str, text: bytes) -> None:
         draft = self.folder / f".{name}.draft"
@@ -240,8 +257,12 @@ class RankMonitor(threading.Thread):
 
 
 def prepare() -> None:
-    """Before the process group: NCCL's recorder is dumped on a timeout; it records by itself from PyTorch 2.13 on."""
+    """Before the process group: NCCL's recorder dumps on a timeout, and records how long each call takes on the GPU.
+
+    It records by itself from PyTorch 2.13 on, but without these times, which tell how long a rank waited for others.
+    """
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 
 def start(folder: Path, *, interval_seconds: float = INTERVAL_SECONDS) -> RankMonitor:

@@ -1,6 +1,6 @@
 """GPUs and the links between them: what their makers say of them, and what they reach; `gpus.toml`, `links.toml`.
 
-A figure that nobody measured is None, and a forecast that needs it says that it assumed one.
+A figure without a measurement is None, and a forecast that needs it says that it assumed one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Gpu:
     soldered: str | None = None  # beside "SXM", on the driver's name: boards that exist only with NVLink in use
     peers: bool = True  # False: the driver refuses peer access over PCIe
     grace: bool = False  # on a Grace CPU, by C2C
-    stand_in: bool = False  # its speed is assumed of a GPU in no row
+    is_fallback: bool = False  # its speed is assumed of a GPU in no row
     pci: Mapping[int, str] = field(default_factory=dict)  # device id: name in pci.ids
 
     @property
@@ -55,7 +55,7 @@ class Gpu:
         return self.grace and (self.compute_capability or (0, 0)) >= (10, 0)
 
     def busbw_of(self, gpus: int) -> float | None:
-        """Measured all-gather bus bandwidth, bytes/s, of so many GPUs of one node; None where nobody measured it."""
+        """Measured all-gather bus bandwidth, bytes/s, of so many GPUs of one node; None without a measurement."""
         return self.busbw.get(2 if gpus <= 2 else 4 if gpus <= 4 else 8)
 
 
@@ -109,9 +109,9 @@ def of_board(gpu: Gpu, watts: float | None) -> Gpu:
     return replace(gpu, matmul_bf16=gpu.matmul_bf16 * share, matmul_fp8=fp8, matmul_fp32=gpu.matmul_fp32 * share)
 
 
-def stand_in() -> Gpu:
+def fallback_gpu() -> Gpu:
     """The GPU whose speed is assumed of one in no row."""
-    return next(gpu for gpu in gpus() if gpu.stand_in)
+    return next(gpu for gpu in gpus() if gpu.is_fallback)
 
 
 def soldered(name: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 @cache
 def read(table: str) -> tuple[dict[str, Any], ...]:
     """The rows of `gpus.toml` and its like: read once, and only when asked for."""
-    import tomllib  # not before a table is asked for: whoever imports a type pays for no parser
+    import tomllib  # only when a table is read: importing a type must not load the parser
 
     (rows,) = tomllib.loads(Path(__file__).with_name(f"{table}.toml").read_text(encoding="utf-8")).values()
     return tuple(rows)

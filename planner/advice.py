@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class Rejected:
 
     what: str  # "TP=16", "PP=1 TP=8"
     rule: str
-    reason: str  # "9.3 GiB over", "crosses the 50 GB/s EFA"
+    reason: str  # "needs 9.3 GiB more memory per rank than is available", "TP=16 would cross the 50 GB/s EFA"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,7 @@ def render(name: str, **values: Any) -> str:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.filters["shell"] = lambda value: shlex.quote(str(value))
     return environment.get_template(f"{name}.j2").render(**values)
 
 

@@ -28,7 +28,7 @@ from planner.forecast.step_time import (
 )
 from planner.search import Candidate, difference_sigma
 
-_WORDS, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "helps"))
+_WORDS, _MEMORY, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "memory", "helps"))
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
 
 SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s: hosts with GPUs are not sold with less
@@ -120,9 +120,7 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
             detail += f"; over {job.links.host}"
         time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
     memory_parts = tuple(
-        Part(name=name, value=value, detail=f"{value / GIB:.2f} GiB")
-        for name, value in memory._asdict().items()
-        if value > 0
+        Part(name=name, value=value, detail=_MEMORY[name]) for name, value in memory._asdict().items() if value > 0
     )
     tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
     sigma = math.hypot(base_sigma(job, calibrated=calibrated), sigma_of_links(job, layout, parts))

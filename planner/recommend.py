@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.trl import spelled
-from hardware.gpus import Gpu, gpu_named, of_board, stand_in
+from hardware.gpus import Gpu, fallback_gpu, gpu_named, of_board
 from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import RankedLayout, Recommendation, Rejected
@@ -99,7 +99,7 @@ def _rates(
         known = [gpu for name in models if (gpu := gpu_named(name))]
         if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest model
             return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
-        other = stand_in()
+        other = fallback_gpu()
         unknowns.append(
             f"GPU {node.gpus[0].model!r} is in no table: its speed is assumed to be an {other.name}'s; calibrate"
         )
@@ -404,8 +404,8 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     why = f"breaks {broken[0]}: {broken[1]}" if broken else ""
     if not why and budget is not None and memory.total > budget:
         why = (
-            f"breaks memory-fits: {(memory.total - budget) / GIB:.1f} GiB over the {budget / GIB:.1f} GiB "
-            "that surely fit"
+            f"breaks memory-fits: needs {(memory.total - budget) / GIB:.1f} GiB more than the {budget / GIB:.1f} GiB "
+            "that are certain to fit"
         )
     return replace(planned.rank(candidate), why=why)
 

@@ -45,12 +45,12 @@ def tp_inside_island(q: Question, at: Layout) -> str | None:
         return None
     slow = q.links.crosses(at.tp, 1)
     if at.tp > q.links.ranks_per_node and q.links.network is not None:
-        return f"TP={at.tp} crosses the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} between nodes"
+        return f"TP={at.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} between nodes"
     if not q.has_gpu and at.tp <= q.links.ranks_per_node:
         return None  # host memory is the only link there is
     if q.links.island_size == 1:
-        return f"TP={at.tp} without NVLink: crosses the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link}"
-    return f"TP={at.tp} leaves the NVLink island of {q.links.island_size} GPUs"
+        return f"TP={at.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} (no NVLink)"
+    return f"TP={at.tp} needs more GPUs than the {q.links.island_size} that NVLink connects"
 
 
 def enough_layers(q: Question, at: Layout) -> str | None:
@@ -72,7 +72,7 @@ def chunks_divide(q: Question, at: Layout) -> str | None:
 def enough_micro_batches(_q: Question, at: Layout) -> str | None:
     """A pipeline with fewer micro-batches than stages idles by design, and torch's 1F1B schedule refuses it."""
     if at.pp > 1 and at.gradient_accumulation < at.pp:
-        return f"{at.gradient_accumulation} micro-batches for PP={at.pp} stages"
+        return f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {at.gradient_accumulation}"
     return None
 
 
@@ -108,7 +108,9 @@ def batch_divides(q: Question, at: Layout) -> str | None:
     """The global batch splits evenly over the data-parallel ranks."""
     wanted = q.train.global_batch
     if wanted is not None and at.global_batch != wanted:
-        return f"{at.micro_batch} x {at.gradient_accumulation} x {at.data_parallel} ranks is not the batch of {wanted}"
+        return (
+            f"{at.micro_batch} x {at.gradient_accumulation} x {at.data_parallel} ranks is not the global batch {wanted}"
+        )
     return None
 
 
@@ -133,7 +135,7 @@ def precision_exists(q: Question, at: Layout) -> str | None:
     if needed and cc is not None and cc < needed:
         return f"{at.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
     if at.precision == "mxfp8" and cc is not None and cc >= (12, 0):
-        return "mxfp8 needs a data centre's Blackwell: Transformer Engine has it for 10.0 and 10.3"
+        return "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
     return None
 
 
@@ -161,20 +163,20 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
 def _degrees_lacking(engine: Engine, at: Layout) -> str | None:
     for word, degree in (("tp", at.tp), ("pp", at.pp), ("cp", at.cp), ("ep", at.ep)):
         if degree > 1 and word not in engine.can:
-            return f"{engine.name} has no {word.upper()}"
+            return f"{engine.name} does not support {word.upper()}"
     if at.sequence_parallel and "sp" not in engine.can:
-        return f"{engine.name} has no sequence parallelism"
+        return f"{engine.name} does not support sequence parallelism"
     return None
 
 
 def _sharding_lacking(engine: Engine, at: Layout) -> str | None:
     sharded = at.dp_shard > 1 and at.sharding != "ddp"
     if sharded and at.sharding not in engine.can:
-        return f"{engine.name} has no {at.sharding}"
+        return f"{engine.name} does not support {at.sharding}"
     if sharded and at.sharding == "zero3" and at.dp_replicate > 1 and "hsdp" not in engine.can:
-        return f"{engine.name} has no HSDP"
+        return f"{engine.name} does not support HSDP"
     if at.data_parallel > 1 and not sharded and "ddp" not in engine.can:
-        return f"{engine.name} has no DDP"
+        return f"{engine.name} does not support DDP"
     return None
 
 
@@ -187,15 +189,15 @@ def _combination_lacking(engine: Engine, at: Layout) -> str | None:
 
 def _options_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
     if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
-        return f"{engine.name} has no {at.precision}"
+        return f"{engine.name} does not support {at.precision}"
     if at.checkpointing not in engine.checkpointing:
-        return f"{engine.name} has no {at.checkpointing} checkpointing"
+        return f"{engine.name} does not support {at.checkpointing} checkpointing"
     if at.offload == "none":
         return None
     if at.offload not in engine.offloads:
-        return f"{engine.name} has no offload of {at.offload}"
+        return f"{engine.name} does not support offloading ({at.offload})"
     if not has_gpu:
-        return "without a GPU everything is in host memory already"
+        return "offloading needs a GPU: without one, everything is in host memory already"
     if at.offload == "all" and not (engine.as_run(at).sharding == "zero3" and at.dp_shard > 1):
         return "offload of the weights needs them sharded (FSDP or ZeRO-3)"
     return None
@@ -204,11 +206,11 @@ def _options_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None
 def method_lacks(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
     """What would be needed to train by this method."""
     if train.method not in engine.methods:
-        return f"{engine.name} has no {train.method}"
+        return f"{engine.name} does not support {train.method}"
     if train.method != "qlora":
         return None
     if not has_gpu:
-        return "QLoRA is planned for GPUs: a CPU unpacks 4-bit weights too, for a time that is not forecast"
+        return "QLoRA needs a GPU: the time that a CPU takes to unpack 4-bit weights cannot be forecast"
     if at.tp > 1 or at.cp > 1:  # a pipeline's stages hold whole layers
         return "QLoRA's 4-bit blocks do not split over TP or CP"
     return None
@@ -226,7 +228,7 @@ def host_memory_holds(q: Question, at: Layout) -> str | None:
     if at.offload == "none":
         return None
     if q.host_memory_bytes is None:
-        return "offloading needs host memory, and how much the nodes have is unknown"
+        return "offloading needs host memory, and the memory of the nodes is unknown"
     frozen = NF4_BYTES if q.train.method == "qlora" else 2.0
     each = (12.0 if at.offload == "optimizer" else 16.0) if q.train.method == "full" else frozen
     needed = each * weights(q.model).total * at.dp_replicate / max(1, q.links.nodes)

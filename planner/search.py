@@ -337,10 +337,10 @@ class _Search:
         return seconds
 
     def note_what_was_left_out(self) -> None:
-        """One reason for each rule, degree and family that gave no layout."""
+        """One reason for each rule, degree and family that gave no layout; of memory, the smallest miss first."""
         rejected = self.found.rejected
         if any(c.layout.pp > 1 for c in self.best.values()):
-            reason = "the bubble of 1F1B, but all micro-batches held at once"
+            reason = "has the same pipeline bubble as 1F1B, but holds all micro-batches in memory at once"
             rejected.append(Rejected(what="GPipe", rule="dominated", reason=reason))
         listed = {row.rule for row in rejected}
         rejected += [row for rule, row in self.forbidden.items() if rule not in listed]
@@ -348,8 +348,12 @@ class _Search:
             reason = f"global batch {self.global_batch} does not divide by {dp}"
             rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
         rejected += [
-            Rejected(what=key, rule="memory-fits", reason=f"{excess / GIB:.1f} GiB over")
-            for key, excess in self.over.items()
+            Rejected(
+                what=key,
+                rule="memory-fits",
+                reason=f"needs {excess / GIB:.1f} GiB more memory per rank than is available",
+            )
+            for key, excess in sorted(self.over.items(), key=lambda item: item[1])
             if not {(key, False), (key, True)} & self.best.keys()
         ]
 

@@ -93,10 +93,8 @@ def _point(
     planned = plan(cluster, (), model, train)
     best = best_layout(planned)
     if best is None:
-        misses = [row.reason for row in search_planned(planned).rejected if row.rule == "memory-fits"]
-        return replace(
-            here, reason=min(misses, key=lambda text: float(text.split()[0]), default="no layout is allowed")
-        )
+        misses = (row.reason for row in search_planned(planned).rejected if row.rule == "memory-fits")
+        return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest miss comes first
     forecast = best.forecast
     step = forecast.step_seconds
     mid = tokens / forecast.tokens_per_second

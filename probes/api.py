@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from contracts.finding import Finding, Status
@@ -119,6 +119,14 @@ class Snapshot:
             if isinstance(outcome, Ok) and isinstance(outcome.facts, wanted):
                 return outcome.facts
         return None
+
+    def with_facts(self, kind: type[F], change: Callable[[F], F]) -> Snapshot:
+        """The same host with other facts of that type, where its probe answered."""
+        return replace(self, outcomes={
+            name: replace(outcome, facts=change(outcome.facts))
+            if isinstance(outcome, Ok) and isinstance(outcome.facts, kind) else outcome
+            for name, outcome in self.outcomes.items()
+        })  # fmt: skip
 
 
 def host_name() -> str:

@@ -146,7 +146,7 @@ def risen_since(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     found: dict[tuple[str, str, str], Finding] = {}
     for before in sorted(past, key=lambda snapshot: snapshot.taken_at_seconds):
         for risen in rising(before, now):
-            # what it is about, without its figures: they differ with the time that is looked at
+            # the subject without its figures: they differ with the length of the interval
             trouble = re.sub(r"\d+(\.\d+)?", "", risen.message)
             found.setdefault((risen.code, risen.subject, trouble), risen)
     return tuple(found.values())

@@ -43,6 +43,7 @@ LONGEST = (
     "test_bench_slow_networks.py",
     "test_agent_image.py",
     "test_softroce.py",
+    "test_slurm_cluster.py",
     "test_finetune_pods.py",
     "test_why.py",
     "test_finetune_equivalence.py",

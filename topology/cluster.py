@@ -71,7 +71,7 @@ def _transport(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], wa
 
 
 def _nics_of(node: NodeTopology, transport: str | None) -> tuple[NicNode, ...]:
-    """NICs of the transport that GPUs are nearest to; all of it where that cannot be told (storage NICs included)."""
+    """NICs of the transport that GPUs are nearest to; all of them where that is unknown (storage NICs included)."""
     kinds = {kind for kind, name in _TRANSPORTS if name == transport}
     offered = tuple(nic for nic in node.nics if nic.kind in kinds)
     rails = {name for rail in node.rails for name in rail.nics}

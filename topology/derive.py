@@ -35,7 +35,7 @@ def complete(node: NodeTopology) -> NodeTopology:
     """
     # NCCL XML says PHB for NODE too: there, PHB everywhere is what one real socket looks like.
     drawn = node.source == "NCCL XML"
-    virtual = node.virtual or (None if drawn else looks_virtual(node.gpus, node.nics, node.pairs))
+    virtual = node.virtual or (None if drawn else why_virtual(node.gpus, node.nics, node.pairs))
     nearest = nearest_nic(node.gpus, node.nics, node.pairs, virtual)
     warnings = node.warnings
     if virtual and virtual not in warnings:
@@ -112,7 +112,7 @@ def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tu
     )
 
 
-def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair]) -> str | None:
+def why_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair]) -> str | None:
     """Why the PCIe part of the matrix cannot be trusted, None where it looks like a real machine.
 
     A hypervisor that hides the tree leaves one answer for every pair that is not NVLink. PHB everywhere, or SYS

@@ -83,7 +83,7 @@ def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = (
 
 
 def _worth_telling(key: tuple[str, str], trait: Trait | None, gone: set[str]) -> bool:
-    """A device that is missing is told once; a value one side could not read is no difference."""
+    """A missing device is reported once; a value that one side could not read is no difference."""
     subject, what = key
     if subject in gone:
         return what in ("device", "state", "interface", "set to")
@@ -164,8 +164,8 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     known = [traits(snapshot, like=whole) for snapshot in listed]
     if not known:
         raise ValueError("a fleet needs at least one snapshot, got none")
-    stands_for = names or [(name,) for name in _distinct([snapshot.hostname for snapshot in listed])]
-    nodes = list(zip(stands_for, known, strict=True))
+    node_names = names or [(name,) for name in _distinct([snapshot.hostname for snapshot in listed])]
+    nodes = list(zip(node_names, known, strict=True))
     kinds = [_kind(mine) for _, mine in nodes]
     sizes = Counter(kind for (mine, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in mine)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"

@@ -3,7 +3,7 @@
 One model for every fabric: t = W / (B x e) + start + steps x step, with W the bytes that each rank sends, B what the
 slowest link on the way carries and e the part of it that healthy machines were measured to reach. bus bandwidth is W
 / t (nccl-tests doc/PERFORMANCE.md). The low end takes the least e and the slowest steps, the high end the other way
-about. The figures of e stand in `factors.toml`, with their sources; `make expect` holds them against results that they
+about. The figures of e are in `factors.toml`, with their sources; `make expect` holds them against results that they
 were not made from, and says how often they are wrong.
 """
 

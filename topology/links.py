@@ -2,7 +2,7 @@
 alone.
 
 A link ends at a GPU, at an NVSwitch (then it reaches every GPU of the switch) or, in a virtual machine, at an end
-that is hidden. NCCL plans by what a link could do; what it really runs at is told apart, for expectations and for
+that is hidden. NCCL plans by what a link could do; its present speed is separate, for expectations and for
 people.
 
 Specification: NVML nvmlDeviceGetNvLinkState, nvmlDeviceGetNvLinkRemotePciInfo, nvmlDeviceGetP2PStatus,
@@ -117,14 +117,14 @@ class NvLinks:
             return 0
         if gpu.error is not None or not gpu.nvlinks_known:
             return LINKS_MAX
-        return sum(_untold(link) for link in gpu.nvlinks)
+        return sum(_is_unread(link) for link in gpu.nvlinks)
 
     def unread_between(self, a: int, b: int) -> int:
         """By how many links the count of a pair may be too low."""
         return max(self.unread(a), self.unread(b))
 
     def _may_link(self, gpu: Gpu) -> bool:
-        """Whether some link of the GPU may lead to another than those that are told."""
+        """Whether some link of the GPU may lead to a device other than the reported ones."""
         return bool(self.unread(gpu.index) or _ending_at(gpu, "nvswitch") or _ending_at(gpu, None))
 
     def _lower(self, a: int, b: int, first: int, second: int) -> int:
@@ -171,7 +171,7 @@ class NvLinks:
         return first.fabric_clique is not None and first.fabric_clique == second.fabric_clique
 
 
-def _untold(link: NvLink) -> bool:
+def _is_unread(link: NvLink) -> bool:
     """Whether it is open where the link leads; of a link to a switch it does not matter to which."""
     if not link.active:
         return link.active is None
@@ -239,7 +239,7 @@ class PciTree:
     def _running(self, bus_id: str) -> tuple[float | None, int | None]:
         """Speed and width as the link runs now, never more than possible.
 
-        GPUs, and the switches above them, lower their link's speed when idle: of theirs only the width counts. Ports
+        GPUs, and the switches above them, lower the speed of their link when idle: only its width counts. Ports
         inside a switch are no links; below a root port both ends of one link are known. A virtual function has none.
         """
         speed, width = self._possible(bus_id)

@@ -255,7 +255,7 @@ def pcie_generations(capability: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried:
-    """The NICs nearest to these GPUs; all of the kind where that cannot be told."""
+    """The NICs nearest to these GPUs; all of the kind where that is unknown."""
     for name, kinds in _KINDS:
         offered = [nic for nic in node.nics if nic.kind in kinds]
         if bar == "as it is":

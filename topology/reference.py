@@ -71,7 +71,7 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     if len(node.gpus) != row.gpus:
         found.append(f"{len(node.gpus)} GPUs, {row.called} has {row.gpus}")
     found += _nvlink_departures(node, row)
-    # Of an adapter whose kind cannot be told it is not known that it is another one.
+    # An adapter of unknown kind is not known to be a different one.
     kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
     nics = [nic for nic in node.nics if nic.kind in kinds]
     # Slingshot's NICs have no verbs device: by the names that HPE's host software gives their interfaces

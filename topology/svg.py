@@ -1,6 +1,6 @@
 """Draw a node: NICs above, GPUs below, the CPUs' PCIe between them, NVLink underneath.
 
-What is joined behind one PCIe switch stands in one column; every line has the class of `nvidia-smi topo -m` as its CSS
+Devices behind one PCIe switch are in one column; every line has the class of `nvidia-smi topo -m` as its CSS
 class, so that a page colours it for light and dark; a picture by itself brings its own colours. A device that a finding
 is about carries its glyph. NICs that the PCIe tree has and NCCL cannot use (no RDMA device) are drawn dashed.
 

@@ -209,7 +209,7 @@ def _links(node: NodeTopology) -> Iterator[Trait]:
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     for pair in node.pairs:
         if {pair.a, pair.b} & lost:
-            continue  # told once, with the GPU's state
+            continue  # reported once, with the GPU's state
         if {pair.a, pair.b} & gpus:
             label = "NVLink" if pair.nvlinks else pair.label
             yield from _trait(f"{pair.a} to {pair.b}", "path", label, FAIL if label == "NVLink" else WARN)

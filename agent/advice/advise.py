@@ -26,6 +26,7 @@ from agent.base.inputs import RequestError, parse_version
 from contracts import question
 from contracts.finding import Finding
 from contracts.layout import LayoutError
+from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
@@ -45,9 +46,11 @@ if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: 
     from agent.checks.view import View
     from collectives.bench.results import Measurement
 
-ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
+_RENDERERS = {"env": render_env, "shell": render_shell, "k8s": render_k8s}
+ENVIRONMENTS = tuple(_RENDERERS)  # formats that need no layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
+texts = read_texts(__file__, "texts.toml")
 _FAULTS_SAID = 4  # with an advice; `topoflight scan` prints all of them
 
 
@@ -91,8 +94,6 @@ def steps_of(request: Request, chosen: RankedLayout) -> int:
 
 def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
     """Answer from a fresh scan, recordings, or the catalogue."""
-    if request.machine == "list":
-        raise RequestError("--machine: one of " + ", ".join(machines.names()))
     snapshots = () if request.machine else tuple(scan())
     return answer(request, snapshots, measured=measurements_of(request))
 
@@ -292,11 +293,10 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
     if sharded is None or sharded is advice.chosen:
         return advice
     step, best = sharded.forecast.step_seconds.mid, fitting[0].forecast.step_seconds.mid
-    why = (
-        f"This small test run uses {sharded.layout.family} to show sharded traffic. Its forecast is "
-        f"{units.seconds(step)} a step; {fitting[0].layout.family}, the recommended layout, takes "
-        f"{units.seconds(best)}."
-    )
+    why = texts(
+        "small_run", family=sharded.layout.family, step=units.seconds(step), best_family=fitting[0].layout.family,
+        best=units.seconds(best),
+    )  # fmt: skip
 
     def compared(other: RankedLayout) -> RankedLayout:
         more = other.forecast.step_seconds.mid / step - 1.0
@@ -308,12 +308,8 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
 
 def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
     """The advice as another tool's input; `nodes` is how many hosts the layout's ranks are spread over."""
-    if form == "env":
-        return render_env(advice.settings)
-    if form == "shell":
-        return render_shell(advice.settings)
-    if form == "k8s":
-        return render_k8s(advice.settings)
+    if form in _RENDERERS:
+        return _RENDERERS[form](advice.settings)
     if advice.model is None:
         raise RequestError(f"format {form}: name a model, this is a format for layouts")
     world = advice.chosen.layout.world_size if advice.chosen else nodes

@@ -28,6 +28,7 @@ from agent.checks.host_checks import gdrdma_possible
 from contracts import bounded, plain
 from contracts.job_config import DEFAULT_CONFIG, ConfigError, JobConfig, parse_config, read_file, with_overrides
 from contracts.job_plan import JobPlan, RunForecast, dumps
+from contracts.tables import read_texts
 from hardware.gpus import without_gdr
 from hardware.units import rate
 from planner.advice import Recommendation
@@ -41,6 +42,7 @@ from topology.build import build
 # The job's own default (contracts/default.yaml): a Llama small enough for any host, on data that the job makes.
 EMBEDDED_MODEL = "tiny-llama"
 
+texts = read_texts(__file__, "texts.toml")
 RANDOM = "random:"  # weights of a shape alone
 
 # What the embedded job does: its rows of about 51 tokens are padded to the longest of a micro-batch.
@@ -143,16 +145,9 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
     if advice.model is None or advice.model.name == EMBEDDED_MODEL:
         return ""
     if "dataset_name" not in settings:
-        return (
-            "dataset_name: no data set is named, so the job would train on made-up sums; give --set dataset_name=NAME, "
-            "a hub id such as openai/gsm8k (with --set dataset_config=main) or a file that the job sees, or --config "
-            "FILE that names one"
-        )
+        return texts("no_data")
     if "model_name_or_path" not in settings and hub_id(advice.model.name) is None:
-        return (
-            f"model {advice.model.name}: where its weights are is not known; give --set model_name_or_path=OWNER/NAME, "
-            "a folder that the job sees, or --config FILE"
-        )
+        return texts("no_weights", model=advice.model.name)
     return ""
 
 
@@ -357,7 +352,5 @@ def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, byt
     """Say how long a checkpoint may take where that assumes the storage rate; empty where the rate was given."""
     if seconds == least or bytes_per_second is not None:
         return ""
-    return (
-        f"a checkpoint is {units.size(to_save(advice)[0])}: {who} have {seconds} s for it after SIGTERM, at the "
-        f"{rate(STORAGE_BYTES_PER_SECOND)} of a common volume: --storage-rate says what yours takes"
-    )
+    size, storage = units.size(to_save(advice)[0]), rate(STORAGE_BYTES_PER_SECOND)
+    return texts("time_to_save", size=size, who=who, seconds=seconds, rate=storage)

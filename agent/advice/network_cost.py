@@ -14,13 +14,14 @@ from agent.base.inputs import RequestError
 from collectives.nccl_log.transport import Evidence
 from contracts import bounded
 from contracts.layout import LayoutError, values_of
+from contracts.run_record import RunRecord
 from contracts.yaml_text import YamlTextError
 from hardware.units import GIGA
 from planner.forecast import machines
 from planner.kubernetes.manifests import attached
 from planner.kubernetes.yaml_edit import documents
 from planner.recommend import forecast_named, plan
-from planner.why import Unknown
+from planner.why import Unknown, Verdict
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
@@ -79,6 +80,43 @@ def cost_of_sockets(
     return NetworkCost(price=words, forecast=f"with {rdma}: {step}", change=change, unknown=unknown)
 
 
+def with_sockets(
+    verdict: Verdict, found: Evidence, request: Request, layout: str, snapshots: Sequence[Snapshot],
+    manifest: Path | None,
+) -> Verdict:  # fmt: skip
+    """The price of TCP, where the log shows it instead of RDMA, as `topoflight recommend` forecasts it."""
+    if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
+        return verdict
+    cost = cost_of_sockets(found, request, layout, snapshots, manifest)
+    causes = verdict.causes
+    if cost.price and causes:
+        causes = (replace(causes[0], price=cost.price), *causes[1:])
+    return replace(verdict, causes=causes, change=(*verdict.change, *cost.change), forecast=cost.forecast,
+                   unknown=(*verdict.unknown, *cost.unknown))  # fmt: skip
+
+
+def with_price(verdict: Verdict, record: RunRecord, request: Request, hosts: int) -> Verdict:
+    """What each cause costs over the whole run: its share of the measured step, times the steps, times the prices."""
+    step, config = record.measured.step_seconds, record.plan.config
+    steps = request.train.steps or (config.max_steps if config else None)
+    if not step or not steps:
+        return verdict
+    causes = []
+    for cause in verdict.causes:
+        if cause.cost:
+            extra = cause.cost * step * steps
+            words = f"+{units.duration(extra)} of {units.duration(step * steps)} for {steps} steps"
+            words += price_of_time(request, hosts or request.nodes or 1, extra)
+            cause = replace(cause, price=", ".join(filter(None, (cause.price, words))))
+        causes.append(cause)
+    first = next((cause for cause in causes if cause.cost), None)
+    forecast = verdict.forecast
+    if first is not None and first.cost is not None and not forecast:
+        better = step * (1 - first.cost)
+        forecast = f"without it: {units.seconds(better)} a step instead of {units.seconds(step)}"
+    return replace(verdict, causes=tuple(causes), forecast=forecast)
+
+
 def price_of_time(request: Request, nodes: int, seconds: float) -> str:
     """ ", +412 of your prices" of so many seconds of so many nodes; empty without a price."""
     each = price_of(request)
@@ -102,9 +140,7 @@ def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | Non
         with suppress(OSError, bounded.TooLargeError, YamlTextError):
             names = attached(documents(bounded.read_text(manifest, 16 << 20)))
             said = " of the manifest's networks"
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more}{said}" if names else ""
+    return units.some(list(dict.fromkeys(names)), most=4) + said if names else ""
 
 
 def _has_budget(request: Request) -> bool:

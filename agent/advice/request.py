@@ -15,6 +15,7 @@ from agent.base.inputs import InputError, RequestError
 from contracts import bounded
 from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import values_of
+from contracts.tables import read_texts
 from planner.forecast import machines, models
 from planner.forecast.models import hub_id
 from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram
@@ -119,6 +120,7 @@ def rows_of(request: Request) -> int | None:
     return sum(count for _, count in request.train.length_histogram) or None
 
 
+texts = read_texts(__file__, "texts.toml")
 _MOST_PRICE = 1e9
 
 
@@ -245,22 +247,25 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
     name = settings.get("dataset_name")
     if not isinstance(name, str) or name.startswith("synthetic:") or request.train.length_histogram:
         return request
+
+    def words(why: str) -> str:
+        return texts("unmeasured_rows", name=name, why=why, length=request.train.sequence_length)
+
     if name.startswith(("/", ".", "~")) and not bounded.exists(Path(name).expanduser()):
-        return replace(request, unmeasured=_words(name, "not on this host", request))
+        return replace(request, unmeasured=words("not on this host"))
     named_settings = {key: settings[key] for key in _NAMES if settings.get(key) is not None}
     if "model_name_or_path" not in named_settings and "tokenizer_name" not in named_settings:
         tokenizer = hub_id(request.model) if request.model else None
         if tokenizer is None:
             why = f"no tokenizer of {request.model or 'the model'} is known"
-            return replace(request, unmeasured=_words(name, why, request))
+            return replace(request, unmeasured=words(why))
         named_settings["tokenizer_name"] = tokenizer
     try:
         found = _measured(named_settings)
     except LookupError as error:
-        return replace(request, unmeasured=_words(name, str(error), request))
+        return replace(request, unmeasured=words(str(error)))
     if not found["histogram"]:
-        words = _words(name, found["why"], request)
-        return replace(request.changed(rows=request.rows or found["rows"]), unmeasured=words)
+        return replace(request.changed(rows=request.rows or found["rows"]), unmeasured=words(found["why"]))
     lengths = ",".join(f"{tokens}:{rows}" for tokens, rows in found["histogram"])
     return request.changed(lengths=lengths, rows=request.rows or found["rows"])
 
@@ -286,13 +291,6 @@ def dataset_settings(dataset: str, tokenizer: str | None, model: str | None) -> 
     if tokenizer is None and model is not None and bounded.is_folder(model):
         tokenizer = model
     return {**settings, **({"tokenizer_name": tokenizer} if tokenizer else {})}
-
-
-def _words(name: str, why: str, request: Request) -> str:
-    return (
-        f"the rows of {name} were not measured ({why}). Each row is assumed to have {request.train.sequence_length} "
-        "tokens. Give --lengths and --rows"
-    )
 
 
 def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from agent.base.exit_codes import EXIT_FAILED, EXIT_USAGE
+from agent.base import EXIT_FAILED, EXIT_USAGE
 from agent.base.output import unwritable
 from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded

@@ -7,9 +7,10 @@ table, and its `without` lists those that it does not have. A table whose name d
 options of the file of that name, except those that its `without` lists; a later table with `shared = true` overrides
 members of an included one.
 
-`requires` lists options of which one must be given with this one, `excludes` options that cannot be given with it. A
-verb whose options do not go together ends before it does anything. An error in a table (a type, a member or the name
-of another table that does not exist) is raised when the verb is imported.
+`requires` lists options of which one must be given with this one, `excludes` options that cannot be given with it, and
+`allows` the only ones that can. A name may end with the values that count ("--api=job|jobset"). A verb whose options do
+not go together ends before it does anything. An error in a table (a type, a member or the name of another table that
+does not exist) is raised when the verb is imported.
 """
 
 from __future__ import annotations
@@ -45,7 +46,14 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 
 _QUESTION = read_table(tables.__file__, "question.toml")  # as contracts.question reads it
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
-_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes")  # of a table; the others are click.option's
+_OWN_MEMBERS = (
+    "shared",
+    "without",
+    "most",
+    "requires",
+    "excludes",
+    "allows",
+)  # the others are click.option's
 
 
 def with_options(verb: str) -> Callable[[Any], Any]:
@@ -99,15 +107,22 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
         return param is not None and context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
 
     def is_given(text: str) -> bool:
-        return is_typed(text) and context.params[names[text].name or ""] != names[text].default
+        option, _, values = text.partition("=")
+        if not is_typed(option):
+            return False
+        value = context.params[names[option].name or ""]
+        return value in values.split("|") if values else value != names[option].default
 
-    for key, row in rows.items():
-        text = key.partition("/")[0].split()[-1]
+    texts = {key.partition("/")[0].split()[-1]: row for key, row in rows.items()}
+    for text, row in texts.items():
         if not is_typed(text):
             continue
+        excluded = row.get("excludes", ())
+        if "allows" in row:
+            excluded = texts.keys() - {text, *row["allows"]}
         if row.get("requires") and not any(map(is_given, row["requires"])):
             raise click.UsageError(f"{text} requires {' or '.join(row['requires'])}.")
-        for other in filter(is_given, row.get("excludes", ())):
+        for other in filter(is_given, excluded):
             raise click.UsageError(f"{text} and {other} cannot be combined.")
 
 

@@ -64,13 +64,12 @@ def unwritable(path: Path, *, folder: bool = False) -> str:
     return f"the disk of {place} is full" if disk.f_blocks and not disk.f_bavail else ""
 
 
-def write_atomic(path: Path, text: str) -> Path:
-    """Write a file so that a reader sees the old content or the new, never half of it."""
-    return write_atomic_bytes(path, text.encode())
+def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> Path:
+    """Write a file so that a reader sees the old content or the new, never half of it.
 
-
-def write_atomic_bytes(path: Path, content: bytes, mode: int = 0o644) -> Path:
-    """As `write_atomic`; what is no regular file (/dev/null, a pipe) is written to and never replaced."""
+    What is no regular file (/dev/null, a pipe) is written to and never replaced.
+    """
+    content = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return path
@@ -122,7 +121,7 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
 def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, named: str = "") -> None:
     """Write a file that the user asked for, whole or not at all. ClickException names `named`, or the path, and why."""
     try:
-        write_atomic_bytes(path, content.encode() if isinstance(content, str) else content, mode)
+        write_atomic(path, content, mode)
     except OSError as error:
         raise click.ClickException(f"{named or path}: {error.strerror or error}") from None
 

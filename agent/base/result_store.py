@@ -85,9 +85,11 @@ def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:
                 held += path.stat().st_size
             if held > MOST_HELD_BYTES and found:
                 break
-            record = _record(path)
-            if record is not None:
+            try:
+                record = read_record(path)
                 found.setdefault(start_of(record, path), record)
+            except RecordError as error:
+                left_out(path, error)
     newest = sorted(found.values(), key=lambda record: record.started_at or "", reverse=True)
     return tuple(newest[:STORED_RUNS])
 
@@ -95,14 +97,6 @@ def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:
 def start_of(record: RunRecord, path: Path | None = None) -> tuple[str, str]:
     """Which start of which job a record is of: a host starts one at a time."""
     return str(record.host), str(record.started_at or path)
-
-
-def _record(path: Path) -> RunRecord | None:
-    try:
-        return read_record(path)
-    except RecordError as error:
-        left_out(path, error)
-        return None
 
 
 def sweep(place: Path) -> None:

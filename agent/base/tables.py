@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -115,12 +115,6 @@ def block(out: Console, word: str, code: str, where: str, message: str, proof: I
     indented(out, f"[bold]→ {escape(remedy)}[/bold]")
 
 
-def some(names: Sequence[str], word: str = "") -> str:
-    """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{word}{', '.join(names[:SHOWN])}{more}" if names else ""
-
-
 def indented(out: Console, text: str, by: int = 7) -> None:
     """Text that hangs under its line; nothing where there is none."""
     if text:
@@ -140,22 +134,6 @@ def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
     for word, text in rows:
         shown.add_row(f"  [bold]{word}[/bold]", escape(text))
     out.print(shown)
-
-
-def explanation(out: Console, text: str) -> None:
-    """A section of the pages of findings or alerts: its points under each other, commands marked."""
-    title, _, body = text.partition("\n\n")
-    out.print(f"[bold]{escape(title)}[/bold]\n")
-    for piece in re.split(r"^- ", body, flags=re.MULTILINE):
-        words = escape(" ".join(piece.split()))
-        words = re.sub(r"\*\*([^*]+)\*\*", r"[bold]\1[/bold]", words)
-        if not words:
-            continue
-        shown = re.sub(r"`([^`]+)`", r"[cyan]\1[/cyan]" if out.is_terminal else r"`\1`", words)
-        if words.startswith("[bold]"):
-            indented(out, shown, 2)
-        else:
-            out.print(shown)
 
 
 # Where tables go: a terminal, or a pipe without padding.

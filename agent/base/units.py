@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from contracts.host_list import compress_host_list
 from hardware.units import bits as bits
 from hardware.units import rate as rate
 
@@ -44,15 +45,6 @@ def rest(word: str, counts: Mapping[str, int]) -> str:
     return tally({status: number for status, number in counts.items() if status != said})
 
 
-def need(name: str, value: str) -> str:
-    """What a pod needs, in words: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
-    if name == "shm_bytes" and value.isdigit():
-        return f"{size(float(value))} of shared memory (/dev/shm)"
-    if name == "compute_domain":
-        return f"a ComputeDomain ({value})"
-    return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
-
-
 def size(value: float | None) -> str:
     """Bytes with a binary unit: 68719476736 -> "64.0 GiB"; None -> "unknown"."""
     if value is None:
@@ -72,13 +64,6 @@ def parse_size(text: str) -> int | None:
     if found is None or scale is None:
         return None
     return round(float(found[1]) * scale) if "." in found[1] else int(found[1]) * scale
-
-
-def reach(least: float | None, usual: float | None, most: float | None) -> str:
-    """A bandwidth with its interval: "326 GB/s (276 GB/s to 423 GB/s)"; the range alone without a usual value."""
-    if least is None:
-        return "unknown"
-    return f"{rate(usual)} ({rate(least)} to {rate(most)})" if usual is not None else f"{rate(least)} to {rate(most)}"
 
 
 def seconds(value: float | None) -> str:
@@ -103,29 +88,15 @@ def interval(value: Interval | None, unit: str) -> str:
     return f"{' '.join(mid)} ({first} to {last})"
 
 
+def some(names: Sequence[str], word: str = "", most: int = 8) -> str:
+    """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{word}{', '.join(names[:most])}{more}" if names else ""
+
+
 def hostlist(names: Sequence[str], plain: int = 8) -> str:
     """Names in a row, all of them; more than `plain` as Slurm writes hosts: "gpu-[01-03,07]"."""
-    if len(names) <= plain:
-        return ", ".join(names)
-    runs: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(names):
-        before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-        runs.setdefault((before, after) if number else (name, ""), []).append(number)
-    return ", ".join(
-        f"{before}{_ranges(numbers)}{after}" if numbers != [""] else before for (before, after), numbers in runs.items()
-    )
-
-
-def _ranges(numbers: Sequence[str]) -> str:
-    """ "[01-03,07]"; a run is of numbers as wide as each other, so that it can be written out again."""
-    runs: list[list[str]] = []
-    for number in sorted(numbers, key=lambda text: (len(text), text)):
-        if runs and len(number) == len(runs[-1][-1]) and int(number) == int(runs[-1][-1]) + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    ranges = ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return ranges if len(numbers) == 1 else f"[{ranges}]"
+    return ", ".join(names) if len(names) <= plain else compress_host_list(names, ", ")
 
 
 def ago(value: float) -> str:
@@ -149,10 +120,12 @@ def duration(value: float) -> str:
 
 
 def expected_rate(expected: Expectation) -> str:
-    """What healthy machines reach; NCCL's plan where that is all that is derived."""
-    if expected.least_bytes_per_second is None:
+    """What healthy machines reach: "326 GB/s (276 GB/s to 423 GB/s)"; NCCL's plan where that is all that is derived."""
+    least, usual = expected.least_bytes_per_second, expected.usual_bytes_per_second
+    if least is None:
         return rate(expected.busbw_bytes_per_second)
-    return reach(expected.least_bytes_per_second, expected.usual_bytes_per_second, expected.most_bytes_per_second)
+    bounds = f"{rate(least)} to {rate(expected.most_bytes_per_second)}"
+    return bounds if usual is None else f"{rate(usual)} ({bounds})"
 
 
 def clock(at: float) -> str:

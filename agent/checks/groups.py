@@ -88,11 +88,6 @@ class Group:
         return tuple((node, tuple(subjects)) for node, subjects in found.items() if node)
 
     @property
-    def size(self) -> int:
-        """How many checks it contains."""
-        return len(self.checks)
-
-    @property
     def required(self) -> bool:
         """Whether the gate requires one of them."""
         return any(check.required for check in self.checks)

@@ -159,7 +159,9 @@ class History:
         held = dict(kept) | {
             key: value
             for key, value in found.items()
-            if _is_version(key) or (not silent and (last.get(key) == value or not kept))
+            if (key[0] in _VERSIONS and not key[1])
+            or key[1] == "firmware"
+            or (not silent and (last.get(key) == value or not kept))
         }
         if not silent:
             held = {key: value for key, value in held.items() if key in found or key in last}
@@ -170,14 +172,10 @@ class History:
                 each.subject.startswith("probe ") or (each.subject, each.what) == ("driver", "error") for each in differ
             )
             for difference in differ:
-                self._differs(now, difference, hardware=not answers)
+                part = _part(difference)
+                kind = "version" if part not in ("", "hardware") else "changed"
+                self._tell(now, kind, difference.message, code="" if answers and part == "hardware" else part)
         self._kept.traits = held
-
-    def _differs(self, now: float, difference: Difference, *, hardware: bool = True) -> None:
-        part = _part(difference)
-        kind: Any = "version" if part not in ("", "hardware") else "changed"
-        code = part if hardware or part != "hardware" else ""
-        self._kept.events.append(Event(at_seconds=now, kind=kind, text=difference.message[:TEXT], code=code))
 
     def _holding(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
         """Findings as they hold; one that is new is unknown until it persists."""
@@ -228,22 +226,19 @@ class History:
                 if seen.raised:
                     self._tell(now, "cleared", seen.checks[0].message, seen.checks[0])
 
-    def _tell(self, at: float, kind: Any, text: str, check: Finding | None = None) -> None:
-        about = {"code": check.code, "subject": check.subject[:128], "severity": check.status.value} if check else {}
-        self._kept.events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], **about))
+    def _tell(self, at: float, kind: Any, text: str, check: Finding | None = None, *, code: str = "") -> None:
+        about = {"subject": check.subject[:128], "severity": check.status.value} if check else {}
+        code = check.code if check else code
+        self._kept.events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], code=code, **about))
 
 
 def _known(found: Mapping[Key, Seen]) -> dict[Key, Seen]:
     """Those that this release still judges: another would hold for ever."""
     if not found:  # every check of the product is imported for it
         return {}
-    from agent.checks.codes import ALL_CODES
+    from agent.checks.measured import ALL_CODES
 
     return {key: seen for key, seen in found.items() if key[0] in ALL_CODES}
-
-
-def _is_version(key: Key) -> bool:
-    return (key[0] in _VERSIONS and not key[1]) or key[1] == "firmware"
 
 
 def _part(difference: Difference) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from agent.base import units
 from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from contracts.tables import read_table
@@ -48,11 +49,8 @@ _SOFT_RDMA = ("rxe", "siw")  # software over any Ethernet interface: on no bus
 def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """Mark the checks that the devices on the host's PCI bus make required; a pass without a measurement is unknown."""
     pci = snapshot.facts(PciFacts)
-    unread = {}
-    if why := no_gpu_read(snapshot):
-        unread["gpu"] = why
-    if why := no_hca_read(snapshot):
-        unread["rdma"] = why
+    why = {"gpu": no_gpu_read(snapshot), "rdma": no_hca_read(snapshot)}
+    unread = {family: text for family, text in why.items() if text}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     required = {*(failed & set(ALWAYS_THERE)), *_families_on_bus(snapshot, pci)}
     # Outside of a container no device plugin adds device files: one that is missing here is missing for every job.
@@ -120,9 +118,8 @@ def no_hca_read(snapshot: Snapshot) -> str:
 
 
 def _number(devices: Sequence[object], one: str) -> str:
-    named = ", ".join(str(getattr(device, "bus_id", "")) for device in devices[:4])
-    more = f" and {len(devices) - 4} more" if len(devices) > 4 else ""
-    return f"{len(devices)} {one}{'' if len(devices) == 1 else 's'} ({named}{more})"
+    places = [str(getattr(device, "bus_id", "")) for device in devices]
+    return f"{units.count(len(devices), one)} ({units.some(places, most=4)})"
 
 
 def _outcome(snapshot: Snapshot, name: str) -> str:
@@ -176,12 +173,13 @@ def checks_of_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
 
 def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """Remove secrets from the checks: messages and evidence quote environments, files and the kernel's log."""
-    return tuple(check if check.status == "pass" else _redacted(check) for check in checks)
-
-
-def _redacted(check: Finding) -> Finding:
-    evidence = tuple(map(redact, check.evidence))
-    return replace(check, message=redact(check.message), evidence=evidence, remedy=redact(check.remedy))
+    return tuple(
+        check if check.status == "pass" else replace(
+            check, message=redact(check.message), evidence=tuple(map(redact, check.evidence)),
+            remedy=redact(check.remedy),
+        )
+        for check in checks
+    )  # fmt: skip
 
 
 def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
@@ -247,7 +245,8 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     if node.nvlink_known:
         return (*found, *judged)
     why = "the NVLinks of these GPUs could not be read"
-    return (*found, *(replace(c, status=Status.UNKNOWN, message=why) if _of_nvlink(c) else c for c in judged))
+    links = [c for c in judged if c.status == "pass" and c.code.startswith("topology.nvlink.")]
+    return (*found, *(replace(c, status=Status.UNKNOWN, message=why) if c in links else c for c in judged))
 
 
 def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
@@ -257,20 +256,16 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
     Specification: NCCL src/graph/search.cc, ncclTopoSelectNets: the nets of each GPU are tried by path type, nearest
     first, so that where every GPU has a NIC near it, a NIC that is nearest to no GPU carries no collective.
     """
-    outcomes = dict(snapshot.outcomes)
     pci = snapshot.facts(PciFacts)
-    on_bus = bool(gpus_on_bus(pci) or amd_gpus(pci)) if pci else not isinstance(outcomes.get("pci"), Absent)
-    without_gpu = not node.gpus and not on_bus
-    for name, outcome in snapshot.outcomes.items():
-        facts = outcome.facts if isinstance(outcome, Ok) else None
-        if isinstance(outcome, Ok) and isinstance(facts, RdmaFacts):
-            devices = tuple(replace(each, role=_role(node, each, facts.devices)) for each in facts.devices)
-            outcomes[name] = replace(outcome, facts=replace(facts, devices=devices))
-        elif isinstance(outcome, Ok) and isinstance(facts, InterfacesFacts) and without_gpu:
-            outcomes[name] = replace(outcome, facts=replace(facts, backend="gloo"))
-        elif isinstance(outcome, Ok) and isinstance(facts, LimitsFacts):
-            outcomes[name] = replace(outcome, facts=replace(facts, gpus=len(node.gpus)))
-    return replace(snapshot, outcomes=outcomes)
+    on_bus = bool(gpus_on_bus(pci) or amd_gpus(pci)) if pci else not isinstance(snapshot.outcomes.get("pci"), Absent)
+
+    def with_roles(facts: RdmaFacts) -> RdmaFacts:
+        return replace(facts, devices=tuple(replace(d, role=_role(node, d, facts.devices)) for d in facts.devices))
+
+    if not node.gpus and not on_bus:
+        snapshot = snapshot.with_facts(InterfacesFacts, lambda facts: replace(facts, backend="gloo"))
+    snapshot = snapshot.with_facts(LimitsFacts, lambda facts: replace(facts, gpus=len(node.gpus)))
+    return snapshot.with_facts(RdmaFacts, with_roles)
 
 
 def _role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...]) -> str | None:
@@ -295,10 +290,6 @@ def _rate(device: RdmaDevice) -> float:
     """Bytes/s of the ACTIVE ports together; of a device without one what its model can do, 0 where that is unknown."""
     rates = [port.rate_bytes_per_second or 0.0 for port in device.ports if port.state == "ACTIVE"]
     return sum(rates) if rates else fastest(device.model) or 0.0
-
-
-def _of_nvlink(check: Finding) -> bool:
-    return check.status == "pass" and check.code.startswith("topology.nvlink.")
 
 
 def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:

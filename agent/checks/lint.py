@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
+from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from agent.base.inputs import InputError, parse_version
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
@@ -91,10 +91,8 @@ def _checks(
             continue
         line = named.lines.get(finding.subject, 0)
         message, remedy, *evidence = without_secrets([finding.message, finding.remedy, *finding.evidence])
-        yield Finding(
-            code=finding.code, status=finding.status, node=named.source, subject=finding.subject,
-            message=message, evidence=(*evidence, *((f"line {line}",) if line else ())), remedy=remedy,
-        )  # fmt: skip
+        evidence += [f"line {line}"] if line else []
+        yield replace(finding, node=named.source, message=message, evidence=tuple(evidence), remedy=remedy)
 
 
 def _unread_in_words(reading: Reading) -> str:

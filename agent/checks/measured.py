@@ -1,4 +1,4 @@
-"""Checks that rest on a measurement: the benchmark, its evidence, and the run."""
+"""Checks that rest on a measurement (the benchmark, its evidence, the run), and the codes of all checks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any, Final
 
 from agent.base import units
 from agent.checks.groups import ORDER
-from agent.checks.host_checks import gdrdma_possible, without_secrets
+from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, without_secrets
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
 from contracts.run_record import Comparison, RunRecord, compare
 from contracts.tables import read_table
+from planner.lint.values import CODES as ENVIRONMENT_CODES
 from probes.api import Snapshot, finding
+from probes.registry import ALL, SCAN_CODES
 from topology.build import build
+from topology.check import CODES as TOPOLOGY_CODES
 from topology.expected import FAILS_BELOW
 from topology.paths import Bar as BarName
 from topology.reference import departures
@@ -114,10 +117,8 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
     if status == "pass":
         case = "open" if first is None or first.low is None else "pass"
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
-    cause, remedy = _cause(m, first, now, value, snapshots)
-    return make_finding(
-        BUSBW, node, status, subject=m.op, evidence=evidence, measured=measured, cause=cause, remedy=remedy
-    )
+    case, words = _cause(m, first, now, value, snapshots)
+    return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **words)
 
 
 def expected_words(m: Measurement) -> str:
@@ -141,28 +142,20 @@ def status_of(value: float, bar: Bar) -> Status:
 
 def _cause(
     m: Measurement, first: Bar | None, now: Bar | None, value: float, snapshots: Sequence[Snapshot]
-) -> tuple[str, str]:
-    """The cause, as far as the two bars show it, and the remedy."""
+) -> tuple[str, dict[str, object]]:
+    """The cause, as far as the two bars show it: the case of the finding, and what its text needs."""
     hosts = len(set(m.hosts))
     if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
-        return "no more than the ring carries", "See bench.nvls.unused."
+        return " ring", {}
     due = (first.low if first else None) or 0.0
     if now is not None and now.low is not None and now.low <= value and now.low < due:
         missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
-        words = "; ".join(missing) or _difference(first, now)
-        return f"the links that are left carry this much, and links are missing: {words}", (
-            "Restore the missing links; `topoflight preflight` names each of them."
-        )
+        return " links", {"missing": "; ".join(missing) or _difference(first, now)}
     if hosts > 1:
         nccl = m.backend == "nccl"
         one = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
-        return f"no link of a host explains it: the fault is between the {hosts} hosts, or in how they are used", (
-            f"`topoflight search` finds a slow host; then one {one}, and each host alone."
-        )
-    return "the links look whole, so the fault is one that no link shows", (
-        "Measure pairs of GPUs (CUDA_VISIBLE_DEVICES and --ranks 2), and once with NCCL_NVLS_ENABLE=0; compare the "
-        "transports in the evidence with `topoflight topo`."
-    )
+        return " hosts", {"hosts": hosts, "one": one}
+    return "", {}
 
 
 def _difference(first: Bar | None, now: Bar) -> str:
@@ -227,6 +220,20 @@ RUN_CODES = (
     "run.failed", "run.layout.mismatch", "run.loss.not_falling", "forecast.step_time.outside",
     "forecast.memory.outside",
 )  # fmt: skip
+
+
+RDMA_BENCH_CODES = ("bench.rdma.low_bandwidth",)
+SEARCH_CODES = (
+    "search.node.lost", "search.node.stuck", "search.node.slow", "search.node.part", "search.node.unjudged",
+    "search.link.bad",
+)  # fmt: skip
+CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
+PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
+HOST_CODES: tuple[str, ...] = (  # what a preflight of a host judges, as far as it comes
+    *PROBE_CODES, *SCAN_CODES, *TOPOLOGY_CODES, *ENVIRONMENT_CODES, *EXPECT_CODES, *BENCH_CODES, *RUN_CODES,
+)  # fmt: skip
+ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *SEARCH_CODES, *CLUSTER_CODES)
+"""Every finding code of the product: the frozen surface that docs/reference/findings.md and the gate share."""
 
 
 def unmeasured(codes: Sequence[str], why: str) -> tuple[Finding, ...]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from agent.base import units
-from agent.base.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
+from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED, units
 from agent.checks.groups import MANY_CODES, ORDER, places
 from contracts.finding import Finding, Status
 
@@ -113,12 +112,9 @@ def unjudged(checks: Iterable[Finding]) -> str:
         if check.code.startswith("gpu.") and not check.code.endswith(".probe.failed") and check.node:
             known[check.node] = known.get(check.node, False) or check.status != "unknown"
     without = [node for node, judged in known.items() if not judged]
-    if not without:
-        return ""
-    if len(without) == len(known):
+    if without and len(without) == len(known):
         return "no GPU was checked"
-    more = f" and {len(without) - 4} more" if len(without) > 4 else ""
-    return f"no GPU was checked on {', '.join(without[:4])}{more}"
+    return units.some(without, "no GPU was checked on ", 4)
 
 
 def _unmeasured(checks: Sequence[Finding]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from agent.checks.host_checks import checks_of_hosts, without_secrets
 from agent.checks.verdict import Verdict, judge
 from contracts.finding import Finding, Status
-from probes.api import Ok, Snapshot
+from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.gpu.health import FREE_MEMORY, is_full, subject_of
 from probes.hostinfo.probe import HostinfoFacts
@@ -112,16 +112,11 @@ def _nodes(check: Finding) -> set[str]:
 
 def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snapshot:
     """The same host as a job with these variables meets it: what the job sets is not to be held against the host."""
-    outcomes = dict(snapshot.outcomes)
-    for name, outcome in snapshot.outcomes.items():
-        if isinstance(outcome, Ok) and isinstance(outcome.facts, HostinfoFacts):
-            merged = {**(outcome.facts.nccl_environment or {}), **environment}
-            outcomes[name] = replace(outcome, facts=replace(outcome.facts, nccl_environment=merged))
-        elif isinstance(outcome, Ok) and isinstance(outcome.facts, InterfacesFacts):
-            chosen = environment.get("NCCL_SOCKET_IFNAME") or outcome.facts.socket_ifname
-            gloo = environment.get("GLOO_SOCKET_IFNAME") or outcome.facts.gloo_ifname
-            outcomes[name] = replace(outcome, facts=replace(outcome.facts, socket_ifname=chosen, gloo_ifname=gloo))
-    return replace(snapshot, outcomes=outcomes)
+    snapshot = snapshot.with_facts(HostinfoFacts, lambda facts: replace(
+        facts, nccl_environment={**(facts.nccl_environment or {}), **environment}))  # fmt: skip
+    return snapshot.with_facts(InterfacesFacts, lambda facts: replace(
+        facts, socket_ifname=environment.get("NCCL_SOCKET_IFNAME") or facts.socket_ifname,
+        gloo_ifname=environment.get("GLOO_SOCKET_IFNAME") or facts.gloo_ifname))  # fmt: skip
 
 
 def for_next_job(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base import units
-from agent.base.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS
+from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
 from agent.base.options import with_options
 from agent.base.output import Progress, console, emit, render, say, write_result
 

@@ -11,6 +11,7 @@ from agent.base import units
 from agent.base.inputs import InputError
 from agent.base.options import with_options
 from agent.base.output import emit
+from contracts.tables import read_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,14 +47,7 @@ def evidence(
 
 
 ORDER = ("fail", "warn", "unknown", "info", "pass")
-_NVLINK_WORDS = {
-    "used": "used",
-    "enabled": "enabled for a communicator, no channel seen",
-    "available": "the hardware has it, no use of it seen",
-    "not available": "not available",
-    "unknown": "unknown",
-}
-_OUTCOMES = {"failed": "failed", "finished": "finished", "unknown": "unknown: the log does not say"}
+_NVLINK_WORDS, _OUTCOMES = read_table(__file__, "evidence.toml").values()
 
 
 def _place(line: ProofLine) -> str:

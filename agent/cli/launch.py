@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS
+from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.inputs import InputError, NothingFitsError, require_writable
 from agent.base.options import with_options
 from agent.base.output import Progress, console, render, say, waiting
@@ -72,7 +72,9 @@ def launch(
     if shown != "brief":
         _say_forecast(advice)
     folder = folder or _folder(options)
-    if options["api"] != "local":
+    if options["api"] == "slurm":
+        _launch_on_slurm(advice, found, folder, shown, options)
+    elif options["api"] != "local":
         _launch_there(advice, found, shown, options)
     elif shown:
         _print_here(advice, folder, shown, options)
@@ -153,6 +155,27 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     if options["with_network"]:
         raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
     _create(documents, options)
+
+
+def _launch_on_slurm(
+    advice: Recommendation, found: Sequence[Snapshot], folder: Path, form: str | None, options: dict[str, Any]
+) -> None:
+    """Print the batch script, or in brief what it starts; submit it where `form` is None."""
+    from agent.jobs import slurm
+    from planner.slurm.job import batch_script
+
+    job = slurm.job_of(advice, found, folder, options)
+    if form == "brief":
+        _in_brief(advice)
+    elif form:
+        say(batch_script(job), nl=False)
+        say(f"note: the folder {job.output} must exist before the script is submitted", err=True)
+    if form:
+        return
+    require_writable("--output", folder, folder=True)
+    job_id = slurm.submit(job)
+    say(f"job {job_id} submitted: {job.output / 'job.sbatch'}")
+    say(f"its log: {job.output}/slurm-{job_id}.log; diagnose it: topoflight why --job {job_id}", err=True)
 
 
 def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
@@ -311,8 +334,7 @@ def _gate(
     here: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
 ) -> None:  # fmt: skip
     """Judge this host with the settings of the job. A required check that is unknown stops the job."""
-    from agent.checks.codes import ALL_CODES
-    from agent.checks.measured import must_be_measured, with_bench
+    from agent.checks.measured import ALL_CODES, must_be_measured, with_bench
     from agent.checks.verdict import judge, select
     from agent.checks.view import look, with_environment
 

@@ -1,4 +1,4 @@
-"""The command line: `topoflight VERB`. Results go to stdout, everything else to stderr.
+"""The command line, `topoflight VERB`, and the verb explain. Results go to stdout, everything else to stderr.
 
 Each verb is imported only when it is asked for, so that `--help` answers at once and no verb pays for another's
 libraries. Exit codes: docs/reference/exit-codes.md.
@@ -10,13 +10,13 @@ import difflib
 import errno
 import importlib
 import logging
+import re
 import sys
 from pathlib import Path
 
 import click
 
-from agent.base import streams
-from agent.base.exit_codes import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
+from agent.base import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE, streams, version
 
 # What a disk, a file or a folder of the user refuses is no fault of the program: one line, and no traceback.
 FILE_ERRORS = (
@@ -28,10 +28,10 @@ VERBS: dict[str, tuple[str, str]] = {
     # The module that has the function of the verb, and a line of help: it is here so that --help imports nothing.
     "scan": ("agent.cli.scan", "Inspect this host and print its devices and findings. Reads only."),
     "demo": ("agent.cli.scan", "Show the findings of a faulty 8-GPU node that is built in."),
-    "capture": ("agent.cli.scan", "Record this host in a file that every command can read."),
-    "bundle": ("agent.cli.bundle", "Create a support bundle for this host or for all nodes, without secrets."),
+    "capture": ("agent.cli.recordings", "Record this host in a file that every command can read."),
+    "bundle": ("agent.cli.recordings", "Create a support bundle for this host or for all nodes, without secrets."),
     "topo": ("agent.cli.topo", "Show how GPUs and NICs are connected."),
-    "diff": ("agent.cli.diff", "Compare two recordings or, with --fleet, many."),
+    "diff": ("agent.cli.recordings", "Compare two recordings or, with --fleet, many."),
     "bench": ("agent.cli.bench", "Benchmark NCCL or Gloo collectives. Generates load."),
     "search": ("agent.cli.search", "Find the bad nodes and links of a fleet. Generates load."),
     "evidence": ("agent.cli.evidence", "Prove from NCCL logs which transport each channel used."),
@@ -45,7 +45,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "compare-networks": ("agent.cli.networks", "Run one fine-tune over each network and compare them. Generates load."),
     "wrap": ("agent.cli.wrap", "Add the checks and the environment to the manifest of your own job."),
     "serve": ("agent.http.serve", "Run the agent: HTTP pages, JSON and Prometheus metrics."),
-    "explain": ("agent.cli.explain", "Explain a finding, log problem, diagnosis or alert."),
+    "explain": ("agent.cli.main", "Explain a finding, log problem, diagnosis or alert."),
 }
 
 
@@ -81,11 +81,8 @@ class LazyGroup(click.Group):
 
 
 def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    """Print it; looking it up imports as much as all else that --help needs, so it is done only here."""
     if wanted:
-        from agent.base.version import VERSION
-
-        click.echo(f"topoflight, version {VERSION}")
+        click.echo(f"topoflight, version {version()}")
         ctx.exit()
 
 
@@ -101,6 +98,39 @@ def cli(verbose: int) -> None:
     """
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     streams.log_to_stderr(level)
+
+
+@click.command()
+@click.argument("code", required=False)
+@click.option("--list", "listed", is_flag=True, help="List all codes and alerts, each with its meaning.")
+def explain(code: str | None, listed: bool) -> None:
+    """Explain a finding, a log problem, a diagnosis or an alert: its meaning, its cause and its remedy."""
+    from agent.checks.explain import UnknownCodeError, point, section, sections
+
+    if listed == (code is not None):
+        raise click.UsageError("Give either one CODE or --list.")
+    if code is None:
+        for name in sections():
+            click.echo(f"{name:36} {point(name, 'Meaning')}")
+        return
+    try:
+        _show_entry(section(code))
+    except UnknownCodeError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _show_entry(text: str) -> None:
+    """Print an entry of the pages of findings or alerts: its points under each other, commands marked."""
+    from rich.markup import escape
+
+    from agent.base.tables import console, indented
+
+    out = console()
+    title, _, points = text.partition("\n\n")
+    out.print(f"[bold]{escape(title)}[/bold]\n")
+    for point in re.split(r"^- ", points, flags=re.MULTILINE)[1:]:
+        words = re.sub(r"\*\*([^*]+)\*\*", r"[bold]\1[/bold]", escape(" ".join(point.split())))
+        indented(out, re.sub(r"`([^`]+)`", r"[cyan]\1[/cyan]" if out.is_terminal else r"`\1`", words), 2)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,7 +11,7 @@ import click
 
 from agent.base.inputs import require_writable
 from agent.base.options import with_options
-from agent.base.output import Progress, emit, say, waiting
+from agent.base.output import Progress, emit, render, say, waiting, write_atomic
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
     used. Exit code 0: all were run. 1: it cannot run here. 3: a run failed. 5: the network of a run was not proven.
     """
     from agent.jobs.namespaces import NamespaceError
+    from agent.jobs.networks import picture
     from collectives.bench.processes import BusyError
 
     if not options["dry_run"]:
@@ -42,9 +43,15 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
             say(f"networks: not compared: {error}", err=True)
             return
         raise click.ClickException(f"not compared: {error}") from None
-    _leave(found, options["folder"])
+    folder: Path = options["folder"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "networks.svg", picture(found))
+        write_atomic(folder / "networks.json", render(found, "json"))
+    except OSError as error:
+        raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
     emit(found, form, lambda out: show(out, found, verbose=verbose))
-    say(f"report: {options['folder'] / 'networks.svg'}, {options['folder'] / 'networks.json'}", err=True)
+    say(f"report: {folder / 'networks.svg'}, {folder / 'networks.json'}", err=True)
     sys.exit(found.exit_code)
 
 
@@ -157,19 +164,6 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     ))  # fmt: skip
 
 
-def _leave(found: NetworkBars, folder: Path) -> None:
-    """The picture and the document."""
-    from agent.base.output import render, write_atomic
-    from agent.jobs.networks import picture
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "networks.svg", picture(found))
-        write_atomic(folder / "networks.json", render(found, "json"))
-    except OSError as error:
-        raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
-
-
 def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     """The verdict and the bars on the terminal; what proves them where it is `verbose`."""
     from rich.markup import escape
@@ -177,17 +171,17 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     from agent.base import units
     from agent.base.tables import grid
     from agent.jobs.networks import words_of
-    from agent.pages import charts
+    from agent.terminal.measured import blocks
 
-    drawn = [charts.Run(label=bar.network, value=bar.step_seconds, shown="") for bar in found.bars if bar.step_seconds]
-    blocks = {label: block for label, block, _ in charts.blocks(drawn, 20)}
-    best = min((run.value for run in drawn), default=0.0)
+    steps = [bar.step_seconds for bar in found.bars if bar.step_seconds]
+    best, longest = min(steps, default=0.0), max(steps, default=1.0)
     out.print(escape(_verdict(found, verbose=verbose)))
     out.print(f"[dim]{escape(found.title)}[/dim]")
     rows = grid(2, 3)
     for bar in found.bars:
         words = "\n".join(words_of(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
-        rows.add_row(escape(bar.network), blocks.get(bar.network, ""), escape(words))
+        block = blocks(bar.step_seconds / longest) if bar.step_seconds else ""
+        rows.add_row(escape(bar.network), block, escape(words))
     out.print(rows)
     if verbose:
         out.print(escape(found.where))

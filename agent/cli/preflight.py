@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agent.cluster.nodes import NodeRecord
     from agent.jobs.preflight import Report
 
-FORMATS = ("table", "json", "yaml", "junit", "github")
+FORMATS = ("table", "json", "yaml", "junit", "github", "slurm", "reason")
 
 
 @click.command()
@@ -38,7 +38,7 @@ def preflight(
     SIGTERM; the report holds what was known by then. 1: an error of the tool. 2: wrong usage.
     """
     if list_checks:
-        from agent.checks.codes import ALL_CODES
+        from agent.checks.measured import ALL_CODES
 
         say("\n".join(ALL_CODES))
         return
@@ -73,9 +73,9 @@ def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
     if not runs:
         return ()
     from agent.base import result_store
-    from agent.pages.charts import not_drawn, shown
+    from agent.pages.charts import not_drawn
 
-    return not_drawn(shown(result_store.read_runs(runs)))
+    return not_drawn(result_store.read_runs(runs))
 
 
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
@@ -118,7 +118,7 @@ def _target(form: str) -> tuple[str, Path | None]:
 
 
 def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
-    from agent.jobs.preflight import junit
+    from agent.jobs.preflight import junit, slurm_hosts, slurm_reasons
 
     if form == "table":
         from agent.base.tables import plain_console
@@ -130,7 +130,8 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
         show(plain_console(table), report, verbose=verbose, everything=everything)
         text = table.getvalue()
     else:
-        text = {"junit": junit, "github": github}.get(form, lambda whole: render(whole, form))(report)
+        texts = {"junit": junit, "github": github, "slurm": slurm_hosts, "reason": slurm_reasons}
+        text = texts.get(form, lambda whole: render(whole, form))(report)
     if path is None:
         say(text, nl=False)
         return

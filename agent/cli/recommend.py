@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import click
 from click.core import ParameterSource
@@ -51,7 +50,12 @@ def recommend(**options: object) -> None:
             settings = dataset_settings(str(options["dataset"]), request.tokenizer, request.model)
             request = with_rows(request, settings)
     if options["sweep"] or options["compare"]:
-        _what_if(request, options, form)
+        if form not in ("table", "json", "yaml"):
+            raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
+        if options["sweep"]:
+            _sweep(request, str(options["sweep"]), cast("Path | None", options["plot"]), form)
+        else:
+            _compare(request, cast("tuple[str, ...]", options["compare"]), form)
         return
     with waiting("recommend: forecasting layouts"):
         found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
@@ -77,16 +81,6 @@ def recommend(**options: object) -> None:
 
 
 # What if, as tables.
-
-
-def _what_if(request: Request, options: Mapping[str, Any], form: str) -> None:
-    """Answer a sweep or a comparison on stdout."""
-    if form not in ("table", "json", "yaml"):
-        raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
-    if options["sweep"]:
-        _sweep(request, str(options["sweep"]), options["plot"], form)
-    else:
-        _compare(request, tuple(options["compare"]), form)
 
 
 def _numbers(text: str) -> list[int]:

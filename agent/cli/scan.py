@@ -1,4 +1,4 @@
-"""The verbs scan, demo and capture: a host as its probes see it, a built one, and a recording."""
+"""The verbs scan and demo: a host as its probes see it, and a built one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
-from agent.base.output import console, emit, say, waiting, write_result
+from agent.base.output import console, emit, say
 
 
 @click.command()
@@ -53,23 +53,3 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
         # no state folder: what a built machine shows is not kept with this host's own history
         options = {"folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
         context.invoke(serve, **options, interval=3600.0)
-
-
-@click.command()
-@with_options("capture")
-def capture(root: str, target: Path | None) -> None:
-    """Record this host in a file that every command can read with --host.
-
-    The recording contains no environment variables except those of NCCL and related libraries, and no process names.
-    """
-    from probes.registry import ALL
-    from probes.scanner import Scanner
-    from probes.wire import dumps
-
-    with waiting("capture: asking this host"), Scanner(root, probes=ALL) as scanner:
-        text = dumps(scanner.capture()[1])
-    if target is None:
-        say(text, nl=False)
-        return
-    write_result(target, text)
-    say(f"{target}: {len(text)} bytes", err=True)

@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from agent.base import units
-from agent.base.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN
+from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.options import with_options
 from agent.base.output import Progress, console, render, say, write_result
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agent.base import inputs
-from agent.base.exit_codes import EXIT_UNKNOWN
+from agent.base import EXIT_UNKNOWN, inputs
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
 from agent.base.output import emit, say
@@ -58,7 +57,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     ]
 
     def show(out: Console) -> None:
-        from agent.terminal import findings as findings_view
+        from agent.base.tables import block
         from agent.terminal import topology as topology_view
 
         for node, findings in zip(nodes, found, strict=True):
@@ -66,7 +65,9 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
                 topology_view.node(out, node)
             else:
                 topology_view.brief(out, node, findings)
-            findings_view.finding_lines(out, findings)
+            for one in findings:
+                if one.status in ("fail", "warn", "unknown"):
+                    block(out, one.status, one.code, "", one.message, one.evidence[:3], one.remedy)
 
     emit(documents if len(documents) > 1 else documents[0], form, show)
     if any(node.lacking for node in nodes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
+from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import with_options
 from agent.base.output import emit, say
+from contracts.host_list import compress_host_list, slurm_name
 from contracts.question import most
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 def why(
     logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, limit: float, watch: bool, form: str,
-    **options: Any,
+    job: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Diagnose a stuck, slow or failed training run: the rank or link, the cause, and the remedy.
 
@@ -45,6 +47,8 @@ def why(
     if run is None:  # a run's folder among the logs
         run = next((Path(word) for word in logs if (Path(word) / "ranks").is_dir()), None)
         logs = tuple(word for word in logs if Path(word) != run)
+    if job is not None:
+        run, logs = _of_job(job, run, logs)
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
         sources = gathered.WhySources(
@@ -53,7 +57,7 @@ def why(
             published=published, limit=limit,
         )  # fmt: skip
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
-            raise click.UsageError("give a LOG, --run, --ras, --flight-recorder, --diag or --manifest")
+            raise click.UsageError("give a LOG, --run, --job, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is not None:
             found = watch_run(
                 run, lambda verdict: _print_change(verdict, form), lambda text: say(text, err=True), limit=limit
@@ -62,10 +66,20 @@ def why(
                 emit(found, form, lambda out: show(out, found))
         else:
             found = gathered.answer(sources)
-            emit(found, form, lambda out: show(out, found))
+            _emit(found, form)
     if found.state in ("fine", "unknown"):
         sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
+
+
+def _of_job(job: str, run: Path | None, logs: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
+    """The run's folder and the logs of a Slurm job, beside those that were given."""
+    from agent.jobs.slurm_commands import job_files
+
+    if not re.fullmatch(r"\d{1,9}(_\d{1,9})?", job):
+        raise click.UsageError(f"--job {job[:40]!r}: must be the id of a Slurm job, such as 1234 or 1234_5")
+    folder, found = job_files(job)
+    return run or folder, (*logs, *map(str, found))
 
 
 def _print_change(verdict: Verdict, form: str) -> None:
@@ -74,7 +88,15 @@ def _print_change(verdict: Verdict, form: str) -> None:
         line = verdict.line if verdict.line.startswith(verdict.state) else f"{verdict.state}: {verdict.line}"
         say(f"{time.strftime('%H:%M:%S')} {line}")
     else:
+        _emit(verdict, form)
+
+
+def _emit(verdict: Verdict, form: str) -> None:
+    """Print a verdict; for Slurm the nodes that it names, as a host list."""
+    if form != "slurm":
         emit(verdict, form, lambda out: show(out, verdict))
+    elif verdict.nodes:
+        say(compress_host_list(map(slurm_name, verdict.nodes)))
 
 
 def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ...]]:

@@ -10,6 +10,7 @@ and user impersonation.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -17,13 +18,14 @@ import os
 import random
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from agent.base.version import VERSION
+from agent.base import version
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -61,6 +63,10 @@ REASONS = {
 def reason_of(status: int) -> str:
     """The reason for a status; one that is not listed is an error of the server."""
     return REASONS.get(status, "server")
+
+
+Tally = defaultdict[tuple[str, ...], float]
+"""What a thread that asks the API server counts, by metric family and the values of its labels; that thread writes."""
 
 
 class AccessError(RuntimeError):
@@ -182,7 +188,7 @@ class Client:
         self._on_warning = on_warning
         self._timeout, self._tries = timeout_seconds, tries
         self._api = ApiClient(configuration)
-        self._api.user_agent = f"topoflight/{VERSION}"
+        self._api.user_agent = f"topoflight/{version()}"
 
     def close(self) -> None:
         """Let connections go."""
@@ -255,36 +261,29 @@ class Client:
 
     def watch(self, path: str, resource_version: str, *, seconds: int = 300) -> Iterator[Json]:
         """Events since `resource_version`, until the server ends the watch. Raises ApiError, 410 when it is too old."""
-        from urllib3.exceptions import HTTPError
-
         query = {
             "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": resource_version,
             "timeoutSeconds": seconds,
         }  # fmt: skip
         answer = self._send("GET", path, query=query, read_seconds=seconds + self._timeout)
         try:
-            if answer.status != 200:
-                raise _refusal(answer.status, answer.read(BODY_LIMIT_BYTES), answer.headers)
-            left = b""
-            for chunk in answer.stream(65536):
-                *lines, left = (left + chunk).split(b"\n")
-                if len(left) > LINE_LIMIT_BYTES:
-                    raise ApiError(0, f"a watch event is larger than {LINE_LIMIT_BYTES} bytes")
-                yield from map(_event_of, filter(bytes.strip, lines))
-        except HTTPError as error:
-            raise ApiError(0, f"the watch broke off: {_words(error)}") from None
+            with _errors("the watch broke off"):
+                if answer.status != 200:
+                    raise _refusal(answer.status, answer.read(BODY_LIMIT_BYTES), answer.headers)
+                left = b""
+                for chunk in answer.stream(65536):
+                    *lines, left = (left + chunk).split(b"\n")
+                    if len(left) > LINE_LIMIT_BYTES:
+                        raise ApiError(0, f"a watch event is larger than {LINE_LIMIT_BYTES} bytes")
+                    yield from map(_event_of, filter(bytes.strip, lines))
         finally:
             answer.close()
             answer.release_conn()
 
     def _once(self, method: str, path: str, **options: Any) -> tuple[int, Json]:
-        from urllib3.exceptions import HTTPError
-
         answer = self._send(method, path, read_seconds=self._timeout * 2, **options)
-        try:
+        with _errors(f"{self.server} cannot be reached"):
             raw = answer.read(BODY_LIMIT_BYTES + 1)
-        except HTTPError as error:
-            raise self._unreached(error) from None
         answer.release_conn()
         if len(raw) > BODY_LIMIT_BYTES:
             raise ApiError(answer.status, f"{path}: the answer is larger than {BODY_LIMIT_BYTES} bytes")
@@ -306,9 +305,7 @@ class Client:
         body: Json | None = None, headers: Mapping[str, str] = MappingProxyType({}),
     ) -> HTTPResponse:  # fmt: skip
         """The answer with its body yet to be read. Raises ApiError of status 0 where there is none."""
-        from kubernetes.client import ApiException
         from urllib3 import HTTPHeaderDict
-        from urllib3.exceptions import HTTPError
 
         sent = {
             "Accept": JSON,
@@ -323,12 +320,10 @@ class Client:
         url = self.server + path
         if query:
             url += "?" + self._api.parameters_to_url_query(dict(query), None)
-        try:
+        with _errors(f"{self.server} cannot be reached"):
             response = self._api.call_api(
                 method, url, all_headers, body, _request_timeout=(self._timeout, read_seconds)
             )
-        except (HTTPError, ApiException) as error:  # the library makes the latter of what TLS refuses
-            raise self._unreached(error) from None
         answer: HTTPResponse = response.response
         return answer
 
@@ -341,8 +336,17 @@ class Client:
         except (ConfigException, OSError, ValueError) as error:
             raise ApiError(0, f"the credentials for {self.server} cannot be read: {error}") from None
 
-    def _unreached(self, error: Exception) -> ApiError:
-        return ApiError(0, f"{self.server} cannot be reached: {_words(error)}")
+
+@contextlib.contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """Turn what the library raises into an ApiError of status 0."""
+    from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except (HTTPError, ApiException) as error:  # the library makes the latter of what TLS refuses
+        raise ApiError(0, f"{what}: {getattr(error, 'reason', None) or error}") from None
 
 
 def backoff_seconds(attempt: int, retry_after: float | None = None) -> float:
@@ -383,7 +387,3 @@ def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
         message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
     after = headers.get("Retry-After", "")
     return ApiError(status, message, reason=reason, retry_after=float(after) if after.isdecimal() else None)
-
-
-def _words(error: Exception) -> str:
-    return str(getattr(error, "reason", None) or error)

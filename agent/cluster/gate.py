@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.base import units
-from agent.checks import expect_checks
-from agent.checks.codes import CLUSTER_CODES
-from agent.checks.measured import BASELINE_LEAST, BUSBW, bar_words, status_of
+from agent.checks.measured import BASELINE_LEAST, BUSBW, CLUSTER_CODES, bar_words, make_finding, status_of
 from agent.checks.verdict import GateError
 from agent.cluster.client import METADATA, ApiError, Client, path_of
 from agent.cluster.node_facts import clean
@@ -64,12 +62,6 @@ def readable(names: Iterable[str], held: Fleet) -> tuple[Snapshot, ...]:
     return tuple(held.snapshot(record) for record in records if held.topology(record) is not None)
 
 
-_START_AGENT = (
-    "Start the agent on this node, restore its rights, or correct the clock of the node. "
-    f"`topoflight explain {_SILENT}` says how to find out which."
-)
-
-
 def checks_of(
     names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
 ) -> tuple[Finding, ...]:
@@ -80,14 +72,12 @@ def checks_of(
     for name in names:
         record = held.record(name)
         if record is None or record.silent(now):
-            why = _why_silent(record, now)
-            message = f"{why}: nothing is known of this node"
-            checks.append(Finding(code=_SILENT, status=Status.FAIL, node=name, message=message, remedy=_START_AGENT))
+            checks.append(make_finding(_SILENT, name, why=_why_silent(record, now)))
             continue
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = published(name, record)
         if expected is not None:
-            found = [*expect_checks.settled((*found, *_expected(expected, record, held)))]
+            found = _settled(expected, record, held, found)
         checks += [*found, *_against_equals(record, peers)]
     return tuple(checks)
 
@@ -123,24 +113,24 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
             continue
         best = same[max(2, -(-len(same) // 10)) - 1]  # never the best alone: a wrong record would accuse all others
         bar = Bar(name="best tenth", low=BASELINE_LEAST * best, typical=best, high=best / BASELINE_LEAST)
-        status = status_of(value, bar)
-        made.append(
-            Finding(
-                code=BUSBW, status=status, node=record.name, subject=subject,
-                message=f"{units.rate(value)} of {bar_words(bar)} of the best tenth of {len(same)} equal nodes",
-                remedy="" if status == "pass" else "`topoflight preflight --measure` on that node shows both bars.",
-            )
-        )  # fmt: skip
+        status, case = status_of(value, bar), f"{BUSBW} equals"
+        measured = f"{units.rate(value)} of {bar_words(bar)}"
+        check = make_finding(case, record.name, status, subject=subject, measured=measured, count=len(same))
+        made.append(replace(check, remedy="") if status == "pass" else check)
     return made
 
 
-def _expected(expected: Expectation, record: NodeRecord, held: Fleet) -> tuple[Finding, ...]:
-    """The expectations of a node by its record; of a record of another release nothing is known."""
+def _settled(expected: Expectation, record: NodeRecord, held: Fleet, found: Sequence[Finding]) -> list[Finding]:
+    """The findings with the expectations of a node by its record; of a record of another release nothing is known."""
+    from agent.checks import expect
+
     node = held.topology(record)
     if node is None:
         why = f"the record of {record.name} holds no graph of this release"
-        return expect_checks.unread(expected, record.name, why)
-    return expect_checks.checks_of(expected, held.snapshot(record), node, record.name)
+        more = expect.unread(expected, record.name, why)
+    else:
+        more = expect.checks_of(expected, held.snapshot(record), node, record.name)
+    return [*expect.settled((*found, *more))]
 
 
 def _why_silent(record: NodeRecord | None, now: float) -> str:
@@ -165,11 +155,9 @@ def published(name: str, record: NodeRecord) -> list[Finding]:
     ]  # fmt: skip
     worst = "fail" if record.verdict == "fail" else "unknown" if record.verdict == "unknown" else ""
     if worst and not any(check.status in (worst, "fail") for check in found):
-        found.append(
-            Finding(code=_VERDICT, status=statuses[worst], node=name, required=worst == "unknown",
-                  message=f"its agent says {worst} and publishes no finding that says why",
-                  remedy="Read the log of the agent on this node, or run `topoflight preflight` there.")
-        )  # fmt: skip
+        found.append(replace(
+            make_finding(_VERDICT, name, statuses[worst], word=worst), required=worst == "unknown"
+        ))  # fmt: skip
     else:
         found.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
     return found

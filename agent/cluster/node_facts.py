@@ -29,7 +29,7 @@ from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciDevice, PciFacts, is_bridge, is_network
-from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts
+from probes.rdma.facts import RdmaFacts, RdmaPort
 
 Json = dict[str, Any]
 MOST_ADDRESSES = 256
@@ -70,17 +70,19 @@ def pack(snapshot: Snapshot) -> tuple[Json | None, tuple[str, ...]]:
         for name in _FACTS
         if (outcome := snapshot.outcomes.get(name)) is not None
     }
-    numbers = _Numbers()
+    numbers = _Addresses()
     for name in ("interfaces", "rdma"):
         if isinstance(outcome := outcomes.get(name), Ok):
             outcomes[name] = replace(outcome, facts=_readdressed(outcome.facts, numbers))
     machine = {name: _part(outcome) for name, outcome in outcomes.items()}
-    if used := _used(outcomes.get("gpu")):
+    gpus = outcome.facts.gpus if isinstance(outcome := outcomes.get("gpu"), Ok) else ()
+    # apart from the GPUs: it varies while the graph does not
+    if used := {str(gpu.index): used for gpu in gpus if (used := gpu.memory_used_bytes) is not None}:
         machine[MEMORY_USED] = used
     bounded = _bounded(machine)
-    if bounded is None or len(numbers.own) > MOST_ADDRESSES:
+    if bounded is None or len(numbers.numbered) > MOST_ADDRESSES:
         return None, ()
-    return bounded, tuple(numbers.own)
+    return bounded, tuple(numbers.numbered)
 
 
 def unpack(machine: Json) -> Snapshot:
@@ -109,12 +111,6 @@ def _outcome(name: str, part: Json) -> Outcome:
     return Failed(error=str(part["failed"])) if "failed" in part else Ok(facts=_converter.structure(part, _FACTS[name]))
 
 
-def _used(outcome: Outcome | None) -> Json:
-    """GPU memory in use, by index, apart from the GPUs: it varies while the graph does not."""
-    gpus = outcome.facts.gpus if isinstance(outcome, Ok) else ()
-    return {str(gpu.index): gpu.memory_used_bytes for gpu in gpus if gpu.memory_used_bytes is not None}
-
-
 def _bounded(value: Any) -> Any:
     """The value with its texts cleaned; None for the whole where a list or map is too long, or a number is negative."""
     if isinstance(value, str):
@@ -134,12 +130,10 @@ def _bounded(value: Any) -> Any:
 
 def of_node(snapshot: Snapshot, *, name: str, addresses: tuple[str, ...]) -> Snapshot:
     """An unpacked snapshot as that node's: under its name, with its own addresses."""
-    outcomes = dict(snapshot.outcomes)
-    own = _Own(addresses)
-    for probe in ("interfaces", "rdma"):
-        if isinstance(outcome := outcomes.get(probe), Ok):
-            outcomes[probe] = replace(outcome, facts=_readdressed(outcome.facts, own))
-    return replace(snapshot, hostname=name, outcomes=outcomes)
+    own = _Addresses(addresses)
+    for kind in (InterfacesFacts, RdmaFacts):
+        snapshot = snapshot.with_facts(kind, lambda facts: _readdressed(facts, own))
+    return replace(snapshot, hostname=name)
 
 
 def unpublished(name: str, why: str) -> Snapshot:
@@ -388,10 +382,16 @@ _converter = _made_converter()
 
 
 class _Addresses:
-    """Replaces addresses: those of a node by numbers within their subnets, or the numbers by another node's own."""
+    """Replaces addresses: those of a node by numbers within their subnets, or the numbers by another node's own.
 
-    def __init__(self) -> None:
+    Numbers are given in the order in which addresses come: the same for like nodes. `own` are the addresses of the
+    node that take the places of the numbers, in the order of `numbered`; the interfaces come first.
+    """
+
+    def __init__(self, own: Sequence[str] | None = None) -> None:
         self._known: dict[Address, Address] = {}
+        self._left = None if own is None else list(reversed(own))
+        self.numbered: list[str] = []  # of interfaces, in order
 
     def interface(self, text: str) -> str:
         """An address with its prefix length. Raises ValueError where the node's own is not in that subnet."""
@@ -400,8 +400,8 @@ class _Addresses:
         except ValueError:
             return text
         if parsed.ip not in self._known:
-            self._learn(parsed.ip, parsed.network, of_interface=True)
-        return f"{self._known.get(parsed.ip, parsed.ip)}/{parsed.network.prefixlen}"
+            self._known[parsed.ip] = self._replacement(parsed.ip, parsed.network, of_interface=True)
+        return f"{self._known[parsed.ip]}/{parsed.network.prefixlen}"
 
     def gid(self, text: str) -> str:
         """A GID: the address of an interface, or one of a device whose interface is elsewhere."""
@@ -412,45 +412,24 @@ class _Addresses:
         address = parsed.ipv4_mapped or parsed
         if address not in self._known:
             wide = ipaddress.ip_network((address, 16 if address.version == 4 else 64), strict=False)
-            self._learn(address, wide, of_interface=False)
-        found = self._known.get(address, address)
+            self._known[address] = self._replacement(address, wide, of_interface=False)
+        found = self._known[address]
         return str(ipaddress.IPv6Address(f"::ffff:{found}") if found.version == 4 else found)
 
-    def _learn(self, address: Address, network: Network, *, of_interface: bool) -> None:
-        """Choose the replacement of an address that is new."""
-        raise NotImplementedError
-
-
-class _Numbers(_Addresses):
-    """Numbers addresses within their subnets, in the order in which they come: the same for like nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own: list[str] = []  # of interfaces, in order
-
-    def _learn(self, address: Address, network: Network, *, of_interface: bool) -> None:
+    def _replacement(self, address: Address, network: Network, *, of_interface: bool) -> Address:
+        """The replacement of an address that is new; the address itself where there is none."""
+        if self._left is not None:
+            own = ipaddress.ip_address(self._left.pop()) if of_interface and self._left else address
+            if own is not address and own not in network:  # a record that was tampered with
+                raise ValueError(f"{own} is not in {network}")
+            return own
         if of_interface:
-            self.own.append(str(address))
+            self.numbered.append(str(address))
         taken = set(self._known.values())
         first = 0 if network.num_addresses <= _PAIR else 1
         numbers = range(first, min(network.num_addresses, first + 2 * MOST_ADDRESSES))
         free = (each for number in numbers if (each := network.network_address + number) not in taken)
-        self._known[address] = next(free, address)
-
-
-class _Own(_Addresses):
-    """Puts a node's own addresses where the numbers stand; the interfaces come first, in the order of `_Numbers`."""
-
-    def __init__(self, addresses: tuple[str, ...]) -> None:
-        super().__init__()
-        self._left = list(reversed(addresses))
-
-    def _learn(self, address: Address, network: Network, *, of_interface: bool) -> None:
-        if of_interface and self._left:
-            own = ipaddress.ip_address(self._left.pop())
-            if own not in network:  # a record that was tampered with
-                raise ValueError(f"{own} is not in {network}")
-            self._known[address] = own
+        return next(free, address)
 
 
 def _readdressed(facts: Any, numbers: _Addresses) -> Any:
@@ -460,13 +439,9 @@ def _readdressed(facts: Any, numbers: _Addresses) -> Any:
             for each in facts.interfaces
         )
         return replace(facts, interfaces=interfaces)
-    return replace(facts, devices=tuple(_device(device, numbers) for device in facts.devices))
 
+    def port_of(port: RdmaPort) -> RdmaPort:
+        return replace(port, gids=tuple(replace(gid, gid=numbers.gid(gid.gid)) for gid in port.gids))
 
-def _device(device: RdmaDevice, numbers: _Addresses) -> RdmaDevice:
-    ports = tuple(replace(port, gids=tuple(_gid(gid, numbers) for gid in port.gids)) for port in device.ports)
-    return replace(device, ports=ports)
-
-
-def _gid(gid: Gid, numbers: _Addresses) -> Gid:
-    return replace(gid, gid=numbers.gid(gid.gid))
+    devices = (replace(device, ports=tuple(map(port_of, device.ports))) for device in facts.devices)
+    return replace(facts, devices=tuple(devices))

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, TypedDict
 
-from agent.base.version import VERSION
+from agent.base import version
 from agent.cluster import node_facts
 from contracts import plain
 from probes.api import Snapshot
@@ -71,7 +71,7 @@ class NodeRecord:
     addresses: tuple[str, ...] = ()  # the node's own, which replace the numbers in the facts
     measured: tuple[Measured, ...] = ()  # by its last benchmark on itself alone
     changes: tuple[dict[str, str], ...] = ()  # what came, went and changed of late, oldest first: at, kind, text, code
-    agent_version: str = VERSION
+    agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent ended and said so; None while it runs, or died unheard
 
     def age_seconds(self, now: float) -> float:

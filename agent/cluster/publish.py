@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from agent.checks.host_checks import no_gpu_read
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster import node_facts
-from agent.cluster.client import ApiError, Client, backoff_seconds, path_of, reason_of
+from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.node_facts import clean
 from agent.cluster.nodes import (
     API_VERSION,
@@ -66,15 +66,12 @@ def records_of(view: View, *, name: str | None = None, interval_seconds: float =
     if not only:
         return made
     measured = _measured(view.bench) if view.bench is not None else ()
-    return (replace(made[0], measured=measured, changes=_changes(view)),)
-
-
-def _changes(view: View) -> tuple[Json, ...]:
-    return tuple(
+    changes = tuple(
         {"at": time_of(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
          "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
         for event in view.events[-MOST_CHANGES:]
     )  # fmt: skip
+    return (replace(made[0], measured=measured, changes=changes),)
 
 
 def kept_in(record: NodeRecord) -> Kept:
@@ -118,18 +115,14 @@ def _record(
     graph, facts = keys_of(machine)
     return NodeRecord(
         name=clean(name, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word, scanned_at_seconds=at,
-        interval_seconds=interval, gpus=_gpus(node, snapshot),
+        interval_seconds=interval,
+        gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus and unread: unknown, and not none
         product=clean(models.most_common(1)[0][0], 128) if models else None,
         links=_links(node), hcas=len(rdma.devices) if rdma else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=_memlock(limits), findings=_findings(checks), graph=graph,
         facts=facts, machine=machine, drawn=drawn(node), addresses=addresses,
     )  # fmt: skip
-
-
-def _gpus(node: NodeTopology, snapshot: Snapshot) -> int | None:
-    """None, and not 0, where the bus shows GPUs that could not be read."""
-    return len(node.gpus) or (None if no_gpu_read(snapshot) else 0)
 
 
 def _links(node: NodeTopology) -> str | None:
@@ -193,8 +186,8 @@ def drawn(node: NodeTopology) -> Json | None:
     known, names = Pairs(node.pairs), [device.name for device in node.devices]
     made: Json = {
         "devices": [
-            {**_device(device), "links": " ".join(_cell(device.name, other, known) for other in names)}
-            for device in node.devices
+            {**_device(device), "links": " ".join(SELF if a == b else known.label(a, b) for b in names)}
+            for a, device in zip(names, node.devices, strict=True)
         ],
         "islands": [
             {"gpus": list(island.gpus), "links": list(island.nvlinks_per_pair), "allToAll": island.all_to_all}
@@ -208,10 +201,6 @@ def drawn(node: NodeTopology) -> Json | None:
         **_known(recognised=node.sku, hidden=clean(node.virtual) if node.virtual else None),
     }  # fmt: skip
     return {name: value for name, value in made.items() if value != []}
-
-
-def _cell(a: str, b: str, known: Pairs) -> str:
-    return SELF if a == b else known.label(a, b)
 
 
 def _device(device: GpuNode | NicNode) -> Json:
@@ -262,24 +251,6 @@ MISSING_SECONDS = 300.0  # until a missing resource definition is looked for aga
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
-@dataclass(slots=True, kw_only=True)
-class PublishTally:
-    """Counters of one publisher; written by its thread alone."""
-
-    interval_seconds: float  # a record is written this often though nothing changed
-    attempts: int = 0
-    failures: Counter[str] = field(default_factory=Counter)  # by reason
-    succeeded_at_seconds: float | None = None  # Unix time
-
-    def failed(self, status: int) -> None:
-        """One attempt ended in this status."""
-        self.failures[reason_of(status)] += 1
-
-    def succeeded(self) -> None:
-        """One attempt wrote everything."""
-        self.succeeded_at_seconds = time.time()
-
-
 class Publisher:
     """A thread that writes a node's record when it changes, and every `interval_seconds` though it does not."""
 
@@ -299,7 +270,8 @@ class Publisher:
         self._nfd_again = 0.0
         self._owner: dict[str, Any] | None = None
         self.writes = 0
-        self.tally = PublishTally(interval_seconds=interval_seconds)
+        # a record is written this often though nothing changed
+        self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
         self.error: str | None = None
 
     def start(self) -> None:
@@ -338,14 +310,14 @@ class Publisher:
                 try:
                     record = self._latest()
                 except ApiError:
-                    self.tally.attempts += 1
+                    self.tally["publish_attempts_total",] += 1
                     raise
                 if record is not None and self._is_due(record):
                     self.write(record)
                     failures = 0
             except ApiError as error:
                 self.error = str(error)
-                self.tally.failed(error.status)
+                self.tally["publish_failures_total", reason_of(error.status)] += 1
                 log.warning("publish: %s", error)
                 pause = MISSING_SECONDS if error.status == 404 else backoff_seconds(failures, error.retry_after)
                 failures += 1
@@ -362,7 +334,7 @@ class Publisher:
 
     def write(self, record: NodeRecord) -> None:
         """Write object, status and labels once. Raises ApiError."""
-        self.tally.attempts += 1
+        self.tally["publish_attempts_total",] += 1
         whole, status = to_resource(record)
         if not self._exists:
             self._owner = owner_of(self._client.token(), record.name)
@@ -380,7 +352,7 @@ class Publisher:
             self._write_labels(record)
         self.writes += 1
         self.error = None
-        self.tally.succeeded()
+        self.tally["publish_success_timestamp_seconds",] = time.time()
         self._last = record
         # spread, so that thousands of agents that started together do not write together for ever
         self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret

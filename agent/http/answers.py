@@ -28,6 +28,7 @@ from agent.checks.view import View
 from agent.http.worker import Answer, ProblemError, Worker, document
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
+from contracts.tables import read_table
 
 Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
 MOST_ANSWERS = 64
@@ -37,13 +38,7 @@ PROBLEM_TYPE = "application/problem+json"
 Responses = dict[int | str, dict[str, Any]]
 
 COMMON = (400, 401, 403, 422, 429, 503)
-_WORDS = {
-    400: "A word that is not known here; says what is.", 401: "No token, or none that is known.",
-    403: "Not allowed; says who may allow it.", 404: "Not here.", 409: "One is running, or another is kept.",
-    413: "Larger than is read.", 422: "A parameter out of its bounds.", 429: "Too many of these.",
-    500: "An error of the agent; its log says which.",
-    503: "Not yet; Retry-After says when.", 507: "No room to keep it.",
-}  # fmt: skip
+_WORDS: dict[str, str] = read_table(__file__, "problems.toml")
 _REFERENCE = {"$ref": "#/components/schemas/Problem"}
 _TEXT = {"schema": {"type": "string"}}
 YAML: Responses = {200: {"content": {"application/yaml": {"schema": {}}}}}
@@ -90,7 +85,7 @@ class Kept(BaseModel):
 def problems(*more: int, common: tuple[int, ...] = COMMON) -> Responses:
     """The problem documents of an endpoint, beside those that all have."""
     found: Responses = {
-        status: {"description": _WORDS[status], "content": {PROBLEM_TYPE: {"schema": _REFERENCE}}}
+        status: {"description": _WORDS[str(status)], "content": {PROBLEM_TYPE: {"schema": _REFERENCE}}}
         for status in sorted({*common, *more})
     }
     if 413 in found:  # Starlette refuses it before any handler
@@ -140,12 +135,18 @@ class Rendered:
         """`value()` as JSON, made in a thread, or as YAML, which the worker makes of it: that takes long."""
         answer = await self.answer(view, key, lambda: document(value(), "json"))
         if form == "yaml":
-            stored = self.get(view, (*key, form))
-            if stored is None:
-                stored = await worker.ask(request, "as_yaml", text=answer.body)
-                self.put(view, (*key, form), stored)
-            answer = stored
+            answer = await self.asked(request, worker, view, (*key, form), "as_yaml", text=answer.body)
         return respond(answer)
+
+    async def asked(
+        self, request: Request, worker: Worker, view: View, key: Hashable, name: str, /, **given: Any
+    ) -> Answer:
+        """The stored answer, or the one that the worker gives to the question `name`."""
+        answer = self.get(view, key)
+        if answer is None:
+            answer = await worker.ask(request, name, **given)
+            self.put(view, key, answer)
+        return answer
 
     async def answer(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Answer:
         """The stored answer, or the one that `make` gives in a thread: one question is rendered at a time."""

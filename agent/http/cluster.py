@@ -13,8 +13,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -24,10 +24,10 @@ from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import RequestError
 from agent.checks.view import View
-from agent.cluster.client import AGAIN, ApiError, Client, backoff_seconds, path_of, reason_of
+from agent.cluster.client import AGAIN, ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.gate import Places, published, read_places
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, row
-from agent.cluster.publish import FirstSeen, PublishTally, records_of
+from agent.cluster.publish import FirstSeen, records_of
 from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts.layout import LayoutError
@@ -57,22 +57,13 @@ CORRECTED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topolo
 # The watch of the records, and how watching and publishing have gone.
 
 
-@dataclass(slots=True, kw_only=True)
-class WatchTally:
-    """Counters of all watches of one agent, which run one after another; written by the watching thread."""
-
-    lists: int = 0
-    restarts: Counter[str] = field(default_factory=Counter)  # by reason
-    heard_at_seconds: float | None = None  # Unix time of the last list, event or bookmark
-
-
 class Watcher:
     """A thread that updates the records of a Fleet from the API server until it is stopped."""
 
     def __init__(
-        self, client: Client, path: str, fleet: Fleet, *, seconds: int = 300, tally: WatchTally | None = None
+        self, client: Client, path: str, fleet: Fleet, *, seconds: int = 300, tally: Tally | None = None
     ) -> None:
-        self.tally = tally or WatchTally()
+        self.tally = Tally(float) if tally is None else tally
         # One attempt per call: this thread pauses between attempts, and reports the first refusal at once
         self._client, self._path, self._fleet, self._seconds = client.limited(tries=1), path, fleet, seconds
         self._stop = threading.Event()
@@ -82,6 +73,7 @@ class Watcher:
 
     def start(self) -> None:
         """Begin."""
+        self.tally["watch_lists_total",] += 0
         name = f"watch {self._path.rsplit('/', 1)[-1]}"
         threading.Thread(target=self._loop, name=name, daemon=True).start()
 
@@ -103,7 +95,7 @@ class Watcher:
                     self._stop.wait(backoff_seconds(failures))  # a server that ends watches at once is not hammered
                     failures += 1
             except ApiError as error:
-                self.tally.restarts[reason_of(error.status)] += 1
+                self.tally["watch_restarts_total", reason_of(error.status)] += 1
                 if error.status == GONE:
                     version = ""
                     if failures == 0:  # the first time this is normal
@@ -112,7 +104,7 @@ class Watcher:
                 busy = error.status in AGAIN and failures + 1 < BUSY_TRIES
                 failures = self._pause(str(error), failures, error.retry_after, refused=not busy)
             except Exception as error:  # noqa: BLE001 - whatever an object holds, the others are followed
-                self.tally.restarts["invalid"] += 1
+                self.tally["watch_restarts_total", "invalid"] += 1
                 version = ""
                 failures = self._pause(f"an object that is none: {type(error).__name__}: {error}", failures)
 
@@ -133,7 +125,7 @@ class Watcher:
                 yield from items
 
         self._fleet.replace(each())
-        self.tally.lists += 1
+        self.tally["watch_lists_total",] += 1
         self._heard()
         self.listed, self.refused = True, False
         return version
@@ -152,25 +144,16 @@ class Watcher:
 
     def _heard(self) -> None:
         self.error = None
-        self.tally.heard_at_seconds = time.time()
+        self.tally["watch_heard_timestamp_seconds",] = time.time()
 
 
-def samples(publish: PublishTally | None, watch: WatchTally) -> Iterator[tuple[str, Samples]]:
+def samples(*tallies: Tally) -> Iterable[tuple[str, Samples]]:
     """Pairs of family name and its samples, as of now. An agent that does not publish or watch has no such families."""
-    if publish is not None:
-        yield "publish_interval_seconds", [((), publish.interval_seconds)]
-        yield "publish_attempts_total", [((), float(publish.attempts))]
-        yield (
-            "publish_failures_total",
-            [((why,), float(count)) for why, count in sorted(dict(publish.failures).items())],
-        )
-        if publish.succeeded_at_seconds is not None:
-            yield "publish_success_timestamp_seconds", [((), publish.succeeded_at_seconds)]
-    if watch.heard_at_seconds is not None or watch.restarts:
-        yield "watch_lists_total", [((), float(watch.lists))]
-        yield "watch_restarts_total", [((why,), float(count)) for why, count in sorted(dict(watch.restarts).items())]
-    if watch.heard_at_seconds is not None:
-        yield "watch_heard_timestamp_seconds", [((), watch.heard_at_seconds)]
+    found: dict[str, Samples] = {}
+    for tally in tallies:
+        for (family, *labels), value in sorted(dict(tally).items()):
+            found.setdefault(family, []).append((tuple(labels), value))
+    return found.items()
 
 
 class Cluster:
@@ -186,7 +169,7 @@ class Cluster:
         self._fleet = Fleet()
         self._lock = threading.Lock()
         self._watcher: Watcher | None = None
-        self.tally = WatchTally()
+        self.tally = Tally(float)
         self._first_seen = FirstSeen()
         self._own: Mapping[str, NodeRecord] = {}
         self._of_view: View | None = None
@@ -215,7 +198,7 @@ class Cluster:
 
         ProblemError 503 before the first scan, and where the API server does not answer.
         """
-        self.ready()
+        self._state.current()
         if self.client is None:
             return await run_in_threadpool(self.own)
         await self._listed(self._follow(self.client))
@@ -227,12 +210,6 @@ class Cluster:
             self._places_at = time.monotonic()
             self._places = await run_in_threadpool(read_places, self.client.brief())
         return self._places
-
-    def ready(self) -> None:
-        """ProblemError 503 before the first scan, as /readyz: nothing is known of this node, and no list is whole."""
-        if self._state.view is None:
-            detail = self._state.error or "the first scan is not done yet"
-            raise ProblemError(503, detail, headers={"Retry-After": "2"})
 
     def stop(self) -> None:
         """End the watch."""
@@ -355,8 +332,7 @@ def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) 
         raise RequestError(str(error)) from None
     notes = [Note(topic="cluster", text=f"planned for {units.count(len(used), 'node')}")]
     for why, names in sorted(left_out.items()):
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        notes.append(Note(topic="cluster", text=f"left out as {why}: {', '.join(names[:5])}{more}"))
+        notes.append(Note(topic="cluster", text=units.some(names, f"left out as {why}: ", 5)))
     return replace(advice, notes=(*advice.notes, *notes)), len(used)
 
 

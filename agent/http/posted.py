@@ -25,8 +25,8 @@ from starlette.concurrency import run_in_threadpool
 
 from agent.base import result_store
 from agent.base.output import document as plain_document
-from agent.checks.codes import ALL_CODES
 from agent.checks.groups import worst_first
+from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, judge, select
 from agent.http.access import Bucket
 from agent.http.answers import TOKEN, Gate, Kept, body_of, complaints, problems, read_body, respond
@@ -111,31 +111,26 @@ def gate(checks: Iterable[Finding], require: Sequence[str], skip: Sequence[str],
     return {"verdict": judge(found, fail_on=fail_on), "checks": worst_first(found)}
 
 
-class RecordStore:
-    """Stores each record once, in the state folder."""
+def store_record(state: State, lock: threading.Lock, record: RunRecord, who: str) -> bool:
+    """Store a record once, in the state folder: whether it is new here.
 
-    def __init__(self, state: State) -> None:
-        self._state, self._lock = state, threading.Lock()
-
-    def add(self, record: RunRecord, who: str) -> bool:
-        """Whether it is new here. ProblemError 409 if it conflicts with a stored record, 507 without room."""
-        folder = self._state.folder
-        if folder is None or not folder.is_dir():
-            raise ProblemError(409, "this agent keeps nothing: it has no state folder",
-                               grant="start it with --state FOLDER, one that it may write into")  # fmt: skip
-        with self._lock:
-            for known in result_store.read_runs((folder / result_store.RUNS_FOLDER,)):
-                if result_store.start_of(known) == result_store.start_of(record):
-                    if replace(known, posted_by=None) == replace(record, posted_by=None):
-                        return False
-                    raise ProblemError(409, f"another record of {str(record.host)[:64]}, started at "
-                                            f"{record.started_at}, is kept here")  # fmt: skip
-            if result_store.store_run(replace(record, posted_by=who), folder) is None:
-                raise ProblemError(
-                    507, "the record could not be written into the state folder; the agent's log says why"
-                )
-        self._state.reread_runs()
-        return True
+    ProblemError 409 if it conflicts with a stored record, 507 without room.
+    """
+    folder = state.folder
+    if folder is None or not folder.is_dir():
+        raise ProblemError(409, "this agent keeps nothing: it has no state folder",
+                           grant="start it with --state FOLDER, one that it may write into")  # fmt: skip
+    with lock:
+        for known in result_store.read_runs((folder / result_store.RUNS_FOLDER,)):
+            if result_store.start_of(known) == result_store.start_of(record):
+                if replace(known, posted_by=None) == replace(record, posted_by=None):
+                    return False
+                raise ProblemError(409, f"another record of {str(record.host)[:64]}, started at "
+                                        f"{record.started_at}, is kept here")  # fmt: skip
+        if result_store.store_run(replace(record, posted_by=who), folder) is None:
+            raise ProblemError(507, "the record could not be written into the state folder; the agent's log says why")
+    state.reread_runs()
+    return True
 
 
 MOST_SOURCES_BYTES = 2 << 20  # twelve a minute, which may all wait: 24 MiB
@@ -211,7 +206,7 @@ def _written(folder: Path, kind: str, texts: list[str], suffix: str = "") -> tup
 
 def install(app: FastAPI, state: State, worker: Worker) -> None:
     """Add the endpoints."""
-    store, records, verdicts, scans = RecordStore(state), *(Bucket() for _ in range(3))
+    lock, records, verdicts, scans = threading.Lock(), *(Bucket() for _ in range(3))
 
     @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
               openapi_extra=body_of(PostedRecord), dependencies=TOKEN, response_model=Kept,
@@ -222,7 +217,7 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
         who = request.state.user
         records.admit()
         body = await read_body(request)
-        new = await run_in_threadpool(lambda: store.add(read_record(body), who))
+        new = await run_in_threadpool(lambda: store_record(state, lock, read_record(body), who))
         log.info("POST /runs by %s: kept %s", who, "now" if new else "before")
         headers = {"Location": "/runs", "Cache-Control": "no-store"}
         return JSONResponse({"kept": "now" if new else "before"}, status_code=201 if new else 200, headers=headers)

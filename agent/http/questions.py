@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,14 @@ log = logging.getLogger(__name__)
 _NICENESS = 10  # scrapes go before plans
 
 
-@dataclass(slots=True)
 class Known:
     """What was handed over."""
 
-    view: View | None = None
-    records: dict[str, NodeRecord] = field(default_factory=dict)
-    fleet: Fleet | None = None  # of the records; None where they have changed
+    view: View  # handed over with every question that asks for it
+
+    def __init__(self) -> None:
+        self.records: dict[str, NodeRecord] = {}
+        self.fleet: Fleet | None = None  # of the records; None where they have changed
 
     def take(self, kind: str, payload: Any) -> bool:
         """Whether this was something to know, and not a question."""
@@ -67,15 +67,10 @@ class Known:
             self.fleet.set(self.records.values())
         return self.fleet
 
-    def current(self) -> View:
-        """The newest view."""
-        assert self.view is not None  # noqa: S101 - handed over with every question that asks for it
-        return self.view
-
 
 def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
     """Environment and layout, in any format."""
-    wanted, view = Request.of(**dict(options), allow_files=False), known.current()
+    wanted, view = Request.of(**dict(options), allow_files=False), known.view
     hosts = wanted.nodes or (1 if wanted.machine else len(view.snapshots))
     return _advice(advise.for_view(view, wanted), form, hosts)
 
@@ -96,7 +91,7 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """The page of layouts; its form is read here, so that the page names a wrong field."""
     from agent.pages import render as pages
 
-    form, view = dict(fields), known.current()
+    form, view = dict(fields), known.view
     if not form.get("model"):
         worked = [(one, advise.for_view(view, read_form(one))) for one in pages.examples()]
         return page_of(pages.what_if_page(view, form, None, "", examples=worked))
@@ -137,7 +132,6 @@ def cluster_page(
 ) -> Answer:  # fmt: skip
     """Every node that publishes, for people, or one of them by name. ProblemError where there is none of that name."""
     from agent.pages import render as pages
-    from agent.pages.nodes import Asked
 
     fleet = known.nodes()
     if node is not None:
@@ -145,7 +139,9 @@ def cluster_page(
         if record is None:
             raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
         return page_of(pages.published_page(fleet, record, source=source))
-    return page_of(pages.fleet_page(fleet, source=source, behind=behind, places=places, asked=Asked(**dict(filters))))
+    return page_of(
+        pages.fleet_page(fleet, source=source, behind=behind, places=places, asked=pages.Asked(**dict(filters)))
+    )
 
 
 def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone

@@ -109,7 +109,9 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     sys.setswitchinterval(SWITCH_SECONDS)
     LimitedProtocol.most_connections = _connections(LimitedProtocol.most_connections)
     config = uvicorn.Config(
-        app, host=address, port=port, log_level=_log_level(),
+        app, host=address, port=port,
+        # uvicorn warns of each request that is no HTTP: without -v only errors are logged
+        log_level=logging.ERROR if logging.getLogger().level >= logging.WARNING else logging.getLogger().level,
         access_log=False, ws="none", http=LimitedProtocol, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
         h11_max_incomplete_event_size=HEAD_BYTES, timeout_graceful_shutdown=5,
     )  # fmt: skip
@@ -126,12 +128,6 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     server.run(sockets=places or bind(address, port))  # raises KeyboardInterrupt after Ctrl-C, once all is closed
     if not server.started:  # its own words are in the log
         raise click.ClickException("the HTTP agent did not start")
-
-
-def _log_level() -> int:
-    """The level of uvicorn's log. uvicorn warns of each request that is no HTTP: without -v only errors are logged."""
-    level = logging.getLogger().level
-    return logging.ERROR if level >= logging.WARNING else level
 
 
 def _connections(most: int) -> int:
@@ -204,7 +200,7 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
             return next(iter(cluster.own().values()), None) if left is None or left.kept() else None
 
         publisher = Publisher(
-            client, latest, namespace=_namespace(client),
+            client, latest, namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),
             interval_seconds=options["publish_interval"], labels=options["nfd"],
         )  # fmt: skip
     return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=options.get("hosts"))
@@ -232,7 +228,3 @@ def connected(options: dict[str, Any]) -> Any:
     from agent.cluster.client import connect
 
     return connect()
-
-
-def _namespace(client: Any) -> str:
-    return os.environ.get("POD_NAMESPACE") or str(client.namespace)

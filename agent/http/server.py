@@ -20,11 +20,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Route
 
-from agent import metrics
+from agent import base, metrics
 from agent.advice import advise
 from agent.advice.request import Request as Question
 from agent.base.inputs import RequestError
-from agent.base.version import VERSION
 from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn
 from agent.checks.view import View, only
@@ -105,7 +104,7 @@ def create(
         await run_in_threadpool(state.stop)
 
     app = FastAPI(
-        title="Topoflight", version=VERSION, lifespan=lifespan,
+        title="Topoflight", version=base.version(), lifespan=lifespan,
         max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
         generate_unique_id_function=lambda route: route.name,  # of the operation: the handler's
         docs_url=None, redoc_url=None,  # both load scripts from elsewhere; there is a page of our own
@@ -118,7 +117,7 @@ def create(
     if hosts is not None:
         app.add_middleware(ReadHosts, allowed_hosts=hosts, www_redirect=False)
     rendered = Rendered()
-    _health(app, state, lambda: samples(publisher.tally if publisher else None, cluster.tally))
+    _health(app, state, lambda: samples(*([publisher.tally] if publisher else []), cluster.tally))
     _pages(app, state, cluster, worker, rendered)
     _facts(app, state, cluster, worker, rendered)
     _advice(app, state, cluster, worker, rendered)
@@ -142,14 +141,6 @@ def _refuse_unknown_parameters(request: Request) -> None:
         raise ProblemError(400, f"unknown parameter {name[:64]!r}: {allowed}{hint}", allowed=known)
 
 
-def _current(state: State) -> View:
-    view = state.view
-    if view is None:
-        detail = state.error or "the first scan is not done yet"
-        raise ProblemError(503, detail, headers={"Retry-After": "2"})
-    return view
-
-
 def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> None:
     @app.get("/healthz", tags=["health"], response_class=PlainTextResponse,
              responses=problems(common=(400,)))  # fmt: skip
@@ -166,7 +157,7 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
         until = time.monotonic() + wait
         while state.view is None and state.error is None and time.monotonic() < until:
             await asyncio.sleep(LOOK_SECONDS)  # an agent that has just started does not fail its probe
-        view = _current(state)
+        view = state.current()
         oldest = max(60.0, STALE_SCANS * state.interval_seconds)
         if age_seconds(view) > oldest:
             raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
@@ -175,7 +166,7 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
     @app.get("/version", tags=["health"], responses=problems())
     async def version() -> Version:
         """Which release answers."""
-        return Version(version=VERSION, python=platform.python_version(), architecture=platform.machine())
+        return Version(version=base.version(), python=platform.python_version(), architecture=platform.machine())
 
     rendered = metrics.Rendered(more)
     state.before.append(rendered.prepare)
@@ -185,7 +176,7 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
     async def prometheus(request: Request) -> Response:
         """Prometheus exposition; OpenMetrics where the scraper asks for it."""
         zipped = gzip_accepted(request.headers.get("accept-encoding", ""))
-        body, content_type = rendered(_current(state), request.headers.get("accept", ""), zipped=zipped)
+        body, content_type = rendered(state.current(), request.headers.get("accept", ""), zipped=zipped)
         encoding = {"Content-Encoding": "gzip"} if zipped else {}
         return Response(body, headers={"Content-Type": content_type, "Vary": "Accept, Accept-Encoding", **encoding})
 
@@ -203,7 +194,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         = None,
     ) -> Response:  # fmt: skip
         """The page: verdict, findings with remedies, topology, measurements, recommendation, runs."""
-        view, trouble = _current(state), state.error
+        view, trouble = state.current(), state.error
         names = [snapshot.hostname for snapshot in view.snapshots]
         if node is not None and node not in names:
             raise ProblemError(404, f"node={node}: not among the nodes served here", allowed=names)
@@ -241,17 +232,14 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
     async def what_if(request: Request, asked: Annotated[WhatIf, Query()]) -> Response:
         """Layouts for a model on this machine or one of the catalogue, side by side."""
-        view, query = _current(state), tuple(asked.model_dump().items())
-        answer = rendered.get(view, ("/what-if", query))
-        if answer is None:
-            answer = await worker.ask(request, "what_if", view=view, fields=query)
-            rendered.put(view, ("/what-if", query), answer)
-        return respond(answer)
+        view, query = state.current(), tuple(asked.model_dump().items())
+        key = "/what-if", query
+        return respond(await rendered.asked(request, worker, view, key, "what_if", view=view, fields=query))
 
     @app.get("/why", tags=["page"], response_class=HTMLResponse, responses=problems())
     async def why_page() -> Response:
         """How to diagnose a run that is stuck, slow or failed, and the runs recorded on this node."""
-        view = _current(state)
+        view = state.current()
 
         def drawn() -> Answer:
             from agent.pages import render as pages
@@ -279,7 +267,7 @@ def _recommended(view: View) -> tuple[Recommendation | None, str]:
 def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
     async def of_view(request: Request, form: str | None, make: Callable[[View], Any]) -> Response:
         """What follows from the newest view alone."""
-        view = _current(state)
+        view = state.current()
         return await rendered.of(request, view, (request.url.path,), lambda: make(view), form_of(request, form), worker)
 
     @app.get("/snapshot", tags=["facts"], responses=DATA)
@@ -306,7 +294,7 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
              responses=DATA | problems(404))  # fmt: skip
     async def measurements(request: Request, form: Format = None) -> Response:
         """The last benchmark; 404 where none has been run."""
-        if _current(state).bench is None:
+        if state.current().bench is None:
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
         return await of_view(request, form, lambda view: view.bench)
 
@@ -318,21 +306,19 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
     @app.get("/nodes", tags=["facts"], responses=DATA)
     async def nodes(request: Request, form: Format = None, scope: Scope = "cluster") -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
-        cluster.ready()
+        state.current()
+        form = form_of(request, form)
         if scope == "node":
-            form = form_of(request, form)
-            return respond(await run_in_threadpool(lambda: document(_own_nodes(cluster), form)))
-        records = await cluster.records()
-        return respond(await worker.ask(
-            request, "nodes", records=records, source=cluster.source,
-            form=form_of(request, form), behind=cluster.watch_error(),
-        ))  # fmt: skip
 
+            def own() -> Answer:
+                fleet = Fleet()
+                fleet.set(cluster.own().values())
+                return document(nodes_document(fleet, "scan"), form)
 
-def _own_nodes(cluster: Cluster) -> dict[str, Any]:
-    fleet = Fleet()
-    fleet.set(cluster.own().values())
-    return nodes_document(fleet, "scan")
+            return respond(await run_in_threadpool(own))
+        records, behind = await cluster.records(), cluster.watch_error()
+        source = cluster.source
+        return respond(await worker.ask(request, "nodes", records=records, source=source, form=form, behind=behind))
 
 
 def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
@@ -341,7 +327,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
     async def recommendations(request: Request, asked: Annotated[Recommendations, Query()]) -> Response:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
         form, options = asked.form, tuple((name, getattr(asked, name)) for name in question.fields())
-        view = _current(state)
+        view = state.current()
         if form is not None and form not in advise.FORMATS:
             raise ProblemError(
                 400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS)
@@ -352,11 +338,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
             records = await cluster.records()
             return respond(await worker.ask(request, "recommendations_of_all", records=records, **parameters))
         key = "/recommendations", form, parameters["options"]
-        answer = rendered.get(view, key)
-        if answer is None:
-            answer = await worker.ask(request, "recommendations", view=view, **parameters)
-            rendered.put(view, key, answer)
-        return respond(answer)
+        return respond(await rendered.asked(request, worker, view, key, "recommendations", view=view, **parameters))
 
 
 def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
@@ -369,7 +351,7 @@ def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> Non
         fail_on: Annotated[str, Query(pattern="^(fail|warn|unknown)$")] = "fail",
     ) -> Response:
         """The gate over the last scan: verdict, exit code, checks. Makes no load."""
-        view, form = _current(state), form_of(request, form)
+        view, form = state.current(), form_of(request, form)
         checked: FailOn = fail_on  # type: ignore[assignment]
         required, skipped = tuple(require or ()), tuple(skip or ())
         key = "/preflight", required, skipped, fail_on

@@ -16,6 +16,7 @@ from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError
 from agent.checks.view import View, look
+from agent.http.worker import ProblemError
 from collectives.bench.results import BenchResult
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
@@ -48,6 +49,12 @@ class State:
         self._scanning = threading.Lock()
         self._handing = threading.Lock()  # what is handed out is being replaced
         self._thread = threading.Thread(target=self._loop, name="scan", daemon=True)
+
+    def current(self) -> View:
+        """The newest view. ProblemError 503 before the first scan: nothing is known of this node."""
+        if self.view is None:
+            raise ProblemError(503, self.error or "the first scan is not done yet", headers={"Retry-After": "2"})
+        return self.view
 
     def start(self) -> None:
         """Begin scanning."""

@@ -16,12 +16,12 @@ from typing import Any
 import cattrs
 
 from agent.base import units
-from agent.checks.codes import RDMA_BENCH_CODES
 from agent.checks.groups import ORDER
 from agent.checks.measured import (
     BARS,
     IS,
     JUDGED_OPS,
+    RDMA_BENCH_CODES,
     SHOULD,
     bar_words,
     baseline_bar,

@@ -6,11 +6,14 @@ Kubelet's checkpoint: kubernetes/kubernetes, pkg/kubelet/cm/devicemanager/checkp
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import platform
 import re
 import subprocess
+import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +22,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from agent.base import version
+from agent.base.hosts import MOST_BUNDLE_BYTES, MOST_FILE_BYTES, BundleError, Files, folder_name, unpack_bundle
 from agent.base.output import document
-from agent.base.recordings import MOST_FILE_BYTES, BundleError, Files, unpack_bundle
-from agent.base.version import VERSION
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import checks_of_scans
 from contracts import bounded
 from contracts.plain import PlainError, loads
 from contracts.redaction import redact, without_secrets
+from contracts.tables import read_table
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
@@ -38,18 +42,10 @@ NODE_SECONDS = 180
 AT_ONCE = 8
 CHECKPOINT = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
 SOCKET = "var/lib/kubelet/pod-resources/kubelet.sock"
-# The pods of NVIDIA's plugin, as its operator (assets/state-device-plugin), its chart (templates/_helpers.tpl), its own
-# manifest (deployments/static) and GKE label them. Older charts label gpu-feature-discovery and the MPS daemon so too:
-# the container's name ("nvidia-device-plugin-ctr", of the operator "nvidia-device-plugin") tells them apart.
-PLUGINS = ("app=nvidia-device-plugin-daemonset", "app.kubernetes.io/name=nvidia-device-plugin",
-           "name=nvidia-device-plugin-ds", "k8s-app=nvidia-gpu-device-plugin")  # fmt: skip
 PLUGIN_CONTAINER = re.compile(r"nvidia-(gpu-)?device-plugin(-ctr)?$")
 _SLICED = re.compile(r"nvidia\.com/mig-((?:\d+c\.)?\d+g\.\d+gb[\w.-]*)", re.ASCII)  # strategy "mixed"; "+me" is ".me"
 UNHEALTHY = re.compile(r"device marked unhealthy: (\S{1,200})")  # NVIDIA/k8s-device-plugin, internal/plugin/server.go
-PACKAGES = ("nvidia-ml-py", "psutil", "pyroute2", "pyverbs", "fastapi", "uvicorn", "prometheus-client", "torch",
-            "kubernetes", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # fmt: skip
-LIMIT_FILES = ("proc/self/limits", "proc/self/cgroup", "sys/fs/cgroup/memory.max", "sys/fs/cgroup/cpu.max",
-               "sys/fs/cgroup/pids.max")  # fmt: skip
+_TABLE = read_table(__file__, "bundle.toml")
 
 
 def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: Path, live: bool = True) -> Files:
@@ -58,8 +54,8 @@ def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: 
     found: Files = {
         "recording.json": dumps(without_secrets(recording)).encode(),
         "findings.json": _json(document([check for check in checks if check.status != "pass"])),
-        "versions.json": _json({"topoflight": VERSION, "python": platform.python_version(), "at": time.time(),
-                                "packages": dict(_versions())} if live else {"topoflight": VERSION}),
+        "versions.json": _json({"topoflight": version(), "python": platform.python_version(), "at": time.time(),
+                                "packages": dict(_versions())} if live else {"topoflight": version()}),
     }  # fmt: skip
     if live:
         found["limits.txt"] = _limits(Path(root)).encode()
@@ -77,7 +73,7 @@ def _json(value: Any) -> bytes:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
+    for name in _TABLE["packages"]:
         try:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -85,7 +81,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _limits(root: Path) -> str:
-    return "\n".join(f"# /{name}\n{_text(root / name)}" for name in LIMIT_FILES)
+    return "\n".join(f"# /{name}\n{_text(root / name)}" for name in _TABLE["limit_files"])
 
 
 def _text(path: Path) -> str:
@@ -247,6 +243,21 @@ def _lines(lines: Sequence[str]) -> bytes:
     return ("\n".join(lines or ["none: what could be compared agrees"]) + "\n").encode()
 
 
+def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
+    """The file, the same for the same content. Raises BundleError where it is too large."""
+    if sum(len(data) for files in hosts.values() for data in files.values()) > MOST_BUNDLE_BYTES:
+        raise BundleError(f"the bundle is larger than {MOST_BUNDLE_BYTES >> 20} MiB: name fewer nodes with --node")
+    buffer = io.BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
+        for host, files in hosts.items():
+            for name, data in files.items():
+                entry = tarfile.TarInfo(f"{folder_name(host)}/{name}")
+                cut = data[:MOST_FILE_BYTES] if not name.startswith("recording") else data
+                entry.size, entry.mode = len(cut), 0o600
+                tar.addfile(entry, io.BytesIO(cut))
+    return buffer.getvalue()
+
+
 # A whole cluster, with what `kubectl` may do: exec into the agents' pods, read their logs, nodes and records.
 
 
@@ -262,7 +273,7 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
         raise BundleError(f"no agent's pod on {', '.join(unknown)} in the namespace {namespace}")
     chosen = {node: pod for node, pod in pods.items() if not wanted or node in wanted}
     found: dict[str, Files] = {"cluster": {}}
-    for kind in ("pods", "daemonsets", "events", "nodetopologies", "nodes", "resourceslices"):
+    for kind in _TABLE["kinds"]:
         try:
             found["cluster"][f"{kind}.json"] = _json(json.loads(_kubectl([*base, "get", kind, "-o", "json"])))
         except (BundleError, ValueError) as error:
@@ -298,7 +309,7 @@ def _not_started(agents: Sequence[Mapping[str, Any]], namespace: str) -> list[st
 def _plugins(base: list[str]) -> tuple[dict[str, tuple[str, str, str]], str]:
     """(namespace, pod, container) of NVIDIA's device plugin on each node, and why none could be listed."""
     found, refused = {}, ""
-    for label in PLUGINS:
+    for label in _TABLE["plugins"]:
         try:
             listed = json.loads(_kubectl([*base[:-2], "get", "pods", "-A", "-l", label, "-o", "json"]))
             for pod in listed["items"]:

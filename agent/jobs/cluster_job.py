@@ -11,11 +11,12 @@ from typing import Any
 from agent.advice import job_settings
 from agent.advice.advise import in_pods
 from agent.advice.job_settings import job_plan, to_save
-from agent.checks.codes import ALL_CODES
+from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import Client, path_of
 from agent.jobs import submission
 from contracts.job_plan import JobPlan, dumps
+from contracts.tables import read_texts
 from planner.advice import Recommendation
 from planner.forecast.memory import save_seconds
 from planner.kubernetes import manifests, networks
@@ -39,6 +40,7 @@ from probes.api import Snapshot
 # Device plugins' names of the devices that a DRA claim takes: GPUs, and NICs shared, by SR-IOV or of EFA.
 NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 DEVICES = ("nvidia.com/", *NICS)
+_texts = read_texts(__file__, "cluster_job.toml")
 
 
 def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
@@ -51,17 +53,13 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
     name = options["name"]
     optional = {
+        **{key: options.get(key) for key in ("token_secret", "queue", "service_account", "preflight_image", "agent")},
         "claim": claim_of(options),
-        "token_secret": options.get("token_secret"),
-        "queue": options["queue"],
         "topology_label": options["topology"],
-        "service_account": options["service_account"],
-        "preflight_image": options["preflight_image"],
         "preflight_require": tuple(options["require"]),
         "measure": bool(options.get("measure")),
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
         "save_seconds": save_seconds(*to_save(advice), storage_rate(options.get("storage_rate")), SAVE_SECONDS),
-        "agent": options.get("agent"),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
         **({"device_classes": options["device_classes"]} if options.get("device_classes") else {}),
         "tolerate": tuple(options["tolerate"]),
@@ -89,9 +87,7 @@ def _check_gate(options: Mapping[str, Any]) -> None:
     """GateError where a required check does not exist, JobError where there is no gate to require it."""
     select((), require=options["require"], known=ALL_CODES)
     if options["require"] and not options["preflight_image"]:
-        raise JobError(
-            f"--require {options['require'][0]}: the pods run no gate; --preflight-image IMAGE adds it to each"
-        )
+        raise JobError(_texts("no_gate", check=options["require"][0]))
 
 
 def warnings(spec: JobSpec) -> Iterator[str]:
@@ -99,24 +95,15 @@ def warnings(spec: JobSpec) -> Iterator[str]:
     nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(NICS)]
     has_nic = spec.resource_claim_template or any(spec.limits[name] != "0" for name in nics)
     if spec.nodes > 1 and spec.ipc_lock and not has_nic:
-        yield (
-            "the nodes have RDMA devices, and the pods ask for none: NCCL in them would go by TCP; --resource "
-            "NAME=COUNT names what the nodes have of them in status.allocatable (rdma/..., openshift.io/...)"
-        )
+        yield _texts("no_rdma")
     classes = (
         *(spec.device_classes if spec.resource_claim_template else ()),
         *(("compute-domain-default-channel.nvidia.com",) if spec.compute_domain else ()),
     )
-    if spec.queue and classes:  # Kueue 0.15.0 to 0.19.2, pkg/dra/claims.go and pkg/features
-        yield (
-            f"queue {spec.queue}: Kueue 0.18.2 and newer admit these pods only where its deviceClassMappings name "
-            f"{', '.join(classes)}; 0.18.0 and 0.18.1 refuse their claims, and older ones do not count them"
-        )
+    if spec.queue and classes:
+        yield _texts("queue_of_claims", queue=spec.queue, classes=", ".join(classes))
     if not spec.claim:
-        yield (
-            "no claim holds the run: checkpoints and result end with the pod, and a pod made anew starts at the first "
-            "step; --claim NAME or --storage-class NAME keeps them"
-        )
+        yield _texts("no_claim")
 
 
 def against_dra(advice: Recommendation, options: Mapping[str, Any]) -> str:
@@ -183,8 +170,8 @@ def _threads(advice: Recommendation, options: Mapping[str, Any]) -> Recommendati
     if advice.backend == "nccl" and ranks > 1:
         return advice
     reason = Reason(
-        rule="A rank starts a thread for each core of its node unless it is told how many its pod may use",
-        evidence=f"--resource cpu={cores[0]:g}, {ranks} ranks a pod", source="PyTorch torch/distributed/run.py",
+        rule=_texts("threads"), source="PyTorch torch/distributed/run.py",
+        evidence=f"--resource cpu={cores[0]:g}, {ranks} ranks a pod",
     )  # fmt: skip
     threads = Setting(name="OMP_NUM_THREADS", value=str(max(1, int(cores[0]) // ranks)), reason=reason)
     return replace(
@@ -233,17 +220,11 @@ def network_warnings(found: Sequence[Snapshot], host_mofed: bool | None) -> Iter
     """Warn about the network resources of these nodes."""
     names, spec = networks.seen_from_a_pod(found), networks.from_snapshots(found)
     if names:
-        yield (
-            f"{', '.join(names)}: so a pod calls it, not the node; put the node's own name in its place in "
-            "NicClusterPolicy, MacvlanNetwork and NetworkAttachmentDefinition, or capture with the overlay host-network"
-        )
+        yield _texts("names_of_pods", names=", ".join(names))
     elif len(rails := spec.rails()) > 1 and (taken := networks.in_use([rail.range for rail in rails], found)):
-        yield f"{taken}: put free ranges in their place in MacvlanNetwork and NetworkAttachmentDefinition"
+        yield _texts("ranges_in_use", taken=taken)
     if host_mofed is None and spec.host_mofed is None:
-        yield (
-            "unknown what brings the NIC driver (DOCA-OFED), so ClusterPolicy says nothing of it: --host-mofed where "
-            "the nodes have it, --no-host-mofed to have the network operator bring it (ofedDriver)"
-        )
+        yield _texts("driver_unknown")
 
 
 def claim_of(options: Mapping[str, Any]) -> str | None:
@@ -286,10 +267,7 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
     if why := job_settings.untrainable(advice, explicit):
         raise JobError(why)
     if nodes > 1 and not claim_of(options):
-        raise JobError(
-            f"--claim: {nodes} nodes write one run, so they need one folder; give --claim NAME of a ReadWriteMany "
-            "PersistentVolumeClaim, or --storage-class NAME to have one made"
-        )
+        raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
     if nodes > 1 and output is not None and not _on_claim(str(output)).startswith(f"{MOUNT}/"):
         raise JobError(f"output_dir={output}: {nodes} nodes write one run: must be below {MOUNT}, where the claim is")

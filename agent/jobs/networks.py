@@ -50,7 +50,7 @@ from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
 from probes.rdma.facts import RdmaFacts
 from topology.cluster import join
-from topology.graph import ClusterTopology, NodeTopology
+from topology.graph import NodeTopology
 
 BENCH_BYTES = 1 << 20  # of the order of what FSDP gathers of a layer; larger only takes longer over a slow network
 BENCH_SECONDS = 2.0
@@ -200,7 +200,11 @@ class Local:
 
     def _advice(self, measured: tuple[Measurement, ...], timed: Calibration) -> Recommendation:
         """The job's plan over what was measured; the layout is that of the first network."""
-        cluster, model = two_hosts(), model_of(self.request)
+        # the namespaces as the planner sees them: they share this machine's processors, and have no GPU
+        cores = max(1, (os.cpu_count() or HOSTS) // HOSTS)
+        cluster = join([NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores)
+                        for n in range(HOSTS)])  # fmt: skip
+        model = model_of(self.request)
         assert model is not None  # noqa: S101 - job_request has named one
         advice = of_cluster(self.request, cluster, (), measured=measured, calibration=timed, ranks=1)
         if model.name == EMBEDDED_MODEL:
@@ -213,14 +217,6 @@ class Local:
             cluster, (), model, self.request.train, measurements=measured, calibration=timed, ranks_per_node=1
         )
         return replace(advice, settings=(), chosen=forecast_layout(planned, self.layout))
-
-
-def two_hosts() -> ClusterTopology:
-    """The namespaces as the planner sees them: they share this machine's processors, and have no GPU."""
-    cores = max(1, (os.cpu_count() or HOSTS) // HOSTS)
-    return join([
-        NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores) for n in range(HOSTS)
-    ])  # fmt: skip
 
 
 def measure(rig: Rig, network: Shaped) -> BenchResult:

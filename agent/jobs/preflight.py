@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -16,16 +17,16 @@ from typing import TYPE_CHECKING
 from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
+from agent.base import EXIT_PASS, units, version
 from agent.base import result_store as keep
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
 from agent.base.output import Progress, document, write_atomic
-from agent.base.version import VERSION
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
-from agent.checks.codes import ALL_CODES, HOST_CODES
 from agent.checks.groups import worst_first
+from agent.checks.measured import ALL_CODES, HOST_CODES
 from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
 from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
@@ -33,6 +34,7 @@ from agent.jobs import child
 from agent.jobs.child import ChildError
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
+from contracts.host_list import compress_host_list, slurm_name
 from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
@@ -45,7 +47,7 @@ from topology.paths import Due
 if TYPE_CHECKING:
     from agent.checks.expect import Expectation
 
-NAMED = 8  # hosts in a title
+REASON_CHARACTERS = 400  # `sinfo -R` and logs show it in one line
 CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
 CALIBRATION_SECONDS = 120.0
 
@@ -82,7 +84,7 @@ class Report:
 
     started_at_seconds: float = 0.0
     seconds: float = 0.0
-    topoflight_version: str = VERSION
+    topoflight_version: str = version()
     snapshots: tuple[Snapshot, ...] = ()
     topologies: tuple[NodeTopology, ...] = ()
     checks: tuple[Finding, ...]
@@ -96,6 +98,11 @@ class Report:
     schema_version: int = REPORT_VERSION
 
     @property
+    def of_this_host(self) -> bool:
+        """Whether it is about the host that it was made on."""
+        return len(self.snapshots) == 1 and self.snapshots[0].hostname == os.uname().nodename
+
+    @property
     def comparisons(self) -> tuple[Comparison, ...]:
         """Step time and memory of the run compared with its forecast; empty without a run."""
         return compare(self.run) if self.run else ()
@@ -104,7 +111,7 @@ class Report:
     def subject(self) -> str:
         """The hosts or nodes that this is about, in words."""
         names = [s.hostname for s in self.snapshots] or [node.name for node in self.nodes]
-        return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        return units.some(names)
 
 
 def run(options: Options, progress: Progress) -> Report:
@@ -341,6 +348,41 @@ def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
     return tuple(write_atomic(folder / name, text) for name, text in files.items())
 
 
+def _blocking(report: Report) -> list[Finding]:
+    """The checks that keep the verdict from passing; empty where it passes."""
+    if report.verdict.exit_code == EXIT_PASS:
+        return []
+    found = [check for check in worst_first(report.checks) if check.status == report.verdict.word]
+    return [check for check in found if check.required or check.status != "unknown"] or found
+
+
+def _slurm_node(check: Finding, report: Report) -> str:
+    """The node of a check as Slurm names it; slurmd names the node that it is itself."""
+    if not report.of_this_host:
+        return slurm_name(check.node)
+    return os.environ.get("SLURMD_NODENAME") or slurm_name(report.snapshots[0].hostname)
+
+
+def slurm_hosts(report: Report) -> str:
+    """The nodes that do not pass as a host list of Slurm, for --exclude and `scontrol update NodeName=`."""
+    names = {_slurm_node(check, report) for check in _blocking(report) if check.node or report.of_this_host}
+    return f"{compress_host_list(names)}\n" if names else ""
+
+
+def slurm_reasons(report: Report) -> str:
+    """One line for each finding that keeps a node from passing: node, code, device and message.
+
+    What was not measured is one line for all checks of a node.
+    """
+    unknown = report.verdict.word == "unknown"
+    lines = (
+        f"{_slurm_node(check, report)}: {report.verdict.why}" if unknown else
+        f"{_slurm_node(check, report)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
+        for check in _blocking(report)
+    )  # fmt: skip
+    return "".join(f"{' '.join(printable(line).split())[:REASON_CHARACTERS]}\n" for line in dict.fromkeys(lines))
+
+
 def junit(report: Report) -> str:
     """JUnit XML: a suite per node, a case per check; unknown is an error only where it was required."""
     from xml.etree import ElementTree
@@ -355,8 +397,10 @@ def junit(report: Report) -> str:
         if node != "run":
             suite.set("hostname", node)
         properties = ElementTree.SubElement(suite, "properties")
-        for name, value in _measured(report):
-            ElementTree.SubElement(properties, "property", name=name, value=value)
+        for m in report.bench.measurements if report.bench else ():
+            if m.verified:
+                name = f"{m.op}.{m.bytes}.busbw_bytes_per_second"
+                ElementTree.SubElement(properties, "property", name=name, value=f"{m.busbw_bytes_per_second:.6g}")
         counts = {"tests": len(checks), "failures": 0, "errors": 0, "skipped": 0}
         for check in worst_first(checks):
             name = f"{check.code} [{check.subject}]" if check.subject else check.code
@@ -379,13 +423,3 @@ def junit(report: Report) -> str:
             suite.set(key, str(number))
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + printable(ElementTree.tostring(root, encoding="unicode")) + "\n"
-
-
-def _measured(report: Report) -> list[tuple[str, str]]:
-    if report.bench is None:
-        return []
-    return [
-        (f"{m.op}.{m.bytes}.busbw_bytes_per_second", f"{m.busbw_bytes_per_second:.6g}")
-        for m in report.bench.measurements
-        if m.verified
-    ]

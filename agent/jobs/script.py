@@ -65,7 +65,8 @@ def plan_of(
                    for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
     settings = {s.name: s.value for s in advice.settings if s.name not in os.environ}
     if advice.backend == "nccl":
-        settings |= {name: value for name, value in _log(folder).items() if name not in os.environ}
+        log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder.absolute() / "nccl" / "nccl.%h.%p.log")}
+        settings |= {name: value for name, value in log.items() if name not in os.environ}
     python = _python()
     # The script's own folder stays on its path, as under plain torchrun; a user's own PYTHONSAFEPATH stays too.
     unsafe = [] if "PYTHONSAFEPATH" in os.environ else ["env", "-u", "PYTHONSAFEPATH"]
@@ -96,10 +97,6 @@ def _python() -> str:
     torchrun = shutil.which("torchrun")
     python = Path(torchrun).with_name("python") if torchrun else None
     return str(python) if python and python.exists() else sys.executable
-
-
-def _log(folder: Path) -> dict[str, str]:
-    return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder.absolute() / "nccl" / "nccl.%h.%p.log")}
 
 
 def _text(name: str) -> str | None:

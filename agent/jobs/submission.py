@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agent.base import units
-from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
+from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.cluster.client import ApiError, Client, path_of
 from planner.kubernetes.job import DEVICE_CLASSES, JobSpec
 from planner.kubernetes.manifests import POD_LABELS, Document, claims

@@ -12,8 +12,8 @@ from agent.advice.job_settings import planned_for, shape_of
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import InputError, RequestError
-from agent.checks.codes import ALL_CODES
 from agent.checks.lint import lint_text
+from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
 from contracts import bounded
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
@@ -23,9 +23,7 @@ from planner.forecast.models import ModelError
 from planner.kubernetes.job import JobError, check_limit
 from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents
-from planner.lint.documents import DocumentError, missing_sources
 from planner.lint.machine import machine_of
-from planner.lint.sources import guess_kind
 from planner.stacks.arguments import Said, as_run, read_command
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
@@ -155,13 +153,3 @@ def forecast(advice: Recommendation) -> dict[str, str]:
         "forecast-step": f"step {units.interval(due.step_seconds, 's')}",
         "forecast-memory": f"memory {units.interval(due.memory_bytes, 'B')} per rank",
     }
-
-
-def elsewhere(text: str, file: str) -> list[str]:
-    """Name what a manifest takes its environment from and does not hold: "ConfigMap nccl"."""
-    if guess_kind(text, file) not in ("yaml", "json"):
-        return []
-    try:
-        return missing_sources(documents(text))
-    except (YamlTextError, DocumentError):
-        return []

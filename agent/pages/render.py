@@ -6,34 +6,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, urlencode
 
 from jinja2 import Environment
 from markupsafe import Markup
 
 from agent.advice.advise import EXPORTS, FORM
-from agent.base import units
-from agent.base.version import VERSION
+from agent.base import units, version
+from agent.base.units import clock
 from agent.checks import history
-from agent.checks.verdict import judge
+from agent.checks.explain import point
+from agent.checks.groups import Group, grouped
+from agent.checks.measured import CLUSTER_CODES
+from agent.checks.verdict import Verdict, judge
 from agent.checks.view import View
-from agent.cluster.gate import Places
+from agent.cluster.gate import Places, checks_of
+from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
 from agent.cluster.publish import records_of
-from agent.pages import nodes as page_nodes
-from agent.pages.report import digest, make_environment, rendered, rows
+from agent.pages.report import Row, by_name, digest, gpu_text, lines, make_environment, rendered, rows
 from contracts import question
+from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast import machines, models
 from planner.sweep import FrontierPoint, panels_svg, series
+from topology import diff
 from topology.cluster import join
 
-if TYPE_CHECKING:
-    from agent.cluster.nodes import Fleet, NodeRecord
+ROWS = 100  # of one page of the table of the cluster's nodes
 
 
 def node_page(
@@ -57,12 +62,12 @@ def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, tro
 
 def fleet_page(
     fleet: Fleet, *, source: str, behind: str | None, places: Places | None = None,
-    asked: page_nodes.Asked | None = None,
+    asked: Asked | None = None,
 ) -> str:  # fmt: skip
     """The page of every node that publishes, from the records alone."""
     now = time.time()
-    shown = page_nodes.console(fleet, places or Places(), asked or page_nodes.Asked(), now)
-    return _rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=VERSION)
+    shown = console(fleet, places or Places(), asked or Asked(), now)
+    return _rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
 
 
 def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
@@ -70,7 +75,7 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
     now = time.time()
     snapshot, node = fleet.snapshot(record), fleet.topology(record)
     topologies = () if node is None else (node,)
-    checks = page_nodes.checks_of_records(fleet, now, (record.name,))
+    checks = checks_of_records(fleet, now, (record.name,))
     view = View(
         snapshots=(snapshot,), topologies=topologies, cluster=join(topologies), checks=checks, verdict=judge(checks),
         made_at_seconds=record.scanned_at_seconds,
@@ -147,3 +152,146 @@ def _environment() -> Environment:
         exports=EXPORTS,
     )  # fmt: skip
     return made
+
+
+# The page of the whole cluster, from the records of its nodes alone.
+
+
+def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Finding, ...]:
+    """What the agents of these nodes found, or of all; where an older agent's record has no remedy, docs give one.
+
+    A node that fell silent is unknown on the pages; the gate fails, for it was asked whether a job may run there.
+    """
+    found = checks_of([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
+    silent, _ = CLUSTER_CODES
+    return tuple(
+        check if check.status == "pass" else replace(
+            check, remedy=check.remedy or point(check.code, "Remedy"), required=check.required or check.code == silent,
+            status=Status.UNKNOWN if check.code == silent else check.status,
+        )
+        for check in found
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the page's form and links ask; empty is everything."""
+
+    search: str = ""
+    verdict: str = ""
+    fault: str = ""
+    kind: str = ""
+    version: str = ""
+    place: str = ""
+    page: int = 1
+
+    def query(self, **other: str | int) -> str:
+        """The address of this page with some filters changed, from its first rows on."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"page": 1} | other
+        told = {name: value for name, value in values.items() if value not in ("", 1)}
+        return "cluster" + (f"?{urlencode(told)}" if told else "")
+
+    def matches(self, row: Row) -> bool:
+        """Whether the node matches the filters."""
+        exact = all(getattr(self, name) in ("", getattr(row, name)) for name in ("kind", "version", "place"))
+        fault = not self.fault or self.fault in row.codes
+        found = all(each in row.text() for each in self.search.lower().split())
+        return exact and fault and found and self.verdict in ("", row.word)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Console:
+    """Everything that the page shows."""
+
+    asked: Asked
+    verdict: Verdict
+    checks: tuple[Finding, ...]
+    rows: tuple[Row, ...]  # all nodes
+    matching: int  # nodes that match the filters
+    shown: tuple[tuple[Row, ...], ...]  # the lines of the table on the requested page
+    pages: int
+    counts: dict[str, int]
+    faults: tuple[tuple[Group, str], ...]  # each with the time of the oldest
+    places: Places
+    map: tuple[tuple[str, tuple[Row, ...]], ...]
+    families: tuple[diff.FleetFamily, ...]
+    choices: dict[str, list[str]] = field(default_factory=dict)
+
+
+def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
+    """The page's contents for these filters, at `now` (Unix seconds)."""
+    records, checks = fleet.records(), checks_of_records(fleet, now)
+    where, kinds = dict(places.of), _kinds(fleet, records)
+    every = tuple(
+        replace(
+            row, kind=kinds[row.name], place=where.get(row.name, ""), link=f"cluster?node={quote(row.name, safe='')}"
+        )
+        for row in rows(records, checks, now)
+    )
+    matching = [row for row in every if asked.matches(row)]
+    table = lines(matching)
+    return Console(
+        asked=asked, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
+        shown=table[ROWS * (asked.page - 1) : ROWS * asked.page], pages=max(1, -(-len(table) // ROWS)),
+        counts=dict(Counter(row.word for row in every)),
+        faults=tuple(_faults(records, checks)), places=places, map=_map(every, places),
+        families=_families(fleet, records, now),
+        choices={
+            "fault": sorted({code for row in every for code in row.codes}),
+            **{name: sorted({getattr(row, name) for row in every} - {""}, key=by_name)
+               for name in ("kind", "version", "place")},
+        },
+    )  # fmt: skip
+
+
+def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[Group, str]]:
+    """Each finding over all nodes, with the time of the oldest."""
+    since = {
+        (record.name, each.get("code"), each.get("subject")): seconds_of(each.get("since"))
+        for record in records
+        for each in record.findings
+    }
+    for group in grouped([check for check in checks if check.status in ("fail", "warn") or check.required]):
+        times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
+        first = min(filter(None, times), default=0.0)
+        yield group, clock(first) if first else ""
+
+
+def _kinds(fleet: Fleet, records: Iterable[NodeRecord]) -> dict[str, str]:
+    """Each node's kind in words: nodes of one kind are alike to the last link."""
+    named: dict[str | None, str] = {None: "unknown"}
+    of = {record.name: fleet.kind(record) for record in records}
+    sizes, first = Counter(of.values()), {of[record.name]: record for record in records}
+    for key, _ in sizes.most_common():
+        if key is not None:
+            words = f"{gpu_text(first[key])}, {first[key].links or 'no links'}".replace("NVIDIA ", "")
+            same = sum(known == words or known.startswith(f"{words} #") for known in named.values())
+            named[key] = f"{words} #{same + 1}" if same else words
+    return {name: named[key] for name, key in of.items()}
+
+
+def _map(rows: Sequence[Row], places: Places) -> tuple[tuple[str, tuple[Row, ...]], ...]:
+    """Nodes by place, those without one last; all in one where no place is known."""
+    found: Mapping[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: by_name(row.name)):
+        found[row.place].append(row)
+    if not places.label:
+        return (("", tuple(found[""])),)
+    ordered = sorted(found.items(), key=lambda pair: (not pair[0], by_name(pair[0])))
+    return tuple((name or "no label", tuple(mine)) for name, mine in ordered)
+
+
+def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:
+    """Compare the reporting nodes with one kind of GPU, and return how some of them differ from the majority.
+
+    Equal machines are compared once.
+    """
+    alike: dict[str, tuple[NodeRecord, list[str]]] = {}
+    for record in records:
+        key = fleet.machine_key(record)
+        if key is not None and not record.silent(now):
+            alike.setdefault(key, (record, []))[1].append(record.name)
+    if not alike:
+        return ()
+    found = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])
+    return found.families

@@ -25,7 +25,7 @@ from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.pages import charts
-from agent.terminal.advice import OPTIONS, as_it_is, parts_grid, summary
+from agent.terminal.advice import OPTIONS, as_it_is, need_words, parts_grid, summary
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult
@@ -99,34 +99,19 @@ def make_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
+             units.tally, units.ago, units.hostlist, units.clock, when, explained, headline, inline, sentence,
+             lines)  # fmt: skip
+    made.filters.update({function.__name__: function for function in plain})
     made.filters.update(
-        expected_rate=units.expected_rate,
-        size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
-        interval=units.interval, kind=_kind, when=when,
-        glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
-        headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
-        ago=units.ago, hostlist=units.hostlist, clock=units.clock, lines=lines,
+        kind=_kind, glyph=GLYPHS.__getitem__, outcome=_outcome, tilde=_round, counted=units.count, need=need_words,
         shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
+    shared = (picture, grouped, reasons, passed_ids, unknown_ids, columns, glance, summary, parts_grid, results_grid,
+              as_it_is, when)  # fmt: skip
+    made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
-        picture=picture,
-        grouped=grouped,
-        reasons=reasons,
-        passed_ids=passed_ids,
-        unknown_ids=unknown_ids,
-        columns=columns,
-        classes=CLASSES,
-        pairs_of=Pairs,
-        about=with_subject,
-        glance=glance,
-        charts=charts,
-        layouts=_layouts,
-        summary=summary,
-        OPTIONS=OPTIONS,
-        parts_grid=parts_grid,
-        results_grid=results_grid,
-        as_it_is=as_it_is,
-        history_of=lambda lines: charts.bench_figures(lines, when),
+        classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=charts, layouts=_layouts, OPTIONS=OPTIONS
     )
     return made
 
@@ -171,8 +156,9 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
     memory = [sum(p.value for p in f.memory_parts) for f in forecasts]
     return {
         "ranked": ranked,
-        "time_names": charts.names_of(f.time_parts for f in forecasts),
-        "memory_names": charts.names_of(f.memory_parts for f in forecasts),
+        # every name once, in order of first appearance: its place is its colour in every bar
+        "time_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.time_parts if p.value > 0)),
+        "memory_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.memory_parts if p.value > 0)),
         "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
         "memory_full": max([*memory, capacity or 0.0], default=1.0),
     }

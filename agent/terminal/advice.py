@@ -25,7 +25,9 @@ def recommendation(out: Console, advice: Recommendation, *, brief: bool = False,
         return
     layout(out, advice)
     if explain and advice.chosen is not None:
-        parts(out, advice.chosen)
+        out.print(table_of(parts_grid([advice.chosen])))
+        for line in advice.chosen.forecast.inputs:
+            out.print(f"· {escape(line)}")
     out.print("\n[bold]Environment[/bold]")
     if advice.settings:
         for setting in advice.settings:
@@ -37,7 +39,16 @@ def recommendation(out: Console, advice: Recommendation, *, brief: bool = False,
     for note in advice.notes:
         point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
-        point(out, "·", f"the pod needs {escape(units.need(need.name, need.value))}: {escape(need.reason.rule)}")
+        point(out, "·", f"the pod needs {escape(need_words(need.name, need.value))}: {escape(need.reason.rule)}")
+
+
+def need_words(name: str, value: str) -> str:
+    """What a pod needs, in words: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
+    if name == "shm_bytes" and value.isdigit():
+        return f"{units.size(float(value))} of shared memory (/dev/shm)"
+    if name == "compute_domain":
+        return f"a ComputeDomain ({value})"
+    return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
 
 
 def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
@@ -76,13 +87,6 @@ def _remarks(out: Console, advice: Recommendation) -> None:
         point(out, "→", escape(help_))
     for unknown in advice.unknowns:
         point(out, "?", escape(unknown))
-
-
-def parts(out: Console, ranked: RankedLayout) -> None:
-    """The forecast part by part, and every number it rests on."""
-    out.print(table_of(parts_grid([ranked])))
-    for line in ranked.forecast.inputs:
-        out.print(f"· {escape(line)}")
 
 
 def parts_grid(shown: Sequence[RankedLayout]) -> Grid:

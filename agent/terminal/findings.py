@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import SHOWN, block, indented, mark, some
+from agent.base.tables import SHOWN, indented, mark
 
 if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
     from agent.checks.groups import Group
@@ -45,7 +45,7 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
 
     for why, codes in reasons(groups).items():
         indented(out, escape(why))
-        indented(out, f"[dim]{escape(some(codes))}[/dim]", 9)
+        indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 
 
 def finding(out: Console, group: Group, *, named: bool = False, brief: bool = False) -> None:
@@ -59,19 +59,19 @@ def finding(out: Console, group: Group, *, named: bool = False, brief: bool = Fa
     out.print(f"{head} {escape(where)}" if where else head)
     nodes = group.nodes if named or len(group.nodes) > 1 else ()
     indented(out, f"{group.trouble}:" if group.trouble else "")
-    if brief and (nodes or group.size > 1):
+    if brief and (nodes or len(group.checks) > 1):
         _places(out, group, named=bool(nodes), one=one)
     elif group.alike:
         indented(out, escape(group.message))
         if nodes and not one and group.subjects:
             for node, subjects in group.by_node[:SHOWN]:
-                indented(out, escape(some(subjects, f"on {node}: ")))
+                indented(out, escape(units.some(subjects, f"on {node}: ")))
         else:
-            indented(out, "" if one else escape(some(group.subjects, "on ")))
+            indented(out, "" if one else escape(units.some(group.subjects, "on ")))
     else:
         _each(out, group, named=bool(nodes), subjects=not one)
     if not brief:
-        indented(out, escape(some(nodes, "nodes " if len(nodes) > 1 else "node ")))
+        indented(out, escape(units.some(nodes, "nodes " if len(nodes) > 1 else "node ")))
     if group.status in ("fail", "warn"):
         proofs = 0 if brief else len(group.codes) if group.trouble else 1
         for check in group.checks[:proofs]:  # those of the first device
@@ -85,7 +85,7 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
     """Every place: those that say the same share a line, and so do nodes with the same devices."""
     by_message: dict[str, dict[str, dict[str, None]]] = {}
     for check in group.checks:
-        words = check.message if group.size <= SHOWN else group.message
+        words = check.message if len(group.checks) <= SHOWN else group.message
         by_message.setdefault(words, {}).setdefault(check.node, {})[check.subject] = None
     for words, by_node in by_message.items():
         indented(out, escape(words))
@@ -95,7 +95,7 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
         for what, nodes in shared.items():
             where = (units.hostlist(nodes) if named else "", "" if one and not named else units.hostlist(what))
             indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
-    if group.size > SHOWN and not group.alike:
+    if len(group.checks) > SHOWN and not group.alike:
         indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")
 
 
@@ -105,18 +105,11 @@ def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
         prefixed = check.subject and subjects and not check.message.startswith(check.subject)
         where = f"{check.node}: " if named else ""
         indented(out, escape(f"{where}{check.subject}: {check.message}" if prefixed else f"{where}{check.message}"))
-    if group.size > SHOWN:
-        indented(out, f"and {group.size - SHOWN} more")
+    if len(group.checks) > SHOWN:
+        indented(out, f"and {len(group.checks) - SHOWN} more")
 
 
 def verdict(out: Console, judged: Verdict, seconds: float) -> None:
     """The last line."""
     summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check))))
     out.print(f"\n{mark(judged.word)} {escape(summary)} in {units.seconds(seconds)}")
-
-
-def finding_lines(out: Console, found: Sequence[Finding]) -> None:
-    """What a topology alone shows: failures, warnings and unknowns, with what proves them and what fixes them."""
-    for finding in found:
-        if finding.status in ("fail", "warn", "unknown"):
-            block(out, finding.status, finding.code, "", finding.message, finding.evidence[:3], finding.remedy)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import SHOWN, Grid, grid, some, table_of
+from agent.base.tables import SHOWN, Grid, grid, table_of
 from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
 from contracts.run_record import RunRecord, compare
@@ -36,7 +36,7 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     """Measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
     shown = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
-    where = f"{result.world_size} {result.backend} ranks on {some(sorted(set(result.hosts))) or 'this host'}"
+    where = f"{result.world_size} {result.backend} ranks on {units.some(sorted(set(result.hosts))) or 'this host'}"
     left = len(result.measurements) - len(shown)
     out.print(_verdict(result, sum(not m.verified for m in result.measurements)))
     out.print(escape(where + (f"; {left} smaller sizes: -v" if left else "")))
@@ -136,9 +136,14 @@ def by_network(out: Console, whole: Report) -> None:
     """Runs of one job over different networks, a bar each."""
     from agent.pages import charts
 
-    for bars in charts.by_network(charts.shown(whole.runs)):
+    for bars in charts.by_network(whole.runs):
         out.print(f"\n[bold]{escape(bars.title)}[/bold]")
         rows = grid(2, 3)
-        for label, bar, shown in charts.blocks(bars.runs, 20):
-            rows.add_row(escape(label), bar, shown)
+        for label, share, shown in bars.rows():
+            rows.add_row(escape(label), blocks(share), shown)
         out.print(rows)
+
+
+def blocks(share: float, width: int = 20) -> str:
+    """A bar of block characters; `share` is 1 for the whole width."""
+    return "█" * max(1, round(width * share))

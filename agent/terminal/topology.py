@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import headline, pairs, point, some, table
+from agent.base.tables import headline, pairs, point, table
 from agent.base.units import expected_rate
 from contracts.finding import Finding
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
@@ -103,7 +103,7 @@ def nearest_nics(out: Console, topology: NodeTopology) -> None:
     shared: dict[tuple[str, ...], list[str]] = {}
     for nearest in topology.nearest_nic:
         doubt = "" if nearest.decidable else f"; undecidable: {nearest.why}"
-        nics = some(nearest.nics, "nearest NIC ") or "nearest NIC unknown"
+        nics = units.some(nearest.nics, "nearest NIC ") or "nearest NIC unknown"
         shared.setdefault((nics, nearest.label, doubt), []).append(nearest.gpu)
     for (nics, label, doubt), gpus in shared.items():
         out.print(escape(f"{' '.join(gpus)}: {nics} ({label}){doubt}"))

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agent.advice.network_cost import cost_of_sockets, price_of_time
+from agent.advice.network_cost import with_price, with_sockets
 from agent.advice.request import Request
-from agent.base import units
 from agent.base.inputs import InputError
+from agent.checks.job_manifest import with_manifest
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.other_texts import kind_of
@@ -92,14 +92,15 @@ def answer(sources: WhySources) -> Verdict:
     snapshots = _snapshots(request, sources.published)
     if found is not None:
         verdict = with_log(verdict, found)
-        verdict = with_sockets(verdict, found, sources, snapshots)
+        verdict = with_sockets(verdict, found, request, sources.layout, snapshots, sources.manifest)
     if request.hosts or sources.checks:
         checks = (*sources.checks, *(_checks(snapshots) if request.hosts else ()))
         verdict = with_nodes(verdict, checks)
     if sources.manifest is not None:
         verdict = with_manifest(verdict, sources.manifest)
     if record is not None:
-        verdict = costed(with_record(verdict, record), record, request, seen)
+        nodes = len({state.host for state in seen.states.values() if state.host})
+        verdict = with_price(with_record(verdict, record), record, request, nodes)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
@@ -265,15 +266,13 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     moved = earlier is not None and _counts(earlier) != _counts(report)
     gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
     alone = not verdict.causes or (why.is_open(verdict) and bool(late or dead))
-    if not alone and not late and not dead:
-        names = f"the verdict names {why.ranks_of(verdict.ranks)}" if verdict.ranks else "yet ranks wait"
-        text = f"RAS sees no rank behind, {names}: RAS {why.TRUST['RAS']}"
-        return replace(verdict, disagree=(*verdict.disagree, *((text,) if report.total else ())))
     if not alone:
-        text = (f"RAS names {why.ranks_of(sorted(late))}, the verdict {why.ranks_of(verdict.ranks) or 'nobody'}: RAS "
-                f"{why.TRUST['RAS']}, so what lists each call is believed")  # fmt: skip
-        same = set(verdict.ranks) == set(late)
-        return verdict if same else replace(verdict, disagree=(*verdict.disagree, text))
+        if set(verdict.ranks) == set(late) or not (late or dead or report.total):
+            return verdict
+        text = (f"RAS names {why.ranks_of(sorted(late)) if late else 'no rank'}, the verdict "
+                f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
+                "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
+        return replace(verdict, disagree=(*verdict.disagree, text))
     if not gone and not dead and not verdict.causes:
         if moved or not counts:
             return _alike(verdict, report, earlier, counts, moved=moved)
@@ -479,81 +478,7 @@ def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
                    unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
 
 
-def with_sockets(verdict: Verdict, found: Evidence, sources: WhySources, snapshots: Sequence[Snapshot]) -> Verdict:
-    """The price of TCP, where the log shows it instead of RDMA, as `topoflight recommend` forecasts it."""
-    if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
-        return verdict
-    cost = cost_of_sockets(found, sources.request, sources.layout, snapshots, sources.manifest)
-    causes = verdict.causes
-    if cost.price and causes:
-        causes = (replace(causes[0], price=cost.price), *causes[1:])
-    return replace(verdict, causes=causes, change=(*verdict.change, *cost.change), forecast=cost.forecast,
-                   unknown=(*verdict.unknown, *cost.unknown))  # fmt: skip
-
-
-def with_manifest(verdict: Verdict, path: Path) -> Verdict:
-    """The settings of the job's environment that `topoflight lint-env` warns of."""
-    from agent.checks.lint import lint_text
-    from agent.jobs.wrapped import elsewhere
-
-    try:
-        text = bounded.read(path, 16 << 20).decode("utf-8", errors="replace")
-    except (OSError, bounded.TooLargeError) as error:
-        raise WhyError(f"--manifest {path}: {error}") from None
-    try:
-        linted = lint_text(text, "auto", nccl_version=None, machine=None, name=path.name)
-        read, wrong = linted.read, [check for check in linted.checks if check.status in ("fail", "warn")]
-    except InputError:
-        if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE):
-            raise
-        read, wrong = "sets no variable of NCCL", []
-    wrong.sort(key=lambda check: check.status != "fail")
-    causes = tuple(
-        Cause(code=one.code, message=f"{one.subject}: {one.message}" if one.subject else one.message,
-              evidence=one.evidence[:2], action=one.remedy)
-        for one in wrong[:8]
-    )  # fmt: skip
-    change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
-    others = tuple(
-        Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
-                command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
-        for name in elsewhere(text, path.name)[:4]
-    )  # fmt: skip
-    if verdict.state == "fine" and any(c.status == "fail" or c.code == "env.debug.leftover" for c in wrong):
-        verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
-    elif verdict.state == "fine" and causes:
-        verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
-    if causes and not verdict.forecast:
-        others = (*others, Unknown(what="the forecast after the change",
-                                   command="topoflight recommend --model NAME --machine NAME --nodes N"))  # fmt: skip
-    return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change),
-                   sources=(*verdict.sources, f"manifest: {read}"), unknown=(*verdict.unknown, *others))  # fmt: skip
-
-
 _ENDED_WELL = ("running", "complete", "interrupted", "unknown")
-
-
-def costed(verdict: Verdict, record: RunRecord, request: Request, seen: RunFacts) -> Verdict:
-    """What each cause costs over the whole run: its share of the measured step, times the steps, times the prices."""
-    step, config = record.measured.step_seconds, record.plan.config
-    steps = request.train.steps or (config.max_steps if config else None)
-    if not step or not steps:
-        return verdict
-    hosts = len({state.host for state in seen.states.values() if state.host}) or request.nodes or 1
-    causes = []
-    for cause in verdict.causes:
-        if cause.cost:
-            extra = cause.cost * step * steps
-            words = f"+{units.duration(extra)} of {units.duration(step * steps)} for {steps} steps"
-            words += price_of_time(request, hosts, extra)
-            cause = replace(cause, price=", ".join(filter(None, (cause.price, words))))
-        causes.append(cause)
-    first = next((cause for cause in causes if cause.cost), None)
-    forecast = verdict.forecast
-    if first is not None and first.cost is not None and not forecast:
-        better = step * (1 - first.cost)
-        forecast = f"without it: {units.seconds(better)} a step instead of {units.seconds(step)}"
-    return replace(verdict, causes=tuple(causes), forecast=forecast)
 
 
 def with_record(verdict: Verdict, record: RunRecord) -> Verdict:

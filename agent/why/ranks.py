@@ -17,12 +17,13 @@ from collectives.traces.states import ASK, NAME, RANKS_FOLDER, RankState, StateE
 from contracts import run_record
 from planner import why
 from planner.why import RunFacts, Verdict
-from planner.why.facts import BUSY_SECONDS, SILENT_RUN_SECONDS
+from planner.why.facts import BUSY_SECONDS, SILENT_RUN_SECONDS, STALE_SECONDS
 
 ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
 MOST_ASK_SECONDS = 480.0  # twice as long after each look that found the run fine: a dump costs the job some 0.1 s
 SUSPICION_SECONDS, MOST_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps while something looks wrong, and how long
 SETTLED_SECONDS = 4.0  # ranks that lose another notice, and write, within
+WRITES_SECONDS = 12.0  # within which a rank that can write does: its monitor writes every ten seconds
 COPIED_SECONDS = 300.0  # by which no clock of a cluster is off that can still train
 _MOST_FILES = 8192
 
@@ -64,24 +65,66 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
     return found
 
 
-def of_run(folder: Path, *, now: float | None = None) -> tuple[RunFacts, list[str]]:
-    """What a run's folder holds of its ranks, and what could not be read."""
+class Heartbeats:
+    """When each rank last wrote, by the clock of whoever looks again and again: no other clock is compared with it."""
+
+    def __init__(self) -> None:
+        self.heard: dict[int, tuple[float, float]] = {}  # by rank: what its file says, and when that was first seen
+        self.changed = False  # any file since the first look
+
+    def ages(self, states: Mapping[int, RankState], by_files: Mapping[int, float]) -> dict[int, float]:
+        """Seconds by which each rank's last write is older than the newest; at the first look, by the files' times."""
+        now = time.monotonic()
+        for rank, state in states.items():
+            written, at = self.heard.get(rank, (state.written, now - by_files.get(rank, 0.0)))
+            self.changed = self.changed or state.written != written
+            self.heard[rank] = (state.written, at if state.written == written else now)
+        newest_of_all = max((self.heard[rank][1] for rank in states), default=0.0)
+        return {rank: newest_of_all - self.heard[rank][1] for rank in states}
+
+
+def of_run(folder: Path) -> tuple[RunFacts, list[str]]:
+    """What a run's folder holds of its ranks, and what could not be read.
+
+    Where a rank, or all, seem to have stopped writing, they are looked at once more, because clocks of files may
+    differ; where some have just ended with an error, because the others may be about to write how they ended.
+    """
+    beats = Heartbeats()
+    facts, wrong = read_run(folder, beats)
+    silence = facts.silence or 0.0
+    is_mute = any(
+        age > STALE_SECONDS and not facts.states[rank].ended and rank not in facts.processes
+        for rank, age in facts.ages.items()
+    )
+    if not facts.copied and silence < COPIED_SECONDS and (is_mute or silence >= SILENT_RUN_SECONDS):
+        time.sleep(WRITES_SECONDS)
+        return read_run(folder, beats)
+    states = facts.states.values()
+    is_ending = any(one.error for one in states) and not all(one.ended for one in states)
+    if is_ending and not facts.copied and silence < SETTLED_SECONDS:
+        time.sleep(SETTLED_SECONDS)
+        return read_run(folder, beats)
+    return facts, wrong
+
+
+def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
+    """One look at a run's folder."""
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     states, wrong = states_of(ranks)
     traces, bad = calls.read_files(sorted(ranks.glob("*trace_rank_*"))[:_MOST_FILES])
     newest_state = max(states.values(), key=lambda state: state.written, default=None)
     world = (newest_state.world_size or 0) if newest_state else 0
-    if world:  # an earlier start of more ranks may have left its files
-        states = {rank: state for rank, state in states.items() if rank < world}
-        traces = {rank: trace for rank, trace in traces.items() if rank < world}
     alive = processes(states)
     ages, copied = _ages(ranks, states)
+    ages = ages if copied else beats.ages(states, ages)
     running = any(kind != "gone" for kind in alive.values())
     last = max((state.written for state in states.values()), default=0.0)
-    at = now or time.time()
+    at = time.time()
     # the newest file says when a rank last wrote, unless the folder was copied since
     heard = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
-    silence = None if running or not states else at - (last if copied or now else heard)
+    silence = None if running or not states else at - (last if copied else heard)
+    if silence is not None and beats.changed:
+        silence = time.monotonic() - max(when for _, when in beats.heard.values())
     if silence is not None and silence < SILENT_RUN_SECONDS:
         running = True
     facts = RunFacts(traces=traces, states=states, processes=alive, world=world or None, ages=ages, copied=copied,
@@ -113,12 +156,6 @@ def newest(traces: Mapping[int, calls.RankTrace]) -> float:
     return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
 
 
-def judge_folder(folder: Path, limit: float = BUSY_SECONDS) -> tuple[Verdict, RunFacts]:
-    """The verdict on a run's folder, and what it rests on."""
-    facts = replace(of_run(folder)[0], limit=limit)
-    return why.judge(facts), facts
-
-
 def request_dumps(folder: Path) -> bool:
     """Have every rank of a run dump its calls at its next look. False: the request could not be written."""
     try:
@@ -137,14 +174,22 @@ def watch(
     While a verdict is not "no fault found", ranks dump their calls every SUSPICION_SECONDS, for
     MOST_SUSPICION_SECONDS; otherwise ever more rarely.
     """
+    beats = Heartbeats()
+
+    def judge() -> tuple[Verdict, RunFacts]:
+        facts = replace(read_run(folder, beats)[0], limit=limit)
+        return why.judge(facts), facts
+
     last: object = None
     requested_at = suspected_at = -MOST_SUSPICION_SECONDS
     pause, warned = 0.0, False
     while True:
-        verdict, facts = judge_folder(folder, limit)
+        verdict, facts = judge()
         if verdict.state == "failed":  # the other ranks still write how they ended
             time.sleep(SETTLED_SECONDS)
-            verdict, facts = judge_folder(folder, limit)
+            verdict, facts = judge()
+        running = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # which is what runs here
+        verdict = replace(verdict, unknown=running)
         over = bool(facts.states) and all(state.ended for state in facts.states.values())
         if over and verdict.state == "fine":
             verdict = replace(verdict, line=f"the run has ended: {len(facts.states)} ranks have ended by themselves")

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from collectives.nccl_log.transport import LogProblem
-from contracts.tables import put_together, read_table
+from contracts.tables import insert_pieces, read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def _read_signs() -> tuple[Sign, ...]:
     signs = []
     for row in _MESSAGES["messages"]["rows"]:
         texts = row["text"] if isinstance(row["text"], list) else [row["text"]]
-        pattern = put_together(row.get("pattern", ""), pieces)
+        pattern = insert_pieces(row.get("pattern", ""), pieces)
         signs += [
             Sign(one.encode(), row["code"], pattern.encode(), row.get("rising", False), row.get("own", True))
             for one in texts
@@ -112,7 +112,7 @@ def _needles_in(shape: bytes) -> tuple[bytes, ...]:
 def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
     """Codes that the message stands for, each once, in the order of the table.
 
-    ``foreign``: nothing says that the line is NCCL's; only texts that nobody else prints count.
+    ``foreign``: the line may not be NCCL's; only texts that no other library prints count.
     """
     needles = _needles_in(message.translate(None, b"0123456789"))
     if not needles:  # the usual case

@@ -279,9 +279,9 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
 
 
 def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: int) -> str:
-    goes_on = evidence.network or evidence.inter_node_transport not in (None, "unknown")
+    connected = evidence.network or evidence.inter_node_transport not in (None, "unknown")
     for meaning in (CODES[problem.code] for problem in problems):
-        if meaning.ends or (meaning.breaks and not (goes_on and meaning.falls_back)):
+        if meaning.ends or (meaning.breaks and not (connected and meaning.falls_back)):
             return "failed"
     return "finished" if finished else "unknown"
 

@@ -17,7 +17,7 @@ from collectives.nccl_log.transport import ProofLine
 # Channel lines: which transport joins two ranks, and whether the NIC reads GPU memory directly.
 #
 # Surface: NCCL src/transport/net.cc, p2p.cc, shm.cc, coll_net.cc from 2.4 to 2.32, and RCCL: ``Channel 00/0 : 7[7] ->
-# 8[0] [send] via NET/IB/0(6)/GDRDMA``; tags stand in the order ``/GDRDMA``, ``(PCI)``, ``/Shared``, ``/flush=``. A line
+# 8[0] [send] via NET/IB/0(6)/GDRDMA``; tags in the order ``/GDRDMA``, ``(PCI)``, ``/Shared``, ``/flush=``. A line
 # cut before its tag proves the transport and says nothing about GPUDirect RDMA.
 
 # Everything up to a blank, a quote or a table edge belongs to the tags; a glued neighbour shows as an odd start.
@@ -191,7 +191,7 @@ class Hosts:
         return len(set(self.whole_names().values()))
 
     def whole_names(self) -> dict[bytes, bytes]:
-        """By name as it stands in the log: the host, also where a torn line has left a piece of its name."""
+        """Find the host by its name in the log, also where a torn line has only a piece of the name."""
         # The first line of a context comes before the line that tells what its marks are.
         names: Counter[bytes] = Counter()
         for name, times in self.names.items():
@@ -464,7 +464,7 @@ class Ledger:
 
 # Which run of a job wrote what: a log that was appended to, or a folder, may hold several.
 #
-# A run is told from the next by its GPUs: a process that takes a GPU which another process of the same host had, after
+# Two runs are distinguished by their GPUs: a process that takes a GPU which another process of the same host had, after
 # that one's channels were made, belongs to a later run. Communicators with one id (``commId``, 2.18 on) are of one run,
 # wherever they stand, and so are pieces in which one process makes channels.
 

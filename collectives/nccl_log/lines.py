@@ -106,7 +106,7 @@ class LineReader:
         self.identity = Identity()
         self.places_left = MAX_PLACES
         for memory in (self._dull, self._prefixes, self._writers, self._tails):
-            memory.clear()  # who writes on is told anew
+            memory.clear()  # the next lines name their writer again
 
     def add_place(self, place: bytes) -> None:
         """Keep which ranks and devices a channel joins: "00/0 : 0[0] -> 8[0] [send] "."""
@@ -289,7 +289,7 @@ class LineReader:
             host = self._host(line[marks[index - 1].end() if index else 0 : mark.start()], first=index == 0)
             warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 gives what was a warning and harms nothing the second
             self._message(message, warn=warn, host=host, shown=line)
-            # What failed stands in the message, and for what only in the name of the source.
+            # The message says what failed; only the name of the source says for what.
             if warn and b"Cuda failure" in message and b"nvls.cc" in line[: mark.start()]:
                 self.ledger.blame("nvls_bind_failed", line)
             if last and (warn or message.startswith((b"comm ", b"NET/"))):

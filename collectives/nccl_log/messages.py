@@ -81,7 +81,7 @@ class Facts:
         self.nodes = 0
         self.local_ranks = 0
         self.environment: dict[str, str] = {}
-        self.variable = ""  # that the message in hand told, empty where none
+        self.variable = ""  # named by the current message, empty if none
         self.ports: dict[bytes, dict[str, str]] = {}  # host: port: link layer
         self.whole_lists: set[bytes] = set()  # hosts of which a list was read to its end
         self.port_of_index: dict[int, set[str]] = {}  # device number: link layers

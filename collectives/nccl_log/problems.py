@@ -82,7 +82,7 @@ def _silent_nodes(facts: Facts) -> tuple[int, ...]:
 
 
 def layers_in_use(ledger: Ledger) -> set[str]:
-    """Link layers of the devices that carry channels; of all that NCCL lists where that cannot be told."""
+    """Link layers of the devices that carry channels; of all that NCCL lists where that is unknown."""
     by_index = ledger.facts.port_of_index
     rows = ledger.devices.items()
     used = [device for (_, name, device), row in rows if row[0] > 0 and name.startswith(("IB", "gIB"))]
@@ -150,7 +150,7 @@ class _Findings:
         )
 
     def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
-        """The lines that told these variables of the environment."""
+        """The lines that report these environment variables."""
         lines = self.ledger.variable_lines
         return tuple(lines[name] for name in variables if name in lines)[:3]
 
@@ -181,7 +181,7 @@ def several_runs(rows: tuple[RunEvidence, ...]) -> LogProblem:
 
 
 def _add_code(found: _Findings, code: str) -> None:
-    """A code that messages told, in the words of the provider that libfabric chose."""
+    """A code found in messages, in the words of the provider that libfabric chose."""
     provider = found.ledger.facts.provider or "efa"
     if provider.startswith("efa") or not CODES[code].other_provider:
         found.add(code)
@@ -320,7 +320,7 @@ def one_direction(evidence: Evidence) -> bool:
 def _gdr_partial(found: _Findings, evidence: Evidence, facts: Facts) -> None:
     sockets = found.ledger.networks.get("Socket", [0])[0]
     missing = sum(seen.total - seen.gdrdma for seen in (evidence.send, evidence.receive, evidence.undirected))
-    if sockets and missing <= sockets:  # never had by sockets: that ranks took them is told as mixed networks
+    if sockets and missing <= sockets:  # sockets cannot have it: ranks that use sockets are reported as mixed networks
         return
     code = "gdr_partial" if sockets else _partial(evidence, facts)
     lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total]
@@ -346,7 +346,7 @@ def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[s
     env, inter = evidence.environment, evidence.inter_node_transport or ""
     is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
     code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
-    if evidence.gdrdma_fraction is not None:  # else no channel was seen, and what refused it is told below
+    if evidence.gdrdma_fraction is not None:  # else no channel was seen, and what refused it is reported below
         usable = is_ib and any("usable" in words for words in facts.gdr_words.values())
         found.add(
             code, detail=_part(evidence, []), lines=_channel_proof(found), hosts=found.hosts_without_gdrdma(),

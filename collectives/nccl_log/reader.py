@@ -43,7 +43,7 @@ _OTHER_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\
 NEEDS_CLEANING = (b"\x1b", b"\r", b"&", b"\\", b"\x00", b"[0m", b"^[[", b"ESC[", b"\xe2\x90\x9b[")
 
 WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
-# One piece of each word: which tokens of a text can be part of a word is told by these, and tokens repeat each other.
+# One piece of each word: they decide which tokens of a text can be part of a word, and tokens repeat.
 WORD_OF: Final = tuple((max(word.split(), key=len), word) for word in WORDS)
 FRAGMENTS: Final = tuple(dict.fromkeys(fragment for fragment, _ in WORD_OF))
 
@@ -296,7 +296,7 @@ class Reader(LineReader):
         self._quiet.update(islice(short, MAX_SHAPES - len(self._quiet)))
 
     def _is_quiet(self, line: bytes) -> bool:
-        """Whether no word of the tables stands in the line."""
+        """Whether the line contains no word of the tables."""
         shape = line.translate(None, _DIGITS)
         if shape in self._quiet:
             return True
@@ -344,7 +344,7 @@ class Reader(LineReader):
         if seen is None:
             return False
         prefix, channel, place = head.partition(b"NCCL INFO Channel ")
-        # The place is "00/0 : 0[0] -> 8[0] [send] ": longer, and another message stands in it.
+        # The place is "00/0 : 0[0] -> 8[0] [send] ": longer, and another message was written into it.
         host = self.host_of(prefix) if channel and len(place) < 64 else None
         if host is None:
             return False

@@ -46,6 +46,8 @@ class Call:
     done: bool = False
     started: bool = False  # the GPU has come to it, where the recorder keeps that
     created: float | None = None  # Unix seconds
+    is_ahead: bool = False  # called ahead of the GPU, as NCCL's are: `created` does not tell when the rank came
+    seconds: float | None = None  # from its start to its end on the rank's GPU
     frames: tuple[str, ...] = ()  # who called, innermost first: "train.py:31 step"
 
     @property
@@ -151,6 +153,7 @@ def _call(entry: Mapping[str, Any]) -> Call | None:
                     if isinstance(row, list | tuple)),
         dtypes=tuple(str(one)[:20] for one in _list(entry.get("input_dtypes"))[:8] if isinstance(one, str)),
         done=over, started=entry.get("state") == "started", created=_seconds(entry.get("time_created_ns")),
+        is_ahead=backend == "nccl", seconds=_duration(entry),
         frames=tuple(_frame(one) for one in _list(entry.get("frames"))[:_FRAMES] if isinstance(one, dict)),
     )  # fmt: skip
 
@@ -163,8 +166,22 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
+def _nanoseconds(value: Any) -> int:
+    """A time of the recorder, 0 where it has none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else 0
+
+
 def _seconds(value: Any) -> float | None:
-    return value / 1e9 if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else None
+    return _nanoseconds(value) / 1e9 or None
+
+
+def _duration(entry: Mapping[str, Any]) -> float | None:
+    """Seconds on the GPU: by its own events (TORCH_NCCL_ENABLE_TIMING), else by the watchdog's looks, 0.1 s apart."""
+    measured = entry.get("duration_ms")
+    if isinstance(measured, int | float) and not isinstance(measured, bool) and 0 <= measured < 1e9:
+        return measured / 1e3
+    began, over = (_nanoseconds(entry.get(f"time_discovered_{one}_ns")) for one in ("started", "completed"))
+    return (over - began) / 1e9 if over >= began > 0 else None
 
 
 def _frame(one: Mapping[str, Any]) -> str:

@@ -59,6 +59,7 @@ class LogFacts:
     joins: dict[str, Join] = field(default_factory=dict)  # by the barrier's key: groups that are being made
     models: dict[int, str] = field(default_factory=dict)  # by rank: its parameters, where DDP found them to differ
     rendezvous: Rendezvous | None = None
+    terminated: set[int] = field(default_factory=set)  # processes that torchrun has ended, as another one had failed
     cut_short: str = ""  # the line of a rank that gloo ended because it received more than its call expects
 
 
@@ -117,6 +118,8 @@ class _Reader:
             join.ranks.add(int(found[2]))
         elif found := _TEXTS["joined"].search(line):
             self.report.joins.pop(found[1], None)
+        if ended := _TEXTS["terminated"].search(line):
+            self.report.terminated.add(int(ended[1]))
         if _CUT_SHORT in line:
             self.report.cut_short = self.report.cut_short or line[:300]
         if group or "Init COMPLETE" in line:  # the ranks have met: what was written before were attempts

@@ -145,17 +145,17 @@ def _settings(
 
 def _left_out(snapshot: Snapshot, ports: Sequence[PortView]) -> bool:
     """Whether NCCL would take a port besides the rails': only then a list of names is worth what it may break."""
-    return bool({view.name for view in _node(snapshot).taken_ports()} - {view.name for view in ports})
+    return bool({view.name for view in _node(snapshot).default_ports()} - {view.name for view in ports})
 
 
 def _hcas(snapshot: Snapshot, ports: Sequence[PortView]) -> str:
-    choice = PortChoice(keep=tuple(ports), secondary={view.device.name: "net1" for view in ports})
+    choice = PortChoice(chosen=tuple(ports), secondary={view.device.name: "net1" for view in ports})
     return hca_list(_node(snapshot), choice)
 
 
 def _ports(snapshot: Snapshot) -> list[tuple[str, PortView]]:
     """The RoCE ports that are recommended to NCCL, by the interface that a macvlan can stand on."""
-    kept = [view for view in choose_ports(_node(snapshot)).keep if view.port.link_layer == "Ethernet"]
+    kept = [view for view in choose_ports(_node(snapshot)).chosen if view.port.link_layer == "Ethernet"]
     return [(name, view) for view in kept if (name := view.device.bond or view.port.netdev)]
 
 

@@ -119,7 +119,7 @@ def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
     """The RoCE ports that NCCL takes under NCCL_IB_HCA."""
     hcas = environment.get("NCCL_IB_HCA")
     wanted = NameList.parse(hcas) if hcas else None
-    for view in node.taken_ports():
+    for view in node.default_ports():
         named = wanted is None or wanted.takes(view.device.name, view.port.port)
         if named and view.port.link_layer == "Ethernet":
             yield view
@@ -236,7 +236,7 @@ def _entries(name: str, value: str, wanted: NameList, ports: tuple[PortView, ...
 
 
 def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
-    ports = node.taken_ports()
+    ports = node.default_ports()
     named = [view.name for view in ports]
     value = environment.get("NCCL_IB_DISABLE", "")
     if strtoll(value)[0] != 0 and ports and not other_net(environment):

@@ -183,7 +183,7 @@ def _needs(case: Situation) -> Iterator[PodNeed]:
 
 
 def _has_hcas(node: NodeView) -> bool:
-    """Whether a machine that nobody probed, of the catalogue or of a matrix, is known to have RDMA devices."""
+    """Whether a machine without a probe (from the catalogue or a matrix) is known to have RDMA devices."""
     nics = node.topology.nics if node.topology and not node.snapshot else ()
     return any(nic.kind in ("hca", "efa") for nic in nics)
 
@@ -253,7 +253,7 @@ def _roce_in_pod(node: NodeView) -> Iterator[PodNeed]:
             )
     if choice.secondary:
         devices = ", ".join(f"{device} ({interface})" for device, interface in choice.secondary.items())
-        functions = sum(is_virtual_function(view) for view in choice.keep)
+        functions = sum(is_virtual_function(view) for view in choice.chosen)
         more = ["pod.virtual_functions"] if functions else []
         yield need("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *more)
 
@@ -333,7 +333,7 @@ def settings(
     notes = tuple(answer for answer in answers if isinstance(answer, Note))
     if not case.one_node and case.backend == "nccl":
         chosen, notes = _with_published(case, chosen, notes)
-    if platforms.leave_to_the_vendor(case):
+    if platforms.has_vendor_script(case):
         chosen, notes = _without_nccl(case, chosen, notes)
     unknown = any(each.text.startswith("Unknown") or each.topic == "platform" for each in notes)
     if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):

@@ -1,4 +1,4 @@
-"""What concerns GPUs and their links: mostly things NCCL settles by itself, said so that nobody sets them.
+"""What concerns GPUs and their links: mostly what NCCL decides by itself, with a note not to set it.
 
 Specification: NCCL docs/userguide/source/env.rst, src/graph/{topo,paths}.cc, src/transport/nvls.cc, src/mnnvl.cc.
 """

@@ -20,7 +20,7 @@ from probes.rdma.facts import is_link_local
 class PortChoice:
     """The ports to use on one node; `dropped` says of each other ACTIVE port why not."""
 
-    keep: tuple[PortView, ...]
+    chosen: tuple[PortView, ...]
     dropped: dict[str, str] = field(default_factory=dict)  # "mlx5_4:1" -> why NCCL must be kept from it
     far: dict[str, str] = field(default_factory=dict)  # the same for ports NCCL passes over by itself
     secondary: dict[str, str] = field(default_factory=dict)  # device -> the pod's interface on it
@@ -28,21 +28,21 @@ class PortChoice:
 
 def choose_ports(node: NodeView) -> PortChoice:
     """Start from what NCCL takes unasked and leave out what a job must not use."""
-    keep = node.taken_ports()
+    chosen = node.default_ports()
     dropped: dict[str, str] = {}
     secondary = _secondary_devices(node)
     far: dict[str, str] = {}
     for rule in _RULES:
-        unfit = rule(node, keep)
-        keep = tuple(view for view in keep if view.name not in unfit)
+        unfit = rule(node, chosen)
+        chosen = tuple(view for view in chosen if view.name not in unfit)
         (far if rule is _near_a_gpu else dropped).update(unfit)
-    return PortChoice(keep=keep, dropped=dropped, far=far, secondary=secondary)
+    return PortChoice(chosen=chosen, dropped=dropped, far=far, secondary=secondary)
 
 
 def _secondary_devices(node: NodeView) -> dict[str, str]:
     """RoCE devices behind the pod's own networks. InfiniBand needs no network of the pod: its GIDs are the port's."""
     facts = node.interfaces()
-    roce = [view for view in node.taken_ports() if view.port.link_layer == "Ethernet"]
+    roce = [view for view in node.default_ports() if view.port.link_layer == "Ethernet"]
     names = {view.device.name for view in roce}
     found: dict[str, str] = {}
     for interface in facts.interfaces if facts else ():
@@ -230,5 +230,5 @@ def gid_index_problem(view: PortView, index: int) -> tuple[Status, str] | None:
 
 
 def missing_ports(node: NodeView) -> tuple[PortView, ...]:
-    """Ports NCCL passes over in silence because they are not ACTIVE."""
+    """Ports that NCCL ignores without a message because they are not ACTIVE."""
     return tuple(view for view in node.verbs_ports() if view.port.state is not None and view.port.state != "ACTIVE")

@@ -35,16 +35,19 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
     judged = [(node, facts) for node in case.nodes if (facts := node.interfaces()) is not None]
     if not judged:
         return note("socket_ifname.unread", case.unread("interfaces"))
-    wanted = {node.hostname: _wanted(node, facts, sockets_carry_data=not _fast_fabric(case)) for node, facts in judged}
-    if not any(wanted.values()):
-        wanted = _shared_subnet(judged)
-    if not any(wanted.values()):
+    choices = {
+        node.hostname: _choose_interface(node, facts, sockets_carry_data=not _fast_fabric(case))
+        for node, facts in judged
+    }
+    if not any(choices.values()):
+        choices = _shared_subnet(judged)
+    if not any(choices.values()):
         picks = by_host((node.hostname, _unasked(facts) or "none") for node, facts in judged)
         unread = case.unread_nodes(NodeView.interfaces)
         return note("socket_ifname.automatic", picks + (f"; not read on {some(unread)}" if unread else ""))
-    named = {host: choice for host, choice in wanted.items() if choice is not None}
+    named = {host: choice for host, choice in choices.items() if choice is not None}
     fills = {node.hostname: tuple(filter(None, (_unasked(facts),))) for node, facts in judged}
-    names = {host: named[host][0] if host in named else fills[host] for host in wanted}
+    names = {host: named[host][0] if host in named else fills[host] for host in choices}
     value = _joined(names, judged)
     if value is None:
         listed = by_host((host, ",".join(each)) for host, each in names.items())
@@ -124,7 +127,7 @@ def _unasked(facts: InterfacesFacts) -> str | None:
     return facts.nccl_choice or next(iter(nccl_takes(facts)), None)
 
 
-_Wanted = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the text, evidence, fields of the text
+_Choice = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the text, evidence, fields of the text
 
 
 def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[Interface, ...]:
@@ -135,7 +138,7 @@ def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[In
     )
 
 
-def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool) -> _Wanted | None:
+def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool) -> _Choice | None:
     """The interfaces to name and why, where this node needs the variable."""
     best = best_interface(node)
     unasked = _unasked(facts)
@@ -146,7 +149,7 @@ def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool)
     names = tuple(each.name for each in equals)
     if best.role == "secondary" and (current is None or current.role != "secondary"):
         network = f" ({best.multus_network})" if best.multus_network else ""
-        device = rdma_device_of(best, node.taken_ports())
+        device = rdma_device_of(best, node.default_ports())
         behind = f", on RDMA device {device}" if device else ""
         more = f"; as good: {', '.join(name for name in names if name != best.name)}" if len(names) > 1 else ""
         evidence = f"{best.name}: secondary{network}{behind}, {', '.join(best.addresses)}{more}"
@@ -156,9 +159,9 @@ def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool)
         what = f"a {current.role} interface" if unfit else "which has no address of its own beyond the link"
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
         return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": what}
-    taken = nccl_takes(facts)
-    others = [each for name in taken if name not in names and (each := node.interface_of(name)) is not None]
-    if sockets_carry_data and others and best.name in taken:
+    defaults = nccl_takes(facts)
+    others = [each for name in defaults if name not in names and (each := node.interface_of(name)) is not None]
+    if sockets_carry_data and others and best.name in defaults:
         left = ", ".join(f"{each.name} ({each.role}{_speed(each)})" for each in others)
         evidence = f"{', '.join(names)}: {best.role}{_speed(best)}; NCCL would add {left}"
         return names, "socket_ifname.tcp", evidence, {}
@@ -170,14 +173,14 @@ def _speed(interface: Interface) -> str:
     return f", {gigabits(rate)}" if rate else ""
 
 
-def _shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, _Wanted | None]:
+def _shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, _Choice | None]:
     """Where the nodes' own choices share no subnet although other interfaces of all nodes do: those interfaces."""
     chosen = [_subnets(facts, _unasked(facts)) for _, facts in judged]
     common = set.intersection(*[_subnets(facts, None) for _, facts in judged])
     if len(judged) < 2 or set.intersection(*chosen) or not common:
         return {}
     subnet = min(common)
-    found: dict[str, _Wanted | None] = {}
+    found: dict[str, _Choice | None] = {}
     for node, facts in judged:
         name = next(each.name for each in facts.interfaces if subnet in _subnets(facts, each.name))
         evidence = f"{name}: {subnet}; NCCL would take {_unasked(facts)}"

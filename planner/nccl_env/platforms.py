@@ -30,7 +30,7 @@ def amd(case: Situation) -> Note | None:
 
 
 def vendor_script(case: Situation) -> Note | None:
-    """Platforms whose vendor ships the environment with the plugin: nothing here may stand in its way."""
+    """Platforms whose vendor ships the environment with the plugin: nothing here may override it."""
     if case.one_node or case.backend != "nccl":
         return None
     for node in case.nodes:
@@ -56,7 +56,7 @@ def vendor_script(case: Situation) -> Note | None:
     return None
 
 
-def leave_to_the_vendor(case: Situation) -> bool:
+def has_vendor_script(case: Situation) -> bool:
     """Whether a node's platform has its own script: then no NCCL_ variable is advised."""
     return any((row := recognise(node)) is not None and row.plugin for node in case.nodes)
 
@@ -107,7 +107,7 @@ def collnet(case: Situation) -> Setting | Note | None:
     if case.one_node or case.backend != "nccl" or published(case, "NCCL_COLLNET_ENABLE") is not None:
         return None
     infiniband = [
-        node for node in case.nodes if any(view.port.link_layer == "InfiniBand" for view in node.taken_ports())
+        node for node in case.nodes if any(view.port.link_layer == "InfiniBand" for view in node.default_ports())
     ]
     plugin = {node.hostname: path for node in infiniband if (path := _sharp_plugin(node))}
     if not plugin or len(plugin) < len([node for node in case.nodes if node.snapshot]):

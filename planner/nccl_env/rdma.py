@@ -32,7 +32,7 @@ def ib_hca(case: Situation) -> Setting | Note | None:
         return None
     if not case.rdma_ports:
         return _no_hca(case)
-    choices = {node.hostname: choose_ports(node) for node in case.nodes if node.taken_ports()}
+    choices = {node.hostname: choose_ports(node) for node in case.nodes if node.default_ports()}
     if (unsure := _undecided(choices)) is not None:
         return unsure
     needed = [(host, choice) for host, choice in choices.items() if choice.dropped or _not_of_this_pod(case, host)]
@@ -56,10 +56,12 @@ def ib_hca(case: Situation) -> Setting | Note | None:
 def _undecided(choices: dict[str, PortChoice]) -> Note | None:
     """Where the ports alone do not say which fabric is for training, or whether one is."""
     for host, choice in choices.items():
-        if fabrics := undecided(choice.keep):
+        if fabrics := undecided(choice.chosen):
             listed = "; ".join(f"{fabric}: {', '.join(names)}" for fabric, names in fabrics.items())
             return note("hca.two_fabrics", by_host([(host, listed)]))
-    software = [(host, _names(choice.keep)) for host, choice in choices.items() if all(map(is_software, choice.keep))]
+    software = [
+        (host, _names(choice.chosen)) for host, choice in choices.items() if all(map(is_software, choice.chosen))
+    ]
     if software:
         return note("hca.software", by_host(software))
     return None
@@ -69,7 +71,7 @@ def _not_of_this_pod(case: Situation, host: str) -> tuple[PortView, ...]:
     """Ports that are down and that no network of this pod is on: up again, NCCL would take them and fail."""
     node = _view(case, host)
     choice = choose_ports(node)
-    if not choice.secondary or any(is_virtual_function(view) for view in choice.keep):
+    if not choice.secondary or any(is_virtual_function(view) for view in choice.chosen):
         return ()
     return tuple(view for view in missing_ports(node) if view.device.name not in choice.secondary)
 
@@ -79,22 +81,22 @@ def hca_value(node: NodeView, choice: PortChoice) -> str | None:
 
     Of virtual functions only a prefix is given, or the physical functions to leave out: both hold in every pod.
     """
-    if not any(is_virtual_function(view) for view in choice.keep):
+    if not any(is_virtual_function(view) for view in choice.chosen):
         return hca_list(node, choice)
-    kept = {view.device.name for view in choice.keep}
-    others = {view.device.name for view in node.verbs_ports()} - kept
-    stems = {name.rstrip("0123456789") for name in kept}
+    chosen_devices = {view.device.name for view in choice.chosen}
+    others = {view.device.name for view in node.verbs_ports()} - chosen_devices
+    stems = {name.rstrip("0123456789") for name in chosen_devices}
     if len(stems) == 1 and (stem := stems.pop()) and not any(name.startswith(stem) for name in others):
         return stem
-    unwanted = [view for view in node.verbs_ports() if view.name in choice.dropped]
-    if any(is_virtual_function(view) or view.device.name in kept for view in unwanted):
+    excluded = [view for view in node.verbs_ports() if view.name in choice.dropped]
+    if any(is_virtual_function(view) or view.device.name in chosen_devices for view in excluded):
         return None
-    return "^=" + ",".join(dict.fromkeys(view.device.name for view in unwanted))
+    return "^=" + ",".join(dict.fromkeys(view.device.name for view in excluded))
 
 
 def _found_by_itself(case: Situation, choices: dict[str, PortChoice]) -> Note:
     """Nothing needs leaving out; whether all ports lead to the training fabric one node cannot tell."""
-    count = by_host((host, _names(choice.keep)) for host, choice in choices.items())
+    count = by_host((host, _names(choice.chosen)) for host, choice in choices.items())
     far = {f"{name} ({why})": host for host, choice in choices.items() for name, why in choice.far.items()}
     host = next(iter(far.values()), next(iter(choices)))
     node, choice = _view(case, host), choices[host]
@@ -102,8 +104,8 @@ def _found_by_itself(case: Situation, choices: dict[str, PortChoice]) -> Note:
         return note(
             "hca.nearest", f"{count}; not used: {', '.join(far)}", pinned=hca_value(node, choice) or "inside each pod"
         )
-    more = ["hca.other_names"] if choice.secondary and any(map(is_virtual_function, choice.keep)) else []
-    if len(choice.keep) > 1 and not _fits_a_known_machine(node, choice):
+    more = ["hca.other_names"] if choice.secondary and any(map(is_virtual_function, choice.chosen)) else []
+    if len(choice.chosen) > 1 and not _fits_a_known_machine(node, choice):
         more.append("hca.storage_unknown")
         count += _setting_apart(node, choice)
     return note("hca.automatic", count, *more)
@@ -111,7 +113,7 @@ def _found_by_itself(case: Situation, choices: dict[str, PortChoice]) -> Note:
 
 def _fits_a_known_machine(node: NodeView, choice: PortChoice) -> bool:
     """A recognised machine with as many RDMA devices as its maker gives it for the training fabric."""
-    count = len({view.device.name for view in choice.keep})
+    count = len({view.device.name for view in choice.chosen})
     row = reference_of(node.topology) if node.topology else None
     if row is not None and row.nics == count:
         return True
@@ -129,7 +131,7 @@ def _setting_apart(node: NodeView, choice: PortChoice) -> str:
     crowded = [(nics, gpus) for nics, gpus in near.items() if len(nics) > len(gpus)]
     if crowded and len(crowded) < len(near):
         parts += [f"{' and '.join(nics)} are equally near to {', '.join(gpus)}" for nics, gpus in crowded[:4]]
-    subnets = {view.device.name: str(subnet) for view in choice.keep if (subnet := port_subnet(node, view))}
+    subnets = {view.device.name: str(subnet) for view in choice.chosen if (subnet := port_subnet(node, view))}
     if len(set(subnets.values())) > 1:
         parts.append("subnets: " + ", ".join(f"{name} {subnet}" for name, subnet in subnets.items()))
     facts = node.interfaces()
@@ -138,7 +140,7 @@ def _setting_apart(node: NodeView, choice: PortChoice) -> str:
         if each.neighbour:
             heard.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has its members' wires
     wires = [
-        f"{view.device.name} {' and '.join(found)}" for view in choice.keep if (found := heard.get(view.port.netdev))
+        f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := heard.get(view.port.netdev))
     ]
     if wires:
         parts.append("neighbours by LLDP: " + ", ".join(wires))
@@ -177,7 +179,7 @@ def _nics(node: NodeView) -> Sequence[NicNode]:
 
 def _hca_evidence(choice: PortChoice, down: Sequence[PortView]) -> str:
     parts = [f"{interface} is on {device}" for device, interface in choice.secondary.items()]
-    parts += [f"{_names(choice.keep)}: {_fabric(choice.keep)}"]
+    parts += [f"{_names(choice.chosen)}: {_fabric(choice.chosen)}"]
     parts += [f"left out {name}: {why}" for name, why in (choice.dropped | choice.far).items()]
     parts += [f"{view.name} is {view.port.state}: NCCL passes over it until it is repaired" for view in down]
     return "; ".join(parts)
@@ -203,20 +205,20 @@ def hca_list(node: NodeView, choice: PortChoice) -> str:
     A port of the same kind that is down is named too: NCCL passes over it now and takes it again once it is repaired.
     """
     ports = node.verbs_ports()
-    keep = {view.name for view in (*choice.keep, *_returning(node, choice))}
-    unwanted = {view.device.name for view in ports if view.name not in keep}
+    chosen = {view.name for view in (*choice.chosen, *_returning(node, choice))}
+    excluded = {view.device.name for view in ports if view.name not in chosen}
     entries: list[str] = []
     for view in ports:
-        entry = view.name if view.device.name in unwanted else view.device.name
-        if view.name in keep and entry not in entries:
+        entry = view.name if view.device.name in excluded else view.device.name
+        if view.name in chosen and entry not in entries:
             entries.append(entry)
-    kept = [view.device.name for view in ports if view.name in keep]
-    exact = exact_if_needed(kept, {view.device.name for view in ports}).startswith("=")
+    chosen_devices = [view.device.name for view in ports if view.name in chosen]
+    exact = exact_if_needed(chosen_devices, {view.device.name for view in ports}).startswith("=")
     return ("=" if exact else "") + ",".join(entries)
 
 
 def _returning(node: NodeView, choice: PortChoice) -> list[PortView]:
-    models = {view.device.model for view in choice.keep} - {None}
+    models = {view.device.model for view in choice.chosen} - {None}
     if choice.secondary:
         return []
     return [view for view in missing_ports(node) if view.device.model in models]
@@ -237,23 +239,23 @@ def cross_nic(case: Situation) -> Setting | Note | None:
     if case.backend != "nccl" or case.one_node or not case.rdma_ports:
         return None
     for node in case.nodes:
-        keep = choose_ports(node).keep
-        subnets = {view.name: subnet for view in keep if (subnet := port_subnet(node, view))}
-        prefixes = {view.name: prefix for view in keep if (prefix := subnet_prefix(view))}
-        if len(keep) > 1 and len(set(prefixes.values())) == len(keep):
+        chosen = choose_ports(node).chosen
+        subnets = {view.name: subnet for view in chosen if (subnet := port_subnet(node, view))}
+        prefixes = {view.name: prefix for view in chosen if (prefix := subnet_prefix(view))}
+        if len(chosen) > 1 and len(set(prefixes.values())) == len(chosen):
             evidence = ", ".join(f"{name}: subnet prefix {prefix}" for name, prefix in prefixes.items())
             return setting("cross_nic.infiniband_rails", "0", evidence)
-        if len(keep) > 1 and len(subnets) == len(keep) and len(set(subnets.values())) == len(keep):
-            more = ["cross_nic.gains_nothing"] if len(keep) >= node.gpu_count() > 0 else []
+        if len(chosen) > 1 and len(subnets) == len(chosen) and len(set(subnets.values())) == len(chosen):
+            more = ["cross_nic.gains_nothing"] if len(chosen) >= node.gpu_count() > 0 else []
             evidence = ", ".join(f"{name}: {subnet}" for name, subnet in subnets.items())
             return setting("cross_nic.ip_rails", "0", evidence, *more)
-    if max(len(choose_ports(node).keep) for node in case.nodes) > 1:
+    if max(len(choose_ports(node).chosen) for node in case.nodes) > 1:
         return note("cross_nic.automatic")
     return None
 
 
 def net_plugin(case: Situation) -> Setting | Note | None:
-    """NCCL_NET, where NCCL would fall back, or has fallen back, to TCP in silence: above all on EFA."""
+    """NCCL_NET, where NCCL would fall back, or has fallen back, to TCP without a message: above all on EFA."""
     fell_back = case.evidence is not None and case.evidence.inter_node_transport == "Socket"
     if case.backend != "nccl" or case.one_node:
         return None
@@ -268,7 +270,7 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     if case.cxi:
         return _libfabric_on_slingshot(case)
     if not case.efa:
-        ports = by_host((node.hostname, _names(node.taken_ports())) for node in case.nodes if node.taken_ports())
+        ports = by_host((node.hostname, _names(node.default_ports())) for node in case.nodes if node.default_ports())
         return setting("net.fell_back", "IB", f"the log shows channels over Socket; {ports}")
     if not (case.multi_node or fell_back):
         return note("net.efa_one_node")

@@ -37,7 +37,7 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
         return None
     bare = [(host, view) for host, view in roce if is_unaddressed(view)]
     if bare:
-        return note("gid_index.link_local", _say(bare, lambda view: view.name))
+        return note("gid_index.link_local", _list_ports(bare, lambda view: view.name))
     older = case.older_than(_DYNAMIC_GID)
     if several := _in_several_subnets(case):
         lever = (
@@ -46,10 +46,10 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
         return note("gid_index.several_subnets", by_host(together(several)), lever=lever)
     known = {_v2_ipv4_index(view) for _, view in roce}
     found = None not in known
-    listed = _say(roce, lambda view: f"{view.name} index {_v2_ipv4_index(view)}")
+    listed = _list_ports(roce, lambda view: f"{view.name} index {_v2_ipv4_index(view)}")
     unread = [(host, view) for host, view in roce if not view.port.gids_known]
     if unread:
-        return note("gid_index.unread", _say(unread, lambda view: view.name))
+        return note("gid_index.unread", _list_ports(unread, lambda view: view.name))
     if older is False and found:
         return note("gid_index.automatic", f"NCCL {version_text(case.nccl_version or ())}")
     if not found and older is not True:
@@ -57,7 +57,7 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
     if older is None:
         return note("gid_index.version_unknown", f"NCCL version unknown; RoCE v2 IPv4 GID: {listed}")
     if not found:
-        return note("gid_index.old_nccl_without_ipv4", _say(roce, lambda view: f"{view.name} {_families(view)}"))
+        return note("gid_index.old_nccl_without_ipv4", _list_ports(roce, lambda view: f"{view.name} {_families(view)}"))
     if len(known) != 1:
         return note("gid_index.differs", listed)
     version = version_text(case.nccl_version or ())
@@ -71,8 +71,8 @@ def ib_addr_family(case: Situation) -> Setting | Note | None:
     if not without or case.older_than(_DYNAMIC_GID) is True:
         return None
     if not all(_has_family(view, 6) for _, view in roce):
-        return note("addr_family.mixed", _say(roce, _families))
-    evidence = _say(without, lambda view: f"{view.name} {len(view.port.gids)} GIDs, none IPv4 of RoCE v2")
+        return note("addr_family.mixed", _list_ports(roce, _families))
+    evidence = _list_ports(without, lambda view: f"{view.name} {len(view.port.gids)} GIDs, none IPv4 of RoCE v2")
     return setting("addr_family.ipv6", "AF_INET6", evidence, *_needs_dynamic_gid(case))
 
 
@@ -83,7 +83,7 @@ def ib_roce_version(case: Situation) -> Setting | None:
         return None
     if any(gid.type == "RoCE v2" for _, view in roce for gid in view.port.gids):
         return None
-    return setting("roce_version.v1", "1", _say(roce, lambda view: view.name), *_needs_dynamic_gid(case))
+    return setting("roce_version.v1", "1", _list_ports(roce, lambda view: view.name), *_needs_dynamic_gid(case))
 
 
 def _needs_dynamic_gid(case: Situation) -> tuple[str, ...]:
@@ -107,15 +107,15 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     if _by_pcp(roce):
         return None  # the class is not looked at: `ib_service_level`
     if len(classes) == 1:
-        evidence = _say(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
+        evidence = _list_ports(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
         (found,) = classes
         priority, more = found >> 5, []  # DSCP >> 3
         if lossless and priority not in lossless:
-            more, evidence = ["traffic_class.unprotected"], f"{evidence}; {_say(roce, _protected)}"
+            more, evidence = ["traffic_class.unprotected"], f"{evidence}; {_list_ports(roce, _protected)}"
         protected = _numbers(lossless)
         return setting("traffic_class.one", str(found), evidence, *more, priority=priority, protected=protected)
     if len(pfc_configs) > 1 and not classes:
-        return note("traffic_class.pfc_differs", _say(roce, _protected))
+        return note("traffic_class.pfc_differs", _list_ports(roce, _protected))
     if len(lossless) == 1 and not classes:
         return _class_of_priority(case, lossless.pop(), roce)
     if classes or lossless:
@@ -127,7 +127,7 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
 
 
 def _class_of_priority(case: Situation, priority: int, roce: Sequence[tuple[str, PortView]]) -> Setting | Note:
-    evidence = _say(roce, _protected)
+    evidence = _list_ports(roce, _protected)
     if priority == _NVIDIA_PRIORITY and all(_is_nvidia(view) for _, view in roce):
         return setting("traffic_class.nvidia", str(_NVIDIA_CLASS), evidence, priority=priority)
     mapped = sorted({code for _, view in roce for code, to in view.port.dscp_priorities or () if to == priority})
@@ -142,11 +142,11 @@ def ib_service_level(case: Situation) -> Setting | Note | None:
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
     if not _by_pcp(roce) or not lossless or published(case, "NCCL_IB_TC") is not None:
         return None
-    evidence = _say(roce, lambda view: f"{_protected(view)}, trust pcp")
+    evidence = _list_ports(roce, lambda view: f"{_protected(view)}, trust pcp")
     if len(lossless) > 1:
         return note("service_level.several", evidence)
     priority = lossless.pop()
-    tagged = all(_tagged(node, view) for node in case.nodes for view in choose_ports(node).keep)
+    tagged = all(_tagged(node, view) for node in case.nodes for view in choose_ports(node).chosen)
     if not tagged:
         return note("service_level.no_vlan", evidence, priority=priority)
     return setting("service_level.of_priority", str(priority), evidence, priority=priority)
@@ -186,12 +186,12 @@ def _roce(case: Situation) -> list[tuple[str, PortView]]:
     return [
         (node.hostname, view)
         for node in case.nodes
-        for view in choose_ports(node).keep
+        for view in choose_ports(node).chosen
         if view.port.link_layer == "Ethernet"
     ]
 
 
-def _say(ports: Sequence[tuple[str, PortView]], text: Callable[[PortView], str]) -> str:
+def _list_ports(ports: Sequence[tuple[str, PortView]], text: Callable[[PortView], str]) -> str:
     return by_host(together([(host, text(view)) for host, view in ports]))
 
 
@@ -221,7 +221,7 @@ def _in_several_subnets(case: Situation) -> list[tuple[str, str]]:
     for node in case.nodes:
         facts = node.interfaces()
         subnets = [subnet for each in facts.interfaces for subnet in networks(each)] if facts else []
-        for view in choose_ports(node).keep:
+        for view in choose_ports(node).chosen:
             own = {a: s for a in gid_addresses(view) if a.version == 4 for s in subnets if a in s}
             if view.port.link_layer == "Ethernet" and len(set(own.values())) > 1:
                 found.append((node.hostname, f"{view.name} {' and '.join(f'{a} in {s}' for a, s in own.items())}"))

@@ -131,7 +131,7 @@ class NodeView:
             for port in device.ports
         )
 
-    def taken_ports(self) -> tuple[PortView, ...]:
+    def default_ports(self) -> tuple[PortView, ...]:
         """The ports NCCL takes with NCCL_IB_HCA unset: ACTIVE, InfiniBand or Ethernet."""
         return tuple(
             view
@@ -205,7 +205,7 @@ class Situation:
     @property
     def rdma_ports(self) -> bool:
         """Whether any node has a port that NCCL's IB transport would take."""
-        return any(node.taken_ports() for node in self.nodes)
+        return any(node.default_ports() for node in self.nodes)
 
     def ranks_on(self, node: NodeView) -> int:
         """Ranks of the job on this node; two without GPUs, the least that makes a collective."""
@@ -244,7 +244,7 @@ def situation(
 def _offers_rdma(node: NodeView) -> bool:
     """Whether NCCL, or its plugin for EFA, would take RDMA here without being asked."""
     if node.snapshot:
-        return bool(node.efa_count() or node.taken_ports())
+        return bool(node.efa_count() or node.default_ports())
     return node.topology is not None and any(nic.kind in RDMA_KINDS for nic in node.topology.nics)
 
 
@@ -259,7 +259,7 @@ def _version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Vers
         try:
             return parse_version(evidence.nccl_version)
         except ValueError:
-            return None  # RCCL and vendor builds print other things; unknown is what it is
+            return None  # RCCL and vendor builds print other texts, so the version is unknown
     return None
 
 
@@ -408,7 +408,7 @@ def is_usable(interface: Interface) -> bool:
 def rank_interface(node: NodeView, facts: InterfacesFacts, interface: Interface) -> tuple[float, ...]:
     """A key that sorts the interfaces that reach the other nodes best to the front."""
     secondary = interface.role == "secondary"
-    behind_hca = secondary and rdma_device_of(interface, node.taken_ports()) is not None
+    behind_hca = secondary and rdma_device_of(interface, node.default_ports()) is not None
     overlay = interface.role == "pod-default"
     speed = interface.speed_bytes_per_second or 0.0
     return (not behind_hca, not secondary, overlay, -speed, interface.name != facts.default_route)

@@ -29,24 +29,24 @@ class Topoflight(Fsdp):
         if model.family not in TRAINED:
             return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
         if unknown := set(model.rope_types) - set(ROPE_TYPES):
-            return f"topoflight runs no rope_type={min(unknown)!r}, but {', '.join(ROPE_TYPES)}"
+            return f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not {min(unknown)!r}"
         if model.experts and (train.method == "qlora" or layout.tp > 1):
             what = "4-bit weights of" if train.method == "qlora" else "TP over"
-            return f"topoflight has no {what} experts, which are stacked in one tensor"
+            return f"topoflight does not support {what} experts, which are stacked in one tensor"
         if model.experts and len({"gate_proj", "up_proj"} & set(train.lora_targets)) == 1 and train.method != "full":
-            return "topoflight adapts gate_proj and up_proj of experts together, or neither"
+            return "topoflight adapts gate_proj and up_proj of experts only together"
         if layout.cp > 1 and (why := self._refuses_context(model, train, layout)):
             return why
         if layout.pp > 1 and model.tied_embeddings:
-            return "topoflight has no PP for tied embeddings: both ends would train their own copy"
+            return "topoflight does not support PP with tied embeddings: two stages would each train a copy"
         if layout.sequence_parallel and not self.splits_sequence(train):
-            return "topoflight has no sequence parallelism with adapters, nor with the mask of eager attention"
-        return "topoflight has no fp16" if layout.precision == "fp16" else None
+            return "topoflight does not support sequence parallelism with adapters or with eager attention"
+        return "topoflight does not support fp16" if layout.precision == "fp16" else None
 
     def _refuses_context(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-        """What stands against sharing out a sequence, whose ranks share out the heads for attention."""
+        """Why the sequence cannot be split, whose ranks split the heads for attention."""
         if layout.tp > 1 or layout.pp > 1:
-            return "topoflight runs CP beside data parallelism alone, not with TP or PP"
+            return "topoflight combines CP with data parallelism only, not with TP or PP"
         if model.heads % layout.cp or model.kv_heads % layout.cp:
             most = most_ranks(layout.cp, model.heads, model.kv_heads)
             return (
@@ -54,9 +54,11 @@ class Topoflight(Fsdp):
                 f"CP={most} is the nearest that runs"
             )
         if whole := set(model.rope_types) & set(WHOLE_ROPE):
-            return f"topoflight has no CP with rope_type={min(whole)!r}, whose angles follow from the whole length"
+            return (
+                f"topoflight does not support CP with rope_type={min(whole)!r}, whose angles depend on the whole length"
+            )
         if train.attention != "sdpa" or layout.compile:
-            return "topoflight has CP with attn_implementation sdpa, and not compiled"
+            return "topoflight supports CP only with attn_implementation sdpa and without torch.compile"
         return None
 
     def layer_activations(self, share: Share) -> float:

@@ -9,39 +9,39 @@ answers stays unknown, with the command that would answer it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from dataclasses import replace
 
 from planner.why import reports
 from planner.why.facts import (
     ACTIONS,
-    TRUST,
     Cause,
     RunFacts,
     Unknown,
     Verdict,
+    activity,
     is_open,
     ranks_of,
 )  # fmt: skip
 from planner.why.pace import slow
 from planner.why.stuck import stuck
 
-__all__ = ["ACTIONS", "TRUST", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "ranks_of"]
+__all__ = ["ACTIONS", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "ranks_of"]
 
 
 def judge(facts: RunFacts) -> Verdict:
     """The verdict on the ranks: the flight recorder first, as it is exact; then the others; then the ranks' states."""
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
-    found = {name: one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))}
-    known = {name: verdict for name, verdict in found.items() if not is_open(verdict)}
+    found = [one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))]
+    known = [verdict for verdict in found if not is_open(verdict)]
     verdict = (
         reports.by_clash(facts)
         or reports.by_models(facts)
         or reports.by_errors(facts)
-        or next(iter(known.values()), None)
+        or next(iter(known), None)
         or reports.by_joins(facts)
         or reports.by_states(facts)
-        or next(iter(found.values()), None)
+        or next(iter(found), None)
         or reports.by_rendezvous(facts)
         or reports.by_torchrun(facts)
         or reports.by_hang(facts)
@@ -51,19 +51,7 @@ def judge(facts: RunFacts) -> Verdict:
     )
     if verdict is None or verdict.state == "fine":
         verdict = reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
-    return replace(verdict, disagree=(*verdict.disagree, *_differences(known)), sources=_sources(facts))
-
-
-def _differences(found: Mapping[str, Verdict]) -> tuple[str, ...]:
-    """Sources that name other ranks than the one that is believed."""
-    if len(found) < 2:
-        return ()
-    (first, believed), *others = found.items()
-    return tuple(
-        f"{name} names {ranks_of(other.ranks) or 'no rank'}, {first} {ranks_of(believed.ranks) or 'no rank'}: {first} "
-        f"is believed, as it {TRUST[first]}"
-        for name, other in others if other.ranks != believed.ranks
-    )  # fmt: skip
+    return replace(verdict, sources=_sources(facts))
 
 
 def _nothing(facts: RunFacts) -> Verdict:
@@ -73,6 +61,12 @@ def _nothing(facts: RunFacts) -> Verdict:
         unknown.append(Unknown(what="which collectives the ranks are in", command="topoflight why --run DIR --watch"))
     if not facts.states:
         unknown.append(Unknown(what="what each rank does", command="py-spy dump --pid PID on each node"))
+    mute = [(rank, one) for rank in facts.states if (one := activity(rank, facts)).kind == "silent"]
+    if mute:
+        rows = tuple(f"rank {rank} {one.words}" for rank, one in mute)
+        hint = Unknown(what="whether it runs: its host's process table was not read", command="ps on its host")
+        line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {mute[0][1].grace:.0f} s"
+        return Verdict(state="fine", line=line, not_at_fault=rows, unknown=(*unknown, hint))
     line = "no fault found: no rank is missing, late or gone, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"

@@ -200,8 +200,10 @@ def _has_come(other: int, rank: int, call: Call, traces: Mapping[int, RankTrace]
         newest = max([newest, *(one.number for one in trace.calls if one.group == call.group and not one.p2p)])
         if call.group not in trace.enqueued:
             return True if call.group and newest >= call.number else None
-    if newest < call.number and facts.has_moved_on(other):
-        return True if len(trace.enqueued) == 1 and state and state.calls >= call.number else None
+    if newest < call.number and state is not None and facts.has_moved_on(other):  # its file counts all groups' calls
+        if len(trace.enqueued) != 1:
+            return None
+        newest = state.calls
     return newest >= call.number or (None if is_old else False)
 
 
@@ -290,12 +292,10 @@ def _mismatches(traces: Mapping[int, RankTrace], blocked: BlockedCalls, facts: R
         if len({signature(call) for call in rows.values()}) < 2:
             continue
         sizes = [size for rank in rows if (size := blocked.sizes.get(rank))]
-        yield mismatch(
-            rows, traces, size=max(sizes, default=len(members) or facts.world or len(rows)) if group else None
-        )
+        yield mismatch(rows, size=max(sizes, default=len(members) or facts.world or len(rows)) if group else None)
 
 
-def mismatch(rows: Mapping[int, Call], traces: Mapping[int, RankTrace], *, size: int | None) -> Cause:
+def mismatch(rows: Mapping[int, Call], *, size: int | None) -> Cause:
     """The ranks of a group of `size` whose calls differ; a rank is named only where most of the group differ from it.
 
     Without such a majority none is named. A size of None says that the group is not known.
@@ -305,11 +305,7 @@ def mismatch(rows: Mapping[int, Call], traces: Mapping[int, RankTrace], *, size:
     odd = sorted(rank for rank, call in rows.items() if signature(call) != usual)
     other = next(call for call in rows.values() if signature(call) == usual)
     mine = rows[odd[-1]]
-    code, what = "call.other", "another collective"
-    if any(_swapped(traces[r], rows[r], mine if r not in odd else other) for r in rows if r in traces):
-        code, what = "call.order", "its collectives in another order"
-    elif mine.op == other.op:
-        code, what = "call.size", "other sizes"
+    code, what = ("call.size", "other sizes") if mine.op == other.op else ("call.other", "another collective")
     evidence = tuple(
         f"rank {rank}: {describe(call)}" + (f", from {call.frames[0]}" if call.frames else "")
         for rank, call in sorted(rows.items())
@@ -330,13 +326,3 @@ def mismatch(rows: Mapping[int, Call], traces: Mapping[int, RankTrace], *, size:
         rest = f"; the calls of {ranks_of(absent) if absent else 'other ranks'} are not known"
     words = f"{ranks_of(sorted(rows))} disagree: {each}{rest}"
     return Cause(code=code, message=words, evidence=evidence, action=_SAME_CALL)
-
-
-def _swapped(trace: RankTrace, mine: Call, other: Call) -> bool:
-    """Whether this rank calls now what it has called right after the others' call until now, or the other after it."""
-    calls = [call for call in trace.calls if call.group == mine.group and not call.p2p]
-    kinds = [(signature(call), call.number) for call in calls]
-    for (first, _), (second, number) in pairwise(kinds):
-        if number < mine.number and (first, second) == (signature(other), signature(mine)):
-            return True
-    return any(kind == signature(other) and number == mine.number + 1 for kind, number in kinds)

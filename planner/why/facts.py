@@ -16,10 +16,14 @@ from contracts.tables import read_table
 
 SCHEMA_VERSION = 1
 EXPLAINS = 0.8  # share of the wait; a cause below it is listed with its share, and no rank is named alone
+CONFIDENCE = 0.999  # that no rank or link is named by chance: one false alarm in a thousand verdicts
+LOOK_SECONDS = 1.0  # between two looks of a rank's monitor
 STALL_SECONDS = 15.0  # after which the monitor of a rank dumps its calls
 LONGER = 2.0  # times the longest pause or the usual pace that this run has had before
 STALE_SECONDS = 30.0  # three of the intervals at which a rank writes its file
-COPIED_STALE_SECONDS = 120.0  # the same in a copied folder, where only the hosts' clocks tell; they may differ by 40 s
+# Clocks of hosts that train together have been seen to differ by 40 s. Three times that is left between times that two
+# hosts' clocks tell. Ranks of one host read one clock, and write their end within two looks of their monitors.
+CLOCKS_SECONDS, ORDER_SECONDS = 120.0, 2.0
 SILENT_RUN_SECONDS = 60.0  # six of these intervals, after which a run that nobody writes for has ended
 # PyTorch ends a job whose ranks wait for 600 s (default of NCCL's process group): half of it leaves time to act.
 BUSY_SECONDS = 300.0
@@ -32,7 +36,7 @@ LOST_PEER, TIMED_OUT, IN_CALL = (
     for name, flags in (("lost_peer", re.IGNORECASE), ("timed_out", re.IGNORECASE), ("in_call", 0))
 )
 LONG_PHASES = ("save", "evaluate", "compile")  # phases that may take long: others wait for them up to the limit
-DOING, ACTIONS, TRUST, CODES = (_WORDS[part] for part in ("doing", "action", "trust", "code"))
+DOING, ACTIONS, CODES = (_WORDS[part] for part in ("doing", "action", "code"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +165,9 @@ def is_open(verdict: Verdict) -> bool:
 # What a rank does: whether its process runs, and whether its work is a reason for others to wait.
 
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
-_PEER = re.compile(r"\[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})")
-ENDED = ("gone", "stopped", "silent")  # kinds that no waiting helps
+# gloo/transport/tcp/pair.cc
+_CLOSED = re.compile(r"(?:by peer|error) \[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})(?!: Connection timed out|: No route)")
+ENDED = ("gone", "stopped")  # kinds that no waiting helps
 
 
 class Activity(NamedTuple):
@@ -187,10 +192,11 @@ def activity(rank: int, facts: RunFacts) -> Activity:
         if stack:
             return Activity("unknown", f"is in {' < '.join(stack[:3])}")
         return Activity("unknown", "its position is unknown: no log, trace or RAS report covers it")
-    stale, age = COPIED_STALE_SECONDS if facts.copied else STALE_SECONDS, facts.ages.get(rank, 0.0)
+    stale, age = CLOCKS_SECONDS if facts.copied else STALE_SECONDS, facts.ages.get(rank, 0.0)
     is_mute = age > stale and not outlived(rank, facts)
-    if is_mute and process != "runs":
-        return Activity("silent", f"has written no heartbeat for {age:.0f} s, while other ranks have")
+    if is_mute and process != "runs":  # its host may be down, or one call holds Python's lock
+        words = f"has written no heartbeat for {age:.0f} s, while other ranks have"
+        return Activity("silent", words, 0.0 if _is_unreachable(state, facts) else facts.limit)
     since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
     frames = state.own or state.where or stack or ()
     where = f", in {frames[0]}" if frames else ""
@@ -198,6 +204,14 @@ def activity(rank: int, facts: RunFacts) -> Activity:
     if is_mute:  # a call that holds Python's lock, as of pickle, keeps the monitor from writing
         return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", facts.limit)
     return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{_effort(state)}", grace(state, facts))
+
+
+def _is_unreachable(state: RankState, facts: RunFacts) -> bool:
+    """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
+    others = [one for one in facts.states.values() if one.host != state.host]
+    return bool(lost_a_peer(facts)) or any(
+        one.held.get(address) and one.resent.get(address) for one in others for address in state.addresses
+    )
 
 
 def headline(error: str) -> str:
@@ -261,6 +275,8 @@ def outlived(rank: int, facts: RunFacts) -> bool:
     state, given_up = facts.states.get(rank), facts.gave_up
     if state is None or state.ended or rank in given_up or rank == facts.first or not given_up:
         return False
+    if any(one in facts.ages for one in given_up):
+        return facts.ages.get(rank, 0.0) <= max(facts.ages.get(one, 0.0) for one in given_up) + STALE_SECONDS
     return state.written >= min(given_up.values()) - STALE_SECONDS
 
 
@@ -314,15 +330,35 @@ def first_to_end(ranks: Sequence[int], facts: RunFacts) -> int | None:
     errors = {rank: facts.states[rank].error or "" for rank in ranks if facts.states[rank].error}
     if facts.first is not None and facts.first in ranks and not LOST_PEER.search(errors.get(facts.first, "")):
         return facts.first
-    own = [rank for rank, error in errors.items() if not LOST_PEER.search(error)]
-    if len(own) > 1 and (facts.copied or are_alike([errors[rank] for rank in own])):
+    own = sorted(
+        (rank for rank, error in errors.items() if not LOST_PEER.search(error)), key=lambda r: -facts.ages.get(r, 0.0)
+    )
+    if len(own) > 1 and (are_alike([errors[rank] for rank in own]) or not _ended_before(own[0], own[1], facts)):
         return None
     if own:
-        return max(own, key=lambda rank: facts.ages.get(rank, 0.0))
+        return own[0]
     owner = {end: rank for rank, state in facts.states.items() for end in state.ends}
-    ends = {rank: f"{p[1].removeprefix('::ffff:')}:{p[2]}" for rank, e in errors.items() if (p := _PEER.search(e))}
-    quiet = [rank for rank in ranks if not facts.states[rank].ended or not facts.states[rank].error]
-    pointed = Counter(owner[end] for end in ends.values() if owner.get(end) in quiet)
+    closed = (_CLOSED.search(error) for error in errors.values())
+    ends = [f"{found[1].removeprefix('::ffff:')}:{found[2]}" for found in closed if found]
+    # those that the launcher has ended wrote no final state either
+    quiet = [r for r, s in facts.states.items() if not s.error and s.pid not in facts.log.terminated]
+    pointed = Counter(owner[end] for end in ends if owner.get(end) in quiet)
     if pointed:
         return pointed.most_common(1)[0][0]
+    quiet = [rank for rank in quiet if rank in ranks]
     return quiet[0] if len(quiet) == 1 else None
+
+
+def end_of(rank: int, facts: RunFacts) -> Activity:
+    """How the rank ended that the others have lost; of one on a host that is not seen they alone tell it."""
+    now = activity(rank, facts)
+    if now.kind in (*ENDED, "silent"):
+        return now
+    return Activity("gone", "has closed its connections, and wrote no final state")
+
+
+def _ended_before(first: int, second: int, facts: RunFacts) -> bool:
+    """Whether a rank ended before another one by more than their clocks can differ."""
+    one_clock = not facts.copied and facts.host(first) is not None and facts.host(first) == facts.host(second)
+    margin = ORDER_SECONDS if one_clock else CLOCKS_SECONDS
+    return facts.ages.get(first, 0.0) - facts.ages.get(second, 0.0) > margin

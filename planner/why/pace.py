@@ -16,10 +16,11 @@ from math import inf, sqrt
 from statistics import NormalDist, mean, median, median_low, stdev
 from typing import Any, NamedTuple
 
-from collectives.traces.calls import RankTrace
+from collectives.traces.calls import Call, RankTrace
 from collectives.traces.states import Mark, RankState
 from planner.why.facts import (
     ACTIONS,
+    CONFIDENCE,
     DOING,
     EXPLAINS,
     LONG_PHASES,
@@ -37,7 +38,6 @@ from planner.why.stuck import network
 
 # NCCL's own diagnostics name a rank that is more than 30 % off the median (docs/userguide, troubleshooting/diagnostics)
 OUTLIER = 1.3
-CONFIDENCE = 0.999  # that no rank of a run is named by chance: one false alarm in a thousand verdicts
 BLOCKS = 16  # of consecutive calls, whose means show how much lateness scatters
 WINDOWS = (0.0, 0.5, 0.75, 0.875)  # shares of the run that are left out: a rank may have become late only now
 MATTERS = 0.1  # of the time, that the others must lose
@@ -96,7 +96,7 @@ def _quantile(ranks: int) -> float:
 
 def _late(facts: RunFacts) -> Verdict | None:
     by_looks = [row for since in WINDOWS for row in _by_looks(facts, since)]
-    rows = [row for since in WINDOWS for row in _by_arrivals(facts, since)]
+    rows = [row for since in WINDOWS for row in _by_calls(facts, since)]
     refuted = {one.rank for one in by_looks if one.usual < 1 - MATTERS and one.work <= one.usual}
     rows = [one for one in rows if one.rank not in refuted] + by_looks
     late = sorted((one for one in rows if one.excess > 0), key=lambda one: -one.excess)
@@ -127,52 +127,89 @@ def _late(facts: RunFacts) -> Verdict | None:
     return Verdict(state="fine", line=line)
 
 
-def _by_arrivals(facts: RunFacts, since: float) -> list[Lateness]:
-    """By when each rank made its calls, on aligned clocks; empty where the clocks cannot be compared.
+class Waits(NamedTuple):
+    """How long each rank waited for others in each of the calls that all have made."""
+
+    rows: list[dict[int, float]]  # seconds by rank, a row a call
+    elapsed: float  # seconds from the first call to the last
+    errors: Mapping[int, float]  # seconds by which a rank's clock may be off; 0 where no clocks are compared
+
+
+def _by_calls(facts: RunFacts, since: float) -> list[Lateness]:
+    """By when each rank came to its calls; empty where that cannot be compared.
 
     `since` is the share of the calls that is left out, from the first on.
     """
-    rows = _arrivals(facts.traces, facts.world)
+    calls = _shared_calls(facts.traces, facts.world)
+    waits = _waits_on_gpus(calls, since) or _waits_by_arrival(calls, facts, since)
+    if waits is None or len(waits.rows) < MIN_CALLS or waits.elapsed <= 0:
+        return []
+    total = {rank: sum(row[rank] for row in waits.rows) for rank in waits.rows[0]}
+    caused = dict.fromkeys(total, 0.0)
+    for row in waits.rows:
+        caused[min(row, key=lambda rank: row[rank])] += sum(row.values())
+    return [_lateness(rank, waits, total, caused) for rank in total]
+
+
+def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mapping[int, float]) -> Lateness:
+    """How late a rank is, by its waiting and that of the rank in the middle of the others."""
+    others = [one for one in total if one != rank]
+    middle = median_low(total[one] for one in others)
+    usual = next(one for one in others if total[one] == middle)
+    size, per_second = len(waits.rows) // BLOCKS, len(waits.rows) / waits.elapsed
+    differences = [mean(row[usual] - row[rank] for row in waits.rows[n * size : (n + 1) * size]) for n in range(BLOCKS)]
+    sampling = _quantile(len(total)) * stdev(differences) / sqrt(BLOCKS) * per_second
+    clocks = waits.errors[rank] + waits.errors[usual]
+    margin, all_waiting = sampling + clocks * per_second, sum(caused.values())
+    share = caused[rank] / all_waiting if all_waiting > 0 else 0.0
+    wait = (f"flight recorder: the others waited {caused[rank] / len(others):.1f} s of {waits.elapsed:.1f} s for it, "
+            f"{share:.0%} of all waiting, over {len(waits.rows)} collectives (margin {margin * waits.elapsed:.1f} s"
+            f"{f', clocks within {clocks * 1e3:.1f} ms' if clocks else ''})")  # fmt: skip
+    return Lateness(rank=rank, work=1 - total[rank] / waits.elapsed, usual=1 - total[usual] / waits.elapsed,
+                    share=share, margin=margin, sampling=sampling, seconds=waits.elapsed, wait=wait)  # fmt: skip
+
+
+def _waits_on_gpus(calls: list[dict[int, Call]], since: float) -> Waits | None:
+    """By the time that each call took on each GPU: all leave it together, so the last to come is in it shortest.
+
+    No clocks are compared. None where the recorder has not measured these times.
+    """
+    rows = [{rank: one.seconds for rank, one in row.items() if one.seconds is not None} for row in calls]
+    whole = [n for n, row in enumerate(rows) if len(row) == len(calls[n])]
+    whole = whole[max(1, int(since * len(whole))) :]
+    if not whole:
+        return None
+    first, last = calls[whole[0]], calls[whole[-1]]
+    elapsed = median((last[rank].created or 0.0) - (first[rank].created or 0.0) for rank in first)
+    waits = [{rank: seconds - min(rows[n].values()) for rank, seconds in rows[n].items()} for n in whole]
+    return Waits(waits, elapsed, dict.fromkeys(first, 0.0))
+
+
+def _waits_by_arrival(calls: list[dict[int, Call]], facts: RunFacts, since: float) -> Waits | None:
+    """By when each rank made its calls, on aligned clocks. None where these cannot be compared, or tell nothing.
+
+    Calls that are made ahead of the GPU, as NCCL's are, do not tell when a rank came to them.
+    """
+    rows = [{rank: one.created or 0.0 for rank, one in row.items()} for row in calls]
+    if not rows or any(one.is_ahead for one in calls[0].values()):
+        return None
     clocks = align(rows, {rank: f"{s.boot} {s.host}" if s.host else None for rank, s in facts.states.items()})
     rows = rows[max(1, int(since * len(rows))) :]
-    size = len(rows) // BLOCKS
-    if len(rows) < MIN_CALLS or len(clocks) < len(rows[0]):
-        return []
+    if not rows or len(clocks) < len(rows[0]):
+        return None
     true = [{rank: at - clocks[rank].seconds for rank, at in row.items()} for row in rows]
     elapsed = max(true[-1].values()) - max(true[0].values())
-    if elapsed <= 0:
-        return []
     waits = [{rank: max(row.values()) - at for rank, at in row.items()} for row in true]
-    blocks = [waits[n * size : (n + 1) * size] for n in range(BLOCKS)]
-    total = {rank: sum(row[rank] for row in waits) for rank in waits[0]}
-    caused = dict.fromkeys(total, 0.0)
-    for row in waits:
-        caused[min(row, key=lambda rank: row[rank])] += sum(row.values())
-    per_second, all_waiting = len(waits) / elapsed, sum(caused.values())
-    found = []
-    for rank in total:
-        others = [one for one in total if one != rank]
-        middle = median_low(total[one] for one in others)
-        usual = next(one for one in others if total[one] == middle)
-        differences = [mean(row[usual] - row[rank] for row in block) for block in blocks]
-        sampling = _quantile(len(total)) * stdev(differences) / sqrt(BLOCKS) * per_second
-        clock = (clocks[rank].error + clocks[usual].error) * per_second
-        share = caused[rank] / all_waiting if all_waiting > 0 else 0.0
-        wait = (f"flight recorder: the others waited {caused[rank] / len(others):.1f} s of {elapsed:.1f} s for it, "
-                f"{share:.0%} of all waiting, over {len(rows)} collectives (margin "
-                f"{(sampling + clock) * elapsed:.1f} s, clocks within {clock / per_second * 1e3:.1f} ms)")  # fmt: skip
-        found.append(Lateness(rank=rank, work=1 - total[rank] / elapsed, usual=1 - total[usual] / elapsed, share=share,
-                              margin=sampling + clock, sampling=sampling, seconds=elapsed, wait=wait))  # fmt: skip
-    return found
+    return Waits(waits, elapsed, {rank: offset.error for rank, offset in clocks.items()})
 
 
-def _arrivals(traces: Mapping[int, RankTrace], world: int | None) -> list[dict[int, float]]:
-    """When each rank made each collective of the one group that most calls are of; only calls that all ranks made."""
-    rows: dict[tuple[str, int], dict[int, float]] = {}
+def _shared_calls(traces: Mapping[int, RankTrace], world: int | None) -> list[dict[int, Call]]:
+    """Each rank's call, for the collectives that all ranks made of the one group that most calls are of."""
+    rows: dict[tuple[str, int], dict[int, Call]] = {}
     for rank, trace in traces.items():
         for call in trace.calls:
             if call.created and not call.p2p:
-                rows.setdefault((call.group, call.number), {})[rank] = call.created
+                rows.setdefault((call.group, call.number), {})[rank] = call
     full = {key: row for key, row in rows.items() if len(row) == (world or len(traces)) > 1}
     calls = Counter(group for group, _ in full)
     busiest = calls.most_common(1)[0][0] if calls else ""
@@ -281,79 +318,39 @@ def align(rows: Sequence[Mapping[int, float]], hosts: Mapping[int, str | None]) 
 # A pace that falls ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """When a pace changed for good: the pieces before it and since."""
+class Growth(NamedTuple):
+    """By how much a rank has become slower for good, and at what."""
 
-    at: int  # pieces before it
-    before: float  # seconds a call, median of the pieces
-    since: float
-
-
-def find_change(pieces: Sequence[tuple[float, int]]) -> Change | None:
-    """The one change that fits (seconds, calls) of consecutive pieces best, by least absolute deviations from medians.
-
-    None with fewer than MIN_PIECES on a side. A pause in one piece moves no median, and so is no change.
-    """
-    paces = [seconds / calls for seconds, calls in pieces if calls > 0]
-    best: tuple[float, Change] | None = None
-    for at in range(MIN_PIECES, len(paces) - MIN_PIECES + 1):
-        left, right = median(paces[:at]), median(paces[at:])
-        off = sum(abs(one - left) for one in paces[:at]) + sum(abs(one - right) for one in paces[at:])
-        if best is None or off < best[0]:
-            best = off, Change(at=at, before=left, since=right)
-    return best[1] if best else None
-
-
-class Piece(NamedTuple):
-    """What a rank did between two of its marks."""
-
-    at: float  # Unix seconds, of the earlier
-    calls: int
-    spent: dict[str, float]  # seconds by phase
-
-
-def _pieces(state: RankState) -> list[Piece]:
-    """The pieces of a rank's run without the first, which connects and compiles."""
-    found: list[Piece] = []
-    for old, new in pairwise(state.marks[1:]):
-        looks = {kind: new.samples.get(kind, 0) - old.samples.get(kind, 0) for kind in new.samples}
-        total = sum(looks.values())
-        if new.calls > old.calls and total > 0 and new.at > old.at:
-            spent = {kind: n / total * (new.at - old.at) for kind, n in looks.items()}
-            found.append(Piece(old.at, new.calls - old.calls, spent))
-    return found
-
-
-@dataclass(slots=True, kw_only=True)
-class Growth:
-    """What the ranks do longer since their pace fell."""
-
-    before: float
+    before: float  # seconds a call, median of the pieces of its run
     since: float
     began: float  # Unix seconds
-    more: dict[int, dict[str, float]]  # by rank: seconds a call by phase
+    more: dict[str, float]  # by phase: seconds a call that it takes longer
 
 
-def _growth(facts: RunFacts) -> Growth | None:
-    found = Growth(before=0.0, since=0.0, began=0.0, more={})
-    changes: list[Change] = []
-    for rank, state in facts.states.items():
-        pieces = _pieces(state)
-        at_work = [(sum(s for k, s in one.spent.items() if k not in LONG_PHASES), one.calls) for one in pieces]
-        if (changed := find_change(at_work)) is None:
-            return None
-        changes.append(changed)
-        found.began = max(found.began, pieces[changed.at].at)
-        each = {kind: [one.spent.get(kind, 0.0) / one.calls for one in pieces] for kind in DOING}
-        found.more[rank] = {
-            kind: max(0.0, median(rows[changed.at :]) - median(rows[: changed.at]))
-            for kind, rows in each.items() if kind not in LONG_PHASES
-        }  # fmt: skip
-    if not changes:
+def _growth(state: RankState) -> Growth | None:
+    """The one change of a rank's pace that fits best, by least absolute deviations from the medians before and since.
+
+    None with fewer than MIN_PIECES on a side. A pause in one piece moves no median, and so is no change. The first
+    piece is left out, because it connects and compiles.
+    """
+    pieces: list[tuple[float, dict[str, float]]] = []
+    for old, new in pairwise(state.marks[1:]):
+        looks = {kind: n - old.samples.get(kind, 0) for kind, n in new.samples.items()}
+        total, calls = sum(looks.values()), new.calls - old.calls
+        if calls > 0 and total > 0 and new.at > old.at:
+            each = (new.at - old.at) / total / calls
+            pieces.append((old.at, {kind: n * each for kind, n in looks.items() if kind not in LONG_PHASES}))
+    paces = [sum(spent.values()) for _, spent in pieces]
+
+    def misfit(at: int) -> float:
+        return sum(abs(one - median(part)) for part in (paces[:at], paces[at:]) for one in part)
+
+    at = min(range(MIN_PIECES, len(paces) - MIN_PIECES + 1), key=misfit, default=None)
+    if at is None:
         return None
-    found.before, found.since = (median(getattr(one, name) for one in changes) for name in ("before", "since"))
-    return found if found.since > LONGER * found.before > 0 else None
+    kinds = {kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in DOING if kind not in LONG_PHASES}
+    more = {kind: max(0.0, median(rows[at:]) - median(rows[:at])) for kind, rows in kinds.items()}
+    return Growth(median(paces[:at]), median(paces[at:]), pieces[at][0], more)
 
 
 def _slower(facts: RunFacts) -> Verdict | None:
@@ -361,40 +358,29 @@ def _slower(facts: RunFacts) -> Verdict | None:
 
     None where a few ranks do: whether they are late is for _late to say, with its margin.
     """
-    growth = _growth(facts)
-    if growth is None:
+    rows = [one for state in facts.states.values() if (one := _growth(state)) is not None]
+    if not rows or len(rows) < len(facts.states):
         return None
-    timing = f"rank states: {growth.since:.3g} s from call to call, {growth.before:.3g} s before"
-    work = [_most(row) for row in growth.more.values()]
-    busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in work)
-    if 0 < busy < len(work) / 2:
+    before, since = (median(getattr(one, name) for one in rows) for name in ("before", "since"))
+    busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in (_most(one.more) for one in rows))
+    if not since > LONGER * before > 0 or 0 < busy < len(rows) / 2:
         return None
-    return _all_alike(growth, facts, network(facts, "has become slow", timing, since=growth.began), timing)
-
-
-def _all_alike(growth: Growth, facts: RunFacts, slower: Cause, timing: str) -> Verdict:
-    """The verdict where all ranks have become slower alike."""
-    more, times, cost = growth.more, growth.since / growth.before, _cost(growth.before, growth.since)
-    kind, share = _most({kind: median(row[kind] for row in more.values()) for kind in next(iter(more.values()))})
-    message = f"all ranks alike have become {times:.1f} times slower, in"
+    timing = f"rank states: {since:.3g} s from call to call, {before:.3g} s before"
+    cost: dict[str, Any] = {"cost": 1 - before / since, "price": f"{1 - before / since:.0%} of the time since then"}
+    kind, share = _most({kind: median(one.more[kind] for one in rows) for kind in rows[0].more})
+    message = f"all ranks alike have become {since / before:.1f} times slower, in"
     if share < EXPLAINS:
         cause = Cause(code="all", message=f"{message} {kind} and others", share=share, evidence=(timing,))
-    elif kind == "collective" and len(slower.evidence) > 1:
-        cause = slower
-    elif kind == "collective":  # no byte was seen waiting: a rank that is not let run looks the same
-        cause = Cause(code="all.collective", message=f"{message} their collectives", evidence=(timing,), **cost)
-        how = "topoflight search on all nodes; cpu.stat of each rank's cgroup"
-        return open_verdict("slow", cause, facts, (), "whether the network or a rank without CPU time", how)
-    else:
+    elif kind != "collective":
         cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
                       evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip
+    else:
+        cause = network(facts, "has become slow", timing, since=max(one.began for one in rows))
+        if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
+            cause = Cause(code="all.collective", message=f"{message} their collectives", evidence=(timing,), **cost)
+            how = "topoflight search on all nodes; cpu.stat of each rank's cgroup"
+            return open_verdict("slow", cause, facts, (), "whether the network or a rank without CPU time", how)
     return verdict_of("slow", (replace(cause, **cost),), facts)
-
-
-def _cost(before: float, since: float) -> dict[str, Any]:
-    """Of a pace in seconds a call that was better before."""
-    cost = 1 - before / since if since > 0 else 0.0
-    return {"cost": cost, "price": f"{cost:.0%} of the time since then"}
 
 
 def _most(row: Mapping[str, float]) -> tuple[str, float]:

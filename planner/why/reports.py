@@ -26,6 +26,7 @@ from planner.why.facts import (
     are_alike,
     cause_named,
     cause_of,
+    end_of,
     first_to_end,
     headline,
     lost_a_peer,
@@ -48,7 +49,7 @@ def by_clash(facts: RunFacts) -> Verdict | None:
         what, how = "what the other ranks call there", "topoflight why with the logs of every rank"
         return open_verdict("failed", cause_named("clash_alone", rank=rank, call=call.words), facts, (), what, how)
     if len({signature(call) for call in rows.values()}) >= 2:
-        cause = mismatch(rows, {}, size=facts.world or len(rows))
+        cause = mismatch(rows, size=facts.world or len(rows))
         return verdict_of("failed", (cause,), facts, cause.ranks)
     if len({call.number for call in rows.values()}) < 2:
         return None
@@ -204,12 +205,13 @@ def by_states(facts: RunFacts) -> Verdict | None:
         busy = {rank: one for rank, one in busy.items() if one.kind not in LONG_PHASES}
         causes = tuple(cause_of(rank, one, facts, wait) for rank, one in busy.items())
         return verdict_of("failed", causes, facts, tuple(busy), waited)
-    bad = [rank for rank, one in what.items() if one.kind in ENDED]
+    bad = [rank for rank, one in what.items() if one.kind in ENDED or (
+        one.kind == "silent" and facts.ages.get(rank, 0.0) >= one.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
     own = {rank: error for rank in bad if (error := facts.states[rank].error) and not LOST_PEER.search(error)}
     if (errors or facts.first in bad) and (first := first_to_end(bad, facts)) is not None:
-        bad = [first]
+        bad, what[first] = [first], end_of(first, facts)
     elif len(own) > 1:
         return _several(own, facts)
     elif bad and len(bad) == len(what) and len(clean) < len(what):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 
 from collectives.traces.calls import RankTrace
 from planner.why.calls import BlockedCalls, describe, find_blocked
 from planner.why.facts import (
+    CONFIDENCE,
     ENDED,
     EXPLAINS,
     LONGER,
+    LOOK_SECONDS,
     STALL_SECONDS,
     Activity,
     Cause,
@@ -19,6 +22,7 @@ from planner.why.facts import (
     activity,
     cause_named,
     cause_of,
+    end_of,
     first_to_end,
     lost_a_peer,
     open_verdict,
@@ -41,7 +45,7 @@ def stuck(facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> Verd
     first = first_to_end(ended, facts) if any(facts.states[rank].error for rank in ended) else None
     decisive = {rank for rank, one in what.items() if one.kind in ("gone", "stopped")}
     if first is not None and (decisive or first in blocked.waits):  # the others ended after it, or were ended
-        decisive, what[first] = {first}, activity(first, facts)
+        decisive, what[first] = {first}, end_of(first, facts)
         blocked.roots.add(first)
     if not blocked.waits or not (decisive or blocked.mismatches or _has_stalled(blocked, traces, facts, source)):
         return None
@@ -147,6 +151,13 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
         cause = cause_named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
         return verdict_of("stuck", (cause,), facts, circle)
     unseen = sorted(set().union(*blocked.unseen.values()) - set(blocked.waits)) if blocked.unseen else []
+    what = {rank: activity(rank, facts) for rank in unseen if rank in facts.states}
+    if mute := {rank for rank, one in what.items() if one.kind == "silent" and blocked.age >= one.grace}:
+        return _named(mute, what, blocked, facts, wait, waiting)
+    if unseen and len(what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
+        rows = tuple(f"{ranks_of([rank])} has not written since the others wait; {wait}" for rank in unseen)
+        line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {facts.limit:.0f} s"
+        return Verdict(state="fine", line=line, not_at_fault=rows[:8], waiting=waiting)
     rest = f"whether {ranks_of(unseen)} came is not known" if unseen else "which rank has not come is not known"
     counts = tuple(
         f"{len(blocked.here[rank])} of the {size} ranks of group {blocked.waits[rank].group} are seen in number "
@@ -202,8 +213,47 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
     """The cause between ranks that have all come: a link or a node, by the pairs of hosts whose bytes wait.
 
     `between` are in a call that does not move; for others the looks from `since` on count, Unix seconds: before it,
-    the network was as it should be.
+    the network was as it should be. A link or a node is named only where more looks saw bytes wait there than
+    elsewhere, by more than looks differ by chance.
     """
+    pairs = _backlog(facts, between, since)
+    hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
+    if len(hosts) == 2:  # only these two are in the call that does not move
+        pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)})
+    rows = (*evidence, *(f"{a} to {b}: bytes wait to be sent in {n} looks" for (a, b), n in pairs.most_common(6)))
+    links: Counter[frozenset[str]] = Counter()
+    for pair, n in pairs.items():
+        links[frozenset(pair)] += n
+    if len(hosts) == 2:  # there is no other link, though it may be that no look saw bytes wait
+        return _link(hosts, 1.0, what, rows)
+    total, looks = sum(links.values()), max(pairs.values(), default=0)
+    if not total or len(facts.states) < 2:
+        return cause_named("network", what=what, evidence=rows)
+    (link, most), *rest = links.most_common(2)
+    odds = _odds(most, rest[0][1] if rest else 0)
+    if most / total >= EXPLAINS and odds >= 1:
+        return _link(sorted(link), most / total, what, rows)
+    by_host = Counter({host: sum(n for link, n in links.items() if host in link) for host in frozenset().union(*links)})
+    (host, touched), (second, _) = by_host.most_common(2)
+    others = sorted(frozenset().union(*(link for link in links if host in link)) - {host})
+    elsewhere = sum(n for link, n in links.items() if second in link and host not in link)
+    odds_of_node = _odds(touched - links[frozenset((host, second))], elsewhere)
+    if touched / total >= EXPLAINS and len(others) > 1 and odds_of_node >= 1:
+        return cause_named("node", host=host, what=what, others=", ".join(others), nodes=(host,),
+                           share=touched / total, evidence=rows)  # fmt: skip
+    best = max(odds if most / total >= EXPLAINS else 0.0, odds_of_node if touched / total >= EXPLAINS else 0.0)
+    if 0 < best < 1:
+        rows = (*rows, "which link it is cannot be distinguished yet; if this goes on, it can be in about "
+                       f"{max(1.0, looks * LOOK_SECONDS * (1 / best - 1)):.0f} s")  # fmt: skip
+    return cause_named("network", what=what, evidence=rows)
+
+
+def _link(hosts: Sequence[str], share: float, what: str, rows: tuple[str, ...]) -> Cause:
+    return cause_named("link", one=hosts[0], other=hosts[1], what=what, nodes=tuple(hosts), share=share, evidence=rows)
+
+
+def _backlog(facts: RunFacts, between: Sequence[int], since: float) -> Counter[tuple[str, str]]:
+    """By pair of hosts, from and to: looks at which bytes waited to be sent."""
     pairs: Counter[tuple[str, str]] = Counter()
     owners = {address: state.host or "?" for state in facts.states.values() for address in state.addresses}
     for state in facts.states.values():
@@ -212,24 +262,14 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
         for address, times in looks.items():
             if times > 0 and state.host and (there := owners.get(address, address)) != state.host:
                 pairs[state.host, there] += times
-    hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
-    if len(hosts) == 2:  # only these two are in the call that does not move
-        pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)})
-    backlog = tuple(f"{a} to {b}: bytes wait to be sent in {n} looks" for (a, b), n in pairs.most_common(6))
-    if len(hosts) == 2 and not pairs:  # there is no other link, though no look saw bytes wait
-        pairs = Counter({(hosts[0], hosts[1]): 1})
-    total = sum(pairs.values())
-    by_host: Counter[str] = Counter()
-    for (a, b), n in pairs.items():
-        by_host[a] += n
-        by_host[b] += n
-    if total and len(by_host) > 1:
-        (host, touched), (pair, most) = by_host.most_common(1)[0], pairs.most_common(1)[0]
-        others = {a if b == host else b for a, b in pairs if host in (a, b)}
-        if (share := (most + pairs.get((pair[1], pair[0]), 0)) / total) >= EXPLAINS and owners:
-            return cause_named("link", one=pair[0], other=pair[1], what=what, nodes=tuple(sorted(pair)), share=share,
-                               evidence=(*evidence, *backlog))  # fmt: skip
-        if touched / total >= EXPLAINS and len(others) > 1:
-            return cause_named("node", host=host, what=what, others=", ".join(sorted(others)), nodes=(host,),
-                               share=touched / total, evidence=(*evidence, *backlog))  # fmt: skip
-    return cause_named("network", what=what, evidence=(*evidence, *backlog))
+    return pairs
+
+
+def _odds(looks: int, others: int) -> float:
+    """How far two counts of looks differ, as the square of the share of the margin: 1 is distinguishable.
+
+    Counts of rare looks scatter by their square root (Poisson); the margin holds for a run with CONFIDENCE.
+    """
+    if looks <= others:
+        return 0.0
+    return (looks - others) ** 2 / (NormalDist().inv_cdf(CONFIDENCE) ** 2 * (looks + others))

@@ -96,7 +96,7 @@ _LEFT: dict[str, Callable[[float, float], float]] = {
 
 
 def _unlike_twins(gpus: list[Gpu]) -> Iterator[Finding]:
-    """A GPU that differs from most GPUs of its model. Between two nobody can say which one is right: a warning."""
+    """A GPU that differs from most GPUs of its model. Of two GPUs it is unknown which one is right: a warning."""
     for twins in _by_model(gpus):
         for fact, row in WORDS["twin"].items():
             values = {gpu.index: getattr(gpu, fact) for gpu in twins if getattr(gpu, fact)}
@@ -121,7 +121,7 @@ def _unlike(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: 
 
 
 def _by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
-    """GPUs of one name together; MIG turns NVLink off and takes memory, so a GPU with MIG is nobody's twin."""
+    """GPUs of one name together; MIG turns NVLink off and takes memory, so a GPU with MIG is not compared."""
     found: dict[str | None, list[Gpu]] = defaultdict(list)
     for gpu in gpus:
         if not gpu.mig_enabled:

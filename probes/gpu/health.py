@@ -182,7 +182,7 @@ def held_bytes(gpu: Gpu) -> int | None:
 def _held(gpu: Gpu) -> Iterator[Finding]:
     """A job that runs holds its memory too: a note, as its processes are. What holds it and rests is in the way.
 
-    For the job that a gate is about, memory that is full fails whoever holds it: `agent.checks.view.for_next_job`.
+    For the job that a gate is about, full memory fails, whichever process uses it: `agent.checks.view.for_next_job`.
     """
     held, size = held_bytes(gpu), gpu.memory_bytes or 0
     if held is None or held < HELD_RATIO * size:
@@ -298,7 +298,7 @@ def _power(gpu: Gpu) -> Iterator[Finding]:
 
 
 def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
-    """Every Xid that is known, in the kernel's log and as NVML's events, where most of them stand in both."""
+    """Every Xid that is known, in the kernel's log and as NVML's events, most of them are in both."""
     if gpu.xids is None or gpu.xid_events is None:
         return gpu.xids if gpu.xid_events is None else gpu.xid_events
     return tuple((Counter(gpu.xids) | Counter(gpu.xid_events)).elements())

@@ -56,7 +56,7 @@ def _driver(facts: GpuFacts, error: str) -> Finding:
 
 
 def _fallen(facts: GpuFacts) -> Iterator[Finding]:
-    """Report GPUs that only the kernel's log still names: it has a fault of theirs, and they are gone from the bus.
+    """Report GPUs that are no longer on the bus, but for which the kernel's log has a fault.
 
     For a while NVML still counts a lost GPU, without its address. `_refused` reports as many of them.
     """

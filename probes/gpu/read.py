@@ -118,7 +118,7 @@ class Asker:
         return None
 
     def _leaves_unread(self, error: NvmlError) -> bool:
-        """Whether something is left to know; a GPU that is lost is told once."""
+        """Whether something is left to know; a lost GPU is reported once."""
         if error.name in LOST:
             self.lost = f"{error.name} ({error.symbol})"
             return False
@@ -498,7 +498,7 @@ _ERRORS = ("replay", "recovery", "crc_flit", "crc_data")  # nvmlNvLinkErrorCount
 
 @dataclass(slots=True)
 class LinkStates:
-    """Up (True), down (False) or unread (None) by link; `known` where the driver told of one, or that there is none."""
+    """Up, down or unread (None) by link; `known` if the driver reported links, or that there are none."""
 
     known: bool
     states: dict[int, bool | None] = field(default_factory=dict)

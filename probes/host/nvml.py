@@ -54,7 +54,7 @@ class Nvml:
 
     def __init__(self) -> None:
         self.call_file: int | None = None
-        """Descriptor of a file in which the call under way is named: whoever finds this process dead reads it there."""
+        """Descriptor of a file in which the call under way is named: the parent reads it if this process dies."""
         self._pynvml: Any = None
         self._handles: dict[int, Any] = {}
         self._functions: dict[str, Callable[..., Json]] = {}

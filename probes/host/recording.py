@@ -53,15 +53,15 @@ class RecordingHost:
             try:
                 answer = getattr(self.host, method)(*arguments)
             except (OSError, NvmlError, ImportError) as error:
-                self._keep(method, arguments, _error_answer(error, arguments))
+                self._record(method, arguments, _error_answer(error, arguments))
                 raise
             packed = base64.b64encode(zlib.compress(answer, 9)).decode() if isinstance(answer, bytes) else answer
-            self._keep(method, arguments, without_secrets(packed))
+            self._record(method, arguments, without_secrets(packed))
             return answer
 
         return ask
 
-    def _keep(self, method: str, arguments: tuple[GpuHandle | int | str, ...], answer: Json) -> None:
+    def _record(self, method: str, arguments: tuple[GpuHandle | int | str, ...], answer: Json) -> None:
         """NVML answers stand below their symbol, the others below their method."""
         if method == "nvml":
             symbols = self.answers.setdefault("nvml", {})

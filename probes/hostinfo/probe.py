@@ -66,7 +66,7 @@ class HostinfoFacts:
 
 
 def check(facts: HostinfoFacts) -> Iterator[Finding]:
-    """What of the machine itself stands in the way of training or of measuring."""
+    """Properties of the machine itself that hinder training or measuring."""
     for node in facts.numa:
         if node.cpus and node.memory_bytes == 0:
             yield finding(TEXTS, "hostinfo.numa.memoryless", subject=f"NUMA{node.node}", node=node.node)

@@ -36,7 +36,7 @@ class Interface:
     is_vf: bool | None = None
     parent_elsewhere: bool = False  # its lower device, or a veth's other end, is in another network namespace
     multus_mtu_bytes: int | None = None  # "mtu" of its network-status entry
-    neighbour: str | None = None  # "leaf1 Ethernet1/5": the switch's port that it is wired to, where LLDP told
+    neighbour: str | None = None  # "leaf1 Ethernet1/5": the switch port that it is connected to, from LLDP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

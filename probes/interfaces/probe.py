@@ -52,7 +52,7 @@ def _fast(interface: Interface) -> tuple[bool, float]:
     return interface.rdma_device is not None, interface.speed_bytes_per_second or 0.0
 
 
-def _taken(facts: InterfacesFacts) -> str | None:
+def _default_interface(facts: InterfacesFacts) -> str | None:
     """The interface that the library of this host's collectives takes."""
     if facts.backend == "gloo":
         usable = [i.name for i in facts.interfaces if usable_by_nccl(i)]
@@ -68,7 +68,7 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
     gloo = facts.backend == "gloo"
     value = facts.gloo_ifname if gloo else facts.socket_ifname
     setting, library = f"{'GLOO' if gloo else 'NCCL'}_SOCKET_IFNAME={value}", "gloo" if gloo else "NCCL"
-    name = _taken(facts)
+    name = _default_interface(facts)
     listed = [(i, ", ".join(i.addresses)) for i in facts.interfaces]
     if name is None and value and facts.nccl_choice is not None:
         seen = tuple(f"{i.name}: {addresses or 'no address'}" for i, addresses in listed[:16])

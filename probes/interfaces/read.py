@@ -316,7 +316,7 @@ def neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
             except OSError:
                 continue
             heard = list(dict.fromkeys(filter(None, map(neighbour, frames(content)))))
-            if len(heard) == 1:  # several: a hub or a bridge in between, and which of them it is cannot be told
+            if len(heard) == 1:  # several: there is a hub or a bridge in between, so the neighbour is unknown
                 found[name] = heard[0]
     return found
 

@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from build import LOOPBACK
 from kustomization import render
+from machine_built import address_of, link_of, routes_of
+from machine_tree import Netdev
 from rigs.recorded import NAMES, path_of, raised, view
 from scanned import scan
 
@@ -140,31 +143,12 @@ class PodHost(RecordedHost):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), "kernel log")
 
 
-def _link(name: str, index: int, flags: int, kind: str | None, mtu: int) -> dict[str, Json]:
-    link: dict[str, Json] = {
-        "family": 0, "ifi_type": 772 if name == "lo" else 1, "index": index, "flags": flags, "state": "up",
-        "IFLA_IFNAME": name, "IFLA_MTU": mtu, "IFLA_OPERSTATE": "UP", "IFLA_CARRIER": 1,
-        "IFLA_ADDRESS": "00:00:00:00:00:00" if name == "lo" else "0a:58:0a:f4:01:07",
-        "IFLA_STATS64": {"rx_errors": 0, "tx_errors": 0, "rx_dropped": 0, "tx_dropped": 0},
-    }  # fmt: skip
-    if kind:
-        link |= {"IFLA_LINKINFO": {"IFLA_INFO_KIND": kind}, "IFLA_LINK": 12, "IFLA_LINK_NETNSID": 0}
-    return link
-
-
-def _address(index: int, address: str, prefix: int) -> dict[str, Json]:
-    return {"family": 2, "prefixlen": prefix, "flags": 128, "scope": 0, "index": index, "IFA_ADDRESS": address,
-            "IFA_LOCAL": address, "IFA_FLAGS": 128}  # fmt: skip
-
-
+LO, ETH0 = LOOPBACK, Netdev(name="eth0", index=2, mtu=1450, kind="veth", link=12, addresses=("10.244.1.7/24",))
 POD_NETLINK: dict[str, tuple[dict[str, Json], ...]] = {
-    "links": (_link("lo", 1, 0x10049, None, 65536), _link("eth0", 2, 0x11043, "veth", 1450)),
-    "addresses": (_address(1, "127.0.0.1", 8), _address(2, "10.244.1.7", 24)),
-    "routes": (
-        {"family": 2, "src_len": 0, "dst_len": 0, "tos": 0, "table": 254, "proto": 3, "scope": 0, "type": 1, "flags": 0,
-         "RTA_TABLE": 254, "RTA_GATEWAY": "10.244.1.1", "RTA_OIF": 2},
-    ),
-}  # fmt: skip
+    "links": (link_of(LO), {**link_of(ETH0), "IFLA_LINK_NETNSID": 0}),
+    "addresses": (address_of(LO, LO.addresses[0]), address_of(ETH0, ETH0.addresses[0])),
+    "routes": tuple(routes_of((ETH0,), ETH0.index)),
+}
 
 
 def agent_of(overlay: str) -> Document:

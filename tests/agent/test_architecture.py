@@ -11,7 +11,7 @@ from pathlib import Path
 import grimp
 import pytest
 from rigs.command import python
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = tuple(
@@ -70,29 +70,10 @@ def loaded(*words: str, given: str = "") -> set[str]:
     return set(python(CODE, *words, given=given).stdout.rpartition(MARK)[2].split())
 
 
-@each_row(
-    ("words", "without"),
-    [
-        (("--help",), {"rich", "cattrs", "yaml", "contracts", "probes"}),
-        (("evidence", "-"), {"planner", "topology", "probes", "yaml", "agent.checks", "collectives.bench"}),
-        (("evidence", "-o", "json", "-"), {"rich"}),
-        (("why", "--help"), {"rich", "planner"}),
-        (("serve", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.http.server"}),
-        (("topo", "--from", MATRIX, "-o", "json"), {"rich"}),
-        (("topo", "--from", MATRIX), {"planner", "collectives", "probes.scanner", "probes.registry", "agent.checks"}),
-        (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages", "finetune"}),
-        (("lint-env", "-"), {"planner.recommend", "agent.pages", "agent.cluster", "finetune"}),
-        (("recommend", "--host", H100, "--model", "Llama-3.1-8B"), {"agent.pages", "agent.cluster", "finetune"}),
-        (
-            ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B"),
-            {"collectives", "agent.checks", "ctypes"},
-        ),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_a_verb_loads_what_it_needs(words: tuple[str, ...], without: set[str]) -> None:
+@each_row(("words", "without"), rows_of(__file__, "verb_imports.yaml")("verbs"))
+def test_a_verb_loads_what_it_needs(words: str, without: list[str]) -> None:
     """No server, no other verb's readers; what is named with a package covers what lies in it."""
-    found = loaded(*words, given="NCCL_DEBUG=INFO\n")
+    found = loaded(*words.format(H100=H100, MATRIX=MATRIX).split(), given="NCCL_DEBUG=INFO\n")
     assert "agent.cli.main" in found
     assert not {name.split(".")[0] for name in found} & SERVERS
     unneeded = {name for name in found for other in without if name == other or name.startswith(f"{other}.")}

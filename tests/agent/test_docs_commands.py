@@ -23,8 +23,8 @@ from rigs.recorded import path_of
 from rigs.tables import each_row
 from test_tutorials import PAGES as TUTORIALS
 
-from agent.checks.codes import ALL_CODES
 from agent.checks.expect import parse
+from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, cli
 
 ROOT = Path(__file__).parent.parent.parent

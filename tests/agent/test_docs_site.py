@@ -13,11 +13,10 @@ from alerts import ALERTS, DOCS
 from click.testing import CliRunner
 from rigs.tables import each_row
 
-from agent.checks.codes import ALL_CODES
 from agent.checks.explain import PAGES, sections
 from agent.checks.history import AT_ONCE
-from agent.cli.explain import explain
-from agent.cli.main import VERBS
+from agent.checks.measured import ALL_CODES
+from agent.cli.main import VERBS, explain
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.values import CODES as ENV_CODES
 from planner.lint.values import texts

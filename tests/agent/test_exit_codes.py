@@ -29,24 +29,8 @@ CASES = {(row["verb"], row["code"]): row for row in TABLE["cases"]}
 MACHINES = {"SOUND": path_of(), "SICK": path_of("sick-h100-dead-hca"), "L40S": path_of("l40s-4x-pcie"),
             "VM": path_of("cpu-only-vm")}  # fmt: skip
 SOUND = MACHINES["SOUND"]
-RANKS: dict[tuple[str, int], tuple[str, ...]] = {  # these start ranks: seconds each
-    ("bench", 0): ("--ranks", "2", "--size", "65536", "--budget", "60"),
-    ("bench", 3): ("--ranks", "2", "--size", "65536", "--budget", "60"),  # over an interface that is not there
-    ("search", 5): ("--ranks", "1", "--rendezvous", "127.0.0.1:29417"),  # one node has nobody to compare it with
-    ("calibrate", 0): ("--ranks", "1", "--budget", "60"),
-}
-# cells whose proof takes a signal in the midst of a run: the test that has them
-ELSEWHERE: dict[tuple[str, int], str] = {
-    ("preflight", 75): "agent/test_preflight_unscanned.py::test_sigterm_during_the_scan_leaves_only_unknowns",
-    ("compare-networks", 0): "e2e/test_compare_cluster.py::test_each_network_has_a_job_and_each_record_comes_back",
-    ("compare-networks", 3): "e2e/test_compare_cluster.py::test_a_comparison_without_proof_of_the_network_is_no_pass",
-    ("compare-networks", 5): "e2e/test_compare_cluster.py::test_a_comparison_without_proof_of_the_network_is_no_pass",
-    ("search", 0): "collectives/test_search_hosts.py::test_who_is_at_fault_is_named_and_nobody_else",
-    ("search", 3): "collectives/test_search_hosts.py::test_who_is_at_fault_is_named_and_nobody_else",
-    ("launch", 5): "agent/test_launch_gate.py::test_a_required_check_that_is_unknown_stops_it_and_others_do_not",
-    ("bundle", 0): "agent/test_bundle.py::test_a_cluster_by_kubectl",
-    ("launch", 75): "finetune/test_launch_cut_short.py::test_sigterm_is_passed_on_and_its_outcome_told",
-}  # fmt: skip
+RANKS = {(row["verb"], row["code"]): row["words"].split() for row in TABLE["ranks"]}
+ELSEWHERE = {(row["verb"], row["code"]): row["test"] for row in TABLE["elsewhere"]}
 AS_PROCESSES = (("evidence", 0), ("evidence", 2), ("evidence", 3))  # the quickest verb; the others run in this process
 
 

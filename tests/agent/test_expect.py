@@ -19,7 +19,7 @@ from rigs.recorded import H100, changed, facts, of_code, path_of, snapshot, stat
 from rigs.tables import each_row
 
 from agent.checks.expect import KEYS, Expectation, expectation, parse, read_file
-from agent.checks.expect_checks import EXPECT_CODES
+from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, judge
 from agent.checks.view import look
 from agent.cluster.gate import checks_of as gate_of_nodes

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import with_passes
 from agent.checks.verdict import GateError, judge, select
 from contracts.finding import Finding, Status
+
+rows = rows_of(__file__)
 
 
 def check(status: str, name: str = "a.b.c", *, required: bool = False) -> Finding:
@@ -18,24 +20,7 @@ def check(status: str, name: str = "a.b.c", *, required: bool = False) -> Findin
 
 
 # statuses present, a required check unknown, --fail-on -> exit code: every row of docs/reference/exit-codes.md
-TABLE = [
-    ((), False, "fail", 5),
-    (("pass",), False, "fail", 0),
-    (("pass", "info"), False, "unknown", 0),
-    (("warn",), False, "fail", 0),
-    (("warn",), False, "warn", 4),
-    (("warn",), False, "unknown", 4),
-    (("unknown",), False, "fail", 5),
-    (("unknown",), False, "warn", 5),
-    (("unknown", "pass"), False, "fail", 0),
-    (("unknown", "pass"), False, "warn", 0),
-    (("unknown",), False, "unknown", 5),
-    (("unknown",), True, "fail", 5),
-    (("unknown", "warn"), True, "warn", 5),
-    (("unknown", "fail"), True, "fail", 3),
-    (("fail", "warn"), False, "warn", 3),
-    (("fail",), False, "unknown", 3),
-]
+TABLE = rows("exit_codes")()
 
 
 @each_row(("statuses", "required", "fail_on", "code"), TABLE)
@@ -92,24 +77,10 @@ def on(status: str, code: str, subject: str = "", node: str = "n") -> Finding:
     return Finding(code=code, status=status, node=node, subject=subject)  # type: ignore[arg-type]
 
 
-@each_row(
-    ("found", "why"),
-    [
-        ([on("fail", "pci.nic.no_rdma", f"0000:{n}:00.0") for n in range(10)], "1 check failed, on 10 devices"),
-        ([on("fail", "a.b", "GPU0"), on("fail", "a.c", "GPU0")], "2 checks failed"),
-        ([on("fail", "limits.memlock.low", node=node) for node in "abc"], "1 check failed, on 3 nodes"),
-        ([on("fail", "env.name.unknown", name) for name in ("NCCL_X", "NCCL_Y")], "1 check failed, in 2 places"),
-        ([on("warn", "gpu.thermal.hot", gpu) for gpu in ("GPU1", "GPU2")], "1 warning, on 2 devices"),
-        ([on("warn", "gpu.thermal.hot", "GPU1, GPU2")], "1 warning"),
-        ([on("pass", "a.b"), on("unknown", "a.c")], "no problems found; 1 check could not run"),
-        ([on("pass", "a.b"), on("info", "a.c")], "no problems found"),
-        ([on("unknown", "a.c")], "nothing was measured"),
-        ([], "nothing was measured"),
-    ],
-)
-def test_a_verdict_counts_checks_and_says_on_how_many_devices(found: list[Finding], why: str) -> None:
-    """Ten devices that fail one check are one check; nothing seen is not called healthy."""
-    assert judge(found).why == why
+@each_row(("found", "why"), rows("verdicts"))
+def test_a_verdict_counts_checks_and_says_on_how_many_devices(found: list[list[str]], why: str) -> None:
+    """Several devices that fail one check are one check; nothing seen is not called healthy."""
+    assert judge([on(*each) for each in found]).why == why
 
 
 def test_a_check_counts_once_by_its_worst_result_and_results_are_counted_too() -> None:

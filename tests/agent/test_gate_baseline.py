@@ -17,7 +17,7 @@ from machine_tree import Tree
 from rigs.command import topoflight
 from rigs.fleet import record_of
 from rigs.recorded import H100, path_of
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.checks.baseline import regressions
 from agent.cluster.gate import checks_of
@@ -25,6 +25,8 @@ from agent.cluster.nodes import Fleet, NodeRecord
 from agent.cluster.publish import to_resource
 from contracts.finding import Finding, Status
 from probes.wire import dumps
+
+rows = rows_of(__file__)
 
 GOOD, SICK = path_of(), path_of("sick-h100-dead-hca")
 NODES = "/apis/topoflight.io/v1alpha1/nodetopologies"
@@ -105,16 +107,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
         yield server
 
 
-@each_row(
-    ("words", "code"),
-    [
-        (["--nodes", "good"], 0), (["--nodes", "good,sick"], 3), (["--nodes", "old"], 3), (["--nodes", "never"], 3),
-        (["--nodes", "sick", "--skip", "rdma.*", "--skip", "topology.*", "--skip", "pci.*"], 0),
-        (["--nodes", "good", "--require", "bench.busbw.low"], 5), (["--nodes", "good", "--measure"], 2),
-        (["--nodes", "good", "--skip", "no.such"], 2), (["--selector", "a=b"], 2),
-        (["--nodes", "good", "--context", "nowhere"], 1),
-    ],
-)  # fmt: skip
+@each_row(("words", "code"), rows("over_nodes"))
 def test_the_gate_over_nodes(api: ApiServer, words: list[str], code: int) -> None:
     """What agents published decides; a node nobody hears of is a failure."""
     done = preflight(*words)

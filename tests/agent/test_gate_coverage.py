@@ -20,7 +20,7 @@ from rigs.recorded import H100, changed, each, facts, of_code, snapshot, with_ou
 from rigs.tables import each_row
 from scanned import scan
 
-from agent.checks.codes import PROBE_CODES
+from agent.checks.measured import PROBE_CODES
 from agent.checks.verdict import judge
 from agent.checks.view import View, look
 from agent.cluster.gate import checks_of

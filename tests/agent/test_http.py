@@ -22,14 +22,16 @@ from kustomization import LOADER
 from resident import free_port
 from rigs.agents import agent
 from rigs.recorded import NAMES, path_of, snapshot
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
-from agent.base.version import VERSION
+from agent.base import version
 from agent.http.access import Tokens
 from agent.http.server import MOST_WAIT_SECONDS, create
 from agent.http.state import State
+
+rows = rows_of(__file__)
 
 
 def scanning(look: Callable[[], Any], every: float = 3600) -> TestClient:
@@ -82,28 +84,7 @@ def test_recommendations_as_environment_files(client: TestClient) -> None:
     assert {e["name"]: e["value"] for e in k8s} == settings
 
 
-@each_row(
-    ("endpoint", "status", "detail"),
-    [
-        ("/recommendations?format=nonsense", 400, ""),
-        ("/recommendations?model=no-such-model", 400, ""),
-        ("/recommendations?model=/etc/passwd", 400, ""),
-        ("/recommendations?machine=p99.huge", 400, ""),
-        ("/recommendations?nodes=0", 422, ""),
-        ("/recommendations?method=magic", 422, ""),
-        ("/topology?format=env", 400, ""),
-        ("/preflight?require=no.such.check", 400, ""),
-        ("/preflight?fail_on=maybe", 422, ""),
-        ("/measurements", 404, ""),
-        ("/nowhere", 404, ""),
-        # a misspelt question has no answer: an unknown parameter is named with what is allowed, never ignored
-        ("/recommendations?modle=Llama-3.1-8B", 400, "unknown parameter 'modle'.*did you mean model"),
-        ("/preflight?requires=rdma.*", 400, "unknown parameter 'requires'.*did you mean require"),
-        ("/what-if?modell=x", 400, "unknown parameter 'modell'.*did you mean model"),
-        ("/nodes?scop=node", 400, "unknown parameter 'scop'.*did you mean scope"),
-        ("/healthz?verbose=1", 400, "this path takes none"),
-    ],
-)
+@each_row(("endpoint", "status", "detail"), rows("problems"))
 def test_errors_are_problem_documents_that_name_what_is_allowed(
     client: TestClient, endpoint: str, status: int, detail: str
 ) -> None:
@@ -144,7 +125,7 @@ def test_version_names_the_release_before_the_first_scan() -> None:
     """The one that the command line prints; it rests on no scan, and is closed where reads are."""
     client = TestClient(create(State(tuple, interval_seconds=3600)))
     told = client.get("/version")
-    assert told.status_code == 200 and told.json()["version"] == VERSION
+    assert told.status_code == 200 and told.json()["version"] == version()
     assert told.json()["architecture"] == os.uname().machine
     closed = TestClient(create(State(tuple, interval_seconds=3600), tokens=Tokens(reads_open=False)))
     assert closed.get("/version").status_code == 403

@@ -19,7 +19,7 @@ from rigs.agents import tokens as tokens_in
 from rigs.pods import templates
 from rigs.recorded import path_of, snapshot
 from rigs.results import RUN
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
@@ -32,6 +32,8 @@ from agent.http.state import State
 from collectives.traces.states import RankState, dumps
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import job, manifests
+
+rows = rows_of(__file__)
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = "titan-rtx-2x-nv2"
@@ -326,16 +328,7 @@ def test_posted_recordings_tell_what_is_wrong_on_the_node_behind(http: TestClien
     assert "/tmp" not in answer.text
 
 
-@each_row(
-    ("body", "words"),
-    [
-        ({"log": ["x"]}, "log"),
-        ({"ras": ["no answer of RAS"]}, "RAS"),
-        ({"traces": {"0": {"entries": []}}}, ""),
-        ({"traces": {"zero": {}}}, "traces"),
-        ([], "body"),
-    ],
-)
+@each_row(("body", "words"), rows("wrong"))
 def test_what_is_wrong_is_named(http: TestClient, body: Any, words: str) -> None:
     answer = http.post("/why", json=body, headers=HEADERS)
     assert answer.status_code in (200, 400), answer.text

@@ -13,10 +13,9 @@ from click.testing import CliRunner
 from rigs.fleet import fleet_of, through_the_api
 from rigs.recorded import changed, facts, snapshot, view
 from rigs.results import benchmark, measurement
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
-from agent.base import result_store
-from agent.base.exit_codes import EXIT_FAILED
+from agent.base import EXIT_FAILED, result_store
 from agent.checks.baseline import against_baseline
 from agent.checks.baseline import read as read_baseline
 from agent.checks.measured import (
@@ -41,6 +40,8 @@ from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts.finding import Finding
 from probes.api import Snapshot
 from probes.rdma.facts import RdmaFacts
+
+rows = rows_of(__file__)
 
 GB, GIB = 1e9, 1 << 30
 HGX, TRAY, SICK = "hgx-h100-8xH100-8hca", "gb200-nvl72-tray", "sick-h100-nvlink-missing"
@@ -73,22 +74,7 @@ def checks(made: BenchResult, machine: str = HGX) -> dict[tuple[str, str], Findi
     return {(check.code, check.subject if check.code == BUSBW else ""): check for check in found}
 
 
-@each_row(
-    ("machine", "op", "busbw", "more", "status", "message", "remedy"),
-    [
-        (HGX, "all_gather", 336, {}, "pass", ["as it should be"], []),
-        (HGX, "all_gather", 240, {}, "warn", ["as it should be"], [""]),
-        (HGX, "all_gather", 1, {}, "fail", ["as it should be"], [""]),  # no unknown
-        (HGX, "all_reduce", 460, {}, "pass", ["as it should be"], []),
-        (HGX, "all_reduce", 370, {}, "warn", ["as it should be"], [""]),  # no pass where NVLS is expected
-        (HGX, "all_reduce", 150, {}, "fail", ["as it should be"], [""]),
-        # the sick node carries what its links do: no fault beyond those that are missing
-        (SICK, "all_gather", 250, {}, "warn", ["links are missing", "fewer NVLinks"], [""]),
-        # below the links that are left: a fault, with an experiment
-        (HGX, "all_gather", 100, {}, "fail", ["no link shows"], ["pairs"]),
-        (HGX, "all_gather", 60, {"hosts": ("a", "b")}, "fail", ["between the 2 hosts"], ["--search", "NCCL_IB_HCA"]),
-    ],
-)
+@each_row(("machine", "op", "busbw", "more", "status", "message", "remedy"), rows("costs"))
 def test_a_result_is_judged_by_what_it_costs(
     machine: str, op: str, busbw: float, more: dict[str, Any], status: str, message: list[str], remedy: list[str]
 ) -> None:

@@ -14,7 +14,7 @@ from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot, view
 from rigs.results import RUN
 from rigs.serving import Asked, answering
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import advise, answer
 from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
@@ -31,6 +31,8 @@ from contracts.job_plan import dumps, read
 from contracts.run_record import RunRecord
 from finetune import channels
 from topology.build import build
+
+rows = rows_of(__file__)
 
 SICK = "sick-h100-dead-hca"
 
@@ -71,15 +73,7 @@ def launched(folder: Path, code: int, log: str = "") -> Launched:
     return Launched(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
 
 
-@each_row(
-    ("written", "kept"),
-    [
-        ({"status": "mismatch", "exit_code": 76, "reason": "ddp"},
-         {"status": "mismatch", "exit_code": 76, "reason": "ddp"}),
-        ({"status": "running", "exit_code": None, "reason": ""},
-         {"status": "failed", "exit_code": 137, "reason": "the job ended with exit code -9"}),
-    ],
-)  # fmt: skip
+@each_row(("written", "kept"), rows("failed_job"))
 def test_the_record_of_a_failed_job_is_its_own(
     tmp_path: Path, written: dict[str, object], kept: dict[str, object]
 ) -> None:
@@ -189,18 +183,7 @@ def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
 
 RECORD: dict[str, Any] = {**RUN, "status": "running", "exit_code": None, "ended_at": None}
 # What torchrun (torch 2.13.0) writes where rank 1 of 2 was killed, from its last twelve lines.
-STRUCK = """\
-  traceback : Signal 15 (SIGTERM) received by PID 7837
-------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-11-21_13:53:06
-  host      : localhost
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 7838)  (SIGKILL)
-  error_file: <N/A>
-  traceback : Signal 9 (SIGKILL) received by PID 7838
-======================================================"""
+STRUCK = Path(__file__).with_name("torchrun_killed.log").read_text(encoding="utf-8")
 FATE = "rank 1 was ended by SIGKILL; the same command goes on from its last checkpoint, if it had saved one"
 
 
@@ -281,18 +264,7 @@ def test_the_launcher_knows_whether_the_job_posted_its_end() -> None:
 DATA = ["dataset_name=openai/gsm8k"]
 
 
-@each_row(
-    ("machine", "network", "evidence", "near"),
-    [
-        ("hgx-h100-8xH100-8hca", "IB", "mlx5_", "each GPU is PIX from its NIC"),
-        ("r760xa-2xA40-bf3", "IB", "mlx5_1", None),  # one GPU reaches the NIC through the other socket
-        ("sick-h100-no-peermem", "IB", "mlx5_", None),
-        ("azure-nd-a100-flat-vm", "IB", "", None),  # a VM without a PCIe tree: how near they are is not known
-        ("aws-p4d-8xA100-4efa", "AWS Libfabric", "4 EFA devices", None),
-        ("sick-h100-rdma-off", None, "", None),
-        ("cpu-only-vm", None, "", None),
-    ],
-)
+@each_row(("machine", "network", "evidence", "near"), rows("plan"))
 def test_the_job_reads_from_the_plan_what_the_hosts_have(
     tmp_path: Path, machine: str, network: str | None, evidence: str, near: str | None
 ) -> None:

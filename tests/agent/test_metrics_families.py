@@ -21,9 +21,7 @@ from agent import metrics
 from agent.checks.history import Event
 from agent.checks.measured import with_bench
 from agent.checks.view import View, look
-from agent.cluster.client import reason_of
-from agent.cluster.publish import PublishTally
-from agent.http.cluster import WatchTally
+from agent.cluster.client import Tally, reason_of
 from agent.http.cluster import samples as tallies
 from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
 from collectives.bench.results import Bar, BenchResult, Latency, Straggler
@@ -173,15 +171,15 @@ def test_exposition_keeps_the_catalogue_and_its_bounds(machine: str) -> None:
 
 def test_whole_catalogue_can_appear(full: View) -> None:
     """No family is dead: with a benchmark, a run and a cluster one machine shows all of the agent's own."""
-    publish, watch = PublishTally(interval_seconds=300.0), WatchTally(lists=1, heard_at_seconds=1.0)
-    publish.failed(403)
-    publish.succeeded()
-    watch.restarts["expired"] += 1
+    counted = ("publish_interval_seconds", "publish_attempts_total", "publish_success_timestamp_seconds",
+               "watch_lists_total", "watch_heard_timestamp_seconds")  # fmt: skip
+    tally = Tally(float, {(name,): 1.0 for name in counted})
+    tally["publish_failures_total", "forbidden"] = tally["watch_restarts_total", "expired"] = 1.0
     names = {f"topoflight_{family.name}" for family in metrics.OWN}
     changed = (Event(at_seconds=1.0, kind="version", text="driver 570 -> 580", code="driver"),)
     since = {(check.code, check.subject): 1.0 for check in full.checks}
     dated = replace(full, since=since, events=changed)
-    shown = set(samples(dated, tallies(publish, watch)))
+    shown = set(samples(dated, tallies(tally)))
     assert names - shown <= {"topoflight_run_mfu_ratio"}  # not known on this record
 
 

@@ -16,7 +16,7 @@ from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from agent.base import units
-from agent.base.recordings import distinct_names
+from agent.base.hosts import distinct_names
 from agent.checks.verdict import judge
 from agent.cluster.client import Client, path_of
 from agent.cluster.gate import Places, places_by
@@ -24,7 +24,6 @@ from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from agent.http.cluster import Watcher, nodes_document
 from agent.jobs.preflight import Report
-from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 from agent.pages.report import report_page
 from contracts.finding import Interval
@@ -41,11 +40,11 @@ def published(*records: NodeRecord) -> Fleet:
 
 
 def page(held: Fleet, *, places: Places | None = None, **asked: Any) -> str:
-    return pages.fleet_page(held, source="kubernetes", behind=None, places=places, asked=page_nodes.Asked(**asked))
+    return pages.fleet_page(held, source="kubernetes", behind=None, places=places, asked=pages.Asked(**asked))
 
 
-def shown(held: Fleet, *, places: Places | None = None, **asked: Any) -> page_nodes.Console:
-    return page_nodes.console(held, places or Places(), page_nodes.Asked(**asked), time.time())
+def shown(held: Fleet, *, places: Places | None = None, **asked: Any) -> pages.Console:
+    return pages.console(held, places or Places(), pages.Asked(**asked), time.time())
 
 
 def names_in(html: str) -> list[str]:
@@ -198,7 +197,7 @@ def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
 
 def test_a_large_cluster_keeps_the_page_readable() -> None:
     """The rows are bounded, the sick ones are among them, and the page says where the rest is."""
-    many = [record_of(NAMES[0])] * page_nodes.ROWS  # each with links of its own, so that no two share a line
+    many = [record_of(NAMES[0])] * pages.ROWS  # each with links of its own, so that no two share a line
     held = published(
         *(replace(one, name=f"node-{n:04}", links=f"NV{n}") for n, one in enumerate(many)),
         record_of(NAMES[2], "zz-sick"),
@@ -206,9 +205,9 @@ def test_a_large_cluster_keeps_the_page_readable() -> None:
     html = page(held)
     rows = names_in(html)
     assert rows[0] == "zz-sick"
-    assert len(rows) == page_nodes.ROWS
-    assert "Page 1 of 2" in html and f"{page_nodes.ROWS + 1} nodes" in html
-    assert html.count('href="cluster?node=node-') >= page_nodes.ROWS  # the map has all
+    assert len(rows) == pages.ROWS
+    assert "Page 1 of 2" in html and f"{pages.ROWS + 1} nodes" in html
+    assert html.count('href="cluster?node=node-') >= pages.ROWS  # the map has all
     assert names_in(page(held, page=2)) == ["node-0099"]
     assert len(html) < 2_000_000
 
@@ -257,7 +256,7 @@ def test_a_finding_has_the_same_remedy_on_every_page() -> None:
     for name in NAMES[1:]:
         own = {(c.code, c.subject): c.remedy for c in view(name).checks if c.remedy}
         held = published(record_of(name))
-        checks = [c for c in page_nodes.checks_of_records(held, time.time()) if c.status in ("fail", "warn")]
+        checks = [c for c in pages.checks_of_records(held, time.time()) if c.status in ("fail", "warn")]
         assert checks and all(c.remedy == own[c.code, c.subject] for c in checks)
 
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from rigs.agents import agent
 from rigs.recorded import H100, NAMES, snapshot, view
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import for_view
 from agent.advice.request import Request
@@ -24,16 +24,21 @@ from agent.checks.view import look
 from agent.http.questions import read_form
 from agent.http.state import State
 from agent.jobs.preflight import Report
-from agent.pages import charts, report
 from agent.pages import render as pages
-from agent.pages.charts import Shown, by_network, not_drawn, shown
+from agent.pages import report
+from agent.pages.charts import bench_bars, by_network, not_drawn, transport_of
 from agent.terminal.findings import findings
 from collectives.bench.results import result_from_json
 from contracts.finding import Interval
-from contracts.run_record import record_of
+from contracts.run_record import RunRecord, record_of
 from planner.advice import Part
 
+rows = rows_of(__file__)
+
 HOSTILE = "<script>alert('&')</script>\"x"
+FIGURES, SECTIONS = (
+    report.make_environment().get_template(f"{name}.html.j2").module for name in ("charts", "sections")
+)
 PARTS = (Part(name="gemm", value=3.0, detail="flops"), Part(name="gather", value=1.0, detail=HOSTILE))
 
 
@@ -186,19 +191,18 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
 
 def test_stacked_parts_have_their_share_of_the_scale() -> None:
     """Four seconds on a scale of eight: half the bar; the limit's mark stands where it is."""
-    names = charts.names_of([PARTS])
-    bar = charts.stacked(PARTS, names, full=8.0, limit=6.0)
+    names = ("gemm", "gather")
+    bar = FIGURES.stacked(PARTS, names, full=8.0, limit=6.0)
     assert widths(bar, "p0") == [375.0]
     assert widths(bar, "p1") == [125.0]
     assert 'class="limit" x="750.0"' in bar
     assert 'aria-label="gemm 75 %, gather 25 %"' in bar
     assert "<script" not in bar
-    names = charts.names_of([PARTS, PARTS[1:]])
-    assert 'class="p1"' in charts.stacked(PARTS[1:], names, full=8.0), "a part keeps its colour between layouts"
+    assert 'class="p1"' in FIGURES.stacked(PARTS[1:], names, full=8.0), "a part keeps its colour between layouts"
 
 
-def shown_of(records: Iterable[dict[str, object]]) -> tuple[Shown, ...]:
-    return shown(record_of(record) for record in records)
+def records_of(records: Iterable[dict[str, object]]) -> tuple[RunRecord, ...]:
+    return tuple(map(record_of, records))
 
 
 def record(transports: list[str], step: float, status: str = "complete", **environment: str) -> dict[str, object]:
@@ -210,7 +214,7 @@ def record(transports: list[str], step: float, status: str = "complete", **envir
 
 def test_runs_are_compared_by_the_network_they_logged() -> None:
     """The newest complete one of each counts; device numbers do not make networks; one network is no comparison."""
-    found = shown_of(
+    found = records_of(
         [
             record(["P2P/CUMEM", "NET/IB/0/GDRDMA", "NET/IB/1/GDRDMA"], 1.0),
             record(["NET/Socket/0"], 3.0),
@@ -219,9 +223,9 @@ def test_runs_are_compared_by_the_network_they_logged() -> None:
         ]
     )
     rdma, tcp = "RDMA (NET/IB/GDRDMA)", "TCP over the default network (NET/Socket)"
-    assert [one.transport for one in found] == [rdma, tcp, tcp, "RDMA (NET/IB)"]
+    assert list(map(transport_of, found)) == [rdma, tcp, tcp, "RDMA (NET/IB)"]
     (bars,) = by_network(found)
-    figure = charts.runs(bars.title, bars.runs)
+    figure = FIGURES.runs(bars)
     assert figure.count('scope="row"') == 2
     assert "(3.00 x)" in figure
     assert by_network(found[1:3]) == ()
@@ -232,7 +236,7 @@ def test_a_short_run_does_not_stand_for_its_network() -> None:
     smoke = {"measured": {"step_seconds": 1.0, "counted_steps": 0}, "steps_done": 2}
     long = [record(["NET/Socket/0"], 3.35, NCCL_SOCKET_IFNAME=name) for name in ("eth0", "net1")]
     long[1]["measured"] = {"step_seconds": 0.45, "counted_steps": 20}
-    found = shown_of([*({**one, **smoke} for one in long), *long])
+    found = records_of([*({**one, **smoke} for one in long), *long])
     (bars,) = by_network(found)
     assert [run.value for run in bars.runs] == [3.35, 0.45]
     assert [told.partition(": ")[2] for told in not_drawn(found)] == [
@@ -242,7 +246,7 @@ def test_a_short_run_does_not_stand_for_its_network() -> None:
 
 def test_what_is_in_no_comparison_says_why() -> None:
     """A run that did not end, one without a transport, and a job that took one network only."""
-    found = shown_of([record(["NET/IB/0"], 1.0, status="running"), record([], 1.0), record(["NET/Socket/0"], 1.0)])
+    found = records_of([record(["NET/IB/0"], 1.0, status="running"), record([], 1.0), record(["NET/Socket/0"], 1.0)])
     assert by_network(found) == ()
     told = "\n".join(not_drawn(found))
     assert "not complete but running" in told and "names no transport" in told and "took one network" in told
@@ -250,7 +254,7 @@ def test_what_is_in_no_comparison_says_why() -> None:
 
 def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal() -> None:
     """TCP over the default network and over a named one are two networks; the factors are against the quickest."""
-    found = shown_of(
+    found = records_of(
         [
             record(["NET/IB/0/GDRDMA"], 1.0, NCCL_SOCKET_IFNAME="net1"),
             record(["NET/Socket/0"], 1.5, NCCL_SOCKET_IFNAME="net1"),
@@ -258,54 +262,39 @@ def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal()
         ]
     )
     (bars,) = by_network(found)
-    assert [(label, len(bar), shown) for label, bar, shown in charts.blocks(bars.runs, 12)] == [
+    assert [(label, round(12 * share), shown) for label, share, shown in bars.rows()] == [
         ("TCP over the default network (NET/Socket)", 12, "3 s a step (3.00 x)"),
         ("TCP over net1 (NET/Socket)", 6, "1.5 s a step (1.50 x)"),
         ("RDMA (NET/IB/GDRDMA)", 4, "1 s a step"),
     ]
-    assert widths(charts.runs(bars.title, bars.runs), "p0") == [1000.0, 500.0, 333.3]
+    assert widths(FIGURES.runs(bars), "p0") == [1000.0, 500.0, 333.3]
 
 
 GLOO = {"layout": {"effective": {"backend": "gloo"}}}
 
 
-@each_row(
-    ("taken", "more", "shown"),
-    [
-        # by NCCL's own log; a record that holds none of it, or nonsense, has what was asked for
-        (["NET/Socket/0"], {"nccl": {"interfaces": ["eth0"]}}, "TCP over eth0 (NET/Socket)"),
-        *(
-            (["NET/Socket/0"], {"nccl": {"interfaces": found}}, "TCP over net1 (NET/Socket)")
-            for found in ([], None, [7])
-        ),
-        # by gloo's own connections
-        (["gloo: TCP over net1 (fe80::1)", "gloo: TCP over net1 (10.0.1.1)"], GLOO, "TCP over net1 (gloo)"),
-        (["gloo: TCP over net2 (10.0.0.1)", "gloo: TCP over net1 (10.0.1.1)"], GLOO, "TCP over net1, net2 (gloo)"),
-        (["gloo: TCP over an unknown interface (10.0.0.1)"], GLOO, "TCP over an unknown interface (gloo)"),
-        ([], GLOO, "TCP over net1 (gloo)"),
-    ],
-)
+@each_row(("taken", "more", "shown"), rows("taken"))
 def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(
     taken: list[str], more: dict[str, object], shown: str
 ) -> None:
     asked = {"NCCL_SOCKET_IFNAME": "net1", "GLOO_SOCKET_IFNAME": "net1"}
-    assert shown_of([record(taken, 1.0, **asked) | more])[0].transport == shown
+    assert transport_of(record_of(record(taken, 1.0, **asked) | more)) == shown
 
 
 def test_without_any_interface_named_it_is_the_default_network() -> None:
-    assert shown_of([record([], 1.0) | GLOO])[0].transport == "TCP over the default network (gloo)"
+    assert transport_of(record_of(record([], 1.0) | GLOO)) == "TCP over the default network (gloo)"
 
 
 @each_row("bad", [{}, {"comparison": 3}, {"comparison": [None, {"forecast": {"low": "x"}}]}])
 def test_a_strange_record_is_shown_for_what_it_has(bad: dict[str, object]) -> None:
     """Nothing in a record that a job wrote can break the page."""
-    assert shown_of([bad])[0].lines == ()
+    assert "no forecast was given" in SECTIONS.runs(records_of([bad]))
 
 
 def test_the_interval_says_whether_the_run_was_inside() -> None:
     """In words as well as by place."""
     forecast = Interval(low=0.8, mid=1.0, high=1.3)
-    assert "inside it" in charts.interval(forecast, 1.2) and "outside it" in charts.interval(forecast, 1.4)
+    assert "inside it" in FIGURES.interval(forecast, 1.2) and "outside it" in FIGURES.interval(forecast, 1.4)
 
 
 @each_row(
@@ -370,5 +359,4 @@ def test_a_spoiled_history_spoils_no_page(tmp_path: Path, text: str) -> None:
 def test_one_benchmark_is_no_history() -> None:
     """Nothing to compare, nothing drawn."""
     line = result_store.line_of(RESULT)
-    assert charts.bench_figures([line], lambda _seconds: "now") == ""
-    assert charts.runs("x", []) == ""
+    assert bench_bars([line], lambda _seconds: "now") == []

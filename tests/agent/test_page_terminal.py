@@ -144,7 +144,7 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     ]
     text = drawn(findings_view.findings, made)
     assert all(word in text for word in ("x: one", "y: two", "three", "fix", "replace"))
-    assert [group.size for group in grouped(made)] == [2, 1]
+    assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
 
 def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itself() -> None:
@@ -160,7 +160,7 @@ def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itsel
 
     both = ("gpu.thermal.hot", "gpu.thermal.throttling")
     found = grouped([*hot("a", "GPU0", *both), *hot("b", "GPU0", *both), *hot("b", "GPU1", both[0])])
-    assert [(group.codes, group.size, group.trouble, group.places, group.remedy) for group in found] == [
+    assert [(group.codes, len(group.checks), group.trouble, group.places, group.remedy) for group in found] == [
         (both, 4, "too hot", "on 2 nodes", "fix gpu.thermal.hot"),
         (both[:1], 1, "", "", "fix gpu.thermal.hot"),
     ]

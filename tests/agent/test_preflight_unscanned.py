@@ -14,9 +14,10 @@ from subprocess import PIPE
 from xml.etree import ElementTree
 
 import pytest
+from rigs.benchmarks import OWN_LOCK, require_own_lock
 
-from agent.base.exit_codes import EXIT_INTERRUPTED, EXIT_STOPPED
-from agent.checks.codes import ALL_CODES, RDMA_BENCH_CODES, SEARCH_CODES
+from agent.base import EXIT_INTERRUPTED, EXIT_STOPPED
+from agent.checks.measured import ALL_CODES, RDMA_BENCH_CODES, SEARCH_CODES
 from agent.cluster.gate import CLUSTER_CODES
 from agent.jobs import child
 from agent.jobs.child import ChildError
@@ -61,8 +62,10 @@ def test_sigterm_during_the_scan_leaves_only_unknowns(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.netns
 def test_a_signal_reaches_the_measurement_that_starts(tmp_path: Path) -> None:
     """SIGTERM and Ctrl-C as soon as its child is there: the exit code, the reason, and no child left."""
+    require_own_lock()
     wrong = []
     preflight = ("preflight", "--measure", "--ranks=1", "--quick", "-q", "-o", "json")
     for verb, sign, code, reason in (
@@ -70,7 +73,7 @@ def test_a_signal_reaches_the_measurement_that_starts(tmp_path: Path) -> None:
         (preflight, signal.SIGINT, EXIT_INTERRUPTED, "stopped by SIGINT before it was done"),
         (("calibrate", "--model=tiny-llama", "--ranks=1"), signal.SIGTERM, -signal.SIGTERM, None),
     ):
-        line = [sys.executable, "-m", "agent.cli", *verb]
+        line = [*OWN_LOCK, sys.executable, "-m", "agent.cli", *verb]
         with subprocess.Popen(line, stdout=PIPE, stderr=PIPE, text=True) as process:
             try:
                 while not (measuring := measuring_child(process.pid)):
@@ -88,13 +91,16 @@ def test_a_signal_reaches_the_measurement_that_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.netns
 def test_a_signal_after_the_last_measurement_ends_the_preflight(tmp_path: Path) -> None:
     """Ctrl-C that comes while the child ends, whose answer has been sent."""
+    require_own_lock()
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os, signal, sys\n"
         "if 'agent.jobs.benchmark' in sys.orig_argv: atexit.register(os.kill, os.getppid(), signal.SIGINT)\n"
     )
     line = [sys.executable, "-m", "agent.cli", "preflight", "--measure", "--ranks=1", "--quick", "-q", "-o", "json"]
+    line = [*OWN_LOCK, *line]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=250, check=False)
     assert done.returncode == EXIT_INTERRUPTED, done.stderr

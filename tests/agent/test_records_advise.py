@@ -158,7 +158,7 @@ def test_nodes_of_different_kinds_are_all_asked() -> None:
     records = [record_of(each, name, verdict="pass") for name, each in (("n1", first), ("n2", first), ("n3", second))]
     advice, _ = advise_cluster(fleet_of(*records), Request())
     (note,) = [note for note in advice.notes if note.topic == "GLOO_SOCKET_IFNAME"]
-    assert "another name on each node" in note.text and "n3: ens9" in note.text
+    assert "a different name on each node" in note.text and "n3: ens9" in note.text
 
 
 def test_no_fact_that_advice_reads_is_left_out() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rigs.recorded import NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_facts, with_ports
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
-from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
+from agent.checks.measured import ALL_CODES
 from agent.checks.view import look, with_environment
 from contracts.finding import Status, by_loss
 from probes.api import Snapshot
@@ -103,25 +103,11 @@ def test_settings_that_no_environment_was_read_for_change_nothing() -> None:
 def gpu0(**changes: Any) -> Snapshot:
     """The H100 whose first GPU is otherwise."""
     first, *others = facts(GpuFacts).gpus
+    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     return changed(snapshot(), GpuFacts, gpus=(replace(first, **changes), *others))
 
 
-@each_row(
-    ("changes", "code", "wanted"),
-    [
-        ({"throttle_reasons": ("sw_thermal",), "sm_clock_hertz": 1.9e9, "sm_clock_max_hertz": 1.98e9},
-         "gpu.thermal.throttling", "warn"),
-        ({"throttle_reasons": ("sw_thermal",), "sm_clock_hertz": 1.7e9, "sm_clock_max_hertz": 1.98e9,
-          "utilization_ratio": 1.0}, "gpu.thermal.throttling", "fail"),
-        ({"throttle_reasons": ("sw_thermal",), "sm_clock_hertz": None}, "gpu.thermal.throttling", "warn"),
-        ({"throttle_reasons": ("hw_thermal",), "sm_clock_hertz": 1.98e9, "sm_clock_max_hertz": 1.98e9},
-         "gpu.thermal.throttling", "fail"),
-        ({"power_limit_watts": 600.0, "power_limit_default_watts": 700.0}, "gpu.power.limit", "warn"),
-        ({"power_limit_watts": 350.0, "power_limit_default_watts": 700.0}, "gpu.power.limit", "fail"),
-        ({"name": "NVIDIA A100-SXM4-80GB", "compute_capability": (8, 0)}, "gpu.device.mixed", "fail"),
-        ({"name": "NVIDIA H100 NVL"}, "gpu.device.mixed", "warn"),
-    ],
-)  # fmt: skip
+@each_row(("changes", "code", "wanted"), rows_of(__file__)("slow_gpu"))
 def test_what_slows_one_gpu_costs_every_rank(changes: dict[str, Any], code: str, wanted: str) -> None:
     """By its clock where that is known, by NVML's factor of two where hardware slows it."""
     assert statuses(gpu0(**changes), code) == {wanted}

@@ -24,8 +24,7 @@ from rigs.results import benchmark, measurement
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
-from agent.base import units
-from agent.base.exit_codes import EXIT_CLOSED_PIPE
+from agent.base import EXIT_CLOSED_PIPE, units
 from agent.base.output import unwritable, write_atomic
 from agent.base.streams import printable_in
 from agent.checks.verdict import judge

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rigs.recorded import changed, snapshot
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.checks import measured
 from agent.checks.expect import expectation
@@ -22,6 +22,8 @@ from collectives.bench.processes import BusyError
 from collectives.bench.results import Bar
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts, GpuProcess
+
+rows = rows_of(__file__)
 
 GB = 1e9
 
@@ -100,19 +102,7 @@ def test_hosts_of_unknown_links_and_gloo_have_no_expected_rate() -> None:
     assert benchmark.expected(host("cpu-only-vm"), default_ranks(host("cpu-only-vm"))) is None
 
 
-@each_row(
-    ("environment", "version", "algorithm"),
-    [
-        ({}, "2.27.3", "NVLS"),
-        ({}, "2.16.2", "ring"),
-        ({"NCCL_NVLS_ENABLE": "0"}, "2.27.3", "ring"),
-        ({"NCCL_ALGO": "Ring,Tree"}, "2.27.3", "ring"),
-        ({"NCCL_ALGO": "^NVLS"}, "2.27.3", "ring"),
-        ({"NCCL_ALGO": "allreduce:nvls,ring;allgather:ring"}, "2.27.3", "NVLS"),
-        ({"NCCL_ALGO": "allgather:ring"}, "2.27.3", "NVLS"),
-        ({}, "unknown", "ring or NVLS"),
-    ],
-)
+@each_row(("environment", "version", "algorithm"), rows("algorithm"))
 def test_the_algorithm_is_that_of_version_and_environment(
     environment: dict[str, str], version: str, algorithm: str
 ) -> None:

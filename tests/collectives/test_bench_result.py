@@ -4,7 +4,7 @@ import random
 from statistics import median
 
 import pytest
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from collectives.bench import results
 from collectives.bench.rank import predict_seconds
@@ -61,28 +61,13 @@ def test_a_sweep_keeps_within_its_bounds():
     assert sweep(8, 8, 2) == (8,)
 
 
-@each_row(
-    ("settings", "named"),
-    [
-        ({"ops": ("gather",)}, "op: 'gather' is not allowed; allowed: one of all_gather"),
-        ({"backend": "mpi"}, "backend: 'mpi'"),
-        ({"ranks_per_host": 0}, "ranks_per_host: 0"),
-        ({"budget_seconds": -1}, "budget_seconds: -1"),
-        ({"budget_seconds": float("nan")}, "budget_seconds: nan"),
-        ({"silence_seconds": float("inf")}, "silence_seconds: inf"),
-        ({"min_iterations": 20, "max_iterations": 10}, "max_iterations: 10"),
-        ({"max_bytes": 10}, "max_bytes: 10"),
-        ({"step_factor": 1}, "step_factor: 1"),
-        ({"precision": 5}, "precision: 5"),
-        ({"sizes_bytes": (0,)}, "size in bytes: 0"),
-        ({"hosts": 2}, "rendezvous: None"),
-        ({"hosts": 2, "rendezvous": "here"}, "rendezvous: 'here'"),
-        ({"hosts": 2, "rendezvous": "here:99999"}, "rendezvous: 'here:99999'"),
-        ({"hosts": 2, "rendezvous": "here:29500", "node_rank": 2}, "node_rank: 2"),
-        ({"cases": (Case(op="all_gather", bytes=8, groups=((0, 1), (1,))),)}, "groups: "),
-        ({"cases": (Case(op="all_gather", bytes=8, groups=((0, 5),)),)}, "ranks 0 to 1"),
-    ],
-)
+def wrong_settings():
+    for groups, named in ((((0, 1), (1,)), "groups: "), (((0, 5),), "ranks 0 to 1")):
+        yield {"cases": (Case(op="all_gather", bytes=8, groups=groups),)}, named
+    yield from rows_of(__file__)("refused")()
+
+
+@each_row(("settings", "named"), wrong_settings)
 def test_an_impossible_setting_is_refused_with_its_name_and_value(settings, named):
     with pytest.raises(SpecError) as error:
         BenchSpec(**settings)

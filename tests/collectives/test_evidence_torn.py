@@ -1,29 +1,25 @@
-"""What launchers, terminals and interleaving writers do to a log does not change its verdict."""
+"""What launchers, searches, terminals, collectors and interleaving writers do to a log does not change its verdict."""
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
+from evidence_rows import dressed, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.logs import read
+from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
+from collectives.nccl_log.reader import MAX_LINE_BYTES, Entries
 from collectives.nccl_log.transport import ChannelCount, Evidence
 
-IB_ON = [
-    "NCCL version 2.21.5+cuda12.4",
-    "n1:10:20 [0] NCCL INFO NCCL_IB_HCA set by environment to mlx5",
-    "n1:10:20 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>",
-    "n1:10:20 [0] NCCL INFO Using network IB",
-    "n1:10:20 [0] NCCL INFO comm 0x55 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0",
-    "n1:10:20 [0] NCCL INFO Channel 00/02 :    0   1   2   3",
-    "n1:10:20 [0] NCCL INFO Channel 00/0 : 3[1] -> 0[0] [receive] via NET/IB/0/GDRDMA",
-    "n1:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1(0)/GDRDMA",
-    "n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read",
-    "n1:10:20 [0] NCCL INFO Connected all rings, use ring PXN 1 GDR 1",
-    "n1:10:20 [0] NCCL INFO ncclCommInitRank comm 0x55 rank 0 nranks 4 cudaDev 0 busId 1b000 - Init COMPLETE",
-]
+IB_ON = Path(__file__).with_name("ib_on.log").read_text(encoding="utf-8").splitlines()
 IB_OFF = [line.replace("/GDRDMA", "") for line in IB_ON]
 SOCKET = [
     line.replace("NET/IB/", "NET/Socket/").replace("/GDRDMA", "").replace("network IB", "network Socket")
@@ -154,3 +150,153 @@ def test_random_cuts_never_turn_on_into_off(data: st.DataObject) -> None:
     swapped = data.draw(st.permutations(pieces))
     verdict = read("".join(swapped).splitlines(keepends=True))
     assert verdict.gdrdma in ("on", "partial", "none")
+
+
+HOSTS = ("gpu-a", "gpu-b", "10-0-0-7")
+PER_HOST = 10
+CRI = "2026-01-02T03:04:05.123456789Z"
+
+
+def lines_of(host: str) -> list[str]:
+    """One node's part of a run of three nodes."""
+    return [
+        "NCCL version 2.21.5+cuda12.4",
+        f"{host}:10:20 [0] NCCL INFO NCCL_IB_HCA set by environment to mlx5",
+        f"{host}:10:20 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>",
+        f"{host}:10:20 [0] NCCL INFO Using network IB",
+        f"{host}:10:20 [0] NCCL INFO comm 0x55 rank 0 nRanks 6 nNodes 3 localRanks 2 localRank 0 MNNVL 0",
+        f"{host}:10:20 [0] NCCL INFO Channel 00/0 : 5[1] -> 0[0] [receive] via NET/IB/0/GDRDMA",
+        f"{host}:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1(0)/GDRDMA",
+        f"{host}:11:21 [1] NCCL INFO Channel 01/0 : 1[1] -> 2[0] [send] via NET/IB/1",
+        f"{host}:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read",
+        f"{host}:11:21 [1] NCCL INFO Connected all rings, use ring PXN 1 GDR 1",
+    ]
+
+
+LOG = [line for host in HOSTS for line in lines_of(host)]
+
+
+def file(number: int) -> str:
+    """The file of the line, one for each process."""
+    return f"nccl.{HOSTS[number // PER_HOST]}.{10 + number % 2}"
+
+
+def mark(number: int) -> str:
+    """What grep -C puts behind a name or a number: the search found every fourth line."""
+    return ":" if number % 4 == 0 else "-"
+
+
+def torn(line: str, *cuts: int) -> list[str]:
+    """An entry in parts, as runtimes write what fills their buffer, with the other stream between them."""
+    places = (0, *sorted(cuts), len(line))
+    parts = [line[start:end] for start, end in pairwise(places)]
+    noise = f"{CRI} stderr P loss 0.1"
+    return [row for part in parts[:-1] for row in (f"{CRI} stdout P {part}", noise)] + [f"{CRI} stdout F {parts[-1]}"]
+
+
+def pretty(message: str | list[int]) -> str:
+    """As systemd breaks an object over lines, a byte a line."""
+    return json.dumps({"_PID": "1", "MESSAGE": message, "_HOSTNAME": "gpu-a"}, indent="\t", separators=(",", " : "))
+
+
+DRESSES: dict[str, Callable[[int, str], str]] = {
+    **{name: lambda n, line, form=form: dressed(form, n, line, host=HOSTS[n // PER_HOST], file=file(n), mark=mark(n),
+                                                node=n // PER_HOST) for name, form in rows("dresses")},
+    "grep -A1 with separators": lambda n, line: f"{n + 1}{':' if n % 2 else '-'}{line}" + "\n--" * (n % 2 == 0),
+    "journalctl -o json, bytes": lambda _, line: json.dumps({"_PID": "1", "MESSAGE": list(f"{line}\r".encode())}),
+    "journalctl -o json, bytes, old": lambda _, line: f'{{ "MESSAGE" : {list(f"{chr(27)}[36m{line}".encode())} }}',
+    "journalctl -o json-pretty": lambda _, line: pretty(line),
+    "journalctl -o json-pretty, bytes": lambda _, line: pretty([*f"{line}\r".encode()]),
+    "CRI, torn": lambda n, line: "\n".join(torn(line, 7 * n % len(line), 11 * n % len(line))),
+}  # fmt: skip
+
+
+def facts(verdict: Evidence) -> tuple[object, ...]:
+    """What the log says, without the numbers and texts of its lines."""
+    counts = (verdict.send, verdict.receive, verdict.undirected, verdict.transports, verdict.devices)
+    said = (verdict.hosts, verdict.nodes, verdict.ranks, verdict.nccl_version, verdict.environment, verdict.hcas)
+    return (*counts, *said, verdict.gdrdma, tuple(sorted(problem.code for problem in verdict.problems)))
+
+
+@each_row("dress", DRESSES)
+@each_row("order", [1, -1])
+def test_the_same_channels_and_hosts(dress: str, order: int) -> None:
+    """Whatever stands before the lines, and whether the first is one the search was for."""
+    numbered = list(enumerate(LOG))[::order]
+    worn = [part + "\n" for n, line in numbered for part in DRESSES[dress](n, line).split("\n")]
+    bare = facts(read([line + "\n" for _, line in numbered]))
+    assert bare[5] == len(HOSTS)
+    assert facts(read(worn)) == bare
+
+
+def test_a_dash_and_a_number_in_a_hosts_name_are_kept() -> None:
+    """Pods are numbered as a search numbers lines: without a line that matched they are hosts."""
+    pods = [f"train-workers-{job}-{pod}" for job in range(4) for pod in range(4)]
+    assert read([line for pod in pods for line in lines_of(pod)]).hosts == 16
+    found = [f"{n}{mark(n)}{line}" for n, line in enumerate(line for pod in pods for line in lines_of(pod))]
+    assert read(found).hosts == 16
+
+
+@each_row("size", [64, 8192])
+def test_a_runtime_that_cuts_wherever_its_buffer_ends(size: int) -> None:
+    """Every buffer's last line is cut anywhere: in a name, in a tag, before the end of the line itself."""
+    text = "".join(f"{line}\n" for _ in range(40) for line in LOG)
+    rows = []
+    for start in range(0, len(text), size):
+        for part in text[start : start + size].splitlines(keepends=True):
+            rows.append(f"{CRI} stdout {'F' if part.endswith(chr(10)) else 'P'} {part.rstrip(chr(10))}\n")
+    assert facts(read(rows)) == facts(read(text.splitlines(keepends=True)))
+
+
+def test_what_an_entry_without_its_end_holds_is_read() -> None:
+    """The log was taken while a line was being written; a channel at its very end may still get its tag."""
+    channel = "gpu-a:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1"
+    rows = [f"{CRI} stdout P {part}\n" for part in (channel[:40], channel[40:])]
+    cut = evidence.read_file(io.BytesIO(channel.encode()))
+    assert facts(read(rows)) == facts(cut) != facts(read([channel, "the next line"]))
+    assert read([*rows, f"{CRI} stdout F /GDRDMA\n"]).send.gdrdma == 1
+
+
+def test_a_line_without_end_is_held_no_longer_than_it_is_read() -> None:
+    """A progress bar of megabytes, cut by the runtime: messages before, within and behind it are all there."""
+    channel = "gpu-a:11:21 [1] NCCL INFO Channel 0%d/0 : 1[1] -> 2[0] [send] via NET/IB/1/GDRDMA"
+    bar = "".join(f"\r{n}%|{'#' * 90}|" for n in range(160))
+    for line in (bar, "#" * 16384):
+        rows = [f"{CRI} stdout P {channel % 1}\r{line}"]
+        rows += [f"{CRI} stdout P {line}"] * 200
+        rows += [f"{CRI} stdout P {line}\r{channel % 2}", f"{CRI} stdout F \r{channel % 3}"]
+        entries = Entries()
+        held = 0
+        for row in rows:
+            assert b"\n" not in entries.whole(row.encode())
+            held = max(held, sum(map(len, entries.held.values())))
+        assert held <= MAX_LINE_BYTES
+        assert read(f"{row}\n" for row in rows).send.gdrdma == 3
+
+
+def test_proof_stands_in_the_line_that_completes_it() -> None:
+    """Lines are counted as they stand in the file."""
+    rows = [f"{row}\n" for line in lines_of("gpu-a") for row in torn(line, 30)]
+    numbers = {proof.line for proof in read(rows).proof}
+    assert numbers
+    assert all("stdout F" in rows[number - 1] for number in numbers)
+
+
+def test_an_array_over_lines_goes_on_in_the_next_block() -> None:
+    """Wherever a block ends: as many lines as before, and the text once it is whole."""
+    text = pretty([*LOG[0].encode()])
+    for size in (1, 2, 7, 1000):
+        rows, entries = text.split("\n"), Entries()
+        blocks = ["\n".join(rows[start : start + size]).encode() for start in range(0, len(rows), size)]
+        made = [entries.whole(block) for block in blocks]
+        assert [block.count(b"\n") for block in made] == [block.count(b"\n") for block in blocks]
+        assert f'"{LOG[0]}"' in b"".join(made).decode()
+        assert not entries.open
+    cut = Entries()
+    assert cut.whole(rows[2].encode()).strip() == b"" and cut.open and cut.rest() and not cut.open
+
+
+def test_an_array_that_is_no_text_changes_nothing() -> None:
+    """Numbers beyond a byte, nothing at all, and words: read as they stand."""
+    for value in ("[300, 1]", "[]", "[1,,2]", '["NCCL", 1]', "null"):
+        assert read([f'{{"MESSAGE": {value}}}\n', *LOG]).hosts == len(HOSTS)

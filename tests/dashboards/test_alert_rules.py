@@ -12,8 +12,8 @@ import yaml
 from alerts import ALERTS, DOCS
 from rigs.tables import each_row
 
-from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
+from agent.checks.measured import ALL_CODES
 from agent.metrics import CATALOGUE
 
 ROOT = Path(__file__).parent.parent.parent

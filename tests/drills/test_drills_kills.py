@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from drill_ground import MACHINES, SMALL_BENCH, Agent, Ground, drill, eventually, keep_something, state_lost
 
-from agent.base.exit_codes import EXIT_STOPPED
+from agent.base import EXIT_STOPPED
 
 pytestmark = pytest.mark.long
 

@@ -27,29 +27,9 @@ ROOT = Path(__file__).parent.parent.parent
 CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read_text())
 Json = dict[str, Any]
 Right = tuple[str, str, str, str]  # namespace, or "" for the cluster; API group; resource[/subresource]; verb
-# collection path without namespace -> kind
-KINDS = {
-    "/apis/topoflight.io/v1alpha1/nodetopologies": "NodeTopology",
-    "/apis/nfd.k8s-sigs.io/v1alpha1/nodefeatures": "NodeFeature",
-    "/apis/trainer.kubeflow.org/v1alpha1/trainjobs": "TrainJob",
-    "/apis/trainer.kubeflow.org/v1alpha1/trainingruntimes": "TrainingRuntime",
-    "/apis/kubeflow.org/v1/pytorchjobs": "PyTorchJob",
-    "/apis/batch/v1/jobs": "Job",
-    "/apis/resource.k8s.io/v1/resourceclaimtemplates": "ResourceClaimTemplate",
-    "/apis/resource.k8s.io/v1/deviceclasses": "DeviceClass",
-    "/apis/resource.k8s.io/v1/resourceslices": "ResourceSlice",
-    "/apis/resource.nvidia.com/v1beta1/computedomains": "ComputeDomain",
-    "/api/v1/configmaps": "ConfigMap",
-    "/api/v1/services": "Service",
-    "/api/v1/persistentvolumeclaims": "PersistentVolumeClaim",
-    "/api/v1/nodes": "Node",
-    "/api/v1/pods": "Pod",
-    "/api/v1/events": "Event",
-}
-
-
-# kind of a job -> the label of its pods, and what its child Job's name ends with
+KINDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("api_kinds.yaml").read_text())
 ATOMIC_STATUS = {"graph", "machine"}  # x-kubernetes-map-type
+# kind of a job -> the label of its pods, and what its child Job's name ends with
 JOBS = {
     "Job": ("job-name", ""),
     "PyTorchJob": ("training.kubeflow.org/job-name", ""),

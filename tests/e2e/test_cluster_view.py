@@ -168,7 +168,7 @@ def test_a_watch_follows_what_is_written_and_deleted(client: Client, node: str) 
     eventually(lambda: verdict() == "fail", "the change appears")
     client.request("DELETE", path_of(API_VERSION, PLURAL, node))
     eventually(lambda: verdict() is None, "the node goes")
-    assert watcher.tally.lists == 1
+    assert watcher.tally["watch_lists_total",] == 1
     watcher.stop()
 
 
@@ -327,7 +327,7 @@ def test_an_expired_watch_lists_again(api: ApiServer) -> None:
     watcher.start()
     eventually(lambda: watcher.listed, "the first list")
     api.expire()
-    eventually(lambda: watcher.tally.lists == 2, "a second list")
+    eventually(lambda: watcher.tally["watch_lists_total",] == 2, "a second list")
     publish_in(api, "n2")
     eventually(lambda: len(fleet.records()) == 2, "the new node")
     assert watcher.error is None
@@ -344,7 +344,7 @@ def test_a_watch_resumes_after_the_server_was_away(api: ApiServer) -> None:
     api.put(NODES, "", to_resource(record_of(H100, "n1"))[1])
     api.up()
     eventually(lambda: len(fleet.records()) == 1, "what happened meanwhile")
-    assert watcher.tally.lists == 1
+    assert watcher.tally["watch_lists_total",] == 1
     watcher.stop()
 
 
@@ -514,7 +514,7 @@ def test_metrics_say_how_publishing_and_watching_go(api: ApiServer) -> None:
     eventually(lambda: publisher.writes == 1, "written after all")
     assert http.get("/nodes").status_code == 200
     api.expire()
-    eventually(lambda: cluster.tally.lists == 2, "a second list")
+    eventually(lambda: cluster.tally["watch_lists_total",] == 2, "a second list")
     found = exported(http, state)
     began = time.time() - 60
     assert found.pop("publish_success_timestamp_seconds") > began and found.pop("watch_heard_timestamp_seconds") > began

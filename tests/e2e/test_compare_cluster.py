@@ -13,7 +13,7 @@ from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
 from rigs.command import topoflight
 from rigs.recorded import path_of
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.cli.networks import compare_networks
 from agent.jobs import networks
@@ -22,6 +22,8 @@ from contracts.finding import Interval
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.run_record import Measured, NcclChannels, RunRecord
 from finetune.post import write_termination_message
+
+rows = rows_of(__file__)
 
 WORDS = [
     "--host", str(path_of()), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1",
@@ -152,14 +154,7 @@ def test_the_gate_of_a_tcp_job_does_not_judge_what_the_comparison_sets(cluster: 
             assert failed(environment, options) == bare - {"limits.memlock.low", "interfaces.choice.wrong"}
 
 
-@pytest.mark.parametrize(
-    ("state", "pods", "takes", "code", "status", "why"),
-    [
-        ("Complete", True, {"net1": "eth0"}, 5, "unproven", "NET/Socket over eth0"),  # told net1; NCCL's log says eth0
-        ("Failed", False, {}, 3, "failed", "failed: no pod left a record"),
-        ("Suspended", True, {}, 5, "unknown", "was not done within 1 s"),  # and goes on
-    ],
-)
+@pytest.mark.parametrize(("state", "pods", "takes", "code", "status", "why"), rows("proofs")())
 def test_a_comparison_without_proof_of_the_network_is_no_pass(
     cluster: Cluster, tmp_path: Path, state: str, pods: bool, takes: dict[str, str], code: int, status: str, why: str
 ) -> None:
@@ -172,14 +167,7 @@ def test_a_comparison_without_proof_of_the_network_is_no_pass(
     assert all(bar["why"] == why if status == "failed" else why in bar["why"] for bar in bars)
 
 
-@each_row(
-    ("words", "told"),
-    [
-        (["--over", "net1=a/b/c"], "--over 'net1=a/b/c': must be INTERFACE"),
-        (["--over", "eth0"], "each once"),
-        (["--model", "tiny-llama", "--api", "local", "--dry-run"], "requires --api."),
-    ],
-)
+@each_row(("words", "told"), rows("refused"))
 def test_what_cannot_be_meant_is_refused(cluster: Cluster, tmp_path: Path, words: list[str], told: str) -> None:
     """Exit code 2, with what is allowed."""
     done = CliRunner().invoke(compare_networks, [*WORDS, *words])

@@ -12,12 +12,14 @@ from api_server import ApiServer
 from click.testing import CliRunner
 from e2e_client import client_of
 from rigs.recorded import path_of
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.cli.launch import launch
 from agent.cluster.client import ApiError
 from agent.jobs import submission
 from contracts.job_plan import JobPlan, read
+
+rows = rows_of(__file__)
 
 H100 = path_of()
 WORDS = [
@@ -104,15 +106,7 @@ def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_pa
     assert config.output_dir == f"{mounts['shared']}/sft"
 
 
-@each_row(
-    ("words", "url"),
-    [
-        ([], None),
-        (["--agent"], "http://topoflight-node.topoflight:9402"),
-        (["--agent", "http://node-a:9402"], "http://node-a:9402"),
-        (["--agent=https://agent.example"], "https://agent.example"),
-    ],
-)
+@each_row(("words", "url"), rows("joined"))
 def test_the_job_is_told_whose_runs_it_joins_where_that_is_asked_for(words: list[str], url: str | None) -> None:
     """Without a URL the Service that deploy/daemonset makes; without the option none, and no token either."""
     made = printed(*WORDS, "--api", "job", *words)["Job"]["spec"]["template"]["spec"]
@@ -204,14 +198,7 @@ def limits(*words: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("offers", "taken"),
-    [
-        (("rdma/shared_eth", "nvidia.com/gpu"), "rdma/shared_eth"),
-        (("openshift.io/sriov_net1", "nvidia.com/gpu"), "openshift.io/sriov_net1"),
-        (("nvidia.com/hostdev", "nvidia.com/gpu", "nvidia.com/mig-1g.5gb"), "nvidia.com/hostdev"),
-    ],
-)
+@pytest.mark.parametrize(("offers", "taken"), rows("own_device")())
 def test_the_nodes_own_device_is_taken(kubeconfig: ApiServer, offers: tuple[str, ...], taken: str) -> None:
     """By the name that both nodes have to give away; what one has, or none is left of, does not count."""
     for name in ("a", "b"):
@@ -335,17 +322,7 @@ ENDED = {"terminated": {"exitCode": 3}}
 UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "told"),
-    [
-        ({"phase": "Running"}, 0, "2 pods started"),
-        ({"phase": "Pending", "conditions": [UNSCHEDULABLE]}, 0, "sft-1: Unschedulable: 0/3 nodes"),
-        ({"phase": "Pending", "initContainerStatuses": [{"name": "preflight", "state": {"waiting": IMAGE}}]}, 0,
-         "sft-0: preflight: ErrImagePull: no such image"),
-        ({"phase": "Failed", "initContainerStatuses": [{"name": "preflight", "state": ENDED}]}, 3,
-         "sft-0: preflight ended with exit code 3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("status", "code", "told"), rows("pods_come")())
 def test_a_launch_says_how_its_pods_come(kubeconfig: ApiServer, status: dict[str, Any], code: int, told: str) -> None:
     """Those that wait, why; Kubernetes goes on trying, so the code is 0 unless the gate has failed."""
     kubeconfig.pod_status = status

@@ -12,9 +12,11 @@ import yaml
 from api_server import ApiServer
 from click.testing import CliRunner, Result
 from rigs.recorded import path_of
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.cli.launch import launch
+
+rows = rows_of(__file__)
 
 API = "/apis/resource.k8s.io/v1"
 ROOT = "resource.kubernetes.io/pcieRoot"
@@ -270,14 +272,7 @@ def test_a_class_that_may_not_be_read_is_taken_as_named(cluster: ApiServer) -> N
     assert len(cluster.of_kind("ResourceClaimTemplate")) == 1
 
 
-@each_row(
-    ("words", "told"),
-    [
-        (("--dra", "team-gpu"), "--dra 'team-gpu': must be NAME=VALUE"),
-        (("--dra", "tpu=x"), "--dra tpu=x: must be gpu=NAME or nic=NAME"),
-        (("--dra", "gpu=A/b"), "--dra"), (("--dra", "gpu=a", "--no-dra"), "--dra and --no-dra cannot be combined."),
-    ],
-)  # fmt: skip
+@each_row(("words", "told"), rows("no_class"))
 def test_what_names_no_class_is_refused(cluster: ApiServer, words: tuple[str, ...], told: str) -> None:
     """By its option, as a usage error."""
     done = refused(*words)

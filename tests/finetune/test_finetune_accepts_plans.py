@@ -1,5 +1,6 @@
 """Every layout that the planner would recommend to this job is one that the job accepts, and one that is tested."""
 
+import random
 import re
 from dataclasses import replace
 from functools import cache
@@ -7,16 +8,27 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
+from rigs.recorded import H100, snapshot
 from rigs.tables import each_row
 from test_finetune_equivalence import LAYOUTS, cases_of
 
-from contracts.layout import Layout
+from contracts.layout import TRAINED, Layout
 from finetune.plan import refusals
+from hardware.gpus import gpu_named
+from hardware.machines import catalogue
 from planner.forecast import machines
-from planner.forecast.models import model_named
+from planner.forecast.engine import Question
+from planner.forecast.links import links_of
+from planner.forecast.memory import memory_parts
+from planner.forecast.models import KNOWN, model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import plan, search_planned
+from planner.rules import first_broken
+from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
+from topology.build import build
+from topology.graph import ClusterTopology
 
+NVIDIA = [row.name for row in catalogue() if (gpu := gpu_named(row.gpu)) and gpu.maker == "NVIDIA"]
 MACHINES = [("p5.48xlarge", 1), ("p5.48xlarge", 2), ("p5.48xlarge", 4), ("2xa40-roce", 2), ("4xl40s", 1)]
 MODELS = {
     **{name: model_named(name) for name in ("Llama-3.1-8B", "Llama-3.1-70B", "tiny-llama")},
@@ -25,29 +37,68 @@ MODELS = {
 JOBS = [(method, packing) for method in ("lora", "qlora", "full") for packing in (False, True)]
 
 
+def train_of(method, packing=False):
+    return TrainSpec(method=method, packing=packing, sequence_length=2048, global_batch=64, engine="topoflight")
+
+
 @cache
 def best(machine, nodes, name, method, packing):
     """The best of each family, not only the winner."""
-    train = TrainSpec(method=method, packing=packing, sequence_length=2048, global_batch=64, engine="topoflight")
-    found = search_planned(plan(machines.cluster(machine, nodes), (), MODELS[name], train))
+    found = search_planned(plan(machines.cluster(machine, nodes), (), MODELS[name], train_of(method, packing)))
     assert found.tried
     return [candidate.layout for candidate in found.best]
 
 
-@pytest.mark.long
-@each_row(("machine", "nodes"), MACHINES)
-@each_row("name", MODELS)
-@each_row(("method", "packing"), JOBS)
-def test_recommended_layouts_are_accepted(machine, nodes, name, method, packing):
-    """The job gives no reason against any of them."""
-    model = MODELS[name]
-    shape = SimpleNamespace(
+def reasons(layout, model, method, **more):
+    """Those of the job against a layout, by the fields of a transformers config that it asks for."""
+    config = SimpleNamespace(
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
         intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings, sliding_window=model.sliding_window,
-        quantization_config={} if method == "qlora" else None, num_experts=model.experts,
+        quantization_config={} if method == "qlora" else None, num_experts=model.experts, **more,
     )  # fmt: skip
-    for layout in best(machine, nodes, name, method, packing):
-        assert refusals(layout, shape, lora=method != "full") == []
+    return refusals(layout, config, lora=method != "full")
+
+
+@pytest.mark.long
+@each_row("nodes", [1, 2])
+@each_row("name", ["cpu-only-vm", "titan-rtx-2x-nv2", "sick-h100-gpu-lost", "r760xa-2xA40-bf3"])
+def test_what_is_recommended_on_recorded_machines_is_accepted(name, nodes):
+    """The best of every family, on one machine and on two like it; those of the catalogue are drawn below."""
+    found = snapshot(name)
+    cluster = ClusterTopology(nodes=(build(found),) * nodes)
+    for model, job in product(map(model_named, ("Llama-3.1-8B", "tiny-llama")), (*JOBS[::2], JOBS[-1])):
+        for candidate in search_planned(plan(cluster, (found,) * nodes, model, train_of(*job))).best:
+            assert reasons(candidate.layout, model, job[0]) == [], candidate.layout
+
+
+def questions(count):
+    """Model, machine, nodes and run, drawn the same each time from all that the tables have."""
+    draw = random.Random("models x machines x methods")
+    return [
+        (draw.choice(KNOWN).name, draw.choice(NVIDIA), draw.choice((1, 1, 2, 3, 4, 16, 64)), TrainSpec(
+            method=draw.choice(("full", "lora", "qlora")), sequence_length=draw.choice((512, 2048, 8192, 32768)),
+            packing=draw.choice((True, False)), attention=draw.choice(("sdpa", "flash", "eager")),
+            global_batch=draw.choice((None, None, 48, 256)), precision=draw.choice(("bf16", "bf16", "fp32", "fp8")),
+        ))
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_whatever_is_recommended_for_the_job_it_accepts():
+    """A model that it does not train has no layout; every family ranked for one that it trains, it would run."""
+    ranked = 0
+    for name, machine, nodes, train in questions(300):
+        model, asked = model_named(name), (name, machine, nodes, train)
+        found = search_planned(plan(machines.cluster(machine, nodes), (), model, train)).best
+        if model.family not in TRAINED:
+            assert not found, asked
+        attention = {"flash": "flash_attention_2"}.get(train.attention, train.attention)
+        for candidate in found:
+            why = reasons(candidate.layout, model, train.method, _attn_implementation=attention)
+            assert why == [], (asked, candidate.layout)
+            ranked += 1
+    assert ranked > 300
 
 
 @each_row(
@@ -81,7 +132,7 @@ def combinations(layout, method, packing):
     yield family, "accumulating", layout.gradient_accumulation > 1
 
 
-def test_recommended_combinations_are_among_those_compared_with_one_process():
+def test_recommended_combinations_are_accepted_and_among_those_compared_with_one_process():
     """Each family with each schedule, method and option that the search comes up with is in the equivalence lists."""
     compared = {
         one
@@ -91,12 +142,46 @@ def test_recommended_combinations_are_among_those_compared_with_one_process():
         if "precision" not in case["layout"]
         for one in combinations(Layout(world_size=world, **case["layout"]), case["method"], case["packing"])
     }
-    wanted = {
-        one
-        for (machine, nodes), name, (method, packing) in product(MACHINES, MODELS, JOBS)
-        for layout in best(machine, nodes, name, method, packing)
-        for one in combinations(layout, method, packing)
-    }
-    assert len({family for family, *_ in wanted}) > 10  # the search is as wide as it was
+    wanted = set()
+    for (machine, nodes), name, (method, packing) in product(MACHINES, MODELS, JOBS):
+        for layout in best(machine, nodes, name, method, packing):
+            assert reasons(layout, MODELS[name], method) == [], layout
+            wanted |= set(combinations(layout, method, packing))
+    families = {family for family, *_ in wanted}
+    assert len(families) > 10  # the search is as wide as it was
+    assert families >= {"PP x TP x FSDP", "TP x DDP", "TP x HSDP", "PP x DDP"}
     assert wanted <= compared, sorted(map(str, wanted - compared))
     assert {family for family, *_ in compared} >= {"PP x HSDP", "TP x HSDP"}
+
+
+@each_row(
+    "layout",
+    [
+        Layout(world_size=4, pp=2, tp=2, gradient_accumulation=2),
+        Layout(world_size=8, pp=2, tp=2, dp_shard=2, gradient_accumulation=2),
+        Layout(world_size=4, tp=2, dp_replicate=2, sharding="ddp"),
+        Layout(world_size=8, tp=2, dp_replicate=2, dp_shard=2),
+        Layout(world_size=4, pp=2, dp_replicate=2, sharding="ddp", gradient_accumulation=2),
+        Layout(world_size=8, pp=2, dp_replicate=2, dp_shard=2, gradient_accumulation=2),
+        Layout(world_size=2, dp_shard=2, sharding="zero2"),
+        Layout(world_size=2, dp_shard=2, offload="all"),
+    ],
+)
+def test_planner_and_job_allow_the_same_combinations(layout):
+    """Combinations that the job's equivalence tests cover break no rule of the planner."""
+    asked = Question(
+        model=MODELS["Llama-3.1-8B"], train=TrainSpec(), engine=TOPOFLIGHT, host_memory_bytes=2e12,
+        links=links_of(ClusterTopology(nodes=(build(snapshot(H100)),)), ()),
+    )  # fmt: skip
+    assert reasons(layout, MODELS["Llama-3.1-8B"], "lora") == []
+    assert first_broken(asked, layout) is None
+
+
+def test_zero2_of_fsdp_is_fsdp_that_keeps_its_weights_gathered():
+    """The same job under two names is forecast the same."""
+    model, train = MODELS["Llama-3.1-8B"], TrainSpec(method="full")
+    zero2 = Layout(world_size=8, dp_shard=8, sharding="zero2")
+    kept = Layout(world_size=8, dp_shard=8, reshard_after_forward=False)
+    assert memory_parts(model, train, zero2, TOPOFLIGHT) == memory_parts(model, train, kept, TOPOFLIGHT)
+    resharded = Layout(world_size=8, dp_shard=8)
+    assert memory_parts(model, train, resharded, TOPOFLIGHT).total < memory_parts(model, train, kept, TOPOFLIGHT).total

@@ -30,16 +30,7 @@ def start(version):
 
 
 # version, what it says of its network, a channel that is sent and one that is received: {net} and {tag} are filled in
-FORMS = {
-    "2.8": ("Channel 00 : 0[1b000] -> 2[1b000] [send] via NET/{net}/0{tag}",
-            "Channel 00 : 2[1b000] -> 0[1b000] [receive] via NET/{net}/0{tag}"),
-    "2.14": ("Channel 00/0 : 0[1b000] -> 2[1b000] [send] via NET/{net}/0{tag}/Shared",
-             "Channel 00/0 : 2[1b000] -> 0[1b000] [receive] via NET/{net}/0{tag}"),
-    "2.21": ("Channel 00/0 : 0[0] -> 2[0] [send] via NET/{net}/0(1){tag}",
-             "Channel 00/0 : 3[1] -> 0[0] [receive] via NET/{net}/0{tag}"),
-    "2.27": ("Channel 00/0 : 0[0] -> 2[0] [send] via NET/{net}/0{tag}{pci}",
-             "Channel 00/0 : 3[1] -> 0[0] [receive] via NET/{net}/0{tag}{pci}"),
-}  # fmt: skip
+FORMS = ROWS["forms"]
 LOCAL = ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,12 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rigs.hub import Hub
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import rows as row_reader
 from finetune.data import Loader, collate, pack, prepare
 from finetune.rows import IGNORED, encode, load_tokenizer
+
+rows = rows_of(__file__)
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
@@ -97,18 +100,7 @@ def test_an_answer_beyond_the_cut_leaves_nothing_to_learn(tokenizer):
     assert encode(row, tokenizer, job(completion_only_loss=True)) is None
 
 
-@each_row(
-    ("row", "settings", "word"),
-    [
-        ({"q": 1}, {}, "question"),
-        ({"text": "a"}, {"completion_only_loss": True}, "answer"),
-        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, {}, "two texts, or two lists"),
-        ({"question": "a", "answer": 5}, {}, "answer=5"),
-        ({"messages": "hello"}, {}, "role and content"),
-        ({"messages": []}, {}, "role and content"),
-        ({"messages": [{"role": "user"}]}, {}, "chat_template"),
-    ],
-)
+@each_row(("row", "settings", "word"), rows("misfits"))
 def test_a_row_that_does_not_fit_is_refused(tokenizer, row, settings, word):
     """Neither trained on as the text of a list, nor a stack trace; the message says what is needed."""
     with pytest.raises(ConfigError, match=word):
@@ -276,25 +268,9 @@ def test_files_of_a_split_in_the_order_of_their_names(tmp_path):
         load_rows(job(tmp_path / "absent.jsonl"), "train")
 
 
-CARD = """---
-license: mit
-configs:
-- config_name: main
-  data_files:
-  - split: train
-    path: main/tr*
-  - split: test
-    path: [main/a.parquet, main/b.jsonl]
-- config_name: socratic
-  data_files: socratic/*
----
-# Sums
-"""
-
-
 def test_the_card_says_which_files_a_split_has(tmp_path):
     """Patterns, lists, a split that is not named; unknown names list what there is."""
-    (tmp_path / "README.md").write_text(CARD)
+    shutil.copy(Path(__file__).with_name("jobs") / "card.md", tmp_path / "README.md")
     for name in ("main/tr-0.parquet", "main/a.parquet", "socratic/one.parquet"):
         write(tmp_path / name, [{"text": name}])
     (tmp_path / "main/b.jsonl").write_text('{"text": "main/b.jsonl"}\n')

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800), pytest.mark.usefixtu
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LAYOUTS = yaml.safe_load((HERE / "layouts.yaml").read_text())
+SHAPE, MODELS = map(yaml.safe_load((HERE / "models.yaml").read_text()).get, ("shape", "models"))
 # fp32 sums in another order: the largest seen is 7e-7; a wrong scale, a lost shard or a double count is above 1e-2.
 TOLERANCE = 1e-5
 # bf16 keeps 8 bits: each result is rounded by 2^-8 at most, half its epsilon. Independent roundings add up as their
@@ -26,23 +27,6 @@ TOLERANCE = 1e-5
 # roundings cancel, to below a single one.
 ROUNDING = 2.0**-8
 LOW = 8 * ROUNDING
-
-
-MODELS = {  # of four layers, beside micro-llama; the windows are shorter than the rows
-    "mistral": {"model_type": "mistral", "sliding_window": 16},
-    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    "qwen3": {"model_type": "qwen3"},
-    "tied": {"model_type": "llama", "tie_word_embeddings": True},
-    # three experts, which two ranks do not divide, and four
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2},
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                  "norm_topk_prob": True},
-}  # fmt: skip
-SHAPE = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 256, "tie_word_embeddings": False,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}  # fmt: skip
 
 
 def case(name, method="lora", packing=False, save_head=False, model=None, counts=False, **layout):

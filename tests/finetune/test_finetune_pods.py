@@ -33,22 +33,7 @@ while True:
     if (place / "end").exists():
         sys.exit(0)
 """
-JOB = """
-model_name_or_path: random:micro-llama
-dataset_name: synthetic:arithmetic
-dataset_rows: 96
-max_length: 48
-use_peft: true
-lora_r: 4
-lora_modules_to_save: [embed_tokens, lm_head]
-per_device_train_batch_size: 4
-layout: {dp_shard: 2}
-max_steps: 400
-save_strategy: steps
-save_steps: 4
-logging_steps: 1
-profile_steps: 0
-"""
+JOB = Path(__file__).with_name("pods_job.yaml").read_text(encoding="utf-8")
 
 
 class Rig:

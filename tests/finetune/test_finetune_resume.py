@@ -15,24 +15,8 @@ from finetune.checkpoint import list_checkpoints
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("forked_ranks")]
 ROOT = Path(__file__).parents[2]
-STEPS = 60
-JOB = f"""
-model_name_or_path: random:micro-llama
-dataset_rows: 256
-max_length: 48
-use_peft: true
-lora_r: 4
-lora_modules_to_save: [embed_tokens, lm_head]
-learning_rate: 2.0e-3
-lr_scheduler_type: inverse_sqrt
-warmup_steps: 4
-max_steps: {STEPS}
-save_strategy: steps
-save_steps: 4
-logging_steps: 1
-profile_steps: 0
-train_sampling_strategy: group_by_length
-"""
+STEPS = 60  # max_steps of the job
+JOB = Path(__file__).with_name("resume_job.yaml").read_text(encoding="utf-8")
 
 
 def start(folder, ranks, **layout):

@@ -20,26 +20,7 @@ from finetune.verify import MismatchError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # ranks of one: each test is a whole run
 ROOT = Path(__file__).parents[2]
-JOB = """
-model_name_or_path: random:micro-llama
-dataset_name: synthetic:arithmetic
-dataset_rows: 96
-max_length: 48
-use_peft: true
-lora_r: 4
-lora_dropout: 0.1
-lora_modules_to_save: [embed_tokens, lm_head]
-learning_rate: 5.0e-3
-lr_scheduler_type: inverse_sqrt
-warmup_steps: 2
-per_device_train_batch_size: 16
-max_steps: 14
-save_strategy: steps
-save_steps: 4
-save_total_limit: 2
-logging_steps: 1
-profile_steps: 0
-"""
+JOB = Path(__file__).with_name("survival_job.yaml").read_text(encoding="utf-8")
 
 
 def run_job(folder, *overrides, plan=None):

@@ -16,8 +16,10 @@ from collections import Counter
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
+import yaml
 from test_finetune_equivalence import HERE, ROOT
 
 from contracts.layout import Layout
@@ -199,21 +201,7 @@ def every():
     return [one for of in found for one in of] if WHOLE else [of[at % len(of)] for at, of in enumerate(found[::5])]
 
 
-MADE_AGAIN = [
-    ("full", {"tp": 8, "sequence_parallel": True, "checkpointing": "selective"}),
-    ("lora", {"tp": 8, "checkpointing": "selective"}),
-    ("full", {"dp_shard": 8, "gradient_accumulation": 2}),
-    ("qlora", {"dp_shard": 8, "gradient_accumulation": 2, "checkpointing": "selective"}),
-    ("full", {"pp": 2, "dp_shard": 4, "gradient_accumulation": 4}),
-    ("full", {"cp": 2, "dp_shard": 4, "gradient_accumulation": 2, "checkpointing": "selective"}),
-    ("lora", {"cp": 4, "dp_replicate": 2, "sharding": "ddp", "gradient_accumulation": 2}),
-    ("full", {"cp": 2, "dp_replicate": 2, "dp_shard": 2}),
-    # nightly: other degrees of the same axes, and a stage between the first and the last, which takes longest
-    ("full", {"tp": 2, "pp": 4, "gradient_accumulation": 4, "sequence_parallel": True, "checkpointing": "full"}),
-    ("lora", {"tp": 4, "dp_shard": 2, "checkpointing": "full", "gradient_accumulation": 2}),
-    ("lora", {"dp_shard": 8, "gradient_accumulation": 2, "checkpointing": "full"}),
-    ("lora", {"cp": 8, "checkpointing": "full"}),
-]
+MADE_AGAIN = yaml.safe_load(Path(__file__).with_name("traced_layouts.yaml").read_text(encoding="utf-8"))
 MIXED = [  # the second has 8 experts over 16 ranks
     ("Qwen3-30B-A3B", "lora", {"world_size": 8, "dp_shard": 8, "checkpointing": "selective"}),
     ("Mixtral-8x7B", "full", {"world_size": 16, "dp_shard": 16, "gradient_accumulation": 2}),

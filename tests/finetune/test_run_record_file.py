@@ -12,7 +12,8 @@ from rigs.tables import each_row
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from agent.pages.charts import division, shown
+from agent.pages.charts import division
+from agent.pages.report import make_environment
 from contracts import run_record
 from contracts.job_config import JobConfig
 from contracts.run_record import compare, own_exit_code, record_of
@@ -48,8 +49,8 @@ def test_the_parts_stand_beside_the_forecast():
     assert division(slower) == division(record_of(RECORD)), "the profiler's own time is in no part"
     over = record_of({**RECORD, "parts": [{**part, "share": 0.6} for part in PARTS]})
     assert division(over).endswith("these parts overlap")
-    (one,) = shown([record_of(RECORD)])
-    assert "all-gather 31 % exposed" in one.lines[0][-1]
+    drawn = make_environment().get_template("sections.html.j2").module.runs([record_of(RECORD)])
+    assert "all-gather 31 % exposed" in drawn
 
 
 @each_row("raw", [None, [], "x", [1, {"part": "gather"}, {"part": 3, "measured_seconds": 1, "share": 1}]])

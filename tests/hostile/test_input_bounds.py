@@ -21,8 +21,8 @@ from rigs.command import process, python
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
+from agent.base.hosts import BundleError, unpack_bundle
 from agent.base.inputs import RequestError
-from agent.base.recordings import BundleError, unpack_bundle
 from agent.checks.baseline import read as read_baseline
 from agent.checks.verdict import GateError
 from collectives.bench.results import MOST_RESULT_BYTES, read_result

@@ -10,7 +10,9 @@ from pathlib import Path
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
+
+rows = rows_of(__file__)
 
 ROOT = Path(__file__).parent.parent.parent
 LOCKS = ("agent", "finetune", "image", "dev", "build")
@@ -41,15 +43,7 @@ def asked(*extras: str) -> list[Requirement]:
     return [made for made in map(Requirement, lines) if canonicalize_name(made.name) not in ("topoflight", "torch")]
 
 
-@each_row(
-    ("name", "extras"),
-    [
-        ("agent", ()),
-        ("finetune", ("bench", "finetune")),
-        ("image", ("bench", "finetune", "qlora")),
-        ("dev", ("bench", "finetune", "qlora", "dev")),
-    ],
-)
+@each_row(("name", "extras"), rows("locks"))
 def test_a_lock_holds_what_pyproject_asks_for(name: str, extras: tuple[str, ...]) -> None:
     """Every dependency is there, in a version that is allowed."""
     found = locked(name)

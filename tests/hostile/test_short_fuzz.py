@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = os.environ.get("TOPOFLIGHT_FUZZ_SECONDS")
-RUNS = 10_000  # about a minute of CPU
+RUNS = 5_000  # a minute of CPU
 
 
 @pytest.mark.long

@@ -32,7 +32,7 @@ WANTED = {"trust_remote_code": False, "weights_only": True, "use_safetensors": T
 CALLS = {"compile", "__import__", "pty.spawn", "asyncio.create_subprocess_shell", "torch.load", "torch.save"}
 CALLED = {("agent/jobs/script_rank.py", "compile")}
 # Modules that may mark a text as safe: drawings and files of our own, and YAML that is quoted
-MARKED = {"agent/pages/charts.py", "agent/pages/render.py", "agent/pages/report.py", "planner/kubernetes/manifests.py"}
+MARKED = {"agent/pages/render.py", "agent/pages/report.py", "planner/kubernetes/manifests.py"}
 
 
 def test_the_linter_holds_its_rules_and_only_the_users_own_script_is_excused() -> None:

@@ -12,11 +12,12 @@ from machine_nvml import NvmlAnswers
 from machine_tree import Netdev, Tree
 
 from probes.host.live import LiveHost
-from probes.host.nvml import failure
 from probes.host.protocol import GpuHandle, Json
+from probes.host.recording import RecordedHost
 
 CONTAINER_CAPS = 0x00000000A80425FB  # the container engines' default set
 ALL_CAPS = 0x000001FFFFFFFFFF
+BUILT_AT = 1767225600.0  # a fixed time: rebuilding changes nothing
 
 
 @dataclass(kw_only=True)
@@ -63,70 +64,23 @@ class Machine:
     port_links: dict[str, dict[str, Json]] = field(default_factory=dict)  # interface -> what its driver answers
 
 
-class BuiltHost(LiveHost):
-    """Files from the folder, the rest from the description."""
+class BuiltHost(RecordedHost):
+    """Files from the folder, the rest from the description, as a recording would hold it."""
 
     def __init__(self, root: Path, machine: Machine) -> None:
-        super().__init__(str(root))
+        super().__init__({"hostname": machine.hostname, "captured_at": BUILT_AT, "answers": _answers(machine)})
         self.machine = machine
-
-    def limit(self, name: str) -> tuple[int | None, int | None]:
-        """Memlock is the machine's; the others are systemd's defaults."""
-        limits: dict[str, tuple[int | None, int | None]] = {
-            "memlock": self.machine.memlock, "nofile": (1048576, 1048576), "nproc": (None, None), "core": (0, None),
-        }  # fmt: skip
-        if name.lower() not in limits:
-            raise OSError(errno.EINVAL, f"no such limit: RLIMIT_{name.upper()}")
-        return limits[name.lower()]
-
-    def environment(self) -> dict[str, str]:
-        """Nothing of NCCL is set."""
-        return {}
-
-    def statvfs(self, path: str) -> tuple[int, int]:
-        """Only /dev/shm is asked for."""
-        return self.machine.shm
-
-    def usable(self, path: str) -> bool:
-        """Device nodes open."""
-        return self.exists(path)
+        files = LiveHost(str(root))
+        self.read_text, self.read_bytes, self.list_dir = files.read_text, files.read_bytes, files.list_dir
+        self.resolve, self.exists, self.usable = files.resolve, files.exists, files.exists  # device nodes open
 
     def identity(self) -> dict[str, Json]:
-        """A fixed time: rebuilding changes nothing."""
-        m = self.machine
-        return {
-            "hostname": m.hostname, "pid": 17, "uid": m.uid, "kernel": m.kernel,
-            "architecture": m.cpu.architecture, "time": 1767225600.0, "home": "/root" if m.uid == 0 else "/home/user",
-        }  # fmt: skip
-
-    def cpu(self) -> dict[str, Json]:
-        """Half of the threads are cores on x86; Grace has one thread a core."""
-        cpu = self.machine.cpu
-        return {
-            "logical": cpu.threads, "physical": cpu.threads // (1 if cpu.architecture == "aarch64" else 2),
-            "load_average": [0.5, 0.5, 0.5], "memory_bytes": cpu.memory_gib << 30,
-        }  # fmt: skip
+        """In the order of a live host's answer, which the recordings have."""
+        return dict(self.content["answers"]["identity"][""])
 
     def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """The machine's GPUs."""
-        if self.machine.nvml is None:
-            raise failure(symbol, "LIBRARY_NOT_FOUND")
-        return self.machine.nvml(symbol, *arguments)
-
-    def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """Links, addresses and routes as pyroute2 spells them."""
-        nets = self.machine.netdevs
-        if what == "links":
-            return tuple(_link(net) for net in nets)
-        if what == "addresses":
-            return tuple(_address(net, address) for net in nets for address in net.addresses)
-        return tuple(_routes(nets, self.machine.default_route))
-
-    def port_link(self, netdev: str) -> dict[str, Json]:
-        """What the machine's driver says; the others were not asked when the machine was described."""
-        if netdev in self.machine.port_links:
-            return dict(self.machine.port_links[netdev])
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), netdev)
+        return super().nvml(symbol) if self.machine.nvml is None else self.machine.nvml(symbol, *arguments)
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """What sysfs says, as NETLINK_RDMA says it."""
@@ -163,12 +117,32 @@ class BuiltHost(LiveHost):
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), "kernel log")
         return tuple(line for line in self.machine.kernel_log if word in line)
 
-    def verbs(self, what: str, *arguments: int | str) -> Json:
-        """Not installed, as in most images."""
-        raise ImportError("No module named 'pyverbs'")
+
+def _answers(machine: Machine) -> dict[str, Any]:
+    """Of a bare host, on which nothing of NCCL is set and pyverbs is not installed, as on most."""
+    cpu, nets = machine.cpu, machine.netdevs
+    addresses = [address_of(net, address) for net in nets for address in net.addresses]
+    netlink = {"links": [link_of(net) for net in nets], "addresses": addresses}
+    unlimited = {"NPROC": [None, None], "NOFILE": [1048576, 1048576], "CORE": [0, None]}  # systemd's defaults
+    return {
+        "identity": {"": {
+            "hostname": machine.hostname, "pid": 17, "uid": machine.uid, "kernel": machine.kernel,
+            "architecture": cpu.architecture, "time": BUILT_AT, "home": "/root" if machine.uid == 0 else "/home/user",
+        }},
+        "cpu": {"": {  # half of the threads are cores on x86; Grace has one thread a core
+            "logical": cpu.threads, "physical": cpu.threads // (1 if cpu.architecture == "aarch64" else 2),
+            "load_average": [0.5, 0.5, 0.5], "memory_bytes": cpu.memory_gib << 30,
+        }},
+        "limit": {**unlimited, "MEMLOCK": list(machine.memlock)},
+        "statvfs": {"/dev/shm": list(machine.shm)},
+        "netlink": {**netlink, "routes": routes_of(nets, machine.default_route)},
+        "port_link": {net.name: machine.port_links.get(net.name, {"$errno": "ENOTSUP"}) for net in nets},
+        "verbs": {"version": {"$import": "No module named 'pyverbs'"}},
+    }  # fmt: skip
 
 
-def _link(net: Netdev) -> dict[str, Json]:
+def link_of(net: Netdev) -> dict[str, Json]:
+    """An interface as pyroute2 spells it."""
     up = 0x1 | (0x40 | 0x10000 if net.up else 0)  # IFF_UP, IFF_RUNNING, IFF_LOWER_UP
     link: dict[str, Json] = {
         "family": 0, "ifi_type": net.type, "index": net.index,
@@ -186,7 +160,8 @@ def _link(net: Netdev) -> dict[str, Json]:
     return link
 
 
-def _address(net: Netdev, address: str) -> dict[str, Json]:
+def address_of(net: Netdev, address: str) -> dict[str, Json]:
+    """One of its addresses, "10.0.0.1/24"."""
     plain, _, prefix = address.partition("/")
     six = ":" in plain
     scope = 254 if net.type == 772 else 253 if plain.startswith("fe80") else 0
@@ -197,7 +172,8 @@ def _address(net: Netdev, address: str) -> dict[str, Json]:
     return answer if six else {**answer, "IFA_LOCAL": plain, "IFA_LABEL": net.name}
 
 
-def _routes(nets: tuple[Netdev, ...], default: int | None) -> list[dict[str, Json]]:
+def routes_of(nets: tuple[Netdev, ...], default: int | None) -> list[dict[str, Json]]:
+    """The default route, over the interface of this index."""
     head = {"family": 2, "src_len": 0, "tos": 0, "table": 254, "proto": 3, "scope": 0, "type": 1, "flags": 0}
     routes: list[dict[str, Json]] = []
     for net in nets:

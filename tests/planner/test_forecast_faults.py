@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rigs.recorded import H100, changed
 from rigs.recorded import snapshot as host
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
 from agent.advice.request import Request
@@ -27,6 +27,8 @@ from probes.gpu.facts import GpuFacts
 from probes.interfaces.facts import InterfacesFacts
 from topology.build import build
 from topology.cluster import join
+
+rows = rows_of(__file__)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,16 +56,7 @@ def test_a_sound_node_has_nothing_beside_it() -> None:
     assert sound().slowed == () and sound().sound is None and sound().sound_here is None
 
 
-@each_row(
-    ("machine", "words", "least"),
-    [
-        ("sick-h100-memlock-64KiB", r"limits\.memlock\.low: no RDMA, TCP over eno1 at 2\.66 GB/s", 10.0),
-        ("sick-h100-no-peermem", r"pci\.peermem\.missing: RDMA through host memory at 116 GB/s", 1.02),
-        ("sick-h100-dead-hca", r"rdma\.port\.down on mlx5_3:1: fewer rails", 1.003),
-        ("sick-h100-rdma-off", r"pci\.nic\.no_rdma: no RDMA, TCP over eno1", 10.0),
-        ("sick-h100-thermal", r"gpu\.thermal\.throttling on GPU6: at 1050 MHz, 53% of its highest clock", 1.5),
-    ],
-)
+@each_row(("machine", "words", "least"), rows("sick"))
 def test_each_sick_node_forecasts_what_it_does_beside_what_sound_ones_do(
     machine: str, words: str, least: float
 ) -> None:

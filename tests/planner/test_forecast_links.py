@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
@@ -18,6 +18,8 @@ from planner.recommend import forecast_layout, plan, recommend
 from planner.stacks import engine_named
 from topology.cluster import join
 from topology.graph import ClusterTopology, GpuNode, NodeTopology
+
+rows = rows_of(__file__)
 
 GB300 = gpu_named("NVIDIA GB300")
 assert GB300 is not None
@@ -80,17 +82,7 @@ def test_offloading_is_forecast_over_the_probed_link() -> None:
     assert seconds[1] > seconds[0]
 
 
-@each_row(
-    ("machine", "nodes", "ranks"),
-    [
-        ("gb300", 1, 4),
-        ("gb300", 16, 64),
-        ("gb300", 18, 72),
-        ("gb300", 19, 32),
-        ("gb300", 32, 64),
-        ("p5.48xlarge", 32, 8),
-    ],
-)
+@each_row(("machine", "nodes", "ranks"), rows("domains"))
 def test_an_nvlink_domain_stays_one_where_a_job_spans_several(machine: str, nodes: int, ranks: int) -> None:
     """Nodes are spread evenly over the domains; groups of ranks that start at a multiple of their size stay in one."""
     links = links_of(machines.cluster(machine, nodes))

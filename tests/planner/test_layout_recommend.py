@@ -65,7 +65,7 @@ def test_nothing_fits_is_said_with_the_nearest_miss() -> None:
     train = TrainSpec(method="full", global_batch=8, sequence_length=4096)
     answer = recommend(machines.cluster("dgx-h100"), (), model_named("Llama-3.1-405B"), train)
     assert answer.chosen is None  # 6.5 TB of states: not on the host either
-    assert any(row.rule == "memory-fits" and "GiB over" in row.reason for row in answer.rejected)
+    assert any(row.rule == "memory-fits" and "GiB more" in row.reason for row in answer.rejected)
 
 
 def test_unknown_engine_and_precision_are_the_users_mistakes() -> None:

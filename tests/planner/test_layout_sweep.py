@@ -22,7 +22,7 @@ def test_more_nodes_never_take_longer_for_the_same_batch() -> None:
     """One node is too small for a 70B full fine-tune, and the point says so."""
     points = frontier(["p5.48xlarge"], [1, 4, 8, 16], [None], model_named("Llama-3.1-70B"), TRAIN, tokens=1e9)
     assert points[0].seconds is None
-    assert "GiB over" in points[0].reason
+    assert "GiB more" in points[0].reason
     seconds = [p.seconds.mid for p in points[1:] if p.seconds]
     assert len(seconds) == 3
     assert seconds == sorted(seconds, reverse=True)
@@ -72,7 +72,7 @@ def test_a_comparison_says_what_does_not_fit_into_memory() -> None:
     planned = plan(cluster, (), model_named("Llama-3.1-70B"), TrainSpec(method="full"))
     assert "breaks memory-fits" in forecast_named(planned, {"dp_shard": 2}).why
     fixed = Layout(world_size=2, dp_shard=2, gradient_accumulation=32)
-    assert "GiB over" in forecast_layout(planned, fixed).why
+    assert "GiB more" in forecast_layout(planned, fixed).why
 
 
 def test_a_comparison_refuses_a_batch_that_does_not_divide() -> None:
@@ -124,7 +124,7 @@ def test_the_charts_have_round_ticks_that_end_just_above_the_highest_value() -> 
         assert min(heights) >= 48 and max(heights) <= 252 and max(heights) - min(heights) > 20
     ElementTree.fromstring(frontier_svg((), "nothing"))  # noqa: S314 - our own text
     none = panels(frontier(["4xl40s"], [1], [None], model_named("Llama-3.1-70B"), TRAIN, tokens=1e9))
-    assert all(len(panel["missing"]) == 1 and "GiB over" in panel["missing"][0]["words"] for panel in none)
+    assert all(len(panel["missing"]) == 1 and "GiB more" in panel["missing"][0]["words"] for panel in none)
 
 
 def test_the_frontier_goes_over_networks_and_says_why_nothing_fits() -> None:
@@ -132,7 +132,7 @@ def test_the_frontier_goes_over_networks_and_says_why_nothing_fits() -> None:
     model = model_named("Llama-3.1-70B")
     points = frontier(("p5.48xlarge",), (1, 8), (None, "100G"), model, TRAIN, tokens=1e9, transport="tcp")
     assert [p.network for p in points] == ["-", "catalogue", "100G tcp"]
-    assert points[0].seconds is None and "over" in points[0].reason and not points[0].best
+    assert points[0].seconds is None and "GiB more" in points[0].reason and not points[0].best
     own, over_tcp = points[1:]
     assert own.seconds.mid < over_tcp.seconds.mid
     assert own.best and not over_tcp.best and own.cost is None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nccl_env_hosts import host, interface, port, v2_gid
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from contracts.finding import Finding, Status
@@ -17,6 +17,8 @@ from planner.lint.values import CODES, NameList
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import Gid
+
+rows = rows_of(__file__)
 
 MACHINES = Path(__file__).parents[1] / "machines"
 ETH0 = interface("eth0", "pod-default")
@@ -42,16 +44,7 @@ def codes(environment: dict[str, str], machine: Snapshot) -> list[str]:
     return [finding.code for finding in found(environment, machine)]
 
 
-@each_row(
-    ("text", "takes", "leaves"),
-    [
-        ("mlx5_1", ["mlx5_1", "mlx5_10"], ["mlx5_2"]),
-        ("=mlx5_1", ["mlx5_1"], ["mlx5_10"]),
-        ("^mlx5_1", ["mlx5_2"], ["mlx5_1", "mlx5_10"]),
-        ("^=mlx5_1", ["mlx5_10"], ["mlx5_1"]),
-        ("mlx5_0,mlx5_2", ["mlx5_0", "mlx5_2"], ["mlx5_1"]),
-    ],
-)
+@each_row(("text", "takes", "leaves"), rows("name_lists"))
 def test_name_list_matches_as_nccl_does(text: str, takes: list[str], leaves: list[str]) -> None:
     """Prefixes unless '=', all but them with '^'."""
     names = NameList.parse(text)
@@ -65,57 +58,26 @@ def test_name_list_ports() -> None:
     assert names.takes("mlx5_0", 1) and not names.takes("mlx5_0", 2) and names.takes("mlx5_1", 2)
 
 
-PAIR = {"mlx5_0": "ACTIVE", "mlx5_1": "DOWN"}
-ETH1_10 = [interface("eth1", "host"), interface("eth10", "host")]
-INTERFACES = host(interfaces=[ETH0, NET1, DOCKER0])
-DOWN = host(interfaces=[ETH0, interface("net1", "secondary", running=False)])
-RAILS, HALF = host(rdma=TWELVE), host(rdma=[port(name, state=state) for name, state in PAIR.items()])
-EFA = host(rdma=[port("rdmap0", kind="efa", layer="Unspecified")], interfaces=[ETH0])
-GLOO, BLIND = host(gpus=0, interfaces=[ETH0]), host(rdma=None, interfaces=None)
+HOSTS = {
+    "pod": host(interfaces=[ETH0, NET1, DOCKER0]),
+    "net1 down": host(interfaces=[ETH0, interface("net1", "secondary", running=False)]),
+    "eth1 and eth10": host(interfaces=[interface("eth1", "host"), interface("eth10", "host")]),
+    "no GPU": host(gpus=0, interfaces=[ETH0]),
+    "unread": host(rdma=None, interfaces=None),
+    "rails": host(rdma=TWELVE),
+    "one port down": host(rdma=[port("mlx5_0"), port("mlx5_1", state="DOWN")]),
+    "EFA": host(rdma=[port("rdmap0", kind="efa", layer="Unspecified")], interfaces=[ETH0]),
+    "no RDMA": host(rdma=[]),
+    "one GPU": host(gpus=1),
+    "two GPUs": host(gpus=2),
+    "two GPUs without NVLink": host(gpus=2, nvlink=False),
+}
 
 
-@each_row(
-    ("machine", "environment", "expected"),
-    [
-        # interfaces: absent, the pod's overlay, a bridge of this host, a prefix that takes more; only those that run
-        (INTERFACES, {"NCCL_SOCKET_IFNAME": "net1"}, []), (INTERFACES, {"NCCL_SOCKET_IFNAME": "=net1"}, []),
-        (INTERFACES, {"NCCL_SOCKET_IFNAME": "eth1"}, ["env.interface.absent fail"]),
-        (INTERFACES, {"NCCL_SOCKET_IFNAME": "eth0"}, ["env.interface.overlay"]),
-        (INTERFACES, {"NCCL_SOCKET_IFNAME": "docker0"}, ["env.interface.unfit"]),
-        (INTERFACES, {"NCCL_SOCKET_IFNAME": "^lo,docker"}, ["env.interface.overlay"]),
-        (DOWN, {"NCCL_SOCKET_IFNAME": "net1"}, ["env.interface.absent fail"]),
-        (host(interfaces=ETH1_10), {"NCCL_SOCKET_IFNAME": "eth1"}, ["env.interface.prefix"]),
-        (host(interfaces=ETH1_10), {"NCCL_SOCKET_IFNAME": "=eth1"}, []),
-        (GLOO, {"GLOO_SOCKET_IFNAME": "eth0"}, []),
-        (GLOO, {"GLOO_SOCKET_IFNAME": "^lo"}, ["env.gloo.interface"]),  # '^' and '=' mean nothing to gloo
-        # facts that were not read are not judged: nothing is called absent because nobody looked
-        (BLIND, {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}, []),
-        # HCAs: prefixes, names that match nothing or only in part, ports that are down
-        (RAILS, {"NCCL_IB_HCA": "mlx5_2"}, []), (RAILS, {"NCCL_IB_HCA": "mlx5_1"}, ["env.hca.prefix"]),
-        (RAILS, {"NCCL_IB_HCA": "=mlx5_1"}, []), (RAILS, {"NCCL_IB_HCA": "^mlx5_1"}, ["env.hca.prefix"]),
-        (RAILS, {"NCCL_IB_HCA": "mlx4_0"}, ["env.hca.absent fail"]),
-        (RAILS, {"NCCL_IB_HCA": "mlx5_2,mlx4_0"}, ["env.hca.absent warn"]),
-        (RAILS, {"NCCL_IB_HCA": "mlx5_2:2"}, ["env.hca.absent"]),
-        (HALF, {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}, ["env.hca.down warn"]),  # a lost rail
-        (HALF, {"NCCL_IB_HCA": "mlx5_1"}, ["env.hca.down fail"]),  # TCP
-        # EFA: IB settings do nothing, another provider or network breaks it, old advice is needless
-        (EFA, {"NCCL_IB_HCA": "mlx5_0"}, ["env.hca.efa"]), (EFA, {"NCCL_NET": "IB"}, ["env.net.absent"]),
-        (EFA, {"NCCL_NET": "Socket"}, ["env.rdma.tcp"]), (EFA, {"FI_PROVIDER": "tcp"}, ["env.rdma.tcp"]),
-        (EFA, {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}, ["env.efa.needless"] * 2),
-        (EFA, {"NCCL_PROTO": "simple"}, ["env.debug.leftover", "env.efa.needless"]),
-        (EFA, {"NCCL_NET": "AWS Libfabric", "NCCL_BUFFSIZE": "8388608"}, []),
-        # switched off: one finding, the machine's, and not a second one about leftovers
-        (RAILS, {"NCCL_IB_DISABLE": "1"}, ["env.rdma.disabled fail"]),
-        (RAILS, {"NCCL_IB_DISABLE": "true"}, ["env.value.ignored"]),
-        (host(rdma=[]), {"NCCL_IB_DISABLE": "1"}, ["env.debug.leftover"]),
-        (host(gpus=2), {"NCCL_P2P_DISABLE": "1"}, ["env.p2p.nvlink fail"]),
-        (host(gpus=2, nvlink=False), {"NCCL_P2P_DISABLE": "1"}, ["env.debug.leftover"]),
-        (host(gpus=1), {"NCCL_P2P_LEVEL": "NVL"}, ["env.p2p.level info"]),
-    ],
-)  # fmt: skip
-def test_codes_on_a_machine(machine: Snapshot, environment: dict[str, str], expected: list[str]) -> None:
+@each_row(("machine", "environment", "expected"), rows("codes"))
+def test_codes_on_a_machine(machine: str, environment: dict[str, str], expected: list[str]) -> None:
     """The code of each finding, and its status where that is said."""
-    got = [f"{finding.code} {finding.status}" for finding in found(environment, machine)]
+    got = [f"{finding.code} {finding.status}" for finding in found(environment, HOSTS[machine])]
     assert len(got) == len(expected) and all(one.startswith(f"{each}") for one, each in zip(got, expected, strict=True))
 
 
@@ -124,7 +86,7 @@ def test_codes_on_a_machine(machine: Snapshot, environment: dict[str, str], expe
     [
         (host(interfaces=[ETH0]), {"NCCL_SOCKET_IFNAME": "ib0"}, "no socket interface found"),  # no falling back
         (host(interfaces=[ETH0]), {"NCCL_SOCKET_IFNAME": "ib0"}, "running interfaces: eth0"),
-        (RAILS, {"NCCL_IB_HCA": "mlx4_0"}, "No device found"),
+        (HOSTS["rails"], {"NCCL_IB_HCA": "mlx4_0"}, "No device found"),
         (host(gpus=1), {"NCCL_P2P_LEVEL": "NVL"}, "No effect"),  # the pod with one GPU
     ],
 )
@@ -160,23 +122,7 @@ def test_gid_index_against_the_table() -> None:
     assert [f.status for f in found({"NCCL_IB_GID_INDEX": "1"}, bare) if f.code == "env.gid.absent"] == [Status.WARN]
 
 
-@each_row(
-    ("environment", "facts", "told"),
-    [
-        ({"NCCL_IB_TC": "106"}, {"pfc_priorities": (3,)}, False),
-        ({"NCCL_IB_TC": "104"}, {"pfc_priorities": (3,)}, False),  # DSCP 26 too: the lower bits are ECN
-        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": (3,)}, True),
-        ({"NCCL_IB_TC": "0x6a"}, {"pfc_priorities": (5,)}, True),
-        ({"NCCL_IB_SL": "3"}, {"pfc_priorities": (3,)}, False),
-        ({"NCCL_IB_SL": "5"}, {"pfc_priorities": (3,)}, True),
-        ({"NCCL_IB_SL": "3", "NCCL_IB_TC": "160"}, {"pfc_priorities": (3,)}, False),  # by tag it is protected
-        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": (3,), "traffic_class": 106}, False),
-        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": ()}, False),  # lossy by design
-        ({"NCCL_IB_TC": "160"}, {"pfc_priorities": None}, False),  # not told: unknown, not wrong
-        ({"NCCL_IB_TC": "160", "NCCL_IB_HCA": "mlx5_7"}, {"pfc_priorities": (3,)}, False),
-        ({}, {"pfc_priorities": (3,)}, False),
-    ],
-)
+@each_row(("environment", "facts", "told"), rows("classes"))
 def test_a_class_that_flow_control_does_not_protect(
     environment: dict[str, str], facts: dict[str, Any], told: bool
 ) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
 from planner.lint.values import CODES, strtoll
+
+rows = rows_of(__file__, "lint_values.yaml")
 
 
 def found(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27, 7), source: str = "") -> list[Finding]:
@@ -28,13 +30,7 @@ def codes(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27,
     return [finding.code for finding in found(environment, version, source)]
 
 
-@each_row(
-    ("text", "value", "whole"),
-    [
-        ("1", 1, True), ("-2", -2, True), ("0x10", 16, True), ("010", 8, True), ("08", 0, False), (" 7", 7, True),
-        ("7 ", 7, False), ("true", 0, False), ("", 0, False), ("22ms", 22, False), ("+3", 3, True), ("0x", 0, False),
-    ],
-)  # fmt: skip
+@each_row(("text", "value", "whole"), rows("strtoll"))
 def test_strtoll_as_the_c_library(text: str, value: int, whole: bool) -> None:
     """Base 0: decimal, 0x hexadecimal, leading 0 octal; the rest is dropped."""
     import ctypes
@@ -60,18 +56,7 @@ def test_unknown_name_of_a_newer_nccl_is_not_called_wrong() -> None:
     assert "unknown" in finding.message
 
 
-@each_row(
-    ("name", "value", "says"),
-    [
-        ("NCCL_IB_DISABLE", "true", "reads it as 0, which is the default: it does nothing"),
-        ("NCCL_P2P_DISABLE", "yes", "only exactly 1 disables peer access"),
-        ("NCCL_P2P_DISABLE", "2", "Only exactly 1 disables peer access"),
-        ("NCCL_CROSS_NIC", "auto", "reads it as 0, instead of its default 2"),
-        ("NCCL_IB_TIMEOUT", "22s", "reads it as 22"),
-        ("NCCL_IB_TIMEOUT", "022", "octal: NCCL reads 18"),
-        ("NCCL_IB_QPS_PER_CONNECTION", "four", "reads it as 0"),
-    ],
-)
+@each_row(("name", "value", "says"), rows("otherwise"))
 def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> None:
     """Every finding tells the number NCCL really takes."""
     findings = [finding for finding in found({name: value}) if finding.code == "env.value.ignored"]
@@ -79,30 +64,7 @@ def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> 
     assert says in findings[0].message
 
 
-@each_row(
-    ("name", "value", "severity"),
-    [
-        # The number that NCCL then uses ends the job, or takes a transport from it.
-        ("NCCL_IB_QPS_PER_CONNECTION", "auto", Status.FAIL),
-        ("NCCL_IB_TIMEOUT", "default", Status.FAIL),
-        ("NCCL_MAX_NCHANNELS", "all", Status.FAIL),
-        ("NCCL_BUFFSIZE", "auto", Status.FAIL),
-        ("NCCL_NVLS_ENABLE", "true", Status.FAIL),
-        ("NCCL_NVLS_ENABLE", "auto", Status.FAIL),
-        ("NCCL_SOCKET_RETRY_CNT", "many", Status.FAIL),
-        ("NCCL_DMABUF_ENABLE", "yes", Status.FAIL),
-        # It changes something, or a wish goes unheard.
-        ("NCCL_IB_DISABLE", "true", Status.WARN),
-        ("NCCL_CROSS_NIC", "auto", Status.WARN),
-        ("NCCL_IB_TIMEOUT", "22s", Status.WARN),
-        ("NCCL_RAS_ENABLE", "true", Status.WARN),
-        ("NCCL_NTHREADS", "auto", Status.WARN),
-        ("NCCL_IB_TIMEOUT", "99999999999999999999", Status.WARN),
-        # It does what was meant.
-        ("NCCL_NVLS_ENABLE", "false", Status.INFO),
-        ("NCCL_IB_DISABLE", "off", Status.INFO),
-    ],
-)
+@each_row(("name", "value", "severity"), rows("as_severe"))
 def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(
     name: str, value: str, severity: Status
 ) -> None:
@@ -115,35 +77,14 @@ def test_old_level_number_is_translated() -> None:
     assert any("reads it as PHB" in finding.message for finding in findings)
 
 
-@each_row(
-    ("value", "version", "fails"),
-    [
-        ("Ring", (2, 27, 7), False),
-        ("ring,tree", (2, 27, 7), False),
-        ("^NVLS", (2, 27, 7), False),
-        ("allreduce:tree", (2, 27, 7), False),
-        ("Tree", (2, 27, 7), True),  # all-gather has no algorithm left
-        ("allgather:tree;broadcast:ring", (2, 27, 7), True),
-        ("Tree", (2, 21, 5), False),
-        ("Rings", (2, 27, 7), True),
-        ("Rings", (2, 21, 5), False),
-    ],
-)
+@each_row(("value", "version", "fails"), rows("algorithms"))
 def test_algorithms(value: str, version: tuple[int, ...], fails: bool) -> None:
     """Since 2.24 an unknown token, or a choice that leaves all-gather nothing, ends the job."""
     severities = {finding.status for finding in found({"NCCL_ALGO": value}, version)}
     assert (Status.FAIL in severities) == fails
 
 
-@each_row(
-    ("name", "value", "clean"),
-    [
-        ("NCCL_SOCKET_IFNAME", "^docker0,^lo", "^docker0,lo"),
-        ("NCCL_IB_HCA", "mlx5_0, mlx5_1", "mlx5_0,mlx5_1"),
-        ("NCCL_IB_HCA", "=mlx5_0;mlx5_1", "=mlx5_0,mlx5_1"),
-        ("NCCL_IB_HCA", "=^mlx5_0", "=mlx5_0"),
-    ],
-)
+@each_row(("name", "value", "clean"), rows("match_nothing"))
 def test_lists_that_match_nothing(name: str, value: str, clean: str) -> None:
     """The signs count at the start only, spaces and semicolons are part of a name."""
     (finding,) = found({name: value})
@@ -206,22 +147,7 @@ def test_levels(value: str, version: tuple[int, ...], expected: list[str]) -> No
         assert [code for code in codes({name: value}, version) if code != "env.debug.leftover"] == expected
 
 
-@each_row(
-    ("environment", "nodes", "severity"),
-    [
-        ({"NCCL_SOCKET_IFNAME": "lo"}, 4, Status.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "docker0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, None, Status.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "=lo", "NNODES": "2"}, None, Status.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "lo", "NUM_NODES": "2"}, None, Status.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "lo", "SLURM_JOB_NUM_NODES": "2"}, None, Status.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "lo", "WORLD_SIZE": "8"}, None, Status.WARN),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, 2, Status.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "lo"}, None, Status.INFO),
-        ({"NCCL_SOCKET_IFNAME": "lo", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, None, None),
-        ({"NCCL_SOCKET_IFNAME": "lo"}, 1, None),
-        ({"NCCL_SOCKET_IFNAME": "^lo,docker0"}, 4, None),
-    ],
-)
+@each_row(("environment", "nodes", "severity"), rows("interface"))
 def test_an_interface_of_one_host_in_a_job_of_several(
     environment: dict[str, str], nodes: int | None, severity: Status | None
 ) -> None:
@@ -230,16 +156,7 @@ def test_an_interface_of_one_host_in_a_job_of_several(
     assert [each.status for each in findings] == ([] if severity is None else [severity])
 
 
-@each_row(
-    ("name", "value", "meant"),
-    [
-        ("NCCL_SOCKET_TIMEOUT", "300", ""), ("NCCL_CHECK_DISABLE", "1", ""), ("NCCL_TEST_PATH", "/opt/t", ""),
-        ("NCCL_TIMEOUT", "1800", ""), ("NCCL_SOCKET_IFNAM", "eth0", "NCCL_SOCKET_IFNAME"),
-        ("NCCL_SOCKET_IFNAM", "300", ""), ("NCCL_IB_TIMEOT", "22", "NCCL_IB_TIMEOUT"), ("NCCL_IB_TIMEOT", "1800", ""),
-        ("NCCL_TOPO_FLIE", "/a.xml", "NCCL_TOPO_FILE"), ("NCCL_TOPO_FLIE", "1", ""),
-        ("NCCL_P2P_LEVLE", "NVL", "NCCL_P2P_LEVEL"),
-    ],
-)  # fmt: skip
+@each_row(("name", "value", "meant"), rows("guesses"))
 def test_a_guess_is_a_question_without_a_value(name: str, value: str, meant: str) -> None:
     """Only where the letters and the kind of value are close; never as the remedy itself."""
     (finding,) = found({name: value}, None)

@@ -12,7 +12,7 @@ import build
 import pytest
 from nccl_env_hosts import cluster, host, interface, port
 from rigs.pods import Document, launched, templates
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from planner.advice import Recommendation
 from planner.kubernetes import networks as network_manifests
@@ -21,6 +21,8 @@ from planner.nccl_env.environment import settings
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface
 from probes.rdma.facts import RdmaDevice
+
+rows = rows_of(__file__)
 
 MACHINES = Path(__file__).parents[1] / "machines"
 NETWORKS = "k8s.v1.cni.cncf.io/networks"
@@ -88,35 +90,14 @@ def test_the_device_plugin_shares_all_rails_as_one_resource() -> None:
     assert shared["selectors"]["ifNames"] == [f"ens{i}f0np0" for i in range(8)]
 
 
-@each_row(
-    ("given", "last"),
-    [
-        ("10.0.0.0/16", "10.7.0.0/16"),
-        ("192.168.248.0/24", "192.168.255.0/24"),
-        ("172.16.0.0/15", "172.30.0.0/15"),
-        ("fd00:0:0:1::/64", "fd00:0:0:8::/64"),
-    ],
-)
+@each_row(("given", "last"), rows("follow"))
 def test_ranges_follow_each_other(given: str, last: str) -> None:
     """Of any size and family, up to the block's last one."""
     found = [rail.range for rail in spec(8, range=given).rails()]
     assert found[0] == given and found[-1] == last and len(set(found)) == 8
 
 
-@each_row(
-    ("given", "why"),
-    [
-        ("192.168.249.0/24", "leave 192.168.0.0/16"),
-        ("10.255.255.0/24", "leave 10.0.0.0/8"),
-        ("172.31.248.0/23", "leave 172.16.0.0/12"),
-        ("fdff:ffff:ffff:ffff:ffff:ffff:ffff:ff00/120", "leave fc00::/7"),
-        ("8.8.8.0/24", "are not private"),
-        ("255.255.255.0/24", "are not private"),
-        ("ffff:ffff:ffff:ffff::/64", "are not private"),
-        ("0.0.0.0/0", "are not private"),
-        ("192.168.0.0/15", "are not private"),
-    ],
-)
+@each_row(("given", "why"), rows("private_block"))
 def test_ranges_end_with_the_private_block(given: str, why: str) -> None:
     """What follows would be someone else's, or no address at all; the error says what is allowed."""
     with pytest.raises(JobError, match=rf"range='{given}': 8 interfaces .*{why}; all of them must lie .*10\.0\.0\.0/8"):

@@ -1,4 +1,4 @@
-"""Weights of every family that is read, of odd configurations, against the models that transformers builds of them."""
+"""Models: names, config.json files and their errors; weights of every family against those that transformers builds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import yaml
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout
 from planner.advice import ExportError, ExportRequest
 from planner.forecast.compute import cpu_rates, layer_cost
-from planner.forecast.models import ModelError, model_from_config, model_from_file, model_named
+from planner.forecast.models import ModelError, known_names, model_from_config, model_from_file, model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
 from planner.stacks import export
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
+
+rows = rows_of(__file__)
 
 FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "gemma", "gemma2",
@@ -26,21 +28,7 @@ FAMILIES = (
     "minimax_m2", "olmo2", "olmo3",
 )  # fmt: skip
 # Every key may also be left out, and each family meets keys that only others have.
-CHOICES: dict[str, list[Any]] = {
-    "num_key_value_heads": [4, 16, 32], "head_dim": [8, 16, 24], "intermediate_size": [40, 96], "n_inner": [None, 72],
-    "attention_bias": [True, False], "mlp_bias": [True, False], "qkv_bias": [True, False],
-    "tie_word_embeddings": [True, False], "num_experts": [3, 5], "num_local_experts": [2, 4],
-    "num_experts_per_tok": [1, 2], "moe_intermediate_size": [8, 56], "shared_expert_intermediate_size": [16, 88],
-    "decoder_sparse_step": [1, 2, 3, 7], "mlp_only_layers": [None, [], [0], [1, 2, 2], [0, 1, 2, 3, 4, 99, -1]],
-    "max_position_embeddings": [48, 64], "use_sliding_window": [True, False], "sliding_window": [None, 16],
-    "max_window_layers": [1, 2, 3, 4, 9],
-    "n_routed_experts": [3, 6], "n_shared_experts": [1, 2], "first_k_dense_replace": [0, 1, 2, 9],
-    "q_lora_rank": [None, 24], "kv_lora_rank": [16, 40], "qk_rope_head_dim": [8, 16], "qk_nope_head_dim": [8, 24],
-    "v_head_dim": [8, 40], "use_qk_norm": [True, False], "intermediate_size_mlp": [48, 120],
-    "interleave_moe_layer_step": [1, 2, 3], "moe_layers": [None, [0], [1, 2]], "num_nextn_predict_layers": [0, 1],
-    "linear_num_key_heads": [2, 4], "linear_num_value_heads": [4, 8], "linear_key_head_dim": [8, 16],
-    "linear_value_head_dim": [16, 24], "full_attention_interval": [1, 2, 3],
-}  # fmt: skip
+CHOICES: dict[str, list[Any]] = rows("choices")()  # fmt: skip
 
 
 def odd_configs(family: str, count: int) -> list[dict[str, Any]]:
@@ -114,17 +102,7 @@ def test_the_shape_and_the_layers_that_slide_are_what_transformers_says(family: 
 
 # As model cards on the Hugging Face hub state them, or as the sizes of their safetensors add up, without the layers
 # that predict further tokens.
-@each_row(
-    ("name", "total"),
-    [
-        ("meta-llama/Meta-Llama-3.1-8B-Instruct", 8_030_261_248), ("meta-llama/Llama-3.2-1B", 1_235_814_400),
-        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512), ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704),
-        ("openai-community/gpt2", 124_439_808), ("google/gemma-2-9b-it", 9_241_705_984),
-        ("Qwen3-30B-A3B", 30_532_122_624), ("openai/gpt-oss-20b", 20_914_757_184),
-        ("openai/gpt-oss-120b", 116_829_156_672), ("deepseek-ai/DeepSeek-V3-Base", 671_026_404_352),
-        ("google/gemma-3-1b-it", 999_885_952), ("Qwen/Qwen3-235B-A22B", 235_093_634_560),
-    ],
-)  # fmt: skip
+@each_row(("name", "total"), rows("known"))
 def test_known_names_have_the_published_number_of_weights(name: str, total: int) -> None:
     """The count is exact, so FLOPs and bytes start from the truth."""
     assert weights(model_named(name)).total == total
@@ -202,3 +180,47 @@ def test_dense_layers_that_are_no_list_of_numbers_are_refused(named: object) -> 
     config = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     with pytest.raises(ModelError, match="mlp_only_layers"):
         model_from_config({**config, "vocab_size": 96, "mlp_only_layers": named})
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def test_lora_counts_the_adapters_of_all_seven_projections() -> None:
+    """As PEFT prints them of rank 16."""
+    assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040
+
+
+def test_config_json_gives_the_same_shape_as_the_name(tmp_path: Path) -> None:
+    """A folder with a config.json answers like the known name."""
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    spec = model_from_file(folder)
+    assert spec.name == "my-llama"
+    assert weights(spec).total == weights(model_named("Llama-3.1-8B")).total
+
+
+@each_row(("change", "says"), rows("broken"))
+def test_broken_configs_name_the_key(change: dict[str, object], says: str) -> None:
+    """The message names the key and its value."""
+    with pytest.raises(ModelError, match=says):
+        model_from_config({**LLAMA, **change})
+
+
+def test_a_name_or_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    """A typing mistake is answered with the nearest names, garbage with the file's."""
+    with pytest.raises(ModelError, match=r"Llama-3\.1-8B"):
+        model_named("Llama-3.1-8C")
+    assert "Qwen3-8B" in known_names()
+    (tmp_path / "config.json").write_text("{nope")
+    with pytest.raises(ModelError, match=r"config\.json: not JSON"):
+        model_from_file(tmp_path)
+
+
+def test_quantised_weights_are_named() -> None:
+    """By the method that config.json names; the model that they were made from has none."""
+    quantised = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert (model_from_config(quantised).quantised, model_from_config(LLAMA).quantised) == ("gptq", "")

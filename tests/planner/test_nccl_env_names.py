@@ -11,7 +11,7 @@ from pathlib import Path
 import nccl_names
 import pytest
 import yaml
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from planner.nccl_env.environment import RenderError, k8s_env, render_env, render_k8s, render_shell
 from planner.nccl_env.names import (
@@ -25,6 +25,8 @@ from planner.nccl_env.names import (
     replacement,
 )
 from planner.nccl_env.texts import Reason, Setting
+
+rows = rows_of(__file__)
 
 REASON = Reason(rule="because", evidence="seen", source="read")
 
@@ -62,19 +64,7 @@ def test_replacements_exist_and_each_plugin_says_who_reads_its_names() -> None:
     assert [name for name, entry in names().items() if entry.status == "current" and plugin_of(name)] == []
 
 
-@each_row(
-    ("name", "plugin"),
-    [
-        ("NCCL_TUNER_CONFIG_PATH", "Google's tuner"),
-        ("NCCL_SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE", "GPUDirect-TCPXO"),
-        ("NCCL_FASTRAK_CTRL_DEV", "GPUDirect-TCPXO"),
-        ("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "GPUDirect-TCPX"),
-        ("OFI_NCCL_PROTOCOL", "aws-ofi-nccl"),
-        ("NCCL_INSPECTOR_DUMP_DIR", "Inspector"),
-        ("NCCL_SPCX_ML_TUNER_ORT_PATH", "Spectrum-X"),
-        ("RCCL_MSCCL_ENABLE", "RCCL"),
-    ],
-)
+@each_row(("name", "plugin"), rows("plugins"))
 def test_plugin_of(name: str, plugin: str) -> None:
     """Names of plugins come first."""
     found = plugin_of(name)
@@ -92,23 +82,7 @@ def test_releases_are_as_their_libraries_read_them() -> None:
     assert table["NCCL_MLOPART_RDMA_ENABLE"].last == (2, 31, 2)
 
 
-@each_row(
-    ("wrong", "right"),
-    [
-        ("NCCL_IB_HBA", "NCCL_IB_HCA"),
-        ("NCCL_IB_HCAS", "NCCL_IB_HCA"),
-        ("NCCL_SOCKET_IF_NAME", "NCCL_SOCKET_IFNAME"),
-        ("NCCL_MAX_CHANNELS", "NCCL_MAX_CTAS"),
-        ("NCCL_DEUBG", "NCCL_DEBUG"),
-        ("NCCL_IB_QP_PER_CONNECTION", "NCCL_IB_QPS_PER_CONNECTION"),
-        ("NCCL_IB_GIDINDEX", "NCCL_IB_GID_INDEX"),
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLNG", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-        # another word is another name, however many letters agree
-        *((name, None) for name in (
-            "NCCL_MY_OWN_SWITCH", "NCCL_SOCKET_TIMEOUT", "NCCL_CHECK_DISABLE", "NCCL_TEST_PATH", "NCCL_TIMEOUT",
-            "NCCL_NET_GDR_ENABLE", "NCCL_IB_XX", "NCCL_LL128_ENABLE", "NCCL_GDR_DISABLE")),
-    ],
-)  # fmt: skip
+@each_row(("wrong", "right"), rows("meant"))
 def test_the_name_that_was_meant_comes_first(wrong: str, right: str | None) -> None:
     assert next(iter(nearest(wrong)), None) == right
 

@@ -87,7 +87,7 @@ def test_vendors_script_is_named_and_never_overwritten(machine: str) -> None:
     there = [path for path in row.script if path in built.NODES[machine].files]
     assert (f"source {there[0]}" if there else "plugin") in note.text
     assert all(f"{name}={value}" in note.text for name, (value, _) in row.values().items())
-    assert "finds what this machine offers" not in str(found.notes)
+    assert "detects this machine correctly" not in str(found.notes)
 
 
 def test_machines_own_file_is_not_overwritten() -> None:
@@ -181,7 +181,7 @@ def compared(row: Platform) -> list[tuple[str, str, str, str]]:
         if mine == value:
             reason = "as published"
         elif row.amd:
-            reason = "RCCL is not judged yet"
+            reason = "RCCL is not supported yet"
         elif row.plugin:
             reason = "the vendor's script or manifest sets it, and is never overwritten"
         else:
@@ -217,7 +217,7 @@ def pages() -> dict[str, str]:
             outcomes["published"] = [f"`{name}={value}`" for name, (value, _) in row.values().items()]
         if row.plugin:  # long lists, of which nothing is for a user to decide
             outcomes["not set"] = [f"{len(outcomes['not set'])} variables of the vendor's script or manifest"]
-        parts += ["RCCL is not judged yet"] if row.amd else []
+        parts += ["RCCL is not supported yet"] if row.amd else []
         alike = next((name for name, each in shown.items() if each == outcomes), None)
         shown[row.name] = outcomes
         settings_of = [f"{kind}: {' '.join(each)}" for kind, each in outcomes.items() if each]

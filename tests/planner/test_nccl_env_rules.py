@@ -89,7 +89,7 @@ def vf_pod(*others: RdmaDevice) -> Snapshot:
 def hcas() -> Iterator[Case]:
     """NCCL_IB_HCA: which ports are for training, and whether NCCL would take others."""
     # Eight equal InfiniBand ports: no NCCL variable at all.
-    yield case(host(rdma=IB8, interfaces=[interface("eno1", "host")]), only={}, says={HCA: "^Set nothing"})
+    yield case(host(rdma=IB8, interfaces=[interface("eno1", "host")]), only={}, says={HCA: "^No setting needed"})
     # Inside a pod the parent of net1 is out of sight: the GID that holds its address tells the device.
     net1 = interface("net1", "secondary", "192.168.2.5/24")
     devices = [port("mlx5_0", **ROCE), port("mlx5_1", gids=[v2_gid(3, "192.168.2.5")], **ROCE)]
@@ -126,11 +126,11 @@ def hcas() -> Iterator[Case]:
     nets = [interface(f"net{i + 1}", "secondary", f"10.1.{i}.5/24", kind="macvlan") for i in range(4)]
     yield case(host(rdma=cards, interfaces=[ETH0, *nets]), sets={HCA: None})
     seen = host(rdma=[*cards, port("mlx5_9", **ROCE)], interfaces=[ETH0, *nets])
-    yield case(seen, sets={HCA: FOUR}, why={HCA: "the 4 behind its networks"})
+    yield case(seen, sets={HCA: FOUR}, why={HCA: "the 4 devices behind its networks"})
     # A twin near the GPUs may carry storage: the question is asked, with the ports it is about.
     nine = host(rdma=[*IB8, port("mlx5_8")])
     yield case(nine, says={HCA: "One node does not show"}, never=("every one it finds belongs",))
-    yield case(nine, says={HCA: "find out which of them carry storage"})
+    yield case(nine, says={HCA: "Find out which of them carry storage"})
     # Who asks sees which switch each port leads to; a bond has its members' wires.
     wired = [port(f"mlx5_{i}", netdev=net, gids=[v2_gid(3, f"10.1.{i}.5")], **ROCE)
              for i, net in enumerate(("a", "bond0"))]  # fmt: skip
@@ -149,7 +149,7 @@ def hcas() -> Iterator[Case]:
     for devices in ([in_subnet(f"mlx5_{i}", i % 2) for i in range(8)], [port(f"mlx5_{i}", layer=layers[i])
                     for i in range(8)], [port("mlx5_0"), port("mlx5_1", layer="Ethernet")]):  # fmt: skip
         yield case(host(rdma=devices), sets={HCA: None}, says={
-            HCA: "^Unknown: these ports are on fabrics of equal size", "NCCL": ""})  # fmt: skip
+            HCA: "^Unknown: these ports are on separate fabrics of equal size", "NCCL": ""})  # fmt: skip
     # NCCL takes every ACTIVE port, also one that has no address and reaches nothing.
     addressed = [port(f"mlx5_{i}", gids=[LINK_LOCAL, v2_gid(3, f"10.1.{i}.1")], **ROCE) for i in range(2)]
     bare = port("mlx5_2", gids=[LINK_LOCAL, LINK_LOCAL_V2], **ROCE)
@@ -158,7 +158,7 @@ def hcas() -> Iterator[Case]:
 
 def virtual_functions() -> Iterator[Case]:
     """Names of virtual functions differ from pod to pod: a list matches nothing on another node."""
-    yield case(vf_pod(), sets={HCA: None}, says={HCA: "^Set nothing"}, never=("only the one behind",))
+    yield case(vf_pod(), sets={HCA: None}, says={HCA: "^No setting needed"}, never=("only the device behind",))
     # Beside them the host's own are left out, or a prefix tells them apart; where neither does, nothing is set.
     yield case(vf_pod(port("mlx5_bond_0", layer="Ethernet", gbit=100)), sets={HCA: "^=mlx5_bond_0"})
     yield case(vf_pod(port("mlx5_0", **ROCE), port("mlx5_1", **ROCE)), sets={HCA: "^=mlx5_0,mlx5_1"})
@@ -266,7 +266,7 @@ def gids() -> Iterator[Case]:
         return case(host(rdma=[port("mlx5_0", gids=entries, **ROCE)]), nccl_version=version, **more)
 
     index, family = "NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_FAMILY"
-    # Later NCCL finds the RoCE v2 GID itself.
+    # Later NCCL finds the RoCE v2 GID by itself.
     for version, expected in (((2, 20, 5), "3"), ((2, 18), "3"), ((2, 21, 5), None), (None, None)):
         yield of(LINK_LOCAL, v2_gid(3), version=version, sets={index: expected})
     yield case(host(rdma=[port("mlx5_0", gids=[v2_gid(3)], **ROCE)]), evidence=Evidence(nccl_version="2.20.5+cuda12.4"),
@@ -276,20 +276,20 @@ def gids() -> Iterator[Case]:
     yield case(*hosts, nccl_version=(2, 20, 5), sets={index: None}, says={index: "per node"})
     for version in ((2, 27, 7), None):  # NCCL looks for AF_INET and RoCE v2, else it stays on index 0
         yield of(LINK_LOCAL, LINK_LOCAL_V2, GLOBAL_V6, version=version, sets={family: "AF_INET6"},
-                 never=("finds the GID itself", "finds the RoCE v2 GID itself"))  # fmt: skip
+                 never=("finds the GID by itself", "finds the RoCE v2 GID by itself"))  # fmt: skip
         yield of(LINK_LOCAL, V1_IPV4, version=version, only={"NCCL_IB_ROCE_VERSION_NUM": "1"})
         yield of(LINK_LOCAL, V1_IPV6, version=version, only={"NCCL_IB_ROCE_VERSION_NUM": "1", family: "AF_INET6"})
     # No variable repairs a port without an address; 169.254.0.0/16 NCCL takes, as directly joined hosts have it.
-    yield of(LINK_LOCAL, LINK_LOCAL_V2, only={}, says={index: "link-local"}, never=("finds the GID itself",))
+    yield of(LINK_LOCAL, LINK_LOCAL_V2, only={}, says={index: "link-local"}, never=("finds the GID by itself",))
     yield of(LINK_LOCAL, v2_gid(3, "169.254.3.1"), never=("link-local",))
     # No one family fits ports with addresses of different families.
     mixed = [port("mlx5_0", gids=[v2_gid(3)], **ROCE), port("mlx5_1", gids=[GLOBAL_V6], **ROCE)]
-    yield case(host(rdma=mixed), sets={family: None}, says={family: "one family", "NCCL": ""})
+    yield case(host(rdma=mixed), sets={family: None}, says={family: "the same family", "NCCL": ""})
     both = [port("mlx5_0", gids=[v2_gid(3), GLOBAL_V6], **ROCE), mixed[1]]
     yield case(host(rdma=both), sets={family: "AF_INET6"})
     for entry in (V1_IPV4, GLOBAL_V6):  # an older NCCL takes index 0, and reads no variable that looks for another
         yield of(LINK_LOCAL, entry, version=(2, 20, 5), says={
-            index: "^Unknown: an NCCL older than 2.21 takes GID index 0", "NCCL": ""})  # fmt: skip
+            index: "^Unknown: an NCCL older than 2.21 uses GID index 0", "NCCL": ""})  # fmt: skip
     # NCCL takes the first entry: whether that VLAN is the training fabric nothing on the host tells.
     links = [interface(f"ens1.{i}", "host", f"10.{i}.0.5/24", kind="vlan", parent="ens1") for i in (200, 210)]
     several = "^Unknown: ports have RoCE v2 IPv4 GIDs in several"
@@ -316,12 +316,12 @@ def flow_control() -> Iterator[Case]:
         yield case(one, says={tc: "unknown platform, because"})
     # The ports' own class is taken, with what does not fit it.
     bare = host(rdma=[port("mlx5_0", **ROCE, traffic_class=106, pfc_priorities=(5,))])
-    yield case(bare, sets={tc: "106"}, why={tc: "priority 3, and flow control protects 5"})
+    yield case(bare, sets={tc: "106"}, why={tc: "priority 3, but flow control protects 5"})
     yield case(bare, why={tc: "mlx5_0:1 flow control on priority 5"})
     # Ports that protect different priorities get no class; one that does not tell decides nothing.
     for other, expected in (((), None), ((5,), None), (None, "106"), ((3,), "106")):
         ports = [port(f"mlx5_{n}", netdev=f"rail{n}", **ROCE, pfc_priorities=p) for n, p in enumerate(((3,), other))]
-        yield case(host(rdma=ports), sets={tc: expected}, says={} if expected else {tc: "agree on one"})
+        yield case(host(rdma=ports), sets={tc: expected}, says={} if expected else {tc: "everywhere, then set"})
     # NVIDIA's RoCE configuration speaks for NVIDIA's cards.
     maker = port("bnxt_re0", model="BCM57608", driver="bnxt_en", pfc_priorities=(3,), **ROCE)
     yield case(host(rdma=[maker]), sets={tc: None})
@@ -335,7 +335,7 @@ def flow_control() -> Iterator[Case]:
     yield case(host(rdma=[card], interfaces=tagged), sets={sl: "4", tc: None})
     plain = port("mlx5_0", netdev="ens1", gids=[v2_gid(3)], pfc_priorities=(3,), trust="pcp", **ROCE)
     yield case(host(rdma=[plain], interfaces=[interface("ens1", "host", "10.9.0.5/24")]), sets={sl: None, tc: None},
-               says={sl: "NCCL_IB_SL=3 is the lever"})  # fmt: skip
+               says={sl: "NCCL_IB_SL=3 would select it"})  # fmt: skip
 
 
 def crossed_rails() -> Iterator[Case]:
@@ -348,8 +348,8 @@ def crossed_rails() -> Iterator[Case]:
     yield case(host(rdma=[in_subnet(f"mlx5_{i}", i) for i in range(8)]), sets={cross: "0"})
     # Four GPUs on two NICs have no rail each.
     yield case(host(gpus=4, rdma=rails(2), interfaces=rail_nets(2)), sets={cross: "0"},
-               never=("every GPU has its rail",))  # fmt: skip
-    yield case(host(gpus=2, rdma=rails(2), interfaces=rail_nets(2)), why={cross: "every GPU has its rail"})
+               never=("every GPU has its own rail",))  # fmt: skip
+    yield case(host(gpus=2, rdma=rails(2), interfaces=rail_nets(2)), why={cross: "every GPU has its own rail"})
     # The address is on the VLAN of a bond: the rail's subnet is the VLAN's.
     devices, links = [], []
     for i in range(2):
@@ -393,7 +393,7 @@ def gpu_memory_and_files() -> Iterator[Case]:
         host(gpu_name="NVIDIA H100 NVL", gpus=2, switches=there, **azure), host(rdma=IB8, vendor="QEMU"),
     ):  # fmt: skip
         yield case(other, virtual=flat, sets={topo: None}, says={topo: "hides its PCIe tree"})
-        yield case(other, virtual=flat, says={topo: "silent at NCCL_DEBUG=WARN"})
+        yield case(other, virtual=flat, says={topo: "at INFO level only"})
     for gpus, says in ((1, "one GPU"), (4, "limits direct access")):  # explained, never advised
         pod = host(gpus=gpus, nccl_environment={"NCCL_P2P_LEVEL": "NVL"})
         yield case(pod, sets={"NCCL_P2P_LEVEL": None}, says={"NCCL_P2P_LEVEL": says})
@@ -476,7 +476,7 @@ def test_amd_gpus_are_seen_and_not_judged(class_code: int) -> None:
     advice = advise(host(gpus=0, rdma=[port(f"mlx5_{i}", **ROCE) for i in range(8)], bus=gpus,
                          interfaces=[interface("eth0", "host")]))  # fmt: skip
     assert (advice.backend, advice.settings) == ("rccl", ())
-    assert "RCCL is not judged yet" in note(advice, "RCCL")
+    assert "RCCL is not supported yet" in note(advice, "RCCL")
     assert "CPU" not in str(advice.notes)
 
 

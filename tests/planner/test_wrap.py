@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import yaml
 from rigs.pods import templates
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.job_config import parse_config
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents, extended
 from planner.nccl_env.texts import PodNeed, Reason, Setting
 from planner.stacks.arguments import as_run, read_command
+
+rows = rows_of(__file__)
 
 WHY = Reason(rule="rails", evidence="two NICs", source="a test")
 ADDED = Additions(
@@ -99,24 +101,7 @@ def test_golden_wraps(golden: Callable[..., None]) -> None:
             assert len(set(names)) == len(names), row["what"]
 
 
-@each_row(
-    ("text", "says"),
-    [
-        ("kind: Deployment\nmetadata: {name: a}\n", "holds Deployment.*by hand: topoflight recommend"),
-        ("kind: MPIJob\nmetadata: {name: a}\n", "holds MPIJob.*only what -x names"),
-        ("kind: RayJob\nmetadata: {name: a}\n", "holds RayJob.*env_vars"),
-        ("[]", "no Kubernetes object"),
-        ("kind: Job\nmetadata: {name: a}\nspec: {template: {spec: {containers: []}}}", "which container trains"),
-        ("kind: PyTorchJob\nmetadata: {name: a}\nspec: {pytorchReplicaSpecs: 3}", "is not built as a PyTorchJob is"),
-        ("kind: JobSet\nmetadata: {name: a}\nspec:\n  # TODO\n", "JobSet/a: replicatedJobs is missing or empty"),
-        ("kind: JobSet\nmetadata: {name: a}\nspec: {replicatedJobs: []}", "replicatedJobs is missing or empty"),
-        ("kind: JobSet\nmetadata: {name: a}\nspec: none", "is not built as a JobSet is"),
-        ("kind: Job\nmetadata: {name: a}\n", "Job/a: template is missing or empty"),
-        ("kind: PyTorchJob\nmetadata: {name: a}\nspec: {}", "pytorchReplicaSpecs is missing or empty"),
-        ("kind: TrainJob\nmetadata: {name: a}\nspec:\n", "TrainJob/a: runtimeRef is missing or empty"),
-        ("kind: TrainingRuntime\nmetadata: {name: a}\nspec: {template: {spec: {}}}", "spec is missing or empty"),
-    ],
-)
+@each_row(("text", "says"), rows("refused"))
 def test_what_cannot_be_wrapped_is_refused_with_its_reason(text: str, says: str) -> None:
     with pytest.raises(WrapError, match=says):
         jobs_in(documents(text))
@@ -166,22 +151,7 @@ FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": t
          "sft.yaml": "model_name_or_path: Qwen/Qwen2.5-7B\nper_device_train_batch_size: 4\n"}  # fmt: skip
 
 
-@each_row(
-    ("words", "nodes", "ranks", "settings"),
-    [
-        (["bash", "-c", "set -e; cd /work && NCCL_DEBUG=INFO torchrun --nnodes=1:4 --nproc-per-node 8 sft.py "
-          "--config sft.yaml --packing --no-bf16 | tee log"], 4, 8,
-         {"model_name_or_path": "Qwen/Qwen2.5-7B", "per_device_train_batch_size": 4, "packing": True, "bf16": False}),
-        (["accelerate", "launch", "--config_file=fsdp.yaml", "train.py", "--learning_rate", "1e-4"], 2, 8,
-         {"fsdp": True, "bf16": True, "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}}),
-        (["deepspeed", "--num_gpus=8", "train.py", "--deepspeed", "zero.json", "--lora_target_modules", "q", "v"],
-         None, 8,
-         {"lora_target_modules": ["q", "v"],
-          "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}}),
-        (["python", "-m", "torch.distributed.run", "-m", "my.trainer", "--use_peft"], None, None, {"use_peft": True}),
-        (["trl", "sft", "--model_name_or_path", "m"], None, None, {"model_name_or_path": "m"}),
-    ],
-)  # fmt: skip
+@each_row(("words", "nodes", "ranks", "settings"), rows("trains"))
 def test_a_command_says_what_it_trains(
     words: list[str], nodes: int | None, ranks: int | None, settings: dict[str, Any]
 ) -> None:
@@ -217,33 +187,13 @@ def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name(
     assert made["fsdp"] is False and "per_device_train_batch_size=8" in said.notes[-1]
 
 
-@each_row(
-    ("line", "says"),
-    [
-        ("torchrun sft.py --use_peft_lora True --lr_decay 1", "use_peft_lora=True"),
-        ("torchrun sft.py --model_max_length 2048", "model_max_length=2048"),
-        ("torchrun sft.py --cutoff_len 2048 --eval_batch_size 4 --use_nested False", "cutoff_len=2048"),
-        ("torchrun sft.py $COMMON --packing", "$COMMON"),
-        ("torchrun recipes/dpo.py --packing", "recipes/dpo.py: what its loss takes"),
-        ("trl grpo --packing", "grpo: what its loss takes"),
-        ("accelerate launch --mixed_precision fp8 sft.py", "mixed_precision=fp8"),
-        ("accelerate launch --use_megatron_lm sft.py", "distributed_type=None"),
-    ],
-)  # fmt: skip
+@each_row(("line", "says"), rows("unforecast"))
 def test_what_no_forecast_reads_and_memory_hangs_on_leaves_it_unknown(line: str, says: str) -> None:
     said = read_command(["sh", "-c", line], FILES.get)
     assert len(said.unknown) == 1 and says in said.unknown[0]
 
 
-@each_row(
-    "line",
-    [
-        "torchrun sft.py --dataset_name a/b#100 --max_length 2048 > log.txt 2>&1  # a night",
-        "torchrun sft.py --max_length 2048 2>&1 | tee log.txt",
-        "torchrun sft.py rows.yaml --dataset_name a/b",
-        "torchrun sft.py --eval_batch_size 4 --max_length 2048",
-    ],
-)
+@each_row("line", rows("shells"))
 def test_a_shells_words_and_a_file_by_its_place_are_read(line: str) -> None:
     said = read_command(["sh", "-c", line], {"rows.yaml": "max_length: 2048\n"}.get)
     assert said.unknown == [] and said.settings["max_length"] == 2048
@@ -256,13 +206,7 @@ def gpu_job(body: dict[str, Any] | None = None, **resources: Any) -> str:
     return yaml.safe_dump({"kind": "Job", "metadata": {"name": "j"}, "spec": {"parallelism": 2, "template": pod}})
 
 
-@each_row(
-    ("resources", "alone"),
-    [({}, True), ({"limits": {"google.com/tpu": 4}}, True), ({"limits": {"cpu": "4", "nvidia.com/gpu": 0}}, True),
-     ({"limits": {"nvidia.com/gpu": 1}}, False), ({"limits": {"amd.com/gpu": 1}}, False),
-     ({"limits": {"nvidia.com/mig-1g.5gb": 1}}, False), ({"limits": {"volcano.sh/vgpu-number": 1}}, False),
-     ({"claims": [{"name": "gpu"}]}, False)],
-)  # fmt: skip
+@each_row(("resources", "alone"), rows("without_gpu"))
 def test_which_jobs_have_no_gpu(resources: dict[str, Any], alone: bool) -> None:
     (job,) = jobs_in(documents(gpu_job(**resources)))
     assert job.without_gpus is alone

@@ -9,13 +9,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+from probes.host.recording import RecordedHost
+
 Content = str | bytes | int
 """Text, bytes, or the errno that reading answers."""
 
 DIRECTORY: Content = -1
 
 
-class DictHost:
+def _answers(given: dict[str, list[dict[str, Any]]] | None, asked: tuple[str, ...]) -> dict[str, Any]:
+    """Nothing for what is left out, and a refusal of each question where nothing is given."""
+    refused = {"$errno": "EPROTONOSUPPORT"}
+    return {what: refused if given is None else given.get(what, []) for what in asked}
+
+
+class DictHost(RecordedHost):
     """Answers as a kernel would: links are followed, folders exist because something is in them."""
 
     def __init__(
@@ -34,24 +42,21 @@ class DictHost:
         shm: tuple[int, int] | None = None,
         unusable: tuple[str, ...] = (),
     ) -> None:
+        who = {"hostname": "h", "pid": 7, "uid": 1000, "kernel": "6.1.0", "architecture": "x86_64", "home": "/root"}
+        answers = {
+            "identity": {"": {**who, **(identity or {})}},
+            "cpu": {"": cpu or {}},
+            "environment": {"": environment or {}},
+            "limit": {name: list(pair) for name, pair in (limits or {}).items()},
+            "statvfs": {"/dev/shm": list(shm)} if shm else {},
+            "port_link": port_links or {},
+            "netlink": _answers(netlink, ("links", "addresses", "routes")),
+            "rdma_netlink": _answers(rdma_netlink, ("devices", "ports", "system")),
+        }
+        super().__init__({"hostname": "h", "captured_at": 0.0, "answers": answers})
         self.files = dict(files or {})
         self.links = dict(links or {})
-        self.answers = {"netlink": netlink, "rdma_netlink": rdma_netlink}
-        self.port_links = port_links or {}
-        self.limits = limits or {}
-        self.env = environment or {}
-        self.who = {
-            "hostname": "h",
-            "pid": 7,
-            "uid": 1000,
-            "kernel": "6.1.0",
-            "architecture": "x86_64",
-            "home": "/root",
-        }
-        self.who |= identity or {}
-        self.cpus = cpu or {}
         self.register_limit_bytes = register_limit_bytes
-        self.shm = shm
         self.unusable = unusable
         self.folders: set[str] = {"/"}
         for path in (*self.files, *self.links):
@@ -116,54 +121,6 @@ class DictHost:
     def usable(self, path: str) -> bool:
         """Whether it exists and is not in `unusable`."""
         return self.exists(path) and path not in self.unusable
-
-    def statvfs(self, path: str) -> tuple[int, int]:
-        """The size of /dev/shm."""
-        if self.shm is None:
-            raise FileNotFoundError(errno.ENOENT, "no such file", path)
-        return self.shm
-
-    def limit(self, name: str) -> tuple[int | None, int | None]:
-        """A limit that was given."""
-        if name not in self.limits:
-            raise OSError(errno.EINVAL, "unknown limit", name)
-        return self.limits[name]
-
-    def environment(self) -> dict[str, str]:
-        """What was given."""
-        return self.env
-
-    def identity(self) -> dict[str, Any]:
-        """What was given over a default."""
-        return self.who
-
-    def cpu(self) -> dict[str, Any]:
-        """What was given."""
-        return self.cpus
-
-    def nvml(self, symbol: str, *arguments: Any) -> Any:
-        """No NVML here."""
-        raise FileNotFoundError(errno.ENOENT, "no NVML here", symbol)
-
-    def _answer(self, kind: str, what: str) -> tuple[dict[str, Any], ...]:
-        answers = self.answers[kind]
-        if answers is None:
-            raise OSError(errno.EPROTONOSUPPORT, f"no {kind}")
-        return tuple(answers.get(what, ()))
-
-    def netlink(self, what: str) -> tuple[dict[str, Any], ...]:
-        """What was given; refused where nothing was."""
-        return self._answer("netlink", what)
-
-    def port_link(self, netdev: str) -> dict[str, Any]:
-        """What was given for the netdev; not supported where nothing was."""
-        if netdev not in self.port_links:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), netdev)
-        return self.port_links[netdev]
-
-    def rdma_netlink(self, what: str) -> tuple[dict[str, Any], ...]:
-        """What was given; refused where nothing was."""
-        return self._answer("rdma_netlink", what)
 
     def verbs(self, what: str, *arguments: Any) -> Any:
         """A library that registers up to a limit, or none."""

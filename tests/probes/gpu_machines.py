@@ -1,4 +1,4 @@
-"""What the tests of the gpu probe share: recordings to change, the facts that are read of them, rows of tables."""
+"""What the tests of the gpu probe share: recordings to change, and the facts that are read of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from scanned import scan
 
 from probes.api import Ok, Snapshot
@@ -64,10 +63,3 @@ def gpu_with(gpu: Gpu, changes: dict[str, Any]) -> Gpu:
         else:
             words[name] = tuple(value) if isinstance(value, list) else value
     return dataclasses.replace(gpu, **words)
-
-
-def rows(name: str) -> list[Any]:
-    """A table of gpu_findings.yaml."""
-    tables = yaml.safe_load(Path(__file__).with_name("gpu_findings.yaml").read_text(encoding="utf-8"))
-    found: list[Any] = tables[name]
-    return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from dicthost import Content, DictHost
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,49 +20,9 @@ from probes.pci import probe as pci
 from probes.rdma import probe as rdma
 from probes.worker import reader
 
-GPU, NIC = "/sys/devices/pci0000:10/0000:10:01.0/0000:18:00.0", "/sys/devices/pci0000:10/0000:10:02.0/0000:19:00.0"
-PORT = f"{NIC}/infiniband/mlx5_0/ports/1"
-FILES = (
-    *(f"/proc/{name}" for name in (
-        "cpuinfo", "meminfo", "cmdline", "self/status", "self/cgroup", "1/cgroup", "net/route",
-        "driver/nvidia/version", "sys/kernel/numa_balancing")),
-    *(f"/etc/{name}" for name in (
-        "hosts", "os-release", "nccl.conf", "podinfo/network-status", "podnetinfo/annotations")),
-    *(f"/sys/class/dmi/id/{name}" for name in ("sys_vendor", "product_name")),
-    *(f"/sys/devices/system/node/node0/{name}" for name in ("cpulist", "meminfo", "distance")),
-    *(f"/sys/fs/cgroup/{name}" for name in ("memory.max", "cpu.max")),
-    "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
-    "/sys/kernel/iommu_groups/7/type",
-    *(f"{device}/{name}" for device in (GPU, NIC) for name in (
-        "class", "vendor", "device", "numa_node", "current_link_speed", "max_link_speed", "current_link_width",
-        "max_link_width", "config", "sriov_numvfs")),
-    *(f"{PORT}/{name}" for name in ("state", "phys_state", "rate", "link_layer", "gids/0", "gid_attrs/types/0")),
-    *(f"{PORT}/{name}" for name in ("gid_attrs/ndevs/0", "counters/link_downed", "hw_counters/lifespan")),
-    *(f"{NIC}/infiniband/mlx5_0/{name}" for name in ("hca_type", "fw_ver", "node_desc")),
-    f"{NIC}/infiniband_verbs/uverbs0/ibdev",
-    *(f"{NIC}/net/eth0/{name}" for name in ("operstate", "mtu", "speed")),
-)  # fmt: skip
-SOUND: dict[str, Content] = {
-    **dict.fromkeys(FILES, "1\n"),
-    "/sys/bus/pci/drivers_autoprobe": "1\n",  # sysfs is mounted, whatever the bus holds
-    f"{GPU}/class": "0x030200\n",
-    f"{NIC}/class": "0x020000\n",
-    f"{GPU}/vendor": "0x10de\n",
-    f"{PORT}/state": "4: ACTIVE\n",
-    f"{PORT}/link_layer": "Ethernet\n",
-    f"{NIC}/infiniband_verbs/uverbs0/ibdev": "mlx5_0\n",
-    "/dev/infiniband/uverbs0": "",
-}
-LINKS = {
-    "/sys/bus/pci/devices/0000:18:00.0": GPU,
-    "/sys/bus/pci/devices/0000:19:00.0": NIC,
-    f"{GPU}/iommu_group": "/sys/kernel/iommu_groups/7",
-    "/sys/class/infiniband/mlx5_0": f"{NIC}/infiniband/mlx5_0",
-    f"{NIC}/infiniband/mlx5_0/device": NIC,
-    "/sys/class/infiniband_verbs/uverbs0": f"{NIC}/infiniband_verbs/uverbs0",
-    "/sys/class/net/eth0": f"{NIC}/net/eth0",
-    f"{NIC}/net/eth0/device": NIC,
-}
+HOST = yaml.safe_load(Path(__file__).with_name("any_bytes.yaml").read_text(encoding="utf-8"))
+FILES, LINKS = HOST["files"], HOST["links"]
+SOUND: dict[str, Content] = {**dict.fromkeys(FILES, "1\n"), **HOST["sound"]}
 NETLINK = {"links": [{"index": 2, "IFLA_IFNAME": "eth0", "flags": 0x1043}]}
 PLAUSIBLE = st.sampled_from(
     [

@@ -1,16 +1,16 @@
-"""What the gpu probe concludes: of single facts (gpu_findings.yaml), GPUs beside each other, and recorded machines."""
+"""What the gpu probe concludes: of single facts (gpu_findings.yaml), of GPUs beside each other and on the bus."""
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-from gpu_machines import H100, changed, facts_of, gpu_with, recorded, rows
+from gpu_machines import H100, changed, facts_of, gpu_with, recorded
 from hypothesis import given
 from hypothesis import strategies as st
 from rigs.recorded import with_facts
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from agent.checks.view import for_next_job, look
@@ -18,11 +18,14 @@ from agent.metrics import _link_values as link_values
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.gpu import facts as gpu_facts
-from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
+from probes.gpu.compare import check_bus
+from probes.gpu.facts import BusGpu, Gpu, GpuBus, GpuFacts, GpuPair, NvLink
 from probes.gpu.probe import PROBE, nvml_bus_id
 from probes.gpu.read import cpu_list
 from probes.host.nvml import sysfs_bus_id
 from probes.host.recording import RecordedHost
+
+rows = rows_of(__file__, "gpu_findings.yaml")
 
 HEALTHY = Gpu(index=0, bus_id="0000:1b:00.0", name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)
 ALIKE = Gpu(
@@ -43,7 +46,7 @@ def links(active: int, of: int, kind: str | None = None) -> dict[str, Any]:
     return {"nvlinks_known": True, "nvlinks": tuple(every)}
 
 
-@each_row(("changes", "code", "severity"), partial(rows, "one_fault"))
+@each_row(("changes", "code", "severity"), rows("one_fault"))
 def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: str) -> None:
     """Exactly the code that belongs to it, with evidence, and a remedy unless it is a note."""
     found = check(gpu_with(HEALTHY, changes))
@@ -53,13 +56,13 @@ def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: 
     assert code in PROBE.codes
 
 
-@each_row("changes", partial(rows, "usual"))
+@each_row("changes", rows("usual"))
 def test_what_is_usual_or_unknown_is_no_finding(changes: dict[str, Any]) -> None:
     """An idle GPU's slow PCIe link above all."""
     assert check(gpu_with(HEALTHY, changes)) == []
 
 
-@each_row(("changes", "has", "lacks", "severity"), partial(rows, "sentences"))
+@each_row(("changes", "has", "lacks", "severity"), rows("sentences"))
 def test_sentences_say_what_is_so_and_remedies_lift_what_they_name(
     changes: dict[str, Any], has: str, lacks: str, severity: str
 ) -> None:
@@ -73,7 +76,7 @@ def test_confidential_computing_is_told() -> None:
     assert (secret.code, secret.status) == ("gpu.device.confidential", Status.WARN)
 
 
-@each_row(("changes", "count", "code", "severity", "words"), partial(rows, "twins"))
+@each_row(("changes", "count", "code", "severity", "words"), rows("twins"))
 def test_one_gpu_unlike_its_twins_is_named_with_its_cost(
     changes: dict[str, Any], count: int, code: str, severity: str, words: str
 ) -> None:
@@ -84,16 +87,7 @@ def test_one_gpu_unlike_its_twins_is_named_with_its_cost(
     assert all(words in f.message and f.remedy for f in found), found
 
 
-@each_row(
-    ("second", "state", "expected"),
-    [
-        ("aa/1", "completed", []),
-        ("aa/2", "completed", ["gpu.fabric.split"]),
-        ("bb/1", "completed", ["gpu.fabric.split"]),
-        (None, "completed", ["gpu.fabric.split"]),
-        (None, "not_supported", []),
-    ],
-)
+@each_row(("second", "state", "expected"), rows("cliques"))
 def test_gpus_of_one_host_belong_into_one_clique(second: str | None, state: str, expected: list[str]) -> None:
     """A GPU whose fabric is not there is in no clique, and another finding's business."""
     first = dataclasses.replace(HEALTHY, fabric_state="completed", fabric_clique="aa/1")
@@ -116,7 +110,7 @@ def test_links_are_compared_with_those_of_twins_only() -> None:
     assert [f.code for f in check(full, other)] == ["gpu.device.mixed", "gpu.nvlink.missing"]
 
 
-@each_row(("name", "is_fault"), partial(rows, "soldered"))
+@each_row(("name", "is_fault"), rows("soldered"))
 def test_no_link_at_all_is_a_fault_only_where_links_are_soldered_on(name: str, is_fault: bool) -> None:
     gpu = dataclasses.replace(HEALTHY, name=name, **links(0, 4))
     assert [f.code for f in check(gpu, gpu)] == ["gpu.nvlink.none"] * is_fault
@@ -124,7 +118,7 @@ def test_no_link_at_all_is_a_fault_only_where_links_are_soldered_on(name: str, i
     assert check(unknown, unknown) == []
 
 
-@each_row(("name", "active", "listed", "kind", "severities"), partial(rows, "links"))
+@each_row(("name", "active", "listed", "kind", "severities"), rows("links"))
 def test_links_that_all_gpus_lack_count_by_their_share(
     name: str, active: int, listed: int, kind: str | None, severities: list[str]
 ) -> None:
@@ -141,7 +135,7 @@ def test_missing_links_are_told_with_their_cost() -> None:
     assert found.remedy.startswith("Reset the GPU (`nvidia-smi -r -i 0`); if the links stay down,")
 
 
-@each_row(("name", "status", "severity", "acs"), partial(rows, "p2p"))
+@each_row(("name", "status", "severity", "acs"), rows("p2p"))
 def test_p2p_that_is_unknown_is_no_pass_and_a_product_without_it_is_no_fault(
     name: str, status: str, severity: str, acs: bool
 ) -> None:
@@ -162,7 +156,7 @@ def test_refused_p2p_is_one_finding_a_reason() -> None:
     assert [f.status for f in by_design] == ["info"]
 
 
-@each_row(("value", "wanted"), partial(rows, "visible"))
+@each_row(("value", "wanted"), rows("visible"))
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(value: str | None, wanted: list[str] | None) -> None:
     gpus = [dataclasses.replace(ALIKE, uuid=f"GPU-{n}aaa") for n in range(8)]
     found = [f for f in check(*gpus, visible=value) if f.code == "gpu.device.hidden"]
@@ -170,7 +164,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(value: str | None, wanted
     assert all(wanted and wanted[1] in f.message for f in found), found
 
 
-@each_row(("question", "answer", "code"), partial(rows, "impossible"))
+@each_row(("question", "answer", "code"), rows("impossible"))
 def test_a_number_that_is_impossible_is_unknown_and_claims_nothing(question: str, answer: Any, code: str) -> None:
     found = list(PROBE.check(facts_of(changed(gpu3=(question, answer)))))
     unknown = {f.code for f in found if f.status is Status.UNKNOWN}
@@ -264,3 +258,45 @@ def test_a_cpu_mask_becomes_the_list_of_its_cpus(cpus: set[int]) -> None:
         first, _, last = part.partition("-")
         back.update(range(int(first), int(last or first) + 1))
     assert back == cpus
+
+
+EIGHT = tuple(f"0000:{n}:00.0" for n in ("1b", "43", "52", "61", "9d", "c3", "d1", "df"))
+
+
+def bus(
+    *, nodes: int = 8, usable: int = 8, proc: Sequence[int] = range(8), driver: str = "nvidia", **more: Any
+) -> GpuBus:
+    """Eight GPUs; so many /dev/nvidiaN are there, so many may be opened; `proc`: the minors that the driver tells."""
+    gpus = []
+    for n, address in enumerate(EIGHT):
+        told = {"minor": n, "node_exists": n < nodes, "node_usable": n < usable if n < nodes else None}
+        unknown = dict.fromkeys(told)
+        gpus.append(BusGpu(bus_id=address, driver=driver, **(told if n in proc else unknown)))
+    return GpuBus(gpus=tuple(gpus), nodes=min(nodes, usable), **more)
+
+
+@each_row(("where", "found", "count", "code", "severity"), rows("bus"))
+def test_a_gpu_that_nvml_leaves_out(
+    where: str, found: dict[str, Any], count: int, code: str, severity: str | None
+) -> None:
+    """A missing one fails and is named; one that was given to others is told; none read is never fine."""
+    findings = list(check_bus(bus(**found), set(EIGHT[:count]), count))
+    worst = [(f.code, f.status) for f in findings if f.code == code]
+    assert worst == ([(code, severity)] if code else []), (where, findings)
+    if severity == "fail":
+        told = next(f for f in findings if f.code == code)
+        assert EIGHT[count] in told.message and EIGHT[count] in told.subject
+        assert "gpu.device.not_given" not in {f.code for f in findings} or "given two" in where or "variable" in where
+
+
+def test_lost_gpus_without_an_address_are_not_told_twice() -> None:
+    """NVML still counts a lost GPU but may not say where it is: then it stands for one that is not listed."""
+    assert not list(check_bus(bus(), set(EIGHT[:7]), 8))
+    two = list(check_bus(bus(), set(EIGHT[:6]), 7))
+    assert [f.code for f in two] == ["gpu.device.missing"]
+    assert "1 of 0000:d1:00.0, 0000:df:00.0" in two[0].message
+
+
+def test_a_bus_that_could_not_be_read_says_nothing() -> None:
+    """Without sysfs there is nothing to compare with."""
+    assert not list(check_bus(None, set(), 0))

@@ -10,7 +10,7 @@ from typing import Any
 from gpu_machines import GB200, H100, changed, facts_of, recorded
 from rigs.found import findings
 from rigs.recorded import with_facts
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from contracts.finding import Finding, Status
@@ -26,6 +26,8 @@ from probes.scanner import Scanner
 from topology.build import build
 from topology.graph import NodeTopology
 from topology.reference import departures, reference_of
+
+rows = rows_of(__file__)
 
 # The fabric -------------------------------------------------------------------------------------------------------
 
@@ -99,35 +101,13 @@ def test_an_xid_is_the_programs_only_where_nvidias_catalogue_says_so(cause: str,
     assert codes == {{"gpu": "gpu.xid.hardware", "program": "gpu.xid.application", "driver": "gpu.xid.driver"}[cause]}
 
 
-@each_row(
-    ("line", "told"),
-    [
-        ("NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', GPU has fallen off the bus.", ("0000:1b:00", 79)),
-        ("[12.3] NVRM: Xid (0000:03:00): 14, Channel 00000001", ("0000:03:00", 14)),
-        ("NVRM: Xid (PCI:0000:3b:00 GPU-I:05): 31, pid=77", ("0000:3b:00", 31)),
-        ("NVRM: Xid (PCI:00000009:01:00): 149, NETIR", ("0009:01:00", 149)),
-        ("NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)",
-         ("0000:1b:00", 154)),
-        ("NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)",
-         None),
-        ("NVRM: loading NVIDIA UNIX driver", None),
-        ("NVRM: Xid (PCI:nonsense): 31", None),
-    ],
-)  # fmt: skip
-def test_every_form_of_the_drivers_line_is_read(line: str, told: tuple[str, int] | None) -> None:
+@each_row(("line", "told"), rows("driver_lines"))
+def test_every_form_of_the_drivers_line_is_read(line: str, told: list[Any] | None) -> None:
     """A recovery that is over is no error."""
-    assert xid_of_line(line) == told
+    assert xid_of_line(line) == (tuple(told) if told else None)
 
 
-@each_row(
-    ("place", "number", "told"),
-    [
-        ("0000:e1:00", 79, ["0000:e1:00"]),  # nothing of the bus is there any more
-        ("0000:e1:00", 31, []),  # a program's error of a GPU that was taken out
-        ("0000:df:00", 79, []),  # still there: its own Xid
-        ("0000:18:00", 79, []),  # a device of another driver is there: not gone from the bus
-    ],
-)
+@each_row(("place", "number", "told"), rows("log_only"))
 def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: int, told: list[str]) -> None:
     """After Xid 79 the kernel may take the device off the bus: then neither NVML nor sysfs names it."""
     content = changed(H100)
@@ -174,21 +154,7 @@ def test_an_xid_that_stands_in_the_log_and_came_as_an_event_counts_once() -> Non
 # What is unread elsewhere -----------------------------------------------------------------------------------------
 
 
-@each_row(
-    ("question", "change", "code"),
-    [
-        ("nvmlDeviceGetSramEccErrorStatus", {"bThresholdExceeded": 1}, "gpu.ecc.sram"),
-        ("nvmlDeviceGetSramEccErrorStatus", {"volatileUncParity": 1}, "gpu.ecc.sram"),
-        ("nvmlDeviceGetSramEccErrorStatus", {"volatileUncSecDed": 2}, "gpu.ecc.sram"),
-        ("nvmlDeviceGetSramEccErrorStatus", {"aggregateUncParity": 1}, "gpu.ecc.lifetime"),
-        ("nvmlDeviceGetRowRemapperHistogram", {"none": 1}, "gpu.memory.remap_exhausted"),
-        ("nvmlDeviceGetEccMode", [0, 0], "gpu.ecc.off"),
-        ("nvmlDeviceGetTotalEccErrors,1,1", 3, "gpu.ecc.lifetime"),
-        ("nvmlDeviceGetFieldValues,230,306,307,91", [1, None, None, 18], "gpu.device.recovery"),
-        ("nvmlDeviceGetFieldValues,230,306,307,91", [0, 2, 0, 18], "gpu.memory.remap_exhausted"),
-        ("nvmlDeviceGetFieldValues,230,306,307,91", [0, 0, 1, 18], "gpu.memory.remap_pending"),
-    ],
-)  # fmt: skip
+@each_row(("question", "change", "code"), rows("elsewhere"))
 def test_errors_that_nvml_tells_in_other_places_are_read(question: str, change: Any, code: str) -> None:
     """One finding of that GPU, and nothing else."""
     assert [(f.code, f.subject) for f in PROBE.check(facts_of(changed(gpu3=(question, change))))] == [(code, "GPU3")]
@@ -324,16 +290,7 @@ def _whole_node() -> NodeTopology:
     return build(scan(RecordedHost(recorded(H100))))
 
 
-@each_row(
-    ("model", "gpus", "sku"),
-    [
-        ("NVIDIA GB200", 8, None), ("NVIDIA GB200 NVL", 8, None), ("NVIDIA GB300", 8, None),
-        ("NVIDIA GH200 480GB", 8, None), ("NVIDIA B200", 8, "HGX B200"), ("NVIDIA B300 SXM6 AC", 8, "HGX B300"),
-        ("NVIDIA GB200", 4, "GB200/GB300 NVL72 tray"),
-        ("NVIDIA H100 80GB HBM3", 8, "HGX H100/H200"), ("NVIDIA H200", 8, "HGX H100/H200"),
-        ("NVIDIA A100-SXM4-80GB", 8, "HGX A100"),
-    ],
-)  # fmt: skip
+@each_row(("model", "gpus", "sku"), rows("boards"))
 def test_a_board_is_recognised_by_its_whole_name(model: str, gpus: int, sku: str | None) -> None:
     """GB200 is no B200, and GH200 no H200."""
     node = _whole_node()

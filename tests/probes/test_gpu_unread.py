@@ -14,7 +14,7 @@ import pytest
 from gpu_machines import H100, TITAN, facts_of, recorded
 from rigs.found import findings
 from rigs.recorded import with_outcomes
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from agent.checks.host_checks import checks_of_snapshot
@@ -31,6 +31,8 @@ from probes.scanner import Scanner
 from topology.build import build
 from topology.check import check as topology_check
 from topology.graph import NodeTopology
+
+rows = rows_of(__file__)
 
 SICK = 2
 """The GPU that fails."""
@@ -216,20 +218,7 @@ def test_a_gpu_that_is_lost_says_so_by_any_of_its_own_functions(symbol: str, nam
     assert [gpu.error for gpu in facts.gpus if gpu.index != SICK] == [None] * 7
 
 
-@each_row(
-    ("name", "code", "severity"),
-    [
-        ("NO_PERMISSION", "gpu.device.denied", "unknown"),
-        ("GPU_IS_LOST", "gpu.device.lost", "fail"),
-        ("RESET_REQUIRED", "gpu.device.lost", "fail"),
-        ("INSUFFICIENT_POWER", "gpu.device.lost", "fail"),
-        ("IRQ_ISSUE", "gpu.device.lost", "fail"),
-        ("UNKNOWN", "gpu.device.unread", "unknown"),
-        ("TIMEOUT", "gpu.device.unread", "unknown"),
-        ("INVALID_ARGUMENT", "gpu.device.unread", "unknown"),
-        ("NOT_SUPPORTED", "gpu.device.unread", "unknown"),
-    ],
-)
+@each_row(("name", "code", "severity"), rows("handles"))
 def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: str, code: str, severity: str) -> None:
     """A job that device cgroups limit to some GPUs may not use the others: they are well, as far as anyone knows."""
     snapshot = failing(HANDLE, name)

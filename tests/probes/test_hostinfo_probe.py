@@ -12,21 +12,14 @@ from probes.hostinfo import probe as hostinfo
 from probes.hostinfo.read import container, nccl_conf, of_agent
 from probes.hostinfo.read import read as read_hostinfo
 
-XEON = """processor\t: 0
-vendor_id\t: GenuineIntel
-cpu family\t: 6
-model\t\t: 143
-model name\t: Intel(R) Xeon(R) Platinum 8480C
-physical id\t: 0
-flags\t\t: fpu vme {flag}
-
-processor\t: 1
-vendor_id\t: GenuineIntel
-physical id\t: 1
-"""
+XEON = Path(__file__).with_name("cpuinfo_xeon.txt").read_text(encoding="utf-8")
 GRACE = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
 POWER = "processor\t: 0\ncpu\t\t: POWER9, altivec supported\n"
 DMI = "/sys/class/dmi/id/"
+ID = "5de52e359e15c1016d1777924320aef87fc439d8be297303af47b7d2f1e82164"
+POD = "0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c"
+TEXT = Path(__file__).with_name("container_kinds.yaml").read_text(encoding="utf-8")
+ROWS = yaml.safe_load(TEXT.replace("{ID}", ID).replace("{POD}", POD))
 
 
 def test_cpu_and_sockets() -> None:
@@ -38,20 +31,9 @@ def test_cpu_and_sockets() -> None:
     assert vendors == {GRACE: "ARM", POWER: "IBM", "": None}
 
 
-@each_row(
-    ("cpuinfo", "vendor", "product", "name"),
-    [
-        (XEON.format(flag="hypervisor"), "Amazon EC2", "p4d.24xlarge", "Amazon EC2"),
-        (XEON.format(flag=""), "Amazon EC2", "c5.metal", None),
-        (XEON.format(flag="hypervisor"), "Microsoft Corporation", "Virtual Machine", "Hyper-V"),
-        (XEON.format(flag=""), "Microsoft Corporation", "C2080", None),
-        (XEON.format(flag="hypervisor"), "", "", "unknown hypervisor"),
-        (XEON.format(flag=""), "Dell Inc.", "PowerEdge XE9680", None),
-        (GRACE, "QEMU", "QEMU Virtual Machine", "QEMU"),
-        (GRACE, "NVIDIA", "GH200", None),
-    ],
-)
-def test_hypervisor(cpuinfo: str, vendor: str, product: str, name: str | None) -> None:
+@each_row(("grace", "flag", "vendor", "product", "name"), ROWS["hypervisors"])
+def test_hypervisor(grace: bool, flag: str, vendor: str, product: str, name: str | None) -> None:
+    cpuinfo = GRACE if grace else XEON.format(flag=flag)
     files = {"/proc/cpuinfo": cpuinfo, DMI + "sys_vendor": vendor + "\n", DMI + "product_name": product + "\n"}
     assert read_hostinfo(DictHost(files)).virtual_machine == name
 
@@ -126,12 +108,6 @@ def test_addresses_of_file_servers_come_from_the_mounts() -> None:
     )
     facts = read_hostinfo(DictHost({"/proc/self/mounts": mounts}))
     assert facts.storage_servers == ("10.200.7.9", "10.3.0.1", "10.3.0.2")
-
-
-ID = "5de52e359e15c1016d1777924320aef87fc439d8be297303af47b7d2f1e82164"
-POD = "0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c"
-TEXT = Path(__file__).with_name("container_kinds.yaml").read_text(encoding="utf-8")
-ROWS = yaml.safe_load(TEXT.replace("{ID}", ID).replace("{POD}", POD))
 
 
 @each_row(("kind", "files", "environment"), ROWS["kinds"])

@@ -1,38 +1,29 @@
-"""Interfaces from netlink's answers: roles, RDMA devices, NCCL's choice, and what is wrong with it."""
+"""Interfaces from netlink's answers: roles, RDMA devices, neighbours, NCCL's choice, and what is wrong with it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from dicthost import Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.interfaces import probe as interfaces
+from probes.interfaces import read as lldp
 from probes.interfaces.facts import Interface, nccl_choice
 from probes.interfaces.read import read as read_interfaces
 
+rows = rows_of(__file__)
+
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
-STATUS = [
-    {"name": "ovn-kubernetes", "interface": "eth0", "ips": ["10.128.0.7"], "default": True, "dns": {}},
-    {
-        "name": "ai/rdmashared-net",
-        "interface": "net1",
-        "ips": ["192.168.77.1"],
-        "mtu": 9000,
-        "device-info": {
-            "type": "pci",
-            "version": "1.1.0",
-            "pci": {"pci-address": "0000:1a:00.2", "rdma-device": "mlx5_3"},
-        },
-    },
-]
+STATUS = json.loads(Path(__file__).with_name("network_status.json").read_text(encoding="utf-8"))
 
 
 class Network:
@@ -72,9 +63,10 @@ class Network:
             self.files[f"{folder}/speed"] = f"{more['speed']}\n"
         if "pci" in more:
             device = f"/sys/devices/pci0000:10/{more['pci']}"
-            self.symlinks |= {f"{folder}/device": device, f"{device}/driver": "/sys/bus/pci/drivers/mlx5_core"}
+            driver = f"/sys/bus/pci/drivers/{more.get('driver', 'mlx5_core')}"
+            self.symlinks |= {f"{folder}/device": device, f"{device}/driver": driver}
             self.symlinks[f"/sys/bus/pci/devices/{more['pci']}"] = device
-            self.files |= {f"{device}/numa_node": "1\n", "/sys/bus/pci/drivers/mlx5_core/bind": ""}
+            self.files |= {f"{device}/numa_node": "1\n", f"{driver}/bind": ""}
         if "rdma" in more:
             device = f"/sys/devices/pci0000:10/{more['pci']}"
             self.symlinks[f"/sys/class/infiniband/{more['rdma']}"] = f"{device}/infiniband/{more['rdma']}"
@@ -129,140 +121,51 @@ def test_a_host_with_a_fast_card_behind_docker() -> None:
     assert found(host) == [("interfaces.choice.wrong", Status.INFO, "eno1")]
 
 
-def on_loopback(**card: Any) -> Network:
-    """A host with a card that gives NCCL nothing, or what is said of it."""
-    return Network().add("lo", "127.0.0.1").add("ens1", **{"pci": "0000:1a:00.0", **card})
-
-
-def narrow_pod() -> Network:
-    network = pod()
-    network.links[2]["IFLA_MTU"] = 1500
-    return network
-
-
-def networks(*rates: tuple[int, int], rdma: bool = False) -> tuple[Network, dict[str, Content]]:
-    """A pod's networks by (Mb/s, MTU), and the annotation that gave them; with `rdma` a host's ports."""
-    network = Network().add("lo", "127.0.0.1")
-    for number, (speed, mtu) in enumerate(rates):
-        device = {"rdma": f"mlx5_{number}"} if rdma else {}
-        name, pci = f"{'rail' if rdma else 'net'}{number}", f"0000:1{number}:00.0"
-        network.add(name, f"10.0.{number}.1", pci=pci, speed=speed, mtu=mtu, **device)
-    entries = [{"name": f"ai/rail{n}", "interface": f"net{n}"} for n in range(len(rates))]
-    return network, {} if rdma else annotated(entries)
-
-
 def annotated(entries: Any) -> dict[str, Content]:
     return {"/etc/podinfo/network-status": entries if isinstance(entries, str) else json.dumps(entries)}
 
 
-def without_interface(driver: str | None) -> Network:
-    """A pod whose third network, a PCI function, has no interface; a VFIO driver holds it by design."""
-    network = pod()
-    if driver:
+GONE = {"name": "ai/rail2", "interface": "net2", "device-info": {"pci": {"pci-address": "0000:3b:00.2"}}}
+
+
+def described(row: dict[str, Any]) -> DictHost:
+    """The host of a row of the table."""
+    network, status = Network() if "links" in row else pod(), row.get("status")
+    for link in row.get("links", ()):
+        network.add(**link)
+    changes = row.get("pod", {})
+    if "mtu" in changes:
+        network.links[2]["IFLA_MTU"] = changes["mtu"]
+    if driver := changes.get("held_by"):
         network.symlinks["/sys/bus/pci/devices/0000:3b:00.2/driver"] = f"/sys/bus/pci/drivers/{driver}"
         network.files[f"/sys/bus/pci/drivers/{driver}/uevent"] = ""
-    return network
+    if status == "own":
+        status = [*STATUS, GONE] if "gone" in changes else STATUS
+    return network.host(files={} if status is None else annotated(status), environment=row.get("environment"))
 
 
-def beside_a_fast_card(driver: str) -> Network:
-    network = Network().add("ens1", "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
-    network.add("fast0", "172.28.0.5", speed=200000, pci="0000:1a:00.0")
-    network.symlinks["/sys/devices/pci0000:10/0000:1a:00.0/driver"] = f"/sys/bus/pci/drivers/{driver}"
-    network.files[f"/sys/bus/pci/drivers/{driver}/bind"] = ""
-    return network
-
-
-def equal_cards(slow: str, *fast: str, speed: int) -> Network:
-    network = Network().add(slow, "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
-    for index, name in enumerate(fast):
-        network.add(name, f"192.168.{index}.5", speed=speed, pci=f"0000:1{index}:00.0")
-    return network
-
-
-FAIL, WARN, INFO, UNKNOWN = Status.FAIL, Status.WARN, Status.INFO, Status.UNKNOWN
-DOCKER = Network().add("br-0123456789ab", "172.18.0.1", kind="bridge").add("ens1", "10.0.0.1", pci="0000:1a:00.0")
-GONE = {"name": "ai/rail2", "interface": "net2", "device-info": {"pci": {"pci-address": "0000:3b:00.2"}}}
-OVERLAY = ("interfaces.choice.wrong", FAIL, "eth0")
-INVALID = ("interfaces.network_status.invalid", UNKNOWN, "")
-FULL, SLOW, SMALL = (400000, 9000), (100000, 9000), (400000, 1500)
-NO_FILES: dict[str, Content] = {}
-ROWS: list[tuple[Network, dict[str, Content], dict[str, str], list[tuple[str, Status, str]], str]] = [
-    # network, files, environment, findings, words of a remedy
-    (DOCKER, NO_FILES, {}, [("interfaces.choice.wrong", FAIL, "br-0123456789ab")], ""),
-    (on_loopback(), NO_FILES, {}, [("interfaces.choice.none", FAIL, "")], ""),
-    (on_loopback(address="10.0.0.5", flags=0), NO_FILES, {}, [("interfaces.choice.none", FAIL, "")], ""),
-    (on_loopback(address="10.0.0.5"), NO_FILES, {}, [], ""),
-    (Network().add("lo", "127.0.0.1"), NO_FILES, {}, [], ""),
-    (Network().add("lo", "127.0.0.1").add("tunl0", kind="ipip"), NO_FILES, {}, [], ""),
-    *((pod(), annotated(text), {}, [INVALID, OVERLAY], "") for text in ("{", '{"name": 1}', "[" * 100_000, "null")),
-    (narrow_pod(), annotated(STATUS), {}, [OVERLAY, ("interfaces.mtu.mismatch", WARN, "net1")], "Set mtu 9000"),
-    # speeds by driver, MTUs by kind and speed: one of three fails, two against two warn; RDMA ports are the rdma
-    # probe's to compare, which knows their cards
-    (*networks(FULL, FULL, (100000, 1500), rdma=True), {}, [], ""),
-    (*networks(FULL, FULL, SLOW), {}, [("interfaces.speed.low", FAIL, "net2")], ""),
-    (*networks(FULL, FULL, SMALL), {}, [("interfaces.mtu.mismatch", FAIL, "net2")], ""),
-    (*networks(FULL, SMALL), {}, [("interfaces.mtu.mismatch", WARN, "")], ""),
-    (*networks(FULL, (25000, 1500)), {}, [("interfaces.speed.low", FAIL, "net1")], ""),
-    (without_interface(None), annotated([*STATUS, GONE]), {},
-     [OVERLAY, ("interfaces.network.missing", FAIL, "net2")], ""),
-    (without_interface("vfio-pci"), annotated([*STATUS, GONE]), {}, [OVERLAY], ""),
-    (pod(), NO_FILES, {"NCCL_SOCKET_IFNAME": "net1"}, [], ""),
-    (pod(), NO_FILES, {"NCCL_SOCKET_IFNAME": "eth0"}, [OVERLAY], ""),
-    (pod(), NO_FILES, {"NCCL_SOCKET_IFNAME": "ens5"}, [("interfaces.choice.setting", FAIL, "")], ""),
-    # where sockets carry the data, one of four equal cards is a quarter of the host's rate
-    (equal_cards("aa0", "ens0", "ens1", "ens2", "ens3", speed=200000), NO_FILES, {},
-     [("interfaces.choice.wrong", FAIL, "aa0")], "NCCL_SOCKET_IFNAME=ens0,ens1,ens2,ens3 and GLOO_SOCKET_IFNAME=ens0."),
-    (equal_cards("eth10", "eth1", speed=100000), NO_FILES, {},
-     [("interfaces.choice.wrong", FAIL, "eth10")], "NCCL_SOCKET_IFNAME==eth1 "),
-    # libfabric carries the data on Slingshot, by whatever name the interface has
-    (beside_a_fast_card("cxi_core"), NO_FILES, {}, [("interfaces.choice.wrong", INFO, "ens1")], ""),
-    (beside_a_fast_card("mlx5_core"), NO_FILES, {}, [("interfaces.choice.wrong", FAIL, "ens1")], ""),
-]  # fmt: skip
-
-
-@each_row(("network", "files", "environment", "expected", "words"), ROWS)
-def test_what_is_wrong_with_the_interfaces(
-    network: Network, files: dict[str, Content], environment: dict[str, str],
-    expected: list[tuple[str, Status, str]], words: str,
-) -> None:  # fmt: skip
-    made = list(interfaces.check(read_interfaces(network.host(files=files, environment=environment))))
-    got = [(f.code, f.status, f.subject) for f in made if expected or f.status is not INFO]
+@each_row("row", lambda: [*rows("wrong")(), {**rows("wrong")()[6], "status": "[" * 100_000}])
+def test_what_is_wrong_with_the_interfaces(row: dict[str, Any]) -> None:
+    expected = row.get("found", [])
+    made = list(interfaces.check(read_interfaces(described(row))))
+    got = [[f.code, f.status, f.subject] for f in made if expected or f.status is not Status.INFO]
     assert sorted(got) == sorted(expected)
-    assert not words or [f for f in made if words in f.remedy], [f.remedy for f in made]
+    assert "words" not in row or [f for f in made if row["words"] in f.remedy], [f.remedy for f in made]
 
 
 def listed(*names: str) -> list[Interface]:
     return [Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",)) for n in names]
 
 
-SOME = ("eth0", "net1", "net10")
 UNLIKE = [replace(one, **change) for one, change in zip(
     listed("a", "b", "c", "d"), ({"running": False}, {"addresses": ()}, {"addresses": ("fe80::1/64",)}, {}),
     strict=True)]  # fmt: skip
 
 
-@each_row(
-    ("some", "setting", "choice"),
-    [
-        (listed("eth0", "ib0"), None, "ib0"),  # ib* first, wherever it stands
-        (listed("docker0", "eth0"), None, "eth0"),
-        (listed("virbr0", "docker0", "lo"), None, "docker0"),
-        (listed("virbr0", "lo"), None, "lo"),
-        (listed("lo", "br-0123456789ab", "eth0"), None, "br-0123456789ab"),  # only the three prefixes are last
-        ([], None, None),
-        (listed(*SOME), "net", "net1"),
-        (listed(*SOME), "=net", None),  # exact
-        (listed(*SOME), "=net10,eth0", "eth0"),
-        (listed(*SOME), "^net", "eth0"),
-        (listed(*SOME), "^=eth0", "net1"),
-        (listed(*SOME), "net10", "net10"),
-        (listed(*SOME), "mlx", None),
-        (listed(*SOME), "n", "eth0"),  # one character is ignored
-        (UNLIKE, None, "d"),  # what does not run is skipped, and IPv4 goes before IPv6
-    ],
-)
-def test_the_order_and_the_setting_of_nccl(some: list[Interface], setting: str | None, choice: str | None) -> None:
-    assert nccl_choice(some, setting) == choice
+@each_row(("names", "setting", "choice"), rows("choices"))
+def test_the_order_and_the_setting_of_nccl(names: list[str], setting: str | None, choice: str | None) -> None:
+    assert nccl_choice(listed(*names), setting) == choice
+    assert nccl_choice(UNLIKE, None) == "d", "what does not run is skipped, and IPv4 goes before IPv6"
 
 
 ANNOTATIONS = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS))}\nkubernetes.io/x="y"\n'
@@ -287,17 +190,7 @@ def test_a_pod_is_told_by_its_network_status_or_its_links(files: dict[str, Conte
     assert "NCCL_SOCKET_IFNAME=net1 and GLOO_SOCKET_IFNAME=net1" in wrong.remedy
 
 
-@each_row(
-    ("environment", "backend", "agent", "wrong"),
-    [
-        ({}, None, False, True),
-        ({"GLOO_SOCKET_IFNAME": "net1"}, None, False, True),  # NCCL does not read it
-        ({"GLOO_SOCKET_IFNAME": "net1"}, "gloo", False, False),
-        ({"NCCL_SOCKET_IFNAME": "net1"}, "gloo", False, True),  # gloo does not read it
-        ({"GLOO_SOCKET_IFNAME": "eth0"}, "gloo", False, True),
-        ({}, None, True, False),
-    ],
-)
+@each_row(("environment", "backend", "agent", "wrong"), rows("asked"))
 def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(
     environment: dict[str, str], backend: str | None, agent: bool, wrong: bool
 ) -> None:
@@ -319,7 +212,7 @@ def test_nothing_to_list_is_absent_and_a_refusal_is_a_failure() -> None:
     """glibc lists interfaces through netlink: where it is refused NCCL and gloo find none either."""
     with pytest.raises(UnavailableError):
         read_interfaces(DictHost(netlink={}))
-    with pytest.raises(OSError, match="no netlink"):
+    with pytest.raises(OSError, match="not supported"):
         read_interfaces(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
 
 
@@ -337,3 +230,58 @@ JSON = st.recursive(
 def test_any_json_as_network_status(value: Any) -> None:
     host = pod().host(files={"/etc/podinfo/network-status": json.dumps(value)})
     list(interfaces.check(read_interfaces(host)))
+
+
+def tlv(kind: int, value: bytes) -> bytes:
+    return (kind << 9 | len(value)).to_bytes(2, "big") + value
+
+
+def frame(system: str = "leaf1", port: bytes = b"\x05Ethernet1/5") -> bytes:
+    """An LLDP frame as a switch sends it: chassis, port, time to live, name."""
+    chassis = tlv(1, b"\x04\x00\x1c\x73\x00\x00\x01")
+    body = chassis + tlv(2, port) + tlv(3, b"\x00\x78") + (tlv(5, system.encode()) if system else b"") + tlv(0, b"")
+    return b"\x01\x80\xc2\x00\x00\x0e\x00\x1c\x73\x00\x00\x01\x88\xcc" + body
+
+
+def saved(*found: bytes) -> bytes:
+    return b"".join(len(each).to_bytes(8, "little") + each for each in found)
+
+
+def wired(content: bytes, **more: object) -> str | None:
+    """What the interface of index 1 has for a neighbour."""
+    network = Network().add("ens1", "10.0.0.5", pci="0000:1a:00.0", speed=100000)
+    host = network.host(files={f"{lldp.LLDP_FOLDER}/1": content, **more})
+    (interface,) = read_interfaces(host).interfaces
+    return interface.neighbour
+
+
+@each_row(
+    ("content", "neighbour"),
+    [
+        (saved(frame()), "leaf1 Ethernet1/5"),
+        (saved(frame(port=b"\x03\x00\x1c\x73\x00\x00\x02")), "leaf1"),  # a port's MAC address is no text
+        (saved(frame(), frame()), "leaf1 Ethernet1/5"),
+        (saved(frame("")), None),  # no system named
+        (saved(frame(), frame("leaf2")), None),  # two on one wire
+        (saved(frame())[:-20], None),
+        (b"", None),
+        (saved(frame().replace(b"\x88\xcc", b"\x08\x00", 1)), None),  # no LLDP
+    ],
+)
+def test_switch_and_port_of_a_wire(content: bytes, neighbour: str | None) -> None:
+    """What names no one switch is left out."""
+    assert wired(content) == neighbour
+
+
+def test_file_of_another_interface_is_not_taken() -> None:
+    network = Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0")
+    found = read_interfaces(network.host(files={f"{lldp.LLDP_FOLDER}/1": saved(frame())})).interfaces
+    assert {each.name: each.neighbour for each in found} == {"lo": None, "ens1": None}
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(content: bytes) -> None:
+    """Bytes of a stranger end in a name or in nothing."""
+    for each in (content, saved(frame()[:14] + content)):
+        for found in map(lldp.neighbour, lldp.frames(each)):
+            assert found is None or found.isprintable()

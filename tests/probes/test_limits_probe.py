@@ -2,63 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import yaml
 from dicthost import DictHost
 from rigs.tables import each_row
 
-from contracts.finding import Finding, Status
 from probes.limits import probe as limits
 from probes.limits.read import read as read_limits
 
 MIB, GIB = 1 << 20, 1 << 30
 UNPRIVILEGED = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t2\n"
-ROOT = "CapEff:\t000001ffffffffff\nSeccomp:\t0\n"
+ROWS = yaml.safe_load(Path(__file__).with_name("limits_rows.yaml").read_text(encoding="utf-8"))
 
 
-def host(status: str = UNPRIVILEGED, memlock: Any = (65536, 65536), files: Any = None, **more: Any) -> DictHost:
+def host(
+    status: str = UNPRIVILEGED, memlock: Any = (65536, 65536), files: Any = None, rdma: bool = True, **more: Any
+) -> DictHost:
     """A pod with an RDMA device and Docker's defaults."""
+    device = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA"} if rdma else {}
     return DictHost(
-        {"/proc/self/status": status, "/sys/class/infiniband/mlx5_0/node_type": "1: CA", **(files or {})},
+        {"/proc/self/status": status, **device, **(files or {})},
         limits={"MEMLOCK": memlock, "NOFILE": (1024, 524288), "NPROC": (None, None)},
         **{"shm": (64 * MIB, 60 * MIB), **more},
     )
 
 
-def findings(machine: DictHost) -> dict[str, Finding]:
-    return {finding.code: finding for finding in limits.check(read_limits(machine))}
-
-
-FAIL, WARN, INFO, UNKNOWN = Status.FAIL, Status.WARN, Status.INFO, Status.UNKNOWN
-KUBERNETES = {"/etc/hosts": "# Kubernetes-managed hosts file.\n127.0.0.1 localhost\n"}
-LARGE_SHM = {"shm": (8 * GIB, 7 * GIB)}
-NO_RDMA = DictHost({"/proc/self/status": UNPRIVILEGED}, limits={"MEMLOCK": (65536, 65536)})
-ROWS: list[tuple[DictHost, str, Status | None, str]] = [
-    # host, code, severity (None: not raised), words of message, evidence or remedy
-    (host(), "memlock.low", FAIL, "64 KiB"),
-    (host(), "memlock.low", FAIL, "pid 7, uid 1000"),  # says whose limit it is
-    (host(memlock=(8 * MIB, 8 * MIB)), "memlock.low", FAIL, ""),  # systemd's default, inherited by containers
-    (host(memlock=(64 * GIB, None)), "memlock.low", WARN, ""),  # not unlimited, as NCCL asks
-    (host(memlock=(None, None)), "memlock.low", None, ""),
-    (host(ROOT), "memlock.low", INFO, ""),  # CAP_IPC_LOCK: the job may not have it
-    (host(""), "memlock.low", FAIL, ""),  # capabilities unknown are not a pass
-    (NO_RDMA, "memlock.low", INFO, ""),
-    (DictHost(), "memlock.unknown", UNKNOWN, ""),
-    (DictHost(), "shm.unknown", UNKNOWN, ""),
-    (DictHost(), "memlock.low", None, ""),
-    (host(files=KUBERNETES), "memlock.low", FAIL, 'default_ulimits = ["memlock=-1:-1"]'),
-    (host(files=KUBERNETES), "shm.small", WARN, "emptyDir"),
-    (host(files={"/.dockerenv": ""}), "memlock.low", FAIL, "--ulimit memlock=-1:-1"),
-    (host(files={"/.dockerenv": ""}), "shm.small", WARN, "--shm-size=1g"),
-    (host(shm=(8 * GIB, 3 * MIB)), "shm.full", FAIL, ""),
-    (host(shm=(8 * GIB, 3 * MIB)), "shm.small", None, ""),
-    *((host(**LARGE_SHM), code, None, "") for code in ("shm.small", "shm.full")),
-]
-
-
-@each_row(("machine", "code", "severity", "words"), ROWS, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_with_the_limits(machine: DictHost, code: str, severity: Status | None, words: str) -> None:
-    found = findings(machine).get(f"limits.{code}")
+@each_row(("machine", "code", "severity", "words"), ROWS)
+def test_what_is_wrong_with_the_limits(
+    machine: dict[str, Any] | str, code: str, severity: str | None, words: str
+) -> None:
+    read = read_limits(DictHost() if machine == "bare" else host(**machine))
+    found = next((finding for finding in limits.check(read) if finding.code == f"limits.{code}"), None)
     assert (found.status if found else None) == severity
     assert not found or words in f"{found.message} {found.evidence} {found.remedy}"
 

@@ -13,23 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-LINKS = """
-link add br0 type bridge
-link add v0 type veth peer name v1
-link set v1 master br0
-link add link v0 name v0.7 type vlan id 7
-link add mv0 link v0 type macvlan
-link add vx0 type vxlan id 9 dev v0 dstport 4789
-link set lo up
-link set br0 up
-link set v0 up mtu 9000 address 02:00:00:00:00:07
-link set v1 up
-addr add 10.1.2.3/24 dev v0
-addr add fd00::3/64 dev v0 nodad
-route add default via 10.1.2.1 metric 50
-route add 10.9.0.0/16 nexthop via 10.1.2.7 weight 1 nexthop via 10.1.2.8 weight 2
-route add 10.8.0.0/16 via 10.1.2.9 table 1234
-"""
+LINKS = Path(__file__).with_name("netlink_links.batch")
 ASK = """
 import json
 from probes.host.live import LiveHost
@@ -50,11 +34,8 @@ def test_links_of_every_kind_as_recordings_hold_them(tmp_path: Path) -> None:
     """What a probe reads, under pyroute2's names, and nothing else: a recording must not grow by statistics."""
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs root, unshare and ip")
-    (tmp_path / "links").write_text(LINKS.strip() + "\n")
     (tmp_path / "ask.py").write_text(ASK)
-    found = _run(
-        ["unshare", "-n", "sh", "-c", f"ip -force -batch {tmp_path}/links; {sys.executable} {tmp_path}/ask.py"]
-    )
+    found = _run(["unshare", "-n", "sh", "-c", f"ip -force -batch {LINKS}; {sys.executable} {tmp_path}/ask.py"])
     links = {link["IFLA_IFNAME"]: link for link in found["links"]}
     index = {name: link["index"] for name, link in links.items()}
     assert links["v0"].keys() == {

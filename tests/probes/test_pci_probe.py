@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from dicthost import DIRECTORY, Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.finding import Status
 from probes.api import UnavailableError
@@ -18,9 +19,10 @@ from probes.pci.probe import peer_ports
 from probes.pci.read import parse_config
 from probes.pci.read import read as read_pci
 
+rows = rows_of(__file__)
+
 GPU, NIC, BRIDGE = ("0x030200", "0x10de", "0x2330"), ("0x020700", "0x15b3", "0x1021"), ("0x060400", "0x1000", "0xc030")
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
-PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15\n"
 
 
 def config(*, acs: bool | None = None, relaxed: bool = True, bar: tuple[int, int] | None = None) -> bytes:
@@ -134,59 +136,32 @@ def read_without_root(machine: Machine) -> Machine:
     return machine
 
 
-LOST, NOT_LARGEST = b"\xff" * 4096, config(bar=(0b1_0000_0000_0000, 8))
-ETHERNET = ("0x020000", "0x15b3", "0x1021")
-GUEST, OLD_KERNEL = {"/proc/cpuinfo": "flags\t: fpu hypervisor\n"}, {"kernel": "5.4.0-150-generic"}
 DRIVER = "/proc/driver/nvidia/version"
-UNASKED = {**GUEST, "/var/run/nvidia-topologyd/virtualTopology.xml": "<system/>"}
-FAIL, WARN, INFO, UNKNOWN = Status.FAIL, Status.WARN, Status.INFO, Status.UNKNOWN
-
-ROWS: list[tuple[str, Machine, dict[str, Any], dict[str, tuple[Status, str]]]] = [
-    # what, machine, further files (of an open driver on bare metal) and identity, code -> severity, subject
-    ("sound", switch(), {}, {}),
-    ("a GPU at x4", switch(width=4), {}, {"pci.link.width": (FAIL, "0000:18:00.0")}),
-    ("a GPU at x8", switch(width=8), {}, {"pci.link.width": (FAIL, "0000:18:00.0")}),
-    ("an idle GPU at low speed", switch(speed="2.5 GT/s PCIe"), {}, {}),
-    ("a slot with eight lanes", below_a_port(GPU, lanes=8, width=8), {}, {}),
-    ("a NIC at half its speed", below_a_port(NIC, speed="16.0 GT/s PCIe"), {},
-     {"pci.link.speed": (WARN, "0000:01:00.0")}),
-    ("ACS between GPU and NIC", switch(acs=True), {}, {"pci.acs.on": (FAIL, "")}),
-    ("ACS that only root reads", read_without_root(switch(acs=True)), {}, {"pci.acs.unknown": (UNKNOWN, "")}),
-    ("ACS and IOMMU", switch(acs=True, group=("7", "DMA")), {},
-     {"pci.acs.on": (FAIL, ""), "pci.iommu.translated": (FAIL, "")}),
-    ("ACS and IOMMU of a guest", switch(acs=True, group=("7", "DMA")), GUEST, {}),
-    ("an old kernel", switch(), {"identity": OLD_KERNEL}, {"pci.peermem.missing": (FAIL, "")}),
-    ("a proprietary driver", switch(), {DRIVER: PROPRIETARY}, {"pci.peermem.missing": (FAIL, "")}),
-    ("the same with peermem", switch(), {DRIVER: PROPRIETARY, "/sys/module/nvidia_peermem/version": "550\n"}, {}),
-    ("the same with nv_peer_mem", switch(),
-     {DRIVER: PROPRIETARY, "/sys/kernel/mm/memory_peers/nv_mem/version": "1.3\n", "identity": OLD_KERNEL}, {}),
-    ("no word of the driver", switch(), {DRIVER: ""}, {"pci.peermem.unknown": (UNKNOWN, "")}),
-    ("a topology file that NCCL reads unasked", virtual(OWN_ROOTS), UNASKED, {"pci.tree.virtual": (INFO, "")}),
-    ("a lost device without driver", switch(config=LOST, driver=None), {},
-     {"pci.device.lost": (FAIL, "0000:18:00.0"), "pci.device.no_driver": (FAIL, "0000:18:00.0")}),
-    ("InfiniBand without RDMA", below_a_port(NIC, rdma=False), {}, {"pci.nic.no_rdma": (FAIL, "0000:01:00.0")}),
-    ("ConnectX without RDMA", below_a_port(ETHERNET), {}, {"pci.nic.no_rdma": (WARN, "0000:01:00.0")}),
-    ("EFA without RDMA", below_a_port(("0x020000", "0x1d0f", "0xefa2")), {},
-     {"pci.nic.no_rdma": (FAIL, "0000:01:00.0")}),
-    ("the same in a container", below_a_port(NIC, rdma=False), {"/.dockerenv": ""},
-     {"pci.nic.no_rdma": (UNKNOWN, "0000:01:00.0")}),
-    ("a NIC that is for Ethernet", below_a_port(("0x020000", "0x8086", "0x1533")), {}, {}),
-    ("the largest BAR", switch(config=config(bar=(0b1_0000_0000_0000, 12))), {}, {}),
-    ("less BAR than offered", switch(config=NOT_LARGEST), {}, {"pci.rebar.off": (INFO, "0000:18:00.0")}),
-]  # fmt: skip
+CONFIGS = {"lost": b"\xff" * 4096, "largest BAR": config(bar=(0b1_0000_0000_0000, 12)),
+           "smaller BAR": config(bar=(0b1_0000_0000_0000, 8))}  # fmt: skip
+KINDS = {"GPU": GPU, "NIC": NIC, "ConnectX": ("0x020000", "0x15b3", "0x1021"), "EFA": ("0x020000", "0x1d0f", "0xefa2"),
+         "Ethernet": ("0x020000", "0x8086", "0x1533")}  # fmt: skip
+BUILDERS: dict[str, Callable[..., Machine]] = {
+    "switch": switch, "below a port": below_a_port, "own roots": lambda: virtual(OWN_ROOTS),
+    "switch without root": lambda **more: read_without_root(switch(**more)),
+}  # fmt: skip
 
 
-def test_what_is_wrong_with_the_tree() -> None:
-    wrong = []
-    for what, machine, more, expected in ROWS:
-        files = {DRIVER: OPEN_DRIVER, "/proc/cpuinfo": "flags\t: fpu\n", **more}
-        identity = files.pop("identity", {"kernel": "6.1.0-13-amd64"})
-        found = list(pci.check(read_pci(machine.host(files=files, identity=identity))))
-        if {f.code: (f.status, f.subject) for f in found} != expected:
-            wrong.append((what, [(f.code, f.status, f.subject) for f in found]))
-    assert not wrong, wrong
-    bars = (config(bar=(0b1_0000_0000_0000, 12)), NOT_LARGEST, config(), config()[:64])
-    assert [parse_config(space)["resizable_bar"] for space in bars] == [True, False, False, None]
+@each_row(("what", "builder", "made", "more", "expected"), rows("tree"))
+def test_what_is_wrong_with_the_tree(
+    what: str, builder: str, made: dict[str, Any], more: dict[str, Any], expected: dict[str, list[str]]
+) -> None:
+    named = {"config": CONFIGS, "kind": KINDS}
+    given = {name: named[name][value] if name in named else value for name, value in made.items()}
+    files = {DRIVER: OPEN_DRIVER, "/proc/cpuinfo": "flags\t: fpu\n", **more}
+    identity = files.pop("identity", {"kernel": "6.1.0-13-amd64"})
+    found = list(pci.check(read_pci(BUILDERS[builder](**given).host(files=files, identity=identity))))
+    assert {f.code: [f.status, f.subject] for f in found} == expected, what
+
+
+def test_a_bar_of_less_than_the_largest_size_is_told() -> None:
+    spaces = (CONFIGS["largest BAR"], CONFIGS["smaller BAR"], config(), config()[:64])
+    assert [parse_config(space)["resizable_bar"] for space in spaces] == [True, False, False, None]
 
 
 def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from dicthost import Content, DictHost, corpus_tree
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding, Status
 from probes.api import UnavailableError
@@ -18,6 +19,8 @@ from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of, nccl_gid_index, rocev2_gid_index
 from probes.rdma.read import parse_rate, roce_mtu
 from probes.rdma.read import read as read_rdma
+
+rows = rows_of(__file__)
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe77:0200"
 IPV4 = "0000:0000:0000:0000:0000:ffff:c0a8:4d01"
@@ -123,69 +126,28 @@ def test_no_rdma_is_absent_and_devices_are_in_the_order_of_their_numbers() -> No
     assert [d.name for d in read_rdma(fabric.host()).devices] == ["mlx5_0", "mlx5_2", "mlx5_10"]
 
 
-DOWN = {"state": "1: DOWN", "phys": "2: Polling"}
-HDR = {"rate": "200 Gb/sec (4X HDR)"}
-EDR = {"rate": "100 Gb/sec (4X EDR)"}
-ROUTED_V6 = "fd00:0000:0000:0000:0000:0000:0000:0001"
-FAIL, WARN, INFO, UNKNOWN = Status.FAIL, Status.WARN, Status.INFO, Status.UNKNOWN
+ROWS = yaml.safe_load(Path(__file__).with_name("rdma_rows.yaml").read_text(encoding="utf-8"))
+GIDS = {"link-local": LINK_LOCAL, "IPv4": IPV4, "IPv6": "fd00:0000:0000:0000:0000:0000:0000:0001"}
+VERSIONS = {"v1": V1, "v2": V2, "unread": errno.EINVAL}
 
 
-def pfc(*masks: int | None, **more: int) -> dict[str, Any]:
-    """What the drivers of eth0, eth1 ... answer about flow control; None is no answer."""
-    answers = {f"eth{i}": {"pfc_classes": 8, "pfc_mask": mask, **more} for i, mask in enumerate(masks)}
-    return {"port_links": {name: answer for name, answer in answers.items() if answer["pfc_mask"] is not None}}
-
-
-ROWS: list[tuple[list[dict[str, Any]], dict[str, Any], list[tuple[str, Status, str]], str]] = [
-    # devices mlx5_0, mlx5_1 ..., what the host answers, findings, words of a message or remedy
-    ([{}, DOWN], {}, [("rdma.port.down", FAIL, "mlx5_1:1")], "Polling"),
-    ([DOWN], {}, [("rdma.port.none_active", FAIL, ""), ("rdma.port.down", WARN, "mlx5_0:1")], "sockets"),
-    ([{"state": "2: INIT", "layer": "InfiniBand"}], {},
-     [("rdma.port.none_active", FAIL, ""), ("rdma.port.down", WARN, "mlx5_0:1")], "subnet manager"),
-    ([{"gids": [(LINK_LOCAL, V1), (IPV4, V1)]}], {}, [("rdma.gid.missing_rocev2", FAIL, "mlx5_0:1")], ""),
-    ([{"gids": []}], {}, [("rdma.gid.missing_rocev2", FAIL, "mlx5_0:1")], ""),
-    ([{"gids": [(IPV4, errno.EINVAL)]}], {}, [("rdma.gid.missing_rocev2", UNKNOWN, "mlx5_0:1")], ""),
-    ([{"gids": [(LINK_LOCAL, V1), (LINK_LOCAL, V2)]}], {}, [("rdma.gid.choice", WARN, "mlx5_0:1")], "link-local only"),
-    ([{"gids": [(LINK_LOCAL, V2)]}], {}, [("rdma.gid.no_ipv4", WARN, "mlx5_0:1")], "no variable makes link-local GIDs"),
-    # NCCL stays on index 0 for want of IPv4: the family fixes that on every port, an index where tables agree
-    ([{"gids": [(LINK_LOCAL, V1), (ROUTED_V6, V2)]}], {}, [("rdma.gid.choice", WARN, "mlx5_0:1")], "AF_INET6"),
-    ([{}, {"mtu": 1500}], {}, [("rdma.mtu.small", WARN, "mlx5_1:1"), ("rdma.mtu.mismatch", WARN, "")], "1500"),
-    ([{}, HDR], {}, [("rdma.port.family_rate", INFO, "mlx5_1:1"), ("rdma.port.rate", FAIL, "mlx5_1:1")], "200 Gb/s"),
-    ([{"layer": "InfiniBand", "rate": "100 Gb/sec (1X NDR)"}], {},
-     [("rdma.port.rate", FAIL, "mlx5_0:1"), ("rdma.port.family_rate", INFO, "mlx5_0:1")], "fewer than four lanes"),
-    # the port's own maximum replaces the guess by the card's family; a driver that does not answer proves nothing
-    ([EDR], pfc(8, speed_max_megabits=400_000), [("rdma.port.below_max", WARN, "mlx5_0:1")], "of the 400 Gb/s"),
-    ([EDR], pfc(8, speed_max_megabits=100_000), [], ""),
-    ([EDR], {}, [("rdma.port.family_rate", INFO, "mlx5_0:1")], "100 Gb/s"),
-    ([{"type": "BCM57608"}], {}, [("rdma.port.below_max", UNKNOWN, "mlx5_0:1")], ""),
-    ([{}, {}], pfc(0b1000, 0b1000), [], ""),
-    ([{}, {}], pfc(0, 0), [("rdma.pfc.off", INFO, "")], ""),
-    ([{}, {}], pfc(0b1000, 0), [("rdma.pfc.mixed", WARN, "")], ""),
-    ([{}, {}], pfc(0b10001000, 0b1000), [("rdma.pfc.mixed", WARN, "")], ""),
-    ([{}, {}], pfc(0b1000, None), [], ""),
-    ([{}, {}], pfc(None, None), [("rdma.pfc.off", UNKNOWN, "")], "dcb pfc show"),
-    # a storage card beside the compute cards: only ports of one board are compared
-    ([{}, {"type": "MT4125", **HDR}], pfc(8, 0), [], ""),
-    ([{"ecn": "0"}], pfc(0), [("rdma.pfc.off", WARN, "")], "Turn on ECN"),
-    ([{"ecn": "1"}], pfc(0), [("rdma.pfc.off", INFO, "")], ""),
-    ([{"layer": "InfiniBand"}, {"firmware": "28.38.1000"}], {},
-     [("rdma.port.mixed_link_layer", WARN, ""), ("rdma.firmware.mixed", INFO, "MT_0000000838")], "NCCL_IB_HCA"),
-    ([{}], {"unusable": ("/dev/infiniband/uverbs0",)}, [("rdma.uverbs.permission", FAIL, "mlx5_0")], "0666"),
-    ([{"node": False}], {}, [("rdma.uverbs.missing", UNKNOWN, "mlx5_0")], ""),
-    # EFA is known by its driver, and spared the rules of RoCE
-    ([{"driver": "efa", "type": "", "gids": [(LINK_LOCAL, errno.EINVAL)], "layer": "Unspecified"}], {}, [], ""),
-]  # fmt: skip
+def answering(pfc: list[int | None] | None = None, unusable: list[str] | None = None, **more: int) -> dict[str, Any]:
+    """What a host answers; of flow control what the drivers of eth0, eth1 ... say."""
+    links = {f"eth{i}": {"pfc_classes": 8, "pfc_mask": mask, **more} for i, mask in enumerate(pfc or ())}
+    told = {name: link for name, link in links.items() if link["pfc_mask"] is not None}
+    return {"unusable": tuple(unusable or ()), **({} if pfc is None else {"port_links": told})}
 
 
 @each_row(("devices", "answers", "expected", "words"), ROWS)
 def test_what_is_wrong_with_devices_and_ports(
-    devices: list[dict[str, Any]], answers: dict[str, Any], expected: list[tuple[str, Status, str]], words: str
+    devices: list[dict[str, Any]], answers: dict[str, Any], expected: list[list[str]], words: str
 ) -> None:
     fabric = Fabric()
     for number, device in enumerate(devices):
-        fabric.add(f"mlx5_{number}", number, **device)
-    found = findings(fabric.host(**answers))
-    assert [(f.code, f.status, f.subject) for f in found] == expected
+        gids = [(GIDS[gid], VERSIONS[version]) for gid, version in device.get("gids", ())]
+        fabric.add(f"mlx5_{number}", number, **{**device, **({"gids": gids} if "gids" in device else {})})
+    found = findings(fabric.host(**answering(**answers)))
+    assert [[f.code, f.status, f.subject] for f in found] == expected
     assert not words or [f for f in found if words in f"{f.message} {f.remedy}"], [f.message for f in found]
 
 
@@ -294,20 +256,7 @@ def counted(**counters: int) -> rdma.RdmaFacts:
     return rdma.RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
 
 
-@each_row(
-    ("before", "after", "seconds", "severity"),
-    [
-        ({"link_downed": 7}, {"link_downed": 7}, 60, None),  # a high value is history
-        ({"link_downed": 7}, {"link_downed": 8}, 60, Status.FAIL),
-        ({"symbol_error": 0}, {"symbol_error": 60}, 60, None),  # 120 an hour, counted over at least an hour's worth
-        ({"symbol_error": 0}, {"symbol_error": 121}, 60, Status.FAIL),
-        ({"symbol_error": 0}, {"symbol_error": 200}, 7200, None),
-        ({"port_xmit_discards": 0}, {"port_xmit_discards": 1000}, 60, None),
-        ({"port_xmit_discards": 0}, {"port_xmit_discards": 6001}, 60, Status.WARN),
-        ({"link_downed": 8}, {"link_downed": 1}, 60, None),  # reset
-        ({}, {"link_downed": 1}, 60, None),  # not known before
-    ],
-)
+@each_row(("before", "after", "seconds", "severity"), rows("rises"))
 def test_errors_are_judged_by_their_rise(before: Any, after: Any, seconds: float, severity: Status | None) -> None:
     found = list(rdma_increases(counted(**before), counted(**after), seconds))
     assert [f.status for f in found] == ([severity] if severity else [])

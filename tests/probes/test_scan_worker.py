@@ -20,7 +20,7 @@ import pytest
 from rigs.command import python
 from rigs.found import findings
 from rigs.recorded import with_outcomes
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from contracts.finding import Status
@@ -34,6 +34,8 @@ from probes.registry import ALL, BY_NAME, failures
 from probes.scanner import Scanner
 from probes.wire import OutcomeError, RecordingError, outcome_from_json, outcome_to_json
 from probes.worker import reader, run
+
+rows = rows_of(__file__)
 
 MACHINES = Path(__file__).parent.parent / "machines"
 RECORDINGS = sorted(MACHINES.glob("*.json"))
@@ -64,26 +66,12 @@ def test_every_code_and_metric_carries_its_probes_name() -> None:
         assert all(metric.name.startswith(f"{probe.name}_") for metric in probe.metrics), probe.name
 
 
-@each_row(
-    ("modules", "absent"),
-    [
-        # bindings and readers are the child's
-        (
-            "probes.scanner, probes.registry",
-            {
-                "pynvml",
-                "pyroute2",
-                "pyverbs",
-                "psutil",
-                "torch",
-                "probes.host",
-                "probes.worker",
-                *(f"probes.{probe.name}.read" for probe in ALL),
-            },
-        ),
-        ("probes.worker", {"cattrs", "attr", "pyroute2", "asyncio", "ssl"}),  # it is resident on every node
-    ],
-)
+OF_THE_CHILD = {"pynvml", "pyroute2", "pyverbs", "psutil", "torch", "probes.host", "probes.worker",
+                *(f"probes.{probe.name}.read" for probe in ALL)}  # fmt: skip
+CONVERTERS = {"cattrs", "attr", "pyroute2", "asyncio", "ssl"}  # the child is resident on every node
+
+
+@each_row(("modules", "absent"), [("probes.scanner, probes.registry", OF_THE_CHILD), ("probes.worker", CONVERTERS)])
 def test_resident_processes_import_neither_bindings_nor_converters(modules: str, absent: set[str]) -> None:
     assert not absent.intersection(python(f"import sys, {modules}; print(*sys.modules)").stdout.split())
 
@@ -351,18 +339,7 @@ def test_unknown_fields_are_left_out() -> None:
     assert isinstance(outcome_from_json(BY_NAME["limits"], data), Ok)
 
 
-@each_row(
-    ("outcome", "words"),
-    [
-        ({}, "status"),
-        ({"status": "maybe"}, "allowed"),
-        ({"status": "ok"}, "facts"),
-        ({"status": "ok", "facts": {}}, "uid"),
-        ({"status": "ok", "facts": {"whose": "me", "uid": "root"}}, "uid"),
-        ({"status": "absent"}, "why"),
-        (None, "outcome of probe"),
-    ],
-)
+@each_row(("outcome", "words"), rows("outcomes"))
 def test_an_outcome_that_does_not_fit_says_where(outcome: Any, words: str) -> None:
     """The probe's name and the field."""
     with pytest.raises(OutcomeError, match="'limits'") as caught:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 
 def each_row(
@@ -76,3 +78,18 @@ def each_row(
         return listed[number] if listed else getattr(row, "id", None) or repr(tuple(given))
 
     return decorate
+
+
+def rows_of(test: str, name: str = "") -> Callable[[str], Callable[[], Any]]:
+    """The tables of a YAML file beside a test, by their keys; `name` where the file has not the test's own name.
+
+    The file is read when the first test that takes a table runs, not at collection.
+    """
+    path = Path(test).with_name(name) if name else Path(test).with_suffix(".yaml")
+
+    @functools.cache
+    def tables() -> dict[str, Any]:
+        found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return found
+
+    return lambda key: lambda: tables()[key]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from topo_machines import topology
 
 from hardware.machines import recognised
@@ -31,6 +31,8 @@ from topology.graph import (
 from topology.links import NvLinks, PciTree
 from topology.paths import with_expectations
 from topology.reference import departures, recognise, reference_of
+
+rows = rows_of(__file__)
 
 A100, V100 = (8, 0), (7, 0)
 
@@ -213,17 +215,7 @@ def test_every_recognised_machine_has_labels_that_exist():
         assert row.gpu_nic is None or path_class(row.gpu_nic) is not None
 
 
-@each_row(
-    ("model", "product", "gpus", "sku"),
-    [
-        ("NVIDIA H100 80GB HBM3", "Google Compute Engine", 8, "GCP A3"),
-        ("NVIDIA H100 80GB HBM3", "Google Compute Engine", 7, "GCP A3"),  # a lost GPU
-        ("NVIDIA H100 80GB HBM3", "Google Compute Engine", 4, None),  # a3-highgpu-4g
-        ("NVIDIA A100 80GB PCIe", "Virtual Machine", 4, "Azure NC A100 v4"),
-        ("NVIDIA A100 80GB PCIe", "Virtual Machine", 1, None),  # NC24ads
-        ("Tesla V100-SXM2-16GB", "8335-GTX", 6, None),
-    ],
-)
+@each_row(("model", "product", "gpus", "sku"), rows("smaller"))
 def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, product, gpus, sku):
     made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV12"), model=model), product=product)
     assert recognise(made).sku == sku

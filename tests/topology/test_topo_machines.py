@@ -1,4 +1,4 @@
-"""Recorded machines: their topology, what is found wrong with it, and the frozen documents of each."""
+"""Recorded machines: their topology, how it is drawn, what is found wrong with it, and the frozen documents of each."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import pytest
 from rigs.recorded import with_facts, with_outcomes
 from rigs.tables import each_row
 from topo_machines import NAMES, snapshot, topology
+from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC
 
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
 from topology.build import build
 from topology.check import CODES, check
+from topology.derive import complete
 from topology.formats.text import parse
-from topology.graph import Pairs, PathClass
+from topology.graph import COLOURS, GpuNode, NicNode, NodeTopology, Pair, Pairs, PathClass
 from topology.paths import with_expectations
 from topology.render import json_document
 from topology.render import render_matrix as matrix
@@ -143,3 +145,62 @@ def test_pci_ancestry_agrees_with_nvml_where_no_nvlink_hides_it():
     told = {(pair.a, pair.b): pair.ancestor for pair in facts.pairs}
     blind = build(with_outcomes(whole, gpu=Absent(why="no driver")))
     assert {key: Pairs(blind.pairs).get(f"GPU{key[0]}", f"GPU{key[1]}").label for key in told} == told
+
+
+HOSTILE = '<script>alert("1")</script>\x00\x1b[31m&"\'\n;}'
+
+
+def hostile():
+    gpus = tuple(GpuNode(name=f"GPU{i}", index=i, model=HOSTILE, bus_id=HOSTILE, numa_node=0) for i in range(2))
+    nic = NicNode(name=HOSTILE, netdev=HOSTILE, kind="hca", link_layer=HOSTILE)
+    pairs = (
+        Pair(a="GPU0", b="GPU1", label="SYS", path=None),
+        Pair(a="GPU0", b=HOSTILE, label="PIX", path=None),
+        Pair(a="GPU1", b=HOSTILE, label="SYS", path=None),
+    )
+    return complete(NodeTopology(hostname=HOSTILE, gpus=gpus, nics=(nic,), pairs=pairs, product=HOSTILE))
+
+
+def test_the_matrix_is_printed_as_nvidia_smi_prints_it():
+    """A node without a legend gets one on printing, and old words stay; -mp prints no NVLink line."""
+    assert matrix(parse(FOUR_GPUS_TWO_NICS)) == FOUR_GPUS_TWO_NICS
+    assert matrix(parse(OLD_SOC)).startswith(OLD_SOC)
+    text = NVSWITCH8.replace("NV18", "SYS").replace("  NV#  = Connection traversing a bonded set of # NVLinks\n", "")
+    assert "NV#" not in matrix(parse(text))
+
+
+def test_svg_is_one_closed_picture_without_scripts():
+    text = svg(hostile())
+    root = ElementTree.fromstring(text)  # noqa: S314 - our own drawing
+    assert root.tag.endswith("svg")
+    assert not [element for element in root.iter() if element.tag.rpartition("}")[2] not in SHAPES]
+    assert "<script" not in text
+    assert not any(name in ("href", "onload", "style") for element in root.iter() for name in element.attrib)
+
+
+@each_row(
+    ("machine", "words"),
+    [("hgx-h100-8xH100-8hca", "NVLink NV18 on every pair ·"),
+     ("sick-h100-gpu-lost", "NVLink NV18 on every pair of 7 of 8 GPUs ·")],
+)  # fmt: skip
+def test_a_gpu_outside_an_island_is_in_none_of_its_pairs(machine, words):
+    """A GPU that the driver has lost has no NVLink: what holds of seven is not said of eight."""
+    assert words in svg(topology(machine))
+
+
+SHAPES = {"svg", "title", "style", "rect", "text", "path", "g"}
+
+
+def test_json_without_nics_or_without_a_machine_says_so():
+    """Nearest is null and not empty; a shape alone names candidates."""
+    assert json_document(parse("\tGPU0\tGPU1\nGPU0\tX\tSYS\nGPU1\tSYS\tX\n"))["nearest_nic"] is None
+    document = json_document(parse(NVSWITCH8))
+    assert "HGX H100/H200" in document["sku_candidates"] and document["sku"] is None
+
+
+def test_every_class_has_a_colour_of_its_own_and_a_down_nic_is_drawn_as_such():
+    colours = [COLOURS[label] for label in ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")]
+    assert all(list(COLOURS.values()).count(colour) == 1 for colour in colours)
+    node = topology("hgx-h100-8xH100-8hca")
+    down = replace(node, nics=(replace(node.nics[0], active=False), *node.nics[1:]))
+    assert [", down</title>" in svg(each) for each in (down, node)] == [True, False]

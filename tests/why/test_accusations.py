@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -20,13 +21,15 @@ from agent.cli.why import why
 from agent.jobs.script import monitored
 from agent.why import diagnosis, ranks
 from collectives.bench import processes
-from collectives.traces import states
+from collectives.traces import calls, states
 from collectives.traces.calls import Call, RankTrace
 from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState, dumps
+from collectives.traces.watchdog import LogFacts
 from contracts import run_record
 from contracts.run_record import RunRecord
 from finetune import rank_monitor
 from planner.why import RunFacts, judge
+from planner.why.facts import STALE_SECONDS
 
 START = 1_000_000.0
 
@@ -77,6 +80,47 @@ def test_clocks_of_two_hosts_are_aligned_or_not_compared(
     assert not named or "clocks within" in found.causes[0].evidence[0]
 
 
+def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
+    """NCCL's calls: rank 0 makes them ahead of its GPU and last of all; how long each took on the GPU, if measured."""
+    noise = random.Random(1)
+    return {
+        rank: RankTrace(rank=rank, enqueued={"0": 100}, names={"0": "default_pg"}, calls=tuple(
+            Call(group="0", number=n, record=n, op="all_reduce", done=True, is_ahead=True,
+                 created=START + 40.0 * rank + n * 0.2 + (0.1 if rank == 0 else 0.0),
+                 seconds=noise.uniform(0.9, 1.1) * seconds[rank] if seconds else None)
+            for n in range(1, 101)))
+        for rank in range(3)
+    }  # fmt: skip
+
+
+@each_row(
+    ("seconds", "named", "words"),
+    [
+        ({0: 0.12, 1: 0.12, 2: 0.01}, (2,), "the others waited 5.5 s of 9.8 s for it, 100% of all waiting"),
+        ({0: 0.01, 1: 0.01, 2: 0.01}, (), ""),
+        (None, (), ""),  # when NCCL's calls were made does not tell when the GPUs came to them
+    ],
+)  # fmt: skip
+def test_who_came_last_on_the_gpus_was_in_the_call_shortest(
+    seconds: dict[int, float] | None, named: tuple[int, ...], words: str
+) -> None:
+    states = {r: RankState(rank=r, host=f"h{r}", written=START + 60, calls=100) for r in range(3)}
+    found = judge(RunFacts(traces=on_gpus(seconds), states=states, world=3, now=START + 60))
+    assert found.ranks == named, found.line
+    assert words in " ".join(row for cause in found.causes for row in cause.evidence)
+
+
+def test_the_recorder_tells_how_long_a_call_took_on_the_gpu() -> None:
+    entry = {"profiling_name": "nccl:all_reduce", "process_group": ["0", "default_pg"], "collective_seq_id": 1,
+             "state": "completed", "time_created_ns": 10**18}  # fmt: skip
+    looks = {"time_discovered_started_ns": 10**18, "time_discovered_completed_ns": 10**18 + 3 * 10**8}
+    rows = ((entry, None), (entry | looks, 0.3), (entry | looks | {"duration_ms": 250.0}, 0.25),
+            (entry | {"duration_ms": True}, None), (entry | {"duration_ms": -1.0}, None))  # fmt: skip
+    for row, seconds in rows:
+        (call,) = calls.read(json.dumps({"version": "2.10", "entries": [row]}).encode(), rank=0).calls
+        assert (call.seconds, call.is_ahead) == (seconds, True), row
+
+
 def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
     """Ranks 0 and 2 have gone on since ranks 1 and 3 wrote that all wait for rank 2."""
 
@@ -92,6 +136,41 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
     assert judge(facts).state == "fine"
     as_new = judge(replace(facts, ages={}))
     assert as_new.state == "stuck", "these two are still in a call that all have entered"
+
+
+@each_row(
+    ("seconds", "resent", "state", "named", "words"),
+    [
+        (25.0, 0, "fine", (), "rank 2 has not written since the others wait"),  # one call may hold Python's lock
+        (60.0, 0, "fine", (), "counts as a fault after 300 s"),
+        (60.0, 20, "stuck", (2,), "no heartbeat for 65 s"),  # its host does not answer
+        (310.0, 0, "stuck", (2,), "no heartbeat for 315 s"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_has_not_written_since_the_others_wait(
+    seconds: float, resent: int, state: str, named: tuple[int, ...], words: str
+) -> None:
+    now = START + 1000
+    rows = {
+        rank: [Call(group="0", number=n, record=n, op="all_reduce", done=n < 30 + (rank != 2),
+                    created=now - seconds - 40 + n) for n in range(1, 31 if rank == 2 else 32)]
+        for rank in range(4)
+    }  # fmt: skip
+    traces = {rank: RankTrace(rank=rank, calls=tuple(mine), enqueued={"0": len(mine)}, names={"0": "default_pg"})
+              for rank, mine in rows.items()}  # fmt: skip
+    for rank in (0, 1, 3):
+        traces[rank] = replace(traces[rank], calls=(*traces[rank].calls[:-1], replace(
+            traces[rank].calls[-1], created=now - seconds)))  # fmt: skip
+    traces[2] = replace(traces[2], calls=tuple(replace(one, done=True) for one in traces[2].calls))
+    states = {
+        rank: RankState(rank=rank, host=f"h{rank}", phase="collective", calls=len(rows[rank]), written=now,
+                        addresses=(f"10.0.0.{rank}",), held={"10.0.0.2": resent}, resent={"10.0.0.2": resent})
+        for rank in rows
+    }  # fmt: skip
+    states[2] = replace(states[2], written=now - seconds - 5, phase="compute")
+    found = judge(RunFacts(traces=traces, states=states, world=4, now=now, ages={2: seconds + 5}))
+    assert (found.state, found.ranks) == (state, named), found.line
+    assert words in found.line
 
 
 def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> RankState:
@@ -133,6 +212,19 @@ def alive(rank: int, phase: str = "compute", ago: float = 3.0, of: float = 60.0)
     return RankState(rank=rank, host=f"h{rank}", written=START - ago, phase=phase, since=START - ago - of)
 
 
+def on_one_host(*states: RankState) -> list[RankState]:
+    return [replace(one, host="a") for one in states]
+
+
+def unanswered(again: int) -> list[RankState]:
+    """Rank 0 is silent; rank 1's bytes to its host wait, and some are sent again."""
+    silent, other = alive(0, ago=45.0), alive(1)
+    return [replace(silent, addresses=("10.0.0.1",)),
+            replace(other, held={"10.0.0.1": 3}, resent={"10.0.0.1": again})]  # fmt: skip
+
+
+CUT = "RuntimeError: [pair.cc:537] Read error [10.0.0.9]:28048: Connection timed out"
+GAVE_UP = "RuntimeError: Timed out waiting 120000ms for recv operation to complete"
 SAME, KEY = "FileNotFoundError: /data/rows", "KeyError: 'x'"
 LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
 
@@ -155,9 +247,28 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         ([alive(0, ago=400.0), alive(1, ago=400.0)], {"processes": {0: "gone", 1: "gone"}, "first": 1}, "failed", (1,),
          "rank 1 on h1: its process is gone"),
         ([ended(0, SAME, 9.2), ended(1, SAME, 9.1)], {}, "failed", (), "ranks 0, 1 each ended with FileNotFound"),
-        ([ended(0, SAME, 9.2), ended(1, KEY, 9.1)], {}, "failed", (0,), "rank 0 on h0 ended with FileNotFound"),
+        ([ended(0, SAME, 9.2), ended(1, KEY, 9.1)], {}, "failed", (), "failed first is not known"),  # by two clocks
+        (on_one_host(ended(0, SAME, 9.2), ended(1, KEY, 9.1)), {}, "failed", (), "failed first is not known"),
+        (on_one_host(ended(0, SAME, 12.2), ended(1, KEY, 9.1)), {}, "failed", (0,), "rank 0 on a ended with FileNot"),
         ([ended(0, SAME, 9.2), ended(1, KEY, 9.1)], {"copied": True}, "failed", (), "failed first is not known"),
-        ([alive(0, ago=45.0), alive(1)], {}, "stuck", (0,), "has written no heartbeat for 42 s"),
+        # a call of a host that is not seen may hold Python's lock; and clocks may differ
+        ([alive(0, ago=45.0), alive(1)], {}, "fine", (), "counts as a fault after 300 s"),
+        ([alive(0, ago=310.0), alive(1)], {}, "stuck", (0,), "has written no heartbeat for 307 s"),
+        (unanswered(again=3), {}, "stuck", (0,), "has written no heartbeat for 42 s"),
+        (unanswered(again=0), {}, "fine", (), "counts as a fault after 300 s"),
+        # torchrun has ended rank 2, which left no final state either; rank 1 left first, and closed its connection
+        ([ended(0, LOST), ended(1), replace(alive(2, ago=71.0), pid=7)], {"processes": {2: "gone"},
+         "log": LogFacts(terminated={7})}, "failed", (1,), "rank 1 on h1 has ended by itself"),
+        ([ended(0, LOST), ended(1), replace(alive(2, ago=71.0), pid=7)], {"processes": {2: "gone"}}, "failed", (),
+         "had lost another"),
+        # rank 1 on a host that is not seen was killed: it closed the connection that rank 0 names
+        ([ended(0, LOST, 3.0), replace(alive(1, ago=9.0), ends=("10.0.0.9:28048",)), alive(2, ago=6.0)], {}, "failed",
+         (1,), "has closed its connections, and wrote no final state"),
+        ([ended(0, CUT, 3.0), replace(alive(1, ago=9.0), ends=("10.0.0.9:28048",)), alive(2)], {}, "failed", (),
+         "rank 0 ended, having lost another"),
+        # the clock of the host of rank 1 is 40 s behind: it still saved when the others gave up
+        ([ended(0, GAVE_UP, 1.0), alive(1, "save", ago=41.0, of=100.0)], {"ages": {0: 0.0, 1: 3.0},
+         "processes": {1: "gone"}}, "failed", (), "timeout of 120 s is shorter"),
         ([alive(0, ago=45.0), alive(1)], {"processes": {0: "runs"}}, "fine", (), "no fault found"),  # pickles
     ],
 )  # fmt: skip
@@ -166,7 +277,8 @@ def test_ends_and_silences_accuse_only_whom_others_wait_for(
 ) -> None:
     newest = max(one.written for one in states)
     ages = {one.rank: newest - one.written for one in states}
-    found = judge(RunFacts(states={one.rank: one for one in states}, ages=ages, world=len(states), now=START, **more))
+    more = {"ages": ages, **more}
+    found = judge(RunFacts(states={one.rank: one for one in states}, world=len(states), now=START, **more))
     assert (found.state, found.ranks) == (state, named), found.line
     assert words in found.line
 
@@ -195,6 +307,59 @@ def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
         state = RankState(rank=rank, world_size=3, host=f"h{rank}", written=time.time() + ahead, phase="compute")
         (tmp_path / RANKS_FOLDER / NAME.format(rank=rank)).write_text(dumps(state))
     assert judge(ranks.of_run(tmp_path)[0]).state == "fine"
+
+
+def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts that set the times of their files themselves: one is 50 s behind, or all are 200 s behind the reader."""
+    folder = tmp_path / RANKS_FOLDER
+    folder.mkdir()
+
+    def write(behind: dict[int, float]) -> None:
+        for rank, seconds in behind.items():
+            path, at = folder / NAME.format(rank=rank), time.time() - seconds
+            path.write_text(dumps(RankState(rank=rank, world_size=3, host=f"h{rank}", written=at, phase="compute")))
+            os.utime(path, (at, at))
+
+    for behind, mute in (
+        ({0: 0.0, 1: 50.0, 2: 0.0}, set()),
+        ({0: 0.0, 1: 50.0, 2: 0.0}, {1}),
+        (dict.fromkeys(range(3), 200.0), set()),
+        (dict.fromkeys(range(3), 200.0), {0, 1, 2}),
+    ):
+        write(behind)
+        rest = {rank: seconds for rank, seconds in behind.items() if rank not in mute}
+        monkeypatch.setattr(ranks.time, "sleep", lambda _seconds, rest=rest: write(rest))
+        facts, _ = ranks.of_run(tmp_path)
+        assert {rank for rank, age in facts.ages.items() if age > STALE_SECONDS} == (mute if rest else set()), behind
+        assert judge(facts).state == ("fine" if rest else "failed")
+
+
+def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
+    """Rank 0 starts; ranks 1 and 7 have not written yet, and rank 2 has."""
+    folder = tmp_path / RANKS_FOLDER
+    folder.mkdir()
+    for rank in (0, 1, 2, 7):
+        (folder / NAME.format(rank=rank)).write_text(dumps(RankState(rank=rank)))
+        if rank != 2:
+            os.utime(folder / NAME.format(rank=rank), (time.time() - 3600,) * 2)
+    rank_monitor.RankMonitor(tmp_path, 0, 3)._remove_old_files()
+    assert [path.name for path in folder.glob("state*")] == [NAME.format(rank=2)]
+
+
+def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
+    """The thread may be about to write when the process ends; its connections of this moment are in the last file."""
+    monitor = rank_monitor.RankMonitor(tmp_path, 0, 2)
+    monitor.folder.mkdir()
+    monitor.write()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        monitor.over.set()
+        monitor.write(ended=True)
+        monitor.write()
+        end = "{}:{}".format(*client.getsockname())
+    state = states.read_state(monitor.folder / NAME.format(rank=0))
+    assert state.ended and end in state.ends
 
 
 def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import why as table
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice import network_cost
 from agent.advice.request import Request
@@ -25,6 +25,8 @@ from contracts.run_record import Measured, RunRecord
 from planner.why import Cause, RunFacts, Verdict, judge
 from probes.api import Ok
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
+
+rows = rows_of(__file__)
 
 NOW = 1000.0
 
@@ -88,6 +90,13 @@ def waiting(missing: int = 2, for_seconds: float = 70.0, **state: object) -> Run
 def test_the_missing_rank_is_named_and_never_who_waits(phase: str | None, code: str) -> None:
     found = judge(waiting(phase=phase, since=NOW - 40))
     assert (said(found), found.waiting, found.nodes) == (("stuck", (2,), code), (0, 1, 3), ("b",))
+
+
+def test_the_state_counts_where_the_dump_of_a_rank_is_old() -> None:
+    """Rank 2 has called four more since its dump, and has not come to call 61; its file is newer than the wait."""
+    facts = waiting(phase="compute")
+    old = {2: trace(2, *facts.traces[2].calls[:56])}
+    assert judge(replace(facts, traces={**facts.traces, **old})).ranks == (2,)
 
 
 BUSY = {"phase": "compute", "cpu_share": 0.9}
@@ -332,7 +341,7 @@ def of_calls() -> Iterator[Row]:
     yield "a GPU that has not come to the call is behind", not_begun(), "stuck", (3,), BEHIND, ()
     yield "another call", odd(call(5, "broadcast", done=False)), "stuck", (1,), "call.other", ()
     yield "another size", odd(call(5, done=False, size=4)), "stuck", (1,), "call.size", ()
-    yield "an order is known by what came after what", in_order(1), "stuck", (1,), "call.order", ()
+    yield "another order", in_order(1), "stuck", (1,), "call.other", ("where the others call all_reduce",)
     yield "of two of four no majority is known", of(FIRST_OF_TWO), "stuck", (), "call.size", (
         "the calls of ranks 2, 3 are not known",)  # fmt: skip
     yield "two against two name no rank", of(TWO_AND_TWO), "stuck", (), "call.other", ("disagree",)
@@ -451,6 +460,9 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
         for n, mark in enumerate(rows[3].marks)))  # fmt: skip
     found = judge(RunFacts(states=rows, world=4, now=NOW))
     assert (found.causes[0].code, found.nodes) == ("link.node", ("h1",))
+    few = {r: replace(s, unsent=dict.fromkeys(s.unsent, 3 if r == 1 else 0)) for r, s in rows.items()}
+    early = judge(RunFacts(states=few, world=4, now=NOW))
+    assert said(early) == ("slow", (), NETWORK) and "cannot be distinguished yet" in told(early), "looks are too few"
     calls = {rank: [call(44, done=False, at=NOW - 60)] for rank in range(2)}
     unseen = judge(of(calls, world=2, states=on_hosts(2, calls=44)))
     assert said(unseen) == ("stuck", (), "link") and "bytes wait" not in told(unseen), "no look saw any"
@@ -491,7 +503,7 @@ ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10:
         (NOTHING, SILENT, SILENT, ("stuck", (1,), "rank.silent"), ""),
         (NOTHING, replace(SILENT, timeouts=1), None, ("stuck", (1,), "rank.silent"), ""),
         (judge(LATE), ONE_LISTED, None, ("stuck", (2,), BEHIND), ""),
-        (judge(LATE), ras.RasReport(total=1, most=256), None, ("stuck", (), TIMEOUT), "RAS sees no rank behind"),
+        (judge(LATE), ras.RasReport(total=1, most=256), None, ("stuck", (), TIMEOUT), "which rank has not come"),
         (judge(waiting(phase="data")), counts("AllReduce", {r: 9 - (r == 0) for r in range(4)}), None,
          ("stuck", (2,), "rank.data"), "lists outliers"),  # it does not overrule the calls
     ],
@@ -542,16 +554,7 @@ metadata: {{name: a, annotations: {{k8s.v1.cni.cncf.io/networks: '{}'}}}}
 """
 
 
-@each_row(
-    ("networks", "words"),
-    [
-        ("rdma-net", "net1 of the manifest's networks"),
-        ("ns/rdma-a, ns/rdma-b@roce0", "net1, roce0 of the manifest's networks"),
-        ('[{"name": "a", "interface": "rdma0"}, {"name": "b"}]', "rdma0, net2 of the manifest's networks"),
-        ("", ""),
-        ("[", ""),
-    ],
-)
+@each_row(("networks", "words"), rows("rdma_names"))
 def test_the_interface_of_rdma_is_named_by_who_knows_it(tmp_path: Path, networks: str, words: str) -> None:
     manifest = tmp_path / "job.yaml"
     manifest.write_text(NETWORKS.format(networks))
@@ -569,10 +572,10 @@ def test_a_cause_costs_its_share_of_all_steps() -> None:
     assert slow.causes[0].cost == pytest.approx(0.5, abs=0.05)
     record = RunRecord(measured=Measured(step_seconds=2.0))
     request = Request(price="36", nodes=2).changed(steps=3600)
-    found = gathered.costed(slow, record, request, RunFacts())
+    found = network_cost.with_price(slow, record, request, 0)
     assert "min of 2 h 0 min for 3600 steps, +68 of your prices" in found.causes[0].price
     assert found.forecast.startswith("without it: ")
-    assert gathered.costed(slow, RunRecord(), request, RunFacts()) == slow
+    assert network_cost.with_price(slow, RunRecord(), request, 0) == slow
 
 
 SOCKETS = """pod-0:1:2 [0] NCCL INFO NCCL version 2.21.5+cuda12.4
@@ -609,19 +612,7 @@ def test_manifests_and_scripts_are_judged_as_lint_env_does(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@each_row(
-    ("frames", "phase"),
-    [
-        ([("/job/train.py", "step")], "compute"),
-        ([("/x/torch/_dynamo/eval_frame.py", "compile_wrapper"), ("/job/train.py", "step")], "compute"),
-        ([("/x/torch/_dynamo/convert_frame.py", "_compile"), ("/x/torch/_dynamo/eval_frame.py", "compile_wrapper"),
-          ("/job/train.py", "step")], "compile"),
-        ([("/x/torch/distributed/distributed_c10d.py", "all_reduce"), ("/job/train.py", "evaluate")], "collective"),
-        ([("/job/train.py", "evaluate")], "evaluate"),
-        ([("/x/torch/utils/data/dataloader.py", "__next__"), ("/job/train.py", "main")], "data"),
-        ([("/x/torch/serialization.py", "save"), ("/job/train.py", "main")], "save"),
-    ],
-)  # fmt: skip
+@each_row(("frames", "phase"), rows("stacks"))
 def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str) -> None:
     from finetune.rank_monitor import phase_of  # and with it torch
 

@@ -59,7 +59,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
         words = cpu.attributes
         family, model, numa = (_decimal(words.get(name)) for name in ("familyid", "modelid", "numaid"))
         found.cpus.append(Cpu(arch=words.get("arch"), vendor=words.get("vendor"), family=family, model=model))
-        found.numa_nodes.append(position if numa is None else numa)  # without numaid its position stands in
+        found.numa_nodes.append(position if numa is None else numa)  # without numaid its position is used
         walk(cpu, position, None, found)
     tree = PciTree(found.pci.values(), own_links=True)
     gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in numbered(found.gpus))

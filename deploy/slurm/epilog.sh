@@ -1,0 +1,20 @@
+#!/bin/bash
+# Epilog of slurmd: notes in the system log what a job has left on this node. It only reads, and never drains the node.
+# shellcheck source=settings
+. "$(dirname "$0")/settings"
+note() { log epilog "job $SLURM_JOB_ID left $1"; }
+for environment in /proc/[0-9]*/environ; do
+  process=${environment#/proc/}
+  process=${process%/environ}
+  # the steps' own daemons and this script have the job's id, too
+  [ "$process" = "$$" ] || [ "$process" = "$PPID" ] && continue
+  if tr '\0' '\n' 2>/dev/null < "$environment" | grep -qx "SLURM_JOB_ID=$SLURM_JOB_ID"; then
+    name=$(cat "/proc/$process/comm" 2>/dev/null) || continue
+    case $name in slurmstepd | slurmd | tr | grep | epilog.sh) continue ;; esac
+    note "process $process ($name) of user $(stat -c %U "/proc/$process" 2>/dev/null)"
+  fi
+done
+# shared memory of NCCL and PyTorch; a file of another job of the same user that still runs may be among them
+find /dev/shm -maxdepth 1 -type f -user "$SLURM_JOB_UID" \( -name 'nccl-*' -o -name 'torch_*' \) -printf '%p (%s bytes)\n' 2>/dev/null |
+  while read -r file; do note "shared memory $file"; done
+exit 0

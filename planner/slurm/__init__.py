@@ -1,0 +1,1 @@
+"""Slurm: batch scripts, host lists in them, and topology.conf."""

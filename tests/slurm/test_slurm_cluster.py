@@ -1,0 +1,172 @@
+"""Topoflight on a real slurmctld and two real slurmd: health check, prolog, epilog, launch, requeue, why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rigs.slurm import Slurm, slurm_cluster
+from rigs.waiting import eventually
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = ROOT / "deploy" / "slurm"
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Two nodes, with the scripts of deploy/slurm as prolog, epilog and health check."""
+    folder = tmp_path_factory.mktemp("slurm")
+    shutil.copytree(SCRIPTS, folder / "scripts")
+    expect(folder, "")
+    more = f"Prolog={folder}/scripts/prolog.sh\nEpilog={folder}/scripts/epilog.sh\n"
+    more += f"HealthCheckProgram={folder}/scripts/health-check.sh\nHealthCheckInterval=0\nHealthCheckNodeState=ANY\n"
+    with slurm_cluster(folder, more=more) as made:
+        yield made
+
+
+def expect(folder: Path, options: str) -> None:
+    """Settings of the scripts: the installation under test, these options of preflight, and a file as the log."""
+    settings = (SCRIPTS / "settings").read_text()
+    settings += f"topoflight={Path(sys.executable).parent}/topoflight\noptions=({options})\nseconds=60\n"
+    settings += f"export SLURM_CONF={folder}/slurm.conf\n"
+    settings += f'log() {{ echo "$1: $2" >> {folder}/log; }}\n'
+    (folder / "scripts" / "settings").write_text(settings)
+
+
+def topoflight(cluster: Slurm, *words: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
+    """One command of this project on a login node of the cluster."""
+    command = [sys.executable, "-m", "agent.cli", *words]
+    done = subprocess.run(
+        command, env=cluster.environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert fails or done.returncode == 0, done.stderr
+    return done
+
+
+def submitted(cluster: Slurm, *words: str) -> str:
+    """The id of a job that `launch` has submitted."""
+    done = topoflight(cluster, "launch", "--api", "slurm", "--nodes", "2", "--no-preflight", *words)
+    assert done.stdout.startswith("job ") and " submitted: " in done.stdout
+    return done.stdout.split()[1]
+
+
+def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluster: Slurm) -> None:
+    """The finding is the reason; a pass resumes the node, but not one that an administrator has drained."""
+    words = [str(cluster.folder / "scripts" / "health-check.sh")]
+
+    def run() -> str:
+        subprocess.run(words, env={**cluster.environment, "SLURMD_NODENAME": "node02"}, check=True, timeout=120)
+        return cluster.node("node02")
+
+    expect(cluster.folder, "--expect gpus=8")
+    every(cluster, 5)  # by slurmd itself
+    eventually(
+        lambda: cluster.node("node02").startswith("drained|topoflight: node02: expect."), "slurmd has it drained"
+    )
+    expect(cluster.folder, "")
+    eventually(lambda: [cluster.node(name) for name in ("node01", "node02")] == ["idle|none"] * 2, "and resumed")
+    every(cluster, 0)
+    cluster.run("scontrol", "update", "NodeName=node02", "State=DRAIN", "Reason=new board")
+    assert run() == "drained|new board"
+    expect(cluster.folder, "--expect gpus=8")
+    assert run() == "drained|new board"
+    cluster.run("scontrol", "update", "NodeName=node02", "State=RESUME")
+    drained = run()
+    assert drained.startswith("drained|topoflight: node02: expect.") and "8" in drained and run() == drained
+    expect(cluster.folder, "--require gpu.*")  # what is unknown changes no node
+    assert run() == drained and "node not checked (exit code 5)" in (cluster.folder / "log").read_text()
+    expect(cluster.folder, "")
+    assert run() == "idle|none"
+
+
+def every(cluster: Slurm, seconds: int) -> None:
+    """Have slurmd run the health check so often; 0: never."""
+    config = cluster.folder / "slurm.conf"
+    config.write_text(re.sub(r"HealthCheckInterval=\d+", f"HealthCheckInterval={seconds}", config.read_text()))
+    cluster.run("scontrol", "reconfigure")
+
+
+def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(cluster: Slurm) -> None:
+    """No job starts on a node whose check fails; what a job leaves in /dev/shm stands in the log."""
+    expect(cluster.folder, "--expect gpus=8")
+    number = cluster.run("sbatch", "--parsable", "-o", "/dev/null", "-w", "node01", "--wrap", "true").strip()
+    eventually(lambda: cluster.node("node01") == "drained|Prolog error", "the prolog drains")
+    assert cluster.job(number)["JobState"] == "PENDING"
+    log = (cluster.folder / "log").read_text()
+    assert f"prolog: job {number} is not started: node01: expect." in log
+    expect(cluster.folder, "")
+    health = {**cluster.environment, "SLURMD_NODENAME": "node01"}
+    subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=health, check=True, timeout=120)
+    assert cluster.node("node01") == "drained|Prolog error"  # not its own: it saw no failure since
+    cluster.run("scancel", number)
+    cluster.run("scontrol", "update", "NodeName=node01", "State=RESUME")
+    left = Path(f"/dev/shm/nccl-{os.getpid()}")
+    cluster.run("sbatch", "-W", "-o", "/dev/null", "-w", "node01", "--wrap", f"echo left > {left}")
+    try:
+        eventually(lambda: f"left shared memory {left}" in (cluster.folder / "log").read_text(), "the epilog notes it")
+    finally:
+        left.unlink(missing_ok=True)
+
+
+def test_a_job_is_saved_queued_again_and_trained_to_its_end(cluster: Slurm, tmp_path: Path) -> None:
+    """What Slurm sends before the time limit makes the ranks save; the job resumes, and its record says so."""
+    output = tmp_path / "run"
+    number = submitted(cluster, "--output", str(output), "--set", "max_steps=12", "--set", "dataset_rows=64")
+    metrics = output / "metrics.jsonl"
+    eventually(lambda: metrics.exists() and metrics.stat().st_size, "the first step", 300)
+    cluster.run("scancel", "--signal=TERM", "--batch", number)
+    eventually(lambda: cluster.job(number).get("Restarts") == "1", "it is queued again", 300)
+    eventually(lambda: cluster.job(number)["JobState"] == "PENDING", "it waits")
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)  # Slurm lets it wait for minutes
+    saved = json.loads((output / "run.json").read_text())
+    assert (saved["status"], saved["exit_code"]) == ("interrupted", 75)
+    eventually(lambda: cluster.job(number)["JobState"] == "COMPLETED", "it ends", 400)
+    record = json.loads((output / "run.json").read_text())
+    assert (record["status"], record["restarts"], record["steps_done"]) == ("complete", 1, 12)
+    assert "is queued again and resumes (restart 1 of 3)" in (output / f"slurm-{number}.0.log").read_text()
+    found = json.loads(topoflight(cluster, "why", "--job", number, "-o", "json").stdout)
+    assert found["state"] == "fine" and any("record: complete" in line for line in found["sources"]), found
+    unknown = topoflight(cluster, "why", "--job", "99999", fails=True)
+    assert unknown.returncode == 1 and "job 99999: no file of it was found" in unknown.stderr, unknown.stderr
+
+
+def test_a_cancelled_job_leaves_nothing(cluster: Slurm, tmp_path: Path) -> None:
+    """It saves, and is not queued again."""
+    output = tmp_path / "run"
+    number = submitted(cluster, "--output", str(output))
+    eventually(lambda: (output / "ranks").is_dir(), "the ranks start", 300)
+    cluster.run("scancel", number)
+    eventually(lambda: not cluster.run("squeue", "-h"), "it is gone")
+    assert cluster.job(number)["JobState"] == "CANCELLED"
+    eventually(lambda: not processes_of(number), "no process is left")
+
+
+def processes_of(number: str) -> list[str]:
+    """The processes that a job has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"SLURM_JOB_ID={number}".encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_a_controller_that_does_not_answer_is_an_error(cluster: Slurm, tmp_path: Path) -> None:
+    """It is named within half a minute, and nothing was submitted."""
+    config = tmp_path / "slurm.conf"
+    text = (cluster.folder / "slurm.conf").read_text()
+    config.write_text(text.replace("SlurmctldPort=", "SlurmctldPort=1 #"))
+    silent = Slurm(folder=tmp_path, environment={**cluster.environment, "SLURM_CONF": str(config)})
+    done = topoflight(silent, "launch", "--api", "slurm", "--nodes", "2", "--output", str(tmp_path / "run"), fails=True)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("Error: sbatch: "), done.stderr
