@@ -69,7 +69,7 @@ class Fleet:
         before, lived, moved = self._beats.get(name, ([None, None, ""], now, now))
         lived, moved = (lived if beat[0] == before[0] else now), (moved if beat[1:] == before[1:] else now)
         self._beats[name] = (beat, lived, moved)
-        return now - lived, now - moved, beat[2]
+        return now - lived, now - moved, str(beat[2])
 
     def run(self, number: int, tests: Sequence[Test], run: str) -> list[Outcome]:
         """Have the tests of a round run, and wait until each has ended or cannot end."""

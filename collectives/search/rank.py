@@ -76,7 +76,7 @@ class Ring:
 
         self._place, self._me, self._size, self._device = place, me, size, device
         self._moved = 0
-        self._error: BaseException | None = None
+        self._errors: list[RuntimeError] = []
         count = max(1, place.bytes // CHUNKS)
         self._out = torch.zeros(count, dtype=torch.uint8, device=device)
         self._in = torch.zeros(count, dtype=torch.uint8, device=device)
@@ -100,7 +100,7 @@ class Ring:
         """
         source, target = (self._me - stride) % self._size, (self._me + stride) % self._size
         arrived: list[float] = []
-        self._error = None
+        self._errors.clear()
         if self._place.backend == "gloo":
             jobs: list[Callable[[], None]] = [lambda: self._receive(source, arrived), lambda: self._send(target)]
         else:
@@ -109,22 +109,23 @@ class Ring:
         for thread in threads:
             thread.start()
         seen, since = self._moved, time.monotonic()
-        while any(thread.is_alive() for thread in threads) and self._error is None:
+        while any(thread.is_alive() for thread in threads) and not self._errors:
             next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.05)
             if self._moved != seen:
                 seen, since = self._moved, time.monotonic()
             elif time.monotonic() - since > self._place.silence_seconds:
                 raise StuckError(*((source, self._me) if threads[0].is_alive() else (self._me, target)))
-        if self._error is not None:
-            late = "imed out" in str(self._error) or "imeout" in str(self._error)
-            raise StuckError(source, self._me) if late and len(arrived) < CHUNKS else RuntimeError(str(self._error))
+        if self._errors:
+            text = str(self._errors[0])
+            late = "imed out" in text or "imeout" in text
+            raise StuckError(source, self._me) if late and len(arrived) < CHUNKS else RuntimeError(text)
         return (arrived[-1] - arrived[0]) * CHUNKS / (CHUNKS - 1)
 
     def _guarded(self, job: Callable[[], None]) -> None:
         try:
             job()
         except RuntimeError as error:
-            self._error = error
+            self._errors.append(error)
 
     def _receive(self, source: int, arrived: list[float]) -> None:
         works = [self._group.recv([self._in], source, chunk) for chunk in range(CHUNKS)]
