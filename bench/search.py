@@ -2,9 +2,9 @@
 
 The planner is the product's own (collectives.search.plan); only transfers are drawn. A transfer takes the time of
 its slower end, times a node's own deviation (sigma 0.4 %), times noise. Noise is log-normal (sigma 0.5, 1.5 or 5 %);
-0.5 % of transfers take up to twice as long, and in 0.2 % of its rounds a whole node is slower by 30 %. Six processes in
-shaped namespaces of one busy host showed 9 % (tests/collectives/test_search_hosts.py); dedicated networks show less.
-The rare events are assumptions: what they stand for (a job that ends late, a re-routed flow) has no published rate.
+0.5 % of transfers take up to twice as long, and in 0.2 % of its rounds a whole node is slower by 30 %. The two
+rare events are assumptions: what they stand for (a job that ends late, a re-routed flow) has no published rate, and no
+GPU network was at hand to measure one.
 """
 
 from __future__ import annotations

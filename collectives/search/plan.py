@@ -223,7 +223,9 @@ class Search:
         """Whether all that is suspected of these nodes and their links is so slow that one transfer shows it."""
         inside = set(nodes)
         found = [self._state(node, ("near", "far"))[1] for node in inside]
-        found += [self._links[link] for link in self._links if inside.issuperset(link)]
+        found += [
+            self._links[link] for link in self._links if inside.issuperset(link) and all(map(self._is_clean, link))
+        ]
         return all(m.excess > PLAIN for measures in found for m in measures if m.is_slow(SIGMAS, LEAST[m.kind]))
 
     def _again(self, busy: set[int]) -> list[Test]:
