@@ -143,10 +143,16 @@ def _ways(row: Row, layout: Layout) -> list[float]:
     if row.stack.known:
         found = [_needed(row, each) for each in layouts]
         return found + [needed - _saved_by_few_bits(row, layout) for needed in found]
-    whole = 2.0 * weights(row.model).total / (layout.tp * layout.pp)
-    loading = whole + memory_parts(row.model, row.train, layout, row.stack.engine).weights
     fused = [_needed(row, replace(each, fused_cross_entropy=True)) for each in layouts]
-    return fused + [max(loading, _needed(row, replace(each, fused_cross_entropy=False))) for each in layouts]
+    return fused + [
+        max(_loading(row, layout), _needed(row, replace(each, fused_cross_entropy=False))) for each in layouts
+    ]
+
+
+def _loading(row: Row, layout: Layout) -> float:
+    """Bytes where each rank holds the whole model while it takes its part: torch's FSDP without meta tensors."""
+    whole = 2.0 * weights(row.model).total / (layout.tp * layout.pp)
+    return whole + memory_parts(row.model, row.train, layout, row.stack.engine).weights
 
 
 def _saved_by_few_bits(row: Row, layout: Layout) -> float:
@@ -225,6 +231,9 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     seconds, extra = seconds_of(row, layout, constants)
     printed = memory_parts(row.model, row.train, layout, engine, first_stage=row.first_stage)
     memory = printed.tensors if row.memory_kind == "tensors" else printed.total
+    if row.train.method == "lora" and not row.stack.known and layout.dp_shard > 1 and layout.sharding == "zero3":
+        whole = _loading(row, layout)
+        memory = max(memory, whole if whole <= row.gpu.memory_bytes else 0.0)
     if row.memory_kind == "reserved":
         memory -= printed.context
     job = _job(row, row.precision, constants)
@@ -286,7 +295,7 @@ class Fit:
             for name in FITTED:
                 for factor in (1.0 + step, 1.0 / (1.0 + step)):
                     value = getattr(best, name) * factor
-                    if name in ("tp_hidden", "overlap_loss") and value > 0.95:
+                    if name in ("tp_hidden", "overlap_loss", "overlap_loss_network") and value > 0.95:
                         continue
                     trial = replace(best, **{name: value})
                     new = {i: self._error(i, trial) for i in touched[name]}

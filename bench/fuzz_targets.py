@@ -57,6 +57,7 @@ from planner.forecast.calibration import CalibrationError, dump_calibration, loa
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
 from planner.lint.sources import KINDS, EnvironmentTextError, read_text
+from planner.slurm.wrap import ScriptError, wrap_script
 from probes.host.recording import RecordedHost, load
 from probes.interfaces.read import annotation, parse_network_status
 from probes.pci.read import parse_config
@@ -67,6 +68,7 @@ from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_matrix
 from topology.formats.xml import parse as parse_xml
 from topology.render import json_document, render_matrix
+from topology.slurm_conf import Placement, SlurmConfError, compare_gres, compare_topology
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINES = ROOT / "tests" / "machines"
@@ -309,6 +311,26 @@ def topo_text(data: bytes) -> object:
 def topo_xml(data: bytes) -> object:
     """NCCL's topology XML."""
     return json.dumps(json_document(parse_xml(_text(data))), allow_nan=False)
+
+
+@reads(
+    b"SwitchName=s1 Nodes=n[01-04,7] # x\nBlockName=b Nodes=n[5-6]", b"NodeName=n[1-2] Name=gpu File=/dev/nvidia[0-7]",
+    errors=(SlurmConfError,),
+)  # fmt: skip
+def slurm_conf(data: bytes) -> object:
+    """topology.conf and gres.conf, compared with two nodes."""
+    nodes = tuple(Placement(node=f"n{n}", leaves=frozenset({f"s{n}"}), gpus=8) for n in (1, 2))
+    return [compare_topology(_text(data), nodes), compare_gres(_text(data), nodes)]
+
+
+@reads(b"#!/bin/bash\n#SBATCH -N 2\nexport A=1\nif x; then\n  srun torchrun t.py\nfi\n", errors=(ScriptError,))
+def batch_script(data: bytes) -> object:
+    """A user's own script for Slurm, wrapped: no line of it is lost."""
+    text = _text(data)
+    made, notes = wrap_script(text, (), python="python", has_log=True)
+    left = iter(made.split("\n"))
+    assert all(line in left for line in text.split("\n")), "a line is lost"  # noqa: S101 - a finding of the fuzzer
+    return notes
 
 
 @reads(seed("config.json"), errors=(ModelError,), stepped=True)

@@ -208,7 +208,7 @@ def read_precisions(raw: Raw, gpu: Gpu, stack: Stack) -> tuple[tuple[Precision, 
 def read_sharding(raw: Raw, stack: Stack, dp: int, per_node: int, *, full: bool) -> tuple[Sharding, int]:
     """What is sharded, and over how many ranks."""
     if dp == 1:
-        return (stack.default_sharding if stack.default_sharding in ("zero1", "zero3") else "ddp"), 1
+        return (stack.default_sharding if full and stack.default_sharding in ("zero1", "zero3") else "ddp"), 1
     shard_group = number(raw, "shard_group")
     group = int(shard_group) if shard_group and dp % int(shard_group) == 0 else dp
     for text in (words(raw, "sharding"), words(raw, "framework", "note", "system")):
@@ -303,6 +303,9 @@ def read_memory(raw: Raw, gpu: Gpu, world: int) -> tuple[float | None, str]:
 _RATE = re.compile(
     r"(?:(\d{1,2})\s?x\s?)?((?:[a-z][\w-]*\s+){0,3}?)(\d{2,4})\s?(g(?:b|bit)(?:/s(?:ec)?|ps|it/s|e)?|gbe|g)\b"
 )
+# NCCL's verbs over Omni-Path: a ring of 32 A100 on four nodes ran at 40.5 Gb/s through one port of 100 Gb/s
+# (bigscience-workshop/bigscience, experiments/bandwidth/all_reduce_bench-a100-n4.txt, NCCL 2.10.3).
+OMNI_PATH_SHARE = 0.405
 _INFINIBAND = {"hdr": 200, "ndr": 400, "xdr": 800, "edr": 100, "fdr": 56}
 
 
@@ -339,7 +342,8 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
     # Built for training: one 200 Gb/s (Ampere) or 400 Gb/s (Hopper and later) port per GPU.
     port = 50.0 if (gpu.compute_capability or (0, 0)) >= (9, 0) else 25.0
     gbytes = rate / 8.0 if rate else port * per_node
-    speed = Speed(bytes_per_second=gbytes * GIGA * NETWORK_SHARE, how="derived" if rate else "assumed",
+    share = OMNI_PATH_SHARE if "omni" in text else NETWORK_SHARE
+    speed = Speed(bytes_per_second=gbytes * GIGA * share, how="derived" if rate else "assumed",
                   link=raw.get("inter_link") or "network")  # fmt: skip
     return speed, rate is not None
 

@@ -64,12 +64,47 @@ def _stack(row: dict[str, Any]) -> Stack:
 
 
 STACKS = tuple(map(_stack, read_table(__file__, "stacks.toml")["stack"]))
-# Of one GPU, or said to be so, plain PyTorch: weights, gradients and states in the type that is computed with.
-_UNKNOWN_PLAIN = Stack(engine=Engine(name="unknown"), pattern="", known=False)
-_UNKNOWN = Stack(engine=Fsdp(name="unknown"), pattern="", known=False)
-# What no FSDP stack does: model-parallel ranks, experts spread out. It is Megatron's way under whatever name.
-_UNKNOWN_PARALLEL = Stack(engine=replace(ENGINES["megatron"], name="unknown, model-parallel"), pattern="",
-                          default_sharding="zero1", known=False)  # fmt: skip
+
+
+def _at_step(engine: Engine, share: Share) -> float:
+    """Bytes beside the weights while torch's own AdamW steps: foreach, its default, takes roots of all second moments.
+
+    By then no activations are left.
+    """
+    train = share.train
+    if share.adapters or train.optimizer != "adamw" or train.optimizer_in_backward or share.layout.offload != "none":
+        return 0.0
+    stored = engine.state_bytes(share)
+    root = 2.0 if stored.weights == stored.gradients == 2.0 and not stored.copy else 4.0
+    gradients = share.part(share.trained, share.routed_trained, sharded=engine.shards_gradients(share))
+    states = share.part(share.trained, share.routed_trained, sharded=share.zero > 0)
+    return stored.gradients * gradients + (stored.optimizer + root) * states
+
+
+class Plain(Engine):
+    """What nobody knows is taken to be PyTorch's: its optimizer, its kernels."""
+
+    load = _at_step
+
+
+class PlainFsdp(Fsdp):
+    """The same with fully_shard."""
+
+    load = _at_step
+
+
+# Of one GPU, or said to be so: weights, gradients and states in the type that is computed with.
+_UNKNOWN_PLAIN = Stack(engine=Plain(name="unknown"), pattern="", known=False)
+_UNKNOWN = Stack(engine=PlainFsdp(name="unknown"), pattern="", known=False)
+# What no FSDP stack does: model-parallel ranks, experts spread out. It shards as Megatron does, under whatever name,
+# with gradients that add up in fp32. Products in eight bits are Transformer Engine's, and so are the other kernels.
+_MEGATRON = ENGINES["megatron"]
+_UNKNOWN_PARALLEL = Stack(
+    engine=Plain(name="unknown, model-parallel", can=_MEGATRON.can, eight_bits=_MEGATRON.eight_bits, logits_bytes=8.0,
+                 states=StateBytes(2.0, 4.0, 12.0, copy=4.0), gradient_buffer=True),
+    pattern="", default_sharding="zero1", known=False,
+)  # fmt: skip
+_UNKNOWN_FUSED = replace(_UNKNOWN_PARALLEL, engine=replace(_MEGATRON, name="unknown, model-parallel"))
 _PURE = r"\b(bf16|bfloat16|16)[- ]true|pure[- _]?(bf16|bfloat16)|(bf16|bfloat16) (param|weight)s?"
 _MIXED = r"\bamp\b|amp_|autocast|mixed|fp32 (param|weight|master)"
 
@@ -84,7 +119,7 @@ def unknown_stack(raw: Mapping[str, str]) -> Stack:
     parallel = any(_degree(raw, name) > 1 for name in ("tp", "pp", "cp", "ep", "vpp"))
     sharded = re.search(r"fsdp|zero[-_ ]?3|full_shard", (raw.get("sharding") or "").lower())
     if parallel and not sharded:
-        return _UNKNOWN_PARALLEL
+        return _UNKNOWN_FUSED if "fp8" in (raw.get("precision") or "").lower() else _UNKNOWN_PARALLEL
     text = f"{raw.get('precision') or ''} ; {raw.get('note') or ''}".lower()
     plain = re.search(_PURE, text) or (_degree(raw, "world") == 1 and (raw.get("world") or "") == "1")
     return _UNKNOWN_PLAIN if plain and not re.search(_MIXED, text) else _UNKNOWN

@@ -80,9 +80,5 @@ def learn(samples: Sequence[Sample], **others: Any) -> Widths:
 
 def write(widths: Widths, file: Path) -> None:
     """The file that the planner reads."""
-    data = {
-        "written_by": "python bench/forecast.py --write",
-        **asdict(widths),
-        "engines": sorted(widths.engines),
-    }
+    data = asdict(widths) | {"engines": sorted(widths.engines)}
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -227,11 +227,10 @@ class _Search:
             links = self.job.links
             in_node = max(1, max(links.ranks_per_node, links.island_size) // (tp * cp))
             for sharding, shard, replicate_degree, reshard in self._shardings(dp, in_node):
-                split = Layout(
+                yield Layout(
                     world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
                     sharding=sharding, reshard_after_forward=reshard,
                 )  # fmt: skip
-                yield split
 
     def _shardings(self, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
         """Those of a search, and the groups that are named where it would not try them."""
@@ -280,12 +279,8 @@ class _Search:
         """
         fits, last = False, math.inf
         for virtual in _virtuals(self.job, split.pp, split.gradient_accumulation):
-            stage_layers = self.named.get("stage_layers")
-            uneven = (
-                stage_layers
-                if isinstance(stage_layers, tuple)
-                else uneven_stages(self.job.model.layers, split.pp * virtual)
-            )
+            named = self.named.get("stage_layers")
+            uneven = named if isinstance(named, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
                 continue
             base = split

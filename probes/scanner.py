@@ -1,169 +1,23 @@
-"""Scans the live machine and recordings through a child process (probes.worker), which alone imports the readers.
+"""Scans the live machine through a child process (probes.child).
 
-A driver call that hangs or crashes costs one probe. The child stays alive between scans, so that the driver stays open.
-A child that does not answer in time is killed with its process group, and is waited for only briefly: a process that is
-stuck in the kernel cannot be killed, and must not block the agent.
+The child stays alive between scans, so that the driver stays open.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import os
-import re
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from probes.api import Failed, Outcome, Snapshot, Source, host_name
-from probes.wire import Json, OutcomeError, RecordingError, archive, from_json, outcome_from_json
+from probes.child import EndedError, HangError, Probes, Worker, WorkerError
+from probes.wire import Json, OutcomeError, archive, outcome_from_json
 
-Probes = Sequence[Source[Any]]
-
-START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
-ANSWER_LIMIT_BYTES = 64 << 20
-_REAP_SECONDS = 1.0
-_CALL_BYTES = 4096  # longer than the name of any driver call
-REPLAY_SECONDS = 300.0  # for one recording; the largest takes seconds
-_END_SECONDS = 0.05  # a wait for the child looks this often whether the scan was ended
-_OWN_FILE = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(\d+)")  # another file in the child
 RETRY_SECONDS = 600.0
 """How long a probe rests whose driver call hung or crashed: each attempt costs the probe's whole time limit."""
-
-
-class WorkerError(Exception):
-    """The child did not answer; the words say what it did instead."""
-
-
-class HangError(WorkerError):
-    """The child gave no answer in time."""
-
-
-class EndedError(WorkerError):
-    """The scan was ended before the child answered."""
-
-
-class _Worker:
-    """One child and the pipe to it; one without a root replays recordings.
-
-    A wait for the child raises EndedError soon after `is_ended` returns true.
-    """
-
-    def __init__(self, root: str, is_ended: Callable[[], bool]) -> None:
-        self.is_ended = is_ended
-        package_parent = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(p for p in (package_parent, os.environ.get("PYTHONPATH")) if p)
-        self._ended = threading.Event()
-        try:
-            self._call_file = os.memfd_create("topoflight-driver-call")
-        except OSError as error:  # no file left
-            raise WorkerError(f"{type(error).__name__}: {error}") from None
-
-        def start() -> None:
-            """Start the child in a thread that lives as long: the kernel kills the child when this thread ends."""
-            try:
-                started.set_result(subprocess.Popen(
-                    [sys.executable, "-P", "-m", "probes.worker", root, str(self._call_file), str(os.getpid())],
-                    pass_fds=(self._call_file,), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-                    start_new_session=True, env=os.environ | {"PYTHONPATH": path},
-                ))  # fmt: skip
-            except OSError as error:
-                started.set_exception(error)
-            else:
-                self._ended.wait()
-
-        started: Future[subprocess.Popen[bytes]] = Future()
-        try:
-            threading.Thread(target=start, name="probe child", daemon=True).start()
-            self.process = started.result()
-        except (OSError, RuntimeError) as error:  # no process, no thread, no memory, no file left
-            os.close(self._call_file)
-            raise WorkerError(f"{type(error).__name__}: {error}") from None
-        self._requests = 0
-        self._buffer = bytearray()
-        try:
-            if self._receive(time.monotonic() + START_SECONDS) != {"ready": True}:
-                raise WorkerError("the probe process did not say that it is ready")
-        except WorkerError:
-            self.kill()
-            raise
-
-    def request(self, **request: Json) -> None:
-        """Send a request; `answer` gives its answers. Raises WorkerError."""
-        self._requests += 1
-        assert self.process.stdin is not None  # noqa: S101 - opened above
-        try:
-            self.process.stdin.write(json.dumps({"id": self._requests, **request}).encode() + b"\n")
-        except BrokenPipeError:
-            raise WorkerError(self._death()) from None
-
-    def answer(self, seconds: float) -> dict[str, Json]:
-        """The next answer to the last request. Raises WorkerError."""
-        answer = self._receive(time.monotonic() + seconds)
-        if not isinstance(answer, dict) or answer.get("id") != self._requests:
-            raise WorkerError("the probe process answered something else than it was asked")
-        return answer
-
-    def _receive(self, deadline: float) -> Json:
-        assert self.process.stdout is not None  # noqa: S101 - opened above
-        descriptor, started = self.process.stdout.fileno(), time.monotonic()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN | select.POLLHUP)
-        while (end := self._buffer.find(b"\n")) < 0:
-            if self.is_ended():
-                raise EndedError("the scan was ended")
-            left = deadline - time.monotonic()
-            if not poll.poll(max(0.0, min(left, _END_SECONDS)) * 1000):
-                if left > _END_SECONDS:
-                    continue
-                raise HangError(f"no answer after {time.monotonic() - started:.1f} s")
-            chunk = os.read(descriptor, 1 << 20)
-            if not chunk:
-                raise WorkerError(self._death())
-            self._buffer += chunk
-            if len(self._buffer) > ANSWER_LIMIT_BYTES:
-                raise WorkerError(f"the probe process answered more than {ANSWER_LIMIT_BYTES >> 20} MiB")
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError):
-            raise WorkerError("the probe process answered something that is not JSON") from None
-
-    def _death(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_REAP_SECONDS)
-        code = self.process.returncode
-        if code is None:
-            return "the probe process closed its pipe"
-        if code < 0:
-            return f"the probe process crashed: {signal.Signals(-code).name}"
-        return f"the probe process ended with exit code {code}"
-
-    def driver_call(self) -> str:
-        """The NVML call that has not returned: "nvmlDeviceGetName of GPU3"; empty where there is none."""
-        return os.pread(self._call_file, _CALL_BYTES, 0).rstrip(b"\0").decode(errors="replace")
-
-    def kill(self) -> bool:
-        """Kill the child's process group; False where it is stuck in the kernel and lingers."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        os.close(self._call_file)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_REAP_SECONDS)
-        self._ended.set()
-        return self.process.returncode is not None
 
 
 class Scanner:
@@ -184,10 +38,10 @@ class Scanner:
         self._root = str(Path(root).resolve())
         self._probes = tuple(probes)
         self._timeout_seconds = timeout_seconds
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._retry_seconds = retry_seconds
         self._resting: dict[str, tuple[str, float]] = {}  # probe -> its error, and until when (time.monotonic)
-        self._lingering: list[tuple[str, _Worker]] = []  # the probe that was asked, and who hangs in the kernel with it
+        self._lingering: list[tuple[str, Worker]] = []  # the probe that was asked, and who hangs in the kernel with it
         self._stop = stop or threading.Event()
         self._closing = False
         self._start_error: str | None = None  # of the scan under way: do not wait for the same failure six times
@@ -242,7 +96,7 @@ class Scanner:
         error, until = self._resting.get(probe.name, ("", 0.0))
         if time.monotonic() < until:
             return Failed(error=error)
-        worker: _Worker | None = None
+        worker: Worker | None = None
         try:
             worker = self._started()
             seconds, begin = self._timeout_seconds or probe.timeout_seconds, probe is self._probes[0]
@@ -266,14 +120,14 @@ class Scanner:
         self._resting[probe] = words, time.monotonic() + self._retry_seconds
         return words
 
-    def _started(self) -> _Worker:
+    def _started(self) -> Worker:
         if self._start_error is not None:
             raise WorkerError(self._start_error)
         if self._is_ended():
             raise EndedError("the scan was ended")
         if self._worker is None:
             try:
-                self._worker = _Worker(self._root, self._is_ended)
+                self._worker = Worker(self._root, self._is_ended)
             except WorkerError as error:
                 self._start_error = f"the probe process does not start: {error}"
                 raise WorkerError(self._start_error) from None
@@ -297,42 +151,3 @@ def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
             into[key].update(answer)
         else:
             into[key] = answer
-
-
-_replaying = threading.Lock()
-_replayers: dict[int, _Worker] = {}  # the child for recordings, by the pid of its parent
-
-
-def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
-    """Scan each recording of a file in a child process, which later calls use again, until `stop` is set.
-
-    Raises RecordingError that names the file and what is wrong with it.
-    """
-    found: list[Snapshot] = []
-    folder = "/" if path.is_absolute() else str(Path.cwd())  # for messages with the given path
-    own = _OWN_FILE.fullmatch(str(path))
-    name = f"/proc/{os.getpid()}/fd/{own[1] or 0}" if own else str(path)
-    request = {"recording": name, "folder": folder, "probes": [probe.name for probe in probes]}
-    is_ended = (stop or threading.Event()).is_set
-    with _replaying:
-        worker = _replayers.pop(os.getpid(), None)
-        try:
-            if worker is not None and worker.process.poll() is not None:
-                worker.kill()
-                worker = None
-            worker = worker or _Worker("", is_ended)
-            worker.is_ended = is_ended
-            worker.request(**request)
-            while "outcomes" in (answer := worker.answer(REPLAY_SECONDS)):
-                found.append(from_json(answer, probes))
-            _replayers[os.getpid()] = worker
-        except EndedError:
-            return tuple(found)
-        except WorkerError as error:
-            raise RecordingError(f"{path}: {error}") from None
-        finally:
-            if worker is not None and os.getpid() not in _replayers:
-                worker.kill()
-    if "error" in answer:
-        raise RecordingError(answer["error"].replace(name, str(path)))
-    return tuple(found)

@@ -21,7 +21,7 @@ from planner.forecast import machines
 from planner.kubernetes.manifests import attached
 from planner.kubernetes.yaml_edit import documents
 from planner.recommend import forecast_named, plan
-from planner.why import Unknown, Verdict
+from planner.why import Cause, Unknown, Verdict
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
@@ -93,6 +93,32 @@ def with_sockets(
         causes = (replace(causes[0], price=cost.price), *causes[1:])
     return replace(verdict, causes=causes, change=(*verdict.change, *cost.change), forecast=cost.forecast,
                    unknown=(*verdict.unknown, *cost.unknown))  # fmt: skip
+
+
+_ENDED_WELL = ("running", "complete", "interrupted", "unknown")
+
+
+def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
+    """The run's own record: how it ended, and its steps compared with their forecast."""
+    sources = (*verdict.sources, f"record: {record.status}, {len(record.step_seconds)} steps")
+    verdict = replace(verdict, sources=sources)
+    if record.status not in _ENDED_WELL and verdict.state == "fine":
+        cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
+        return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
+    measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
+    if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
+        times = measured / forecast.mid if forecast.mid else measured / forecast.high
+        said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
+        parts = tuple(
+            f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
+        )
+        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
+                      cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip
+        causes = (*verdict.causes, cause)
+        return replace(
+            verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
+        )
+    return verdict
 
 
 def with_price(verdict: Verdict, record: RunRecord, request: Request, hosts: int) -> Verdict:

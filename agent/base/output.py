@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -40,6 +39,8 @@ def render(value: Any, form: str) -> str:
 def difference(before: str, after: str, source: str, target: str) -> str:
     """As unified diff, which patch(1) and `git apply -p0` take; empty for the same text."""
     old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
+    import difflib
+
     rows = difflib.unified_diff(old, new, source, target)
     return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)
 
@@ -94,7 +95,7 @@ def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> Path:
 
 def console() -> Console:
     """Where tables go; rich is imported with the first of them."""
-    from agent.base.tables import console as made
+    from agent.base.lines import console as made
 
     return made()
 

@@ -22,10 +22,10 @@ from contracts import bounded, plain
 from contracts.finding import Finding, Status
 from contracts.plain import PlainError
 from probes.api import Snapshot
+from probes.child import replay
 from probes.pci import facts as pci_facts
 from probes.pci.facts import PciFacts
 from probes.registry import ALL
-from probes.scanner import replay
 from probes.wire import RecordingError
 
 REPORT_VERSION = 1  # of report.json: raised when an older reader would misread it

@@ -15,7 +15,6 @@ from agent.base.inputs import InputError, parse_version
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from planner.lint.environment import lint
-from planner.lint.script import NamedEnvironment
 from planner.lint.sources import EnvironmentTextError, Reading, listed_lines, read_text, why_nothing
 
 if TYPE_CHECKING:
@@ -67,32 +66,29 @@ def lint_text(
     if not reading.names() and not reading.unreached and reading.form != "process":
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
         raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
-    checks = tuple(
-        check for named in reading.environments for check in _checks(named, found_version, machine, reading.nodes)
-    )
+    checks = tuple(_checks(reading, found_version, machine))
     return Linted(read=str(without_secrets(_read_in_words(reading))), unread=_unread_in_words(reading), checks=checks)
 
 
 def _checks(
-    named: NamedEnvironment, version_in_use: tuple[int, ...] | None, machine: ProbedMachine | None, nodes: int | None
+    reading: Reading, version_in_use: tuple[int, ...] | None, machine: ProbedMachine | None
 ) -> Iterator[Finding]:
-    """What one environment adds to the one that it builds on."""
-
-    def judged(each: NamedEnvironment) -> tuple[Finding, ...]:
-        return lint(
-            each.environment, nccl_version=version_in_use, machine=machine, source=each.source,
-            unresolved=each.unresolved, unexported=each.unexported, own=each.used,
-            nodes=nodes, also_set=each.also_set,
+    """What is found in each environment, each thing once for every place in the text."""
+    seen: set[tuple[str, Finding]] = set()
+    for named in reading.environments:
+        judged = lint(
+            named.environment, nccl_version=version_in_use, machine=machine, source=named.source,
+            unresolved=named.unresolved, unexported=named.unexported, own=named.used,
+            nodes=reading.nodes, also_set=named.also_set,
         )  # fmt: skip
-
-    known = set(judged(named.base)) if named.base else set()
-    for finding in (*named.findings, *judged(named)):
-        if finding in known:
-            continue
-        line = named.lines.get(finding.subject, 0)
-        message, remedy, *evidence = without_secrets([finding.message, finding.remedy, *finding.evidence])
-        evidence += [f"line {line}"] if line else []
-        yield replace(finding, node=named.source, message=message, evidence=tuple(evidence), remedy=remedy)
+        for finding in (*named.findings, *judged):
+            if (named.place, finding) in seen:
+                continue
+            seen.add((named.place, finding))
+            line = named.lines.get(finding.subject, 0)
+            message, remedy, *evidence = without_secrets([finding.message, finding.remedy, *finding.evidence])
+            evidence += [f"line {line}"] if line else []
+            yield replace(finding, node=named.source, message=message, evidence=tuple(evidence), remedy=remedy)
 
 
 def _unread_in_words(reading: Reading) -> str:
@@ -115,14 +111,13 @@ def _read_in_words(reading: Reading) -> str:
         return f"0 variables reach the job, form: {reading.form}; not checked: {', '.join(unreached)}"
     if not found:
         return f"0 variables of NCCL or its plugins read from a {reading.form}: everything is at its default"
-    places = [each.source for each in reading.environments if each.base is None]
+    places = list(dict.fromkeys(each.place for each in reading.environments))
     elsewhere = {name: raw for each in reading.environments for name, raw in each.unresolved.items() if name in found}
     parts = [f"{len(found)} variable{'s' if len(found) > 1 else ''} read, form: {reading.form}"]
-    if len(set(places)) > 1:
-        parts.append(f"{len(set(places))} places: {', '.join(dict.fromkeys(places))}")
-    conditions = [each.source for each in reading.environments if each.base is not None]
-    if conditions:
-        parts.append(f"{len(conditions)} more set only under a condition or for one command")
+    if len(places) > 1:
+        parts.append(f"{len(places)} places: {', '.join(places)}")
+    if more := len(reading.environments) - len(places):
+        parts.append(f"{more} more set only under a condition or for one command")
     if elsewhere:
         listed = ", ".join(f"{name}={raw}" for name, raw in sorted(elsewhere.items())[:5])
         parts.append(f"{len(elsewhere)} with a value from elsewhere, of which only the name is judged: {listed}")

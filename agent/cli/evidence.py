@@ -56,7 +56,7 @@ def _place(line: ProofLine) -> str:
 
 def _opening(out: Console, found: Evidence) -> None:
     """What the log says of the transport, worst first, and what to do about it."""
-    from agent.base.tables import headline
+    from agent.base.lines import headline
 
     worst = min(found.problems, key=lambda each: ORDER.index(each.severity), default=None)
     if worst is not None:
@@ -74,7 +74,8 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     """The verdict on a log and what to do, the problems with their lines; `verbose` with the lines that prove it."""
     from rich.markup import escape
 
-    from agent.base.tables import block, indented, pairs
+    from agent.base.lines import block, indented
+    from agent.base.tables import pairs
 
     _opening(out, found)
     ways = (("send", found.send), ("receive", found.receive))

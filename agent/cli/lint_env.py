@@ -35,11 +35,11 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         text = raw.decode("utf-8", errors="replace")
     machine = None
     if hosts:
-        from agent.base.hosts import snapshots
+        from agent.base.recordings import replayed
         from planner.lint.machine import machine_of
         from topology.build import SOURCES
 
-        machine = machine_of(snapshots(hosts[:1], SOURCES)[0])
+        machine = machine_of(replayed(hosts[:1], SOURCES)[0])
     name = "" if source == "-" or kind == "process" else source
     linted = lint_text(text, kind, nccl_version=nccl_version, machine=machine, name=name)
     if form != "table":

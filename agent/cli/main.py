@@ -6,7 +6,6 @@ libraries. Exit codes: docs/reference/exit-codes.md.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import logging
@@ -69,6 +68,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The verb and its words; one that is not known is answered with those that are close."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
+            import difflib
+
             close = difflib.get_close_matches(args[0], VERBS, n=2, cutoff=0.5)
             hint = f"; did you mean {' or '.join(close)}?" if close else f"; verbs: {', '.join(VERBS)}"
             ctx.fail(f"no verb {args[0]!r}{hint}")
@@ -123,7 +124,7 @@ def _show_entry(text: str) -> None:
     """Print an entry of the pages of findings or alerts: its points under each other, commands marked."""
     from rich.markup import escape
 
-    from agent.base.tables import console, indented
+    from agent.base.lines import console, indented
 
     out = console()
     title, _, points = text.partition("\n\n")

@@ -15,6 +15,7 @@ import click
 from agent.base.inputs import require_writable
 from agent.base.options import with_options
 from agent.base.output import Progress, console, render, say, waiting, write_result
+from contracts.host_list import expand_host_list
 from contracts.plain import printable
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     started = time.monotonic()
     with waiting("preflight: asking the cluster"):
         client = connect(where["context"]).brief()
-        names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
+        names = named(client, expand_host_list(where["nodes"] or ""), where["selector"])
         held = fleet(client)
     report = report_of(
         checks_of(names, held, expected=expected), nodes=records_of(names, held), require=options["require"],
@@ -121,7 +122,7 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
     from agent.jobs.preflight import junit, slurm_hosts, slurm_reasons
 
     if form == "table":
-        from agent.base.tables import plain_console
+        from agent.base.lines import plain_console
 
         if path is None:
             show(console(), report, verbose=verbose, everything=everything)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base import units
-from agent.base.hosts import bundle_differences, snapshots
+from agent.base.hosts import snapshots
 from agent.base.options import with_options
 from agent.base.output import emit, say, waiting, write_result
+from agent.base.recordings import bundle_differences
 
 if TYPE_CHECKING:
     from probes.api import Snapshot

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agent.base import EXIT_UNKNOWN, inputs
+from agent.base import EXIT_FAILED, EXIT_UNKNOWN, inputs
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
 from agent.base.output import emit, say
+from agent.base.units import count
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -32,13 +33,18 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
 
 @click.command()
 @with_options("topo")
-def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool) -> None:
+def topo(
+    hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool, slurm_conf: Path | None
+) -> None:
     """Show how GPUs and NICs are connected: on this host, in a recording, or in a file (--from). -v shows the matrix.
 
-    Exit code 5: a matrix is incomplete. 0: otherwise.
+    Exit code 5: a matrix is incomplete. 3: with --slurm-conf, the files of Slurm differ from the nodes. 0: otherwise.
     """
     from topology.paths import with_expectations
 
+    if slurm_conf is not None or form.startswith("slurm"):
+        _slurm(hosts, root, source, form, slurm_conf)
+        return
     nodes = [with_expectations(node) for node in ([read_topology(source)] if source else _nodes(hosts, root))]
     if form == "svg":
         from topology.svg import svg
@@ -57,7 +63,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     ]
 
     def show(out: Console) -> None:
-        from agent.base.tables import block
+        from agent.base.lines import block
         from agent.terminal import topology as topology_view
 
         for node, findings in zip(nodes, found, strict=True):
@@ -72,6 +78,29 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     emit(documents if len(documents) > 1 else documents[0], form, show)
     if any(node.lacking for node in nodes):
         sys.exit(EXIT_UNKNOWN)
+
+
+def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, folder: Path | None) -> None:
+    """Print topology.conf of the nodes, or how that and gres.conf in `folder` differ from them."""
+    from topology import slurm_conf as slurm
+    from topology.build import SOURCES
+
+    if source is not None:
+        raise click.UsageError(f"-o {form} and --from cannot be combined.")
+    placements = [slurm.placement_of(snapshot) for snapshot in snapshots(hosts, SOURCES, root=root)]
+    if folder is None:
+        say(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
+        return
+    compared = {"topology.conf": slurm.compare_topology, "gres.conf": slurm.compare_gres}
+    there = {name: folder / name for name in compared if (folder / name).is_file()}
+    if not there:
+        raise inputs.InputError(f"--slurm-conf {folder}: neither topology.conf nor gres.conf is in it")
+    wrong = [
+        line for name, path in there.items()
+        for line in compared[name](bounded.read_text(path, _LIMIT_BYTES), placements)
+    ]  # fmt: skip
+    say("\n".join(wrong) or f"{' and '.join(there)}: no difference from {count(len(placements), 'scanned node')}")
+    sys.exit(EXIT_FAILED if wrong else 0)
 
 
 def _nodes(hosts: Sequence[Path], root: str = "/") -> list[NodeTopology]:

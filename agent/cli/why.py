@@ -16,7 +16,7 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import with_options
 from agent.base.output import emit, say
-from contracts.host_list import compress_host_list, slurm_name
+from contracts.host_list import compress_host_list, expand_host_list, slurm_name
 from contracts.question import most
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ..
 
     try:
         client = connect(None).brief()
-        names = () if "=" in word else tuple(filter(None, word.split(",")))
+        names = () if "=" in word else expand_host_list(word)
         found, held = named(client, names, word if "=" in word else None), fleet(client)
         return None, checks_of(found, held), readable(found, held)
     except (AccessError, ApiError) as error:
@@ -134,7 +134,7 @@ def show(out: Console, found: Verdict) -> None:
     """The verdict, its causes with their evidence, and what is not known."""
     from rich.markup import escape
 
-    from agent.base.tables import indented
+    from agent.base.lines import indented
 
     colour = _COLOURS.get(found.state, "yellow")
     state, _, rest = found.line.partition(": ")

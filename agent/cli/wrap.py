@@ -39,12 +39,14 @@ def run(command: tuple[str, ...], folder: Path) -> None:
 @click.argument("source", metavar="FILE|-")
 @with_options("wrap")
 def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **options: Any) -> None:
-    """Add checks, environment and devices to the manifest of a PyTorchJob, TrainJob, JobSet or Job.
+    """Add checks and environment to an sbatch script, or to the manifest of a PyTorchJob, TrainJob, JobSet or Job.
 
-    Prints a diff; -o or --apply writes the manifest. Also adds networks, a place for the NCCL log, and the forecast if
-    the arguments of the command give the layout. Existing settings stay.
+    Prints a diff; -o or --apply writes the file. Also adds a place for the NCCL log, and to a manifest devices,
+    networks, and the forecast if the arguments of the command give the layout. Existing settings stay.
     """
     from agent.jobs.wrapped import wrapped
+    from agent.jobs.wrapped_script import wrapped_script
+    from planner.slurm.wrap import is_batch_script
     from probes.registry import ALL
 
     if in_place and source == "-":
@@ -58,7 +60,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     if record:
         _record(text, found, options, record)
         return
-    made, notes = wrapped(text, found, options)
+    made, notes = (wrapped_script if is_batch_script(text) else wrapped)(text, found, options)
     say(difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         say(f"note: {line}", err=True)

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from agent.base import version
-from agent.base.hosts import MOST_BUNDLE_BYTES, MOST_FILE_BYTES, BundleError, Files, folder_name, unpack_bundle
 from agent.base.output import document
+from agent.base.recordings import MOST_BUNDLE_BYTES, MOST_FILE_BYTES, BundleError, Files, folder_name, unpack_bundle
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import checks_of_scans
 from contracts import bounded

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from agent.base import units
-from agent.base.tables import GLYPHS
+from agent.base.lines import GLYPHS
 from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.cluster.nodes import NodeRecord, seconds_of

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import SHOWN, indented, mark
+from agent.base.lines import SHOWN, indented, mark
 
 if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
     from agent.checks.groups import Group

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import headline, mark, pairs, point, table
+from agent.base.lines import headline, mark
+from agent.base.tables import pairs, point, table
 from agent.checks.groups import ORDER, Group, grouped, unknown_ids
 from agent.checks.verdict import Verdict
 from agent.checks.view import View

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import headline, pairs, point, table
+from agent.base.lines import headline
+from agent.base.tables import pairs, point, table
 from agent.base.units import expected_rate
 from contracts.finding import Finding
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level

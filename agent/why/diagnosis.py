@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agent.advice.network_cost import with_price, with_sockets
+from agent.advice.network_cost import with_price, with_record, with_sockets
 from agent.advice.request import Request
 from agent.base.inputs import InputError
-from agent.checks.job_manifest import with_manifest
+from agent.checks.causes import with_manifest, with_nodes
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.other_texts import kind_of
@@ -429,10 +429,6 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     return replace(verdict, causes=(*verdict.causes, *causes))
 
 
-_NETWORK = ("link", "network")  # causes of which a NIC may be the reason
-_OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
-
-
 def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Finding, ...]:
     """Of recordings, as a scan judges them."""
     from agent.checks.host_checks import checks_of_scans
@@ -446,59 +442,3 @@ def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snaps
     from probes.registry import ALL
 
     return tuple(replay(request.hosts, ALL)) if request.hosts else published
-
-
-def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
-    """What is wrong on the nodes behind it, by scans: of a cause of the network its NICs, of others their GPUs.
-
-    A finding explains a cause that was found without it; it accuses nobody by itself.
-    """
-    sources = (*verdict.sources, f"nodes: {len({check.node for check in checks})}")
-    causes, nics, gpus = [], list(verdict.nics), list(verdict.gpus)
-    for cause in verdict.causes:
-        kinds, named = (_OF_NIC, nics) if cause.code.startswith(_NETWORK) else (_OF_GPU, gpus)
-        found = [
-            check for check in checks
-            if check.node in cause.nodes and check.status in ("fail", "warn") and check.code.startswith(kinds)
-        ]  # fmt: skip
-        found.sort(key=lambda check: check.status != "fail")
-        named += [
-            subject for check in found[:8] if check.status == "fail" and check.subject
-            and (subject := f"{check.node} {check.subject}") not in named
-        ]  # fmt: skip
-        said = tuple(f"{check.node}: {check.code} {check.subject}: {check.message}"[:300] for check in found[:4])
-        action = found[0].remedy if found and found[0].remedy else cause.action
-        causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
-    scanned = {check.node for check in checks}
-    missing = tuple(
-        Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")
-        for node in verdict.nodes if node not in scanned
-    )  # fmt: skip
-    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources,
-                   unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
-
-
-_ENDED_WELL = ("running", "complete", "interrupted", "unknown")
-
-
-def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
-    """The run's own record: how it ended, and its steps compared with their forecast."""
-    sources = (*verdict.sources, f"record: {record.status}, {len(record.step_seconds)} steps")
-    verdict = replace(verdict, sources=sources)
-    if record.status not in _ENDED_WELL and verdict.state == "fine":
-        cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
-        return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
-    measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
-    if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
-        times = measured / forecast.mid if forecast.mid else measured / forecast.high
-        said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
-        parts = tuple(
-            f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
-        )
-        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
-                      cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip
-        causes = (*verdict.causes, cause)
-        return replace(
-            verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
-        )
-    return verdict

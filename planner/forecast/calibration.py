@@ -215,7 +215,7 @@ PLAIN = "none of these"
 class Widths:
     """Standard deviations of log(measured / forecast)."""
 
-    engines: frozenset[str]  # of which published runs were scored
+    engines: list[str] | set[str]  # of which published runs were scored
     kinds: dict[str, float]  # of jobs that are these and nothing else, names joined by "; "
     any_with: dict[str, float]  # of jobs that are one of these, whatever else they are
     calibrated: float  # once a step of the same stack was measured on the machine
@@ -247,7 +247,7 @@ def key_of(kinds: tuple[str, ...]) -> str:
 @cache
 def widths() -> Widths:
     """The table that ships."""
-    return plain.read(plain.loads(FILE.read_bytes()), Widths)
+    return Widths(**json.loads(FILE.read_bytes()))
 
 
 def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:

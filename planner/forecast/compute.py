@@ -68,26 +68,28 @@ class Constants:
     # 0.10 (GPTQ on A100, Qwen's).
     dequantize_share: float = 0.16
     dequantize_kernels: float = 3.0  # per product: the scales' own scales, their offset, the weights
-    launch_seconds: float = (
-        12e-6  # the host needs this long to start one operator of eager PyTorch; docs/decisions/0023
-    )
+    launch_seconds: float = 12e-6  # of the host, to start one operator of eager PyTorch; docs/decisions/0023
     kernels_eager: float = 50.0  # per layer, forward
     kernels_fused: float = 20.0
     kernels_routing: float = 25.0  # more per layer with experts: scores, top k, counts, permutations, all-to-alls
+    # Transformer Engine's GroupedLinear starts each expert's two products by themselves, and in 8 bits their casts. 16
+    # H100 with 8 experts each ran 150 kernels per layer and micro-batch (Megatron-Bridge, perf-moe-comm-overlap).
+    kernels_expert: float = 2.0
+    kernels_quantize: float = 4.0
     tp_hidden: float = 0.525  # share of the tensor-parallel traffic that overlap hides, where the stack overlaps
     overlap_loss: float = 0.155  # of the shorter of two overlapped things still shows: SMs and HBM are shared
-    optimizer_bytes: float = 28.0  # HBM traffic per weight: AdamW reads w, g, m, v and writes w, m, v, half copy
+    overlap_loss_network: float = 0.3  # the same of sharded weights and gradients that cross the network
     head_misalign: float = 2.5  # attention takes this much longer where head_dim is no multiple of 8
     lora_passes: float = 3.0  # over the output of an adapted product: adapter's result, sum, scale
     lora_inputs: float = 4.0  # over its input where not fused: dropout, cast, product
-    lora_kernels: float = 4.0  # more per adapted product, forward
+    lora_kernels: float = 12.0  # more per adapted product, forward, PEFT's Python included (docs/decisions/0023)
     unit_kernels: float = 200.0  # FSDP's hooks of one unit and pass, in starts of a kernel (docs/decisions/0023)
 
 
 DEFAULT = Constants()
 # A CPU's products know no tiles: 16 rows run at 0.7, 51 at 0.85, 128 at 0.95 of the best rate, whatever the columns and
 # the depth. An adapter takes 0.8 ms of a step even beside 51 tokens, PEFT's Python included (docs/decisions/0023).
-CPU = Constants(rows_lost=6.0, columns_lost=0.0, depth_lost=0.0, misaligned=1.0, lora_kernels=12.0)
+CPU = Constants(rows_lost=6.0, columns_lost=0.0, depth_lost=0.0, misaligned=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +111,13 @@ class Rates:
     inputs: tuple[str, ...] = ()
 
 
-def _shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float]:
-    """Attention's and multiplication's share of the best measured matmul rate."""
+def _shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float, float]:
+    """Attention's and multiplication's share of the best measured matmul rate, and attention's short length."""
     major = (gpu.compute_capability or (0, 0))[0]
-    sustained = constants.sustained_ampere
-    attention = constants.attention_ampere
+    sustained, attention = constants.sustained_ampere, constants.attention_ampere
+    newer = major >= 9 and "flash3" in (kernel, gpu.attention)
     if major == 9:
         sustained = constants.sustained_hopper
-        newer = "flash3" in (kernel, gpu.attention)
         attention = constants.attention_hopper_3 if newer else constants.attention_hopper
     elif major >= 10:
         sustained, attention = constants.sustained_blackwell, constants.attention_blackwell
@@ -124,13 +125,13 @@ def _shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float]:
         attention *= constants.attention_flash1
     elif kernel == "unfused":
         attention = constants.attention_unfused
-    return attention, sustained
+    return attention, sustained, constants.attention_short_3 if newer else constants.attention_short
 
 
 def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, constants: Constants = DEFAULT) -> Rates:
     """Rates of a known GPU."""
     kernel = "unfused" if train.attention == "eager" else engine.attention
-    share, sustained = _shares(gpu, kernel, constants)
+    share, sustained, short = _shares(gpu, kernel, constants)
     bf16 = gpu.matmul_bf16 * sustained
     attention = gpu.matmul_bf16 * share
     if precision == "bf16" and not gpu.bf16:
@@ -157,9 +158,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         how=how,
         device=gpu.name,
         attention_unfused=kernel == "unfused",
-        attention_short=constants.attention_short_3
-        if (gpu.compute_capability or (0, 0)) >= (9, 0) and ("flash3" in (kernel, gpu.attention))
-        else constants.attention_short,
+        attention_short=short,
         element_bytes=4.0 if precision == "fp32" else 2.0,
         quantized_bytes=quantized,
         inputs=(f"GEMM {gemm / 1e12:.4g} TFLOP/s on {gpu.name} ({precision}): {how} from published measurements",),
@@ -230,6 +229,9 @@ def layer_cost(
     if model.experts:
         moved += rates.element_bytes * tokens / (tp if ep > 1 else 1) * _routing_passes(model, ep) * model.hidden
         kernels += constants.kernels_routing
+        if engine.fused:
+            each = constants.kernels_expert + (constants.kernels_quantize if rates.quantized_bytes else 0.0)
+            kernels += each * model.experts / ep
         if engine.merges_expert_adapters and {"gate_proj", "up_proj", "down_proj"} & set(lora_targets):
             # Experts are read and written with their adapters added; twice that, backward, for their gradients.
             moved += 2.0 * rates.element_bytes * weights(model).routed_per_layer / max(tp, ep)
@@ -314,12 +316,8 @@ def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates:
     """Seconds of the attention kernel."""
     if model.linear_layers:  # gated delta rule: a state of keys by values per head, updated and read in chunks
         state = model.linear_key_width * model.linear_value_width / model.linear_heads / tp
-        return (
-            2.0
-            * tokens
-            * (4.0 * state + _DELTA_CHUNK * (model.linear_key_width + model.linear_value_width) / tp)
-            / (rates.attention)
-        )
+        chunks = _DELTA_CHUNK * (model.linear_key_width + model.linear_value_width) / tp
+        return 2.0 * tokens * (4.0 * state + chunks) / rates.attention
     window = _window(model, sequence)
     seconds = 2.0 * tokens * window * model.heads / tp * (model.head_dim + (model.value_dim or model.head_dim))
     seconds /= rates.attention

@@ -23,6 +23,7 @@ from planner.forecast.specs import (
     ModelSpec,
     TrainSpec,
     attention_columns,
+    expert_adapters,
     longest_row,
     lora_weights,
     mlp_width,
@@ -143,14 +144,14 @@ class Share:
         return (count - routed) / self.group + routed / self.expert_group if sharded else count
 
 
-def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool = False) -> Share:
-    """The fullest rank's share."""
-    count, tp = weights(model), layout.tp
-    layers = fullest_stage(model, layout)
-    ends = float(count.embedding + count.head) / tp if layout.pp == 1 else float(count.embedding) / tp
+@lru_cache(maxsize=1024)
+def _counts(model: ModelSpec, train: TrainSpec, layers: float, tp: int, pp: int, ep: int) -> dict[str, float]:
+    """Count the weights of a rank of the fullest stage, which has so many layers; `Share` says what each count is."""
+    count, full = weights(model), train.method == "full"
+    ends = float(count.embedding + count.head) / tp if pp == 1 else float(count.embedding) / tp
     # Expert parallelism leaves experts whole: its group takes the tensor-parallel ranks in (Megatron's
     # expert-tensor-parallel-size 1, torchtitan's etp 1).
-    cut = layout.ep if layout.ep > 1 else tp
+    cut = ep if ep > 1 else tp
     experts = count.routed_per_layer / cut  # of a layer, on this rank
     mixtures = (count.layers - count.dense_layers) / count.layers if model.experts else 0.0
     largest = (count.layer - count.routed_per_layer) / tp + experts
@@ -158,26 +159,25 @@ def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool
         largest = max(largest, (count.layer - count.mlp_per_layer + count.dense_mlp_per_layer) / tp)
     layer = (count.all_layers / count.layers - count.routed_per_layer * mixtures) / tp + experts * mixtures
     local = layers * layer + ends
-    routed_trained = routed_weights(model, train)[1] / (cut * layout.pp)
     routed = routed_weights(model, train)[1]
-    adapters = (trained_weights(model, train, tp) - routed // tp) / layout.pp + routed_trained
-    divided = layout.ep > 1
+    adapters = (trained_weights(model, train, tp) - routed // tp) / pp + routed / (cut * pp)
+    here = layers * mixtures * experts
+    return {
+        "layers": layers, "layer": layer, "largest": largest, "ends": ends, "local": local,
+        "trained": local if full else adapters,
+        "whole": 0.0 if full else (trained_weights(model, train) - lora_weights(model, train)) / tp,
+        "routed": here if ep > 1 else 0.0,
+        "routed_trained": (here if full else routed / (cut * pp)) if ep > 1 else 0.0,
+    }  # fmt: skip
+
+
+def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool = False) -> Share:
+    """The fullest rank's share."""
     return Share(
-        model=model,
-        train=train,
-        layout=layout,
-        in_fp32=on_cpu or layout.precision == "fp32",
+        model=model, train=train, layout=layout, in_fp32=on_cpu or layout.precision == "fp32",
         tokens=layout.micro_batch * float(longest_row(train)) / layout.cp,
-        layers=layers,
-        layer=layer,
-        largest=largest,
-        ends=ends,
-        local=local,
-        trained=local if train.method == "full" else adapters,
-        whole=0.0 if train.method == "full" else (trained_weights(model, train) - lora_weights(model, train)) / tp,
-        routed=layers * mixtures * experts if divided else 0.0,
-        routed_trained=(layers * mixtures * experts if train.method == "full" else routed_trained) if divided else 0.0,
-    )
+        **_counts(model, train, fullest_stage(model, layout), layout.tp, layout.pp, layout.ep),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +216,7 @@ class Engine:
     gradient_bytes: int = 2  # of what FSDP or ZeRO reduces
     replica_gradient_bytes: int = 2  # of what DDP all-reduces: the type that the weights are stored in
     sends_tokens_once: bool = False  # to a rank, or a domain, with several of a token's experts (DeepEP, HybridEP)
+    hidden_experts: float = 0.0  # of experts' all-to-alls, under the compute of an interleaved pipeline's micro-batches
     sends_parts: bool = False  # a pipeline's messages are split over tensor-parallel ranks, whole as they are on each
     gathers_context: bool = False  # CP ranks gather all keys and values at once, in place of a ring
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
@@ -223,6 +224,7 @@ class Engine:
     reduce_bucket: float = 25 * GIB / 1024  # bytes of gradients that are reduced at once: torch DDP's bucket_cap_mb
     reduce_bucket_per_rank: float = 0.0  # so many for each rank that reduces them, where that is more
     reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
+    hooks_one_rank: bool = False  # what ZeRO-3 does before and after a module, it does on one rank too
     splits_documents: bool = False  # attention in packed rows stays within each sample, and costs no more than that
     selective_attention: bool = False  # selective recomputation runs attention's core again, not every second product
 
@@ -317,7 +319,7 @@ class Engine:
 
     def adapts_experts(self, train: TrainSpec, model: ModelSpec) -> bool:
         """Whether routed experts have adapters."""
-        return train.method != "full" and routed_weights(model, train)[1] > 0
+        return train.method != "full" and expert_adapters(model, train) > 0
 
     def selective_activations(self, share: Share, boundary: float) -> float:
         """What one layer keeps under selective recomputation: its input, `boundary` bytes, and half of the rest."""
@@ -387,6 +389,14 @@ class Engine:
         """Whether part of the tensor-parallel traffic runs under the products around it."""
         return self.tp_overlap and layout.sequence_parallel
 
+    def step_bytes(self, share: Share) -> float:
+        """Memory traffic of an optimizer step per weight: states and weights are read and written, gradients read.
+
+        Beyond the two moments and the fp32 copy, what counts as the optimizer's is a copy of the gradients.
+        """
+        each = self.state_bytes(share)
+        return each.gradients + 2.0 * min(12.0, each.optimizer) + (1.0 if each.copy else 2.0) * each.weights
+
     def tensor_parallel_rounds(self, layout: Layout) -> float:
         """All-reduces (or pairs of their halves) of the hidden states in a layer, forward and backward."""
         return 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
@@ -455,9 +465,7 @@ class Fsdp(Engine):
 
     def gradient_copies(self, share: Share) -> float:
         """FSDP2's copy is in fp32, in which gradients are reduced."""
-        if not self.ends_apart:
-            return 0.0
-        return 1.0 if share.in_fp32 else 2.0
+        return super().gradient_copies(share) * (1.0 if share.in_fp32 else 2.0)
 
     def casts(self, share: Share) -> float:
         """Whole: autocast's cache keeps each weight's copy."""

@@ -281,11 +281,8 @@ _SLOW: Mapping[str, Slow] = {
     "small_packets": _small_packets, "through_memory": _through_memory,
 }  # fmt: skip
 _REPAIRS: Mapping[str, Repair] = {
-    "nic": _repair_nic,
-    "pcie": _repair_pcie,
-    "nvlink": _repair_nvlink,
-    "gpu": _repair_gpu,
-}
+    "nic": _repair_nic, "pcie": _repair_pcie, "nvlink": _repair_nvlink, "gpu": _repair_gpu,
+}  # fmt: skip
 RULES: Mapping[str, Rule] = {
     code: Rule(slow=_SLOW[row["slow"]], repair=_REPAIRS.get(row.get("repair")), shown=row.get("shown", ""))
     for row in _TABLE["rule"]
@@ -327,20 +324,18 @@ def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
 
 def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
     """The same nodes with every finding repaired that the graph shows."""
-    nodes, changed = [], False
+    nodes = []
     known: dict[tuple[int, ...], NodeTopology] = {}
     for node in cluster.nodes:
-        found = [one for one in findings.get(node.hostname, ()) if RULES[one.code].repair]
+        found = [(repair, one) for one in findings.get(node.hostname, ()) if (repair := RULES[one.code].repair)]
         key = (id(node.gpus), id(node.nics), id(node.pairs))
         if found and key not in known:
             sound = node
-            for one in found:
-                repair = RULES[one.code].repair
-                sound = repair(sound, one) if repair else sound
+            for repair, one in found:
+                sound = repair(sound, one)
             known[key] = complete(sound)
-        changed = changed or bool(found)
         nodes.append(replace(known[key], hostname=node.hostname) if found else node)
-    return join(nodes) if changed else cluster
+    return join(nodes) if known else cluster
 
 
 def repaired_links(
@@ -365,9 +360,7 @@ def repaired_links(
     return replace(links, network=Speed(bytes_per_second=rate, how="assumed", link="RDMA", why=why))
 
 
-def as_is(
-    links: Links, findings: Findings, snapshots: Sequence[Snapshot], *, interface: str | None = None
-) -> AsIs:  # fmt: skip
+def as_is(links: Links, findings: Findings, snapshots: Sequence[Snapshot], *, interface: str | None = None) -> AsIs:
     """What the findings make of these links and of the slowest GPU; one host's snapshot speaks for its copies."""
     named = {snapshot.hostname: snapshot for snapshot in snapshots}
     alone = snapshots[0] if len(snapshots) == 1 else None

@@ -53,9 +53,8 @@ class Speed:
     within: tuple[float, float] | None = None  # least and most, where no probe knows the rate
 
     def __str__(self) -> str:
-        return f"{self.link} {self.bytes_per_second / GIGA:.3g} GB/s: {self.how}" + (
-            f" ({self.why})" if self.why else ""
-        )
+        why = f" ({self.why})" if self.why else ""
+        return f"{self.link} {self.bytes_per_second / GIGA:.3g} GB/s: {self.how}{why}"
 
 
 def unknown_network(link: str, why: str = "no NIC rate known") -> Speed:
@@ -136,19 +135,17 @@ class Links:
         return self.alpha_inter_seconds + size_bytes * min(stride, self.ranks_per_node) / slowest.bytes_per_second
 
     def all_to_all_seconds(self, bytes_per_rank: float, size: int, stride: int) -> float:
-        """Every rank sends (size-1)/size of its bytes away, evenly."""
+        """Every rank sends (size-1)/size of its bytes away, evenly: over the network, then on inside the node."""
         if size <= 1:
             return 0.0
-        reach = (size - 1) * stride + 1
-        if reach <= self.island_size or self.network is None:
-            return self.alpha_intra_seconds * size + bytes_per_rank * (size - 1) / size / self.island.bytes_per_second
         # An NVLink domain of several nodes sends to the others through the networks of all of them.
         domain = max(self.island_size, self.ranks_per_node)
-        members = max(1, min(size, domain // stride))
+        members = max(1, min(size, domain // stride)) if self.network else size
+        seconds = bytes_per_rank * (members - 1) / size / self.island.bytes_per_second
+        if self.network is None or members == size:
+            return self.alpha_intra_seconds * size + seconds
         out = bytes_per_rank * (size - members) / size * self.ranks_per_node
-        inside = bytes_per_rank * (members - 1) / size / self.island.bytes_per_second
-        seconds = max(out / self.network.bytes_per_second, inside)
-        return self.alpha_inter_seconds * min(size / members, 32.0) + seconds
+        return self.alpha_inter_seconds * min(size / members, 32.0) + out / self.network.bytes_per_second + seconds
 
 
 _RING_OPS = ("all_gather", "reduce_scatter")

@@ -177,20 +177,15 @@ class _Step:
         return self.job.train.method == "full"
 
     @property
-    def wide(self) -> float:
-        """Bytes of an activation or a gathered weight."""
-        return 4.0 if self.layout.precision == "fp32" else 2.0
-
-    @property
     def hidden_bytes(self) -> float:
         """The hidden states of a micro-batch, whole."""
-        return self.wide * self.tokens * self.job.model.hidden
+        return self.share.element * self.tokens * self.job.model.hidden
 
     @property
     def exchanged_bytes(self) -> tuple[float, float]:
         """A layer's queries, keys and values, and attention's results, of this rank's tokens."""
         model = self.job.model
-        each = self.wide * self.tokens * model.head_dim
+        each = self.share.element * self.tokens * model.head_dim
         return each * (model.heads + 2.0 * model.kv_heads), each * model.heads
 
     @property
@@ -202,8 +197,8 @@ class _Step:
     def gathered_bytes(self) -> float:
         """Weights of the fullest stage, as they travel when they are gathered; adapters beside frozen ones."""
         share, qlora = self.share, self.job.train.method == "qlora"
-        layers = (NF4_BYTES if qlora else self.wide) * (share.local - share.ends)
-        return layers + self.wide * (share.ends + (0.0 if self.full else share.trained))
+        layers = (NF4_BYTES if qlora else self.share.element) * (share.local - share.ends)
+        return layers + self.share.element * (share.ends + (0.0 if self.full else share.trained))
 
     @property
     def kept_bytes(self) -> float:
@@ -216,13 +211,14 @@ class _Step:
             return 0.0
         kept = self.head_bytes
         if not self.full and self.count.head:
-            kept += self.wide * self.count.embedding / self.layout.tp * (1 - 1 / self.layout.gradient_accumulation)
+            embedding = self.share.element * self.count.embedding / self.layout.tp
+            kept += embedding * (1 - 1 / self.layout.gradient_accumulation)
         return kept
 
     @property
     def head_bytes(self) -> float:
         """The head's weight, gathered."""
-        return self.wide * (self.count.head or self.count.embedding) / self.layout.tp
+        return self.share.element * (self.count.head or self.count.embedding) / self.layout.tp
 
     @property
     def message_bytes(self) -> float:
@@ -238,7 +234,8 @@ class _Step:
     @property
     def hooks(self) -> float:
         """Seconds of the hooks of one unit and pass."""
-        return self.job.constants.unit_kernels * self.job.rates.launch_seconds if self.sharded else 0.0
+        hooked = self.sharded or (self.job.engine.hooks_one_rank and self.layout.sharding == "zero3")
+        return self.job.constants.unit_kernels * self.job.rates.launch_seconds if hooked else 0.0
 
 
 class _Layer(NamedTuple):
@@ -372,7 +369,9 @@ def _host(step: _Step, forward: float, backward: float) -> float:
     """Starting a layer's kernels, as far as their work does not hide it."""
     forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
     if not step.on_cpu:
-        forward_host, backward_host = max(0.0, forward_host - forward), max(0.0, backward_host - backward)
+        # Routed tokens are counted on the GPU and the counts read by the host, which starts nothing until then.
+        waits = 0.0 if step.job.model.experts and step.layout.ep > 1 else forward
+        forward_host, backward_host = max(0.0, forward_host - waits), max(0.0, backward_host - backward)
     return forward_host * (2.0 if step.layout.checkpointing == "full" else 1.0) + backward_host
 
 
@@ -400,7 +399,8 @@ def _context_parallel(step: _Step) -> float:
         links, (into, out) = step.job.links, step.exchanged_bytes
         once = sum(links.all_to_all_seconds(each, layout.cp, strides(layout)[0]) for each in (into, out))
         return step.exchanges * once
-    kv = 2.0 * step.wide * step.tokens * layout.cp * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads)
+    heads = model.kv_heads / min(layout.tp, model.kv_heads)
+    kv = 2.0 * step.share.element * step.tokens * layout.cp * heads * model.head_dim
     ring = step.job.links.ring_seconds(kv, layout.cp, strides(layout)[0])
     hidden = attention / layout.cp if step.job.engine.gathers_context else attention
     return max(0.0, ring - hidden) + max(0.0, 2.0 * ring - 2.5 * hidden) + 0.3 * ring
@@ -417,10 +417,12 @@ def _expert_parallel(step: _Step) -> float:
         # a model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437)
         receivers = max(1.0, (domains if domains > 1 else float(layout.ep)) * model.expert_groups)
         copies = receivers * (1.0 - (1.0 - 1.0 / receivers) ** copies)
-    sent = step.wide * step.tokens / layout.tp * copies * model.hidden
+    sent = step.share.element * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
     mixtures = 1.0 - model.dense_layers / model.layers
-    return mixtures * rounds * links.all_to_all_seconds(sent, layout.ep, 1)
+    interleaved = layout.virtual_stages > 1 and layout.checkpointing != "full"
+    shown = 1.0 - step.job.engine.hidden_experts * interleaved
+    return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1)
 
 
 def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
@@ -439,8 +441,9 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
 
 def _sharded(step: _Step, micro: _Micro) -> _Exchange:
     """Weights gathered ahead of each unit, gradients scattered behind it, and all-reduced between replicas."""
-    job, layout, links, loss = step.job, step.layout, step.job.links, step.job.constants.overlap_loss
-    share, units = step.share, step.layers + step.ends
+    job, layout, links, share, units = step.job, step.layout, step.job.links, step.share, step.layers + step.ends
+    lost = {True: job.constants.overlap_loss_network, False: job.constants.overlap_loss}
+    loss = lost[links.crosses(share.group, layout.tp) is links.network]
     each_reduced = job.engine.reduced_bytes(job.train, layout)
     gathered, reduced = step.gathered_bytes, each_reduced * share.trained
     each = gathered / share.local  # the mean
@@ -467,6 +470,7 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
     if layout.dp_replicate > 1:
         trained = share.part(share.trained, share.routed_trained, sharded=True)
         across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, strides(layout)[2])
+        loss = lost[links.crosses(layout.dp_replicate, strides(layout)[2]) is links.network]
         reduce += _overlap(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
     return _Exchange(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
 
@@ -488,7 +492,7 @@ def _replicated(step: _Step, micro: _Micro) -> _Exchange:
 
     back_way = one_way = one(job.engine.reduced_bytes(job.train, layout))
     if layout.sharding in ("zero1", "zero2"):
-        back_way = one(step.wide)  # as computed with
+        back_way = one(step.share.element)  # as computed with
     reduce = _reduction(step, micro, one_way, back_way) if job.engine.dp_overlap else one_way + back_way
     if job.engine.reduce_every_micro_batch and layout.sharding == "zero2":
         reduce *= layout.gradient_accumulation
@@ -531,14 +535,14 @@ def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
 
 def _optimizer(step: _Step) -> tuple[float, float]:
     """Seconds of the optimizer on the device, or of what is offloaded."""
-    job, layout, wide = step.job, step.layout, step.wide
+    job, layout, wide = step.job, step.layout, step.share.element
     share = step.share
     trained = share.part(share.trained, share.routed_trained, sharded=layout.sharding != "ddp")
     if layout.sharding in ("zero1", "zero2") and layout.dp_shard == 1:
         trained /= layout.dp_replicate
     if layout.offload == "none":
-        return job.constants.optimizer_bytes * trained / job.rates.hbm, 0.0
-    offload = 28.0 * trained / job.host_adam_bytes_per_second
+        return job.engine.step_bytes(share) * trained / job.rates.hbm, 0.0
+    offload = job.engine.step_bytes(share) * trained / job.host_adam_bytes_per_second
     offload += (wide + 4.0) * trained / job.links.host.bytes_per_second
     if layout.offload == "all":  # each micro-batch: weights in for both passes, as they lie, and gradients out
         moved = 2.0 * share.part(step.gathered_bytes, step.gathered_bytes / share.local * share.routed, sharded=True)

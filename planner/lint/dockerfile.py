@@ -56,10 +56,6 @@ def read_dockerfile(text: str) -> Script:
         else:
             target = each.rest.split()[-1]
             script.inner += [Inner(text=body, target=target, line=line) for line, body in each.documents]
-    last = set(stage.assigned)
-    for other in named.values():
-        why = f"the last stage is not built on stage {other.name}"
-        script.unreached += [Unread(name=one.name, line=one.line, why=why) for one in other.assigned if one not in last]
     script.add(_start(stage))
     return script
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
-from planner.lint.script import NAME, NAMED, OPEN, Assigned, Inner, Script, is_judged, words
+from planner.lint.script import NAME, OPEN, Assigned, Inner, Script, is_judged, pattern, words
 from planner.lint.shell import expand, read_shell, read_words
 from planner.lint.values import finding
 
@@ -23,33 +23,7 @@ _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
 _MOST_BRANCHES = 4  # of one `if ... else if ... else` of a template
-
-_PLACES = re.compile(
-    r"(?:extra|container|remote|worker|global|common|pod|additional|job|train(?:ing)?)?[_-]?"
-    r"(?:envs?|envvars?|environment|environment[_-]?variables?|env[_-]vars?|env[_-]variables?|env[_-]?dict|variables)\Z",
-    re.IGNORECASE,
-)
-_OWN = re.compile(r"(?:TORCH_)?NCCL_[A-Z0-9_]+\Z")
-_OWN_SETTING = re.compile(r"(?:TORCH_)?NCCL_[A-Z0-9_]+=")
-# CloudFormation's and other tags: what they put in is not known; the rest are removed and their values kept.
-_OTHERS_VALUE = re.compile(r"(?<=[\s\[,])!(?:Ref|GetAtt|ImportValue|FindInMap|env|vault|secret)\s+[^\s#\[\],]+")
-_TAG = re.compile(r"(?<=[\s\[,])![A-Za-z][\w.:/-]*(?=\s)")
-_SCRIPT = re.compile(rf"(?:{NAMED.pattern})(?:=|:\s|\s+\S)|\b(?:TORCH|PYTORCH|CUDA|OMP)_[A-Z0-9_]+=|os\.environ")
-_DOCUMENT_INSIDE = re.compile(
-    r"^[ \t]*(?:-\s+)?(?:name:\s*)?[\"']?(?:TORCH_)?NCCL_[A-Z0-9_]+[\"']?(?::\s|\s*$)", re.MULTILINE
-)
-
-
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
-# YAML 1.1 as Kubernetes' reader has it (sigs.k8s.io/yaml), Compose's (yaml.v3) knows but two truths
-_TRUTH = re.compile(r"true|false|yes|no|on|off|y|n", re.IGNORECASE)
-_COMPOSE_TRUTH = re.compile(r"true|false|True|False|TRUE|FALSE")
-_NUMBER = re.compile(
-    r"[-+]?(?:0[xX][0-9a-fA-F_]+|0b[01_]+|0o[0-7_]+|[0-9][0-9_]*|(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
-)
-# Set by the kubelet besides a container's own: of services, enableServiceLinks
-_SERVICE = re.compile(r"\w+_(?:SERVICE_(?:HOST|PORT)|PORT)\w*\Z")
-_REFERENCE = re.compile(r"(?<!\$)\$\(([A-Za-z_][\w.-]*)\)")
 
 
 class DocumentError(ValueError):
@@ -84,14 +58,8 @@ def parse(text: str, kind: str) -> list[list[Any]]:
 
 
 def _parse_yaml(text: str) -> list[Any]:
-    filled = _TAG.sub("", _OTHERS_VALUE.sub(OPEN, text))
+    filled = pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, text))
     return list(load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True))
-
-
-_ONLY_TEMPLATE = re.compile(r"(?:-\s+)?(?:\{\{.*\}\}|\{%.*%\})(?:\s*#.*)?")
-_VALUE_OF_TEMPLATE = re.compile(r"([\"'])\s*\$?\{\{[^{}]*\}\}\s*\1|\$?\{\{[^{}]*\}\}|\{%.*?%\}")
-_CLOSED_AT_ONCE = re.compile(r"(?:\{\{|\{%)[-+]?\s*end")
-_STEP_OF_TEMPLATE = re.compile(r"(?:\{\{|\{%)[-+]?\s*(if|with|range|define|block|for|else|elif|end\w*)\b(.*)")
 
 
 def _without_templates(text: str) -> list[str]:
@@ -103,19 +71,19 @@ def _without_templates(text: str) -> list[str]:
     blocks: tuple[tuple[int, int], ...] = ()  # the line where each begins, and the number of the branch
     inside, branched, most = list[tuple[tuple[int, int], ...]](), set[int](), 0
     for number, row in enumerate(lines):
-        step = _STEP_OF_TEMPLATE.match(row.strip())
+        step = pattern("template_step").match(row.strip())
         if step and step[1].startswith("end"):
             blocks = blocks[:-1]
         elif step and step[1] in ("else", "elif") and blocks:
             begin, branch = blocks[-1]
             blocks, most = (*blocks[:-1], (begin, branch + 1)), max(most, branch + 1)
             branched.add(begin)
-        elif step and len(blocks) < _LIMIT_DEPTH and not _CLOSED_AT_ONCE.search(step[2]):
+        elif step and len(blocks) < _LIMIT_DEPTH and not pattern("closed_template").search(step[2]):
             blocks = (*blocks, (number, 0))
         inside.append(blocks)
     plain = [
-        _VALUE_OF_TEMPLATE.sub(OPEN, row)
-        if not _ONLY_TEMPLATE.fullmatch(row.strip()) or re.match(r".*:\s*\{\{", row)
+        pattern("template").sub(OPEN, row)
+        if not pattern("only_template").fullmatch(row.strip()) or re.match(r".*:\s*\{\{", row)
         else ""
         for row in lines
     ]
@@ -196,39 +164,38 @@ class _Walk:
             self.config_of[source] = str(node["metadata"].get("name"))
         if self._kubernetes and key in _CONTAINERS and isinstance(node.get("env"), list):
             self._container(node, source)
-        here = bool(_PLACES.fullmatch(key))
+        here = bool(pattern("place").fullmatch(key))
         for name, value in node.items():
-            if key == "environment" and self._compose and _is(value, _COMPOSE_TRUTH):
+            if key == "environment" and self._compose and _is(value, pattern("compose_truth")):
                 self._untyped(source, str(name), value, "Compose refuses the file: it takes a string or a number")
             elif key == "data" and source in self.config_of:
                 self._text_wanted(source, str(name), value)
-            if isinstance(name, str) and not isinstance(value, dict | list):
-                if _OWN.match(name) or (here and NAME.match(name)):
-                    self._add(source, name, value)
-                    continue
-                if _OWN_SETTING.match(name) and value is None:  # a list written without dashes
-                    self._add(source, *name.split("=", 1))
-                    continue
-            elif isinstance(name, str) and isinstance(value, dict) and _OWN.match(name):
-                self._add(source, name, value.get("value", value.get("default", OPEN)))
-                continue
-            if name == "envFrom":
-                self._env_from(value, source)
-            inside = str(name) if isinstance(name, str) else ""
-            self.visit(value, f"{source}{_step(name)}", depth + 1, inside)
+            word = name if isinstance(name, str) else ""
+            own = pattern("own").match(word) is not None
+            if own and isinstance(value, dict):
+                self._add(source, word, value.get("value", value.get("default", OPEN)))
+            elif (own or (here and NAME.match(word))) and not isinstance(value, dict | list):
+                self._add(source, word, value)
+            elif value is None and pattern("own_setting").match(word):  # a list written without dashes
+                self._add(source, *word.split("=", 1))
+            else:
+                if name == "envFrom":
+                    self._env_from(value, source)
+                self.visit(
+                    value, source if name in words()["documents"]["silent"] else f"{source} {name}", depth + 1, word
+                )
 
     def _list(self, node: list[Any], source: str, depth: int, key: str) -> None:
-        words = [item for item in node if isinstance(item, str)]
-        if words and any("NCCL_" in word for word in words):
-            self._words(words, source)
+        if any("NCCL_" in word for word in node if isinstance(word, str)):
+            self._words([word for word in node if isinstance(word, str)], source)
+        here = bool(pattern("place").fullmatch(key))
         for item in node:
-            if isinstance(item, dict):
-                name = item.get("name")
-                if isinstance(name, str) and (_OWN.match(name) or (_PLACES.fullmatch(key) and NAME.match(name))):
-                    self._entry(item, name, source)
-                    continue
-            if not isinstance(item, str):
-                self.visit(item, f"{source}{_item(item)}", depth + 1, key)
+            name = item.get("name") if isinstance(item, dict) else None
+            name = name if isinstance(name, str) else ""
+            if pattern("own").match(name) or (here and NAME.match(name)):
+                self._entry(item, name, source)
+            elif not isinstance(item, str):
+                self.visit(item, f"{source} {name}" if name else source, depth + 1, key)
 
     def _container(self, node: dict[Any, Any], source: str) -> None:
         """A container of Kubernetes: what the API refuses, and what the kubelet makes of the list's order."""
@@ -241,11 +208,11 @@ class _Walk:
             if not is_judged(name):
                 before[name] = text
                 continue
-            named = {each["name"] for each in entries}
-            gone = [each for each in _REFERENCE.findall(text) if each not in before and not _SERVICE.match(each)]
+            used = [each for each in pattern("reference").findall(text) if not pattern("service").match(each)]
+            gone = next((each for each in used if each not in before), None)
             if gone and not node.get("envFrom"):  # which may set it, and comes first
-                later = "is set after it" if gone[0] in named else "is not set"
-                note = finding("env.value.kind/reference", name, text, other=gone[0], when=later)
+                later = "is set after it" if any(each["name"] == gone for each in entries) else "is not set"
+                note = finding("env.value.kind/reference", name, text, other=gone, when=later)
                 self._at(source).findings.append(note)
             if name in before:
                 status = Status.WARN if before[name] != text else Status.INFO
@@ -254,32 +221,29 @@ class _Walk:
             before[name] = text
 
     def _text_wanted(self, source: str, name: str, value: Any) -> None:
-        if _is(value, _TRUTH) or _is(value, _NUMBER):
+        if _is(value, pattern("truth")) or _is(value, pattern("number")):
             self._untyped(source, name, value, "Kubernetes refuses the object: the value must be a string")
 
     def _untyped(self, source: str, name: str, value: Any, refusal: str) -> None:
         text = scalar(value)
-        what = "a truth value" if _TRUTH.fullmatch(text) else "a number"
+        what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
         text = text if is_judged(name) else "..."  # the value of another variable may be a secret
         note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
         self._at(source).findings.append(note)
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
-        """One entry of a container's `env:`."""
-        if "valueFrom" in item:
-            self._from(item["valueFrom"], name, source)
-        else:
+        """One entry of a container's `env:`, its value that of a ConfigMap where that is among the documents."""
+        origin = item.get("valueFrom")
+        if "valueFrom" not in item:
             self._add(source, name, item.get("value", item.get("default", "")))
-
-    def _from(self, origin: Any, name: str, source: str) -> None:
+            return
         reference = origin.get("configMapKeyRef") if isinstance(origin, dict) else None
-        if isinstance(reference, dict):
-            data = self._configs.get(str(reference.get("name")), {})
-            if reference.get("key") in data:
-                self._add(source, name, data[reference["key"]])
-                return
-        kind = next(iter(origin), "elsewhere") if isinstance(origin, dict) else "elsewhere"
-        self._at(source).set(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}"))
+        data = self._configs.get(str(reference.get("name")), {}) if isinstance(reference, dict) else {}
+        if isinstance(reference, dict) and reference.get("key") in data:
+            self._add(source, name, data[reference["key"]])
+        else:
+            kind = next(iter(origin), "elsewhere") if isinstance(origin, dict) else "elsewhere"
+            self._at(source).set(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}"))
 
     def _env_from(self, entries: Any, source: str) -> None:
         for entry in entries if isinstance(entries, list) else ():
@@ -309,18 +273,18 @@ class _Walk:
 
     def _text(self, text: str, source: str, key: str) -> None:
         """A script, a command line or a document inside a scalar."""
-        if not _SCRIPT.search(text) or len(text) < 8:
+        if not pattern("script").search(text) or len(text) < 8:
             return
         rows = [
             row.strip().rstrip(";") for row in text.splitlines() if row.strip() and not row.lstrip().startswith("#")
         ]
-        if _PLACES.fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for row in rows):
+        if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for row in rows):
             for row in rows:
                 self._add(source, *row.split("=", 1))
             return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
             self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=0))
-        elif _DOCUMENT_INSIDE.search(text) and "\n" in text and "<<" not in text:
+        elif pattern("document").search(text) and "\n" in text and "<<" not in text:
             self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=0))
         else:
             self._take(source, read_shell(text, line=0))
@@ -334,7 +298,7 @@ class _Walk:
         self._at(source).set(Assigned(name=name, value=found, raw=raw))
 
     def _take(self, source: str, script: Script) -> None:
-        if any(script.settings()) or script.inner or script.unread or script.unreached:
+        if any(script.settings()) or script.inner or script.unread:
             self._at(source).add(script)
 
     def _at(self, source: str) -> Script:
@@ -347,16 +311,12 @@ def _is(value: Any, pattern: re.Pattern[str]) -> bool:
 
 
 def _configs(documents: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for document in documents:
-        if (
-            isinstance(document, dict)
-            and document.get("kind") == "ConfigMap"
-            and isinstance(document.get("data"), dict)
-        ):
-            metadata = document.get("metadata")
-            yield str(metadata.get("name")) if isinstance(metadata, dict) else "", document["data"]
-        elif isinstance(document, dict) and isinstance(document.get("items"), list):
-            yield from _configs(document["items"])
+    for document in (each for each in documents if isinstance(each, dict)):
+        data, metadata, items = (document.get(key) for key in ("data", "metadata", "items"))
+        if document.get("kind") == "ConfigMap" and isinstance(data, dict):
+            yield str(metadata.get("name")) if isinstance(metadata, dict) else "", data
+        elif isinstance(items, list):
+            yield from _configs(items)
 
 
 def scalar(value: Any) -> str:
@@ -377,12 +337,3 @@ def title(document: Any) -> str:
     kind = document.get("kind")
     name = name if isinstance(name, str) else None
     return f"{kind}/{name}" if kind and name else str(kind or name or "document")
-
-
-def _step(key: Any) -> str:
-    return "" if key in words()["documents"]["silent"] else f" {key}"
-
-
-def _item(item: Any) -> str:
-    name = item.get("name") if isinstance(item, dict) else None
-    return f" {name}" if isinstance(name, str) else ""

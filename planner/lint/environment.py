@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from planner.lint.script import NODES, whole_number
+from planner.lint.script import NODES, pattern, whole_number
 from planner.lint.values import (
     LEVEL_NAMES,
     LEVELS,
@@ -251,12 +251,6 @@ def _unknown_nccl(name: str, value: str, case: _Case, *, known: bool) -> Iterato
         yield _unknown(name, value, "NCCL", case, known=known)
 
 
-# A path, a release, an address of the web or an image: what scripts and builds keep for themselves under such names.
-_OWN_VALUE = re.compile(
-    r"[~.]?/\S*(?: .*)?|[\w.-]+:[\w.-]+|\$\S*|v?\d+(?:\.\d+)+(?:[-+]\S*)?|\w+://\S*|[\w.-]+(?:/[\w.-]+)+(?::[\w.-]+)?|\S+@\S+|\S+\.(?:so|git|tar\.gz|deb|sh)\S*|[0-9a-f]{12,}"
-)
-
-
 def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) -> Finding:
     if close := tuple(each for each in nearest(name) if not known or fits(each, value)):
         right = names().get(close[0])
@@ -265,7 +259,7 @@ def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) ->
         return finding("env.name.unknown/misspelt", name, value, reader=reader, default=stays, close=meant)
     if name in case.own:
         return finding("env.name.unknown/own", name, value, reader=reader)
-    if _OWN_VALUE.fullmatch(value.strip()):
+    if pattern("own_value").fullmatch(value.strip()):
         return finding("env.name.unknown/own_value", name, value, reader=reader)
     return finding("env.name.unknown", name, value, reader=reader)
 

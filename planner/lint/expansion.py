@@ -9,10 +9,11 @@ import ast
 import operator
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
@@ -25,7 +26,6 @@ _MOST_PIPES = 4_000  # one step of the parser's recovery takes as long as the pi
 _BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
 _MOST_PASSES = 4  # over a text whose lines the grammar joins
 WORK_OF_WORD = 256  # expanding and judging one word takes about as long as reading so many characters
-_MOST_ALTERNATIVES = 60  # values of one variable
 MOST_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
 MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
 _MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop counted; a few seconds
@@ -33,50 +33,76 @@ _MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop
 _ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
 # The reserved word, which may stand before assignments, functions and `(`; the grammar takes it for a program.
 _TIME = re.compile(rb"((?:^|[;&|(){]|\b(?:then|do|else|if))[ \t]*)time(?:[ \t]+-p)?(?=[ \t]+[\w({])", re.MULTILINE)
-USED = re.compile(r"(?:\$\{?[!#]?|(?<![\w$])(?=[A-Za-z_]\w*\+=))([A-Za-z_]\w*|@)")
-"""A variable that a text expands or adds to."""
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[(?:\d{1,9}|[@*])\])?(\}\Z|:?[-=+?])")
 _ARRAY = re.compile(r"\$(?:\{([A-Za-z_]\w*)\[[@*]\]\}|\{?([@*])\}?)")
 _EXPANSIONS = words()["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # without quotes around them
-_ABSENT = (Assigned(name="", value=OPEN, exported=False, unset=True),)
 
 
-@dataclass(slots=True)
+class Input(NamedTuple):
+    """A text that commands write and read."""
+
+    text: str = ""
+    line: int = 0  # of its first row
+
+
+class Function(NamedTuple):
+    """A function of a script."""
+
+    body: Node
+    source: bytes
+    first: int  # the number of the text's first line
+
+
+@dataclass(slots=True, eq=False)
 class Shell:
-    """What a shell has at one place of a script."""
+    """What a shell has at one place of a script, on one of the ways there."""
 
-    variables: dict[str, tuple[Assigned, ...]] = field(default_factory=dict)  # the values of each; "@": the arguments
+    variables: dict[str, Assigned] = field(default_factory=dict)  # "@": the arguments
+    functions: dict[str, Function] = field(default_factory=dict)
+    hidden: list[dict[str, Assigned | None]] = field(default_factory=list)  # by each call of a function: what it hides
     exports_all: bool = False  # set -a
+    left: str = ""  # the command after which nothing more runs here: exit, return, break, continue
+    levels: int = 1  # how many loops it leaves
+    status: bool | None = True  # how the last command ended; None where that depends on the run
+    likely: bool | None = True  # which end is more likely where it depends on the run
+    choices: dict[str, tuple[bool, str]] = field(default_factory=dict)  # what only a run decides: the end, in words
+    turns: tuple[str, ...] = ()  # those of them that are not the likely end
+    output: Input | None = None  # what its commands wrote, where something reads it
 
     def copy(self) -> Shell:
         """A shell that starts with the same."""
-        return Shell(dict(self.variables), self.exports_all)
+        hidden = [dict(each) for each in self.hidden]
+        return replace(
+            self, variables=dict(self.variables), functions=dict(self.functions), hidden=hidden,
+            choices=dict(self.choices),
+        )  # fmt: skip
 
+    def is_like(self, other: Shell) -> bool:
+        """Whether what follows is the same in both."""
+        return (
+            (self.left, self.levels, self.exports_all, self.output)
+            == (other.left, other.levels, other.exports_all, other.output)
+            and self.variables == other.variables
+            and self.functions == other.functions
+            and self.hidden == other.hidden
+        )
 
-def join(*shells: Shell | None, early: Sequence[tuple[str, Shell]] = ()) -> Shell | None:
-    """What holds where each of the shells may be the one that goes on; None where none does.
+    def negate(self) -> None:
+        """`!` before the last command."""
+        self.status, self.likely = (None if self.status is None else not self.status), not self.likely
 
-    Shells in `early` left a function or a loop early: what differs in them holds under their condition.
-    """
-    both = [each for each in shells if each is not None]
-    for condition, shell in early:
-        for name in {*shell.variables, *both[0].variables} if both else ():
-            own = shell.variables.get(name, _ABSENT)
-            if own != both[0].variables.get(name, _ABSENT):
-                narrowed = (replace(e, scope=condition) if condition.startswith(e.scope) else e for e in own)
-                shell.variables[name] = tuple(narrowed)
-        both.append(shell)
-    if len(both) < 2:
-        return both[0] if both else None
-    first = both[0]
-    for name in {name for each in both for name in each.variables}:
-        found = [each.variables.get(name, _ABSENT) for each in both]
-        if any(each is not found[0] for each in found):
-            united = dict.fromkeys(one for each in found for one in each)
-            first.variables[name] = tuple(united)[-_MOST_ALTERNATIVES:]
-    first.exports_all = any(each.exports_all for each in both)
-    return first
+    def write(self, text: str, line: int = 0) -> None:
+        """Take in what a command writes."""
+        if self.output is not None:
+            self.output = Input((self.output.text + text)[:MOST_VALUE], self.output.line or line)
+
+    def restore(self, hidden: Mapping[str, Assigned | None]) -> None:
+        """Bring back what variables were that only a command or a function had."""
+        for name, before in hidden.items():
+            self.variables.pop(name, None)
+            if before is not None:
+                self.variables[name] = before
 
 
 def limit_parsing() -> None:
@@ -170,18 +196,24 @@ class Expander:
         """The number of its line in the whole text; 0 if unknown."""
         return self.first + node.start_point.row if self.first else 0
 
+    def target(self, name: str) -> str:
+        """The variable that a name stands for, which `declare -n` may have said."""
+        for _ in range(4):  # two may stand for each other
+            name = found.refers if (found := self.shell.variables.get(name)) and found.refers else name
+        return name
+
     def look_up(self, name: str) -> str | None:
         """The value of a variable; None where it is not set, OPEN in it where that is not known."""
-        found = self.shell.variables.get(name, _ABSENT)
-        if len({(each.value, each.unset, each.items) for each in found}) > 1:
+        found = self.shell.variables.get(self.target(name))
+        if found is None:
             return OPEN
-        self.assumed = self.assumed or found[0].assumed
-        return None if found[0].unset and found is not _ABSENT else found[0].value
+        self.assumed = self.assumed or found.assumed
+        return None if found.unset else found.value
 
     def items(self, name: str) -> tuple[Word, ...] | None:
         """The words of an array, "@" for the arguments; None where they are not known."""
-        found = self.shell.variables.get(name, _ABSENT)
-        return found[0].items if len(found) == 1 else None
+        found = self.shell.variables.get(self.target(name))
+        return found.items if found is not None else None
 
     def value(self, node: Node) -> str:
         """A word's text after expansion."""

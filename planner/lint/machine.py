@@ -9,7 +9,7 @@ default priority = DSCP >> 3), or from the VLAN tag, where the service level sta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.finding import Finding
@@ -17,14 +17,7 @@ from planner.lint.script import NamedEnvironment
 from planner.lint.values import NameList, finding, other_net, strtoll
 from planner.nccl_env.hcas import choose_ports, gid_index_problem
 from planner.nccl_env.names import Version, version_text
-from planner.nccl_env.situation import (
-    UNFIT_ROLES,
-    NodeView,
-    PortView,
-    best_interface,
-    p2p_level_effect,
-    running_interfaces,
-)
+from planner.nccl_env.nodes import UNFIT_ROLES, NodeView, PortView, best_interface, p2p_level_effect, running_interfaces
 from probes.api import Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
@@ -131,14 +124,16 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
     facts = node.interfaces()
     if facts is None or len(value) <= 1:
         return
-    wanted = NameList.parse(value)
-    running = running_interfaces(facts)
+    wanted, running = NameList.parse(value), running_interfaces(facts)
     taken = [each for each in running if wanted.takes(each.name)]
     evidence = f"running interfaces: {', '.join(each.name for each in running) or 'none'}"
     if not taken:
         yield finding("env.interface.absent", name, value, evidence)
         return
-    yield from _prefixes(value, wanted, [each.name for each in running], evidence)
+    for entry, caught in _caught(wanted, [(each.name, None) for each in running]):
+        if entry in caught and len(caught) > 1 and not wanted.exact and not wanted.negated:
+            more = ", ".join(each for each in caught if each != entry)
+            yield finding("env.interface.prefix", name, value, evidence, entry=entry, more=more)
     yield from _unfit(value, taken, node)
     secondary = [each.name for each in running if each.role == "secondary"]
     if secondary and taken[0].role == "pod-default":
@@ -148,21 +143,15 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
         )  # fmt: skip
 
 
-def _prefixes(value: str, wanted: NameList, running: list[str], evidence: str) -> Iterator[Finding]:
-    """Entries that take more interfaces than the one they name."""
-    name = "NCCL_SOCKET_IFNAME"
-    if wanted.exact or wanted.negated:
-        return
+def _caught(wanted: NameList, present: Sequence[tuple[str, int | None]]) -> Iterator[tuple[str, list[str]]]:
+    """Each entry of the list, and which of the names that are present it matches."""
     for entry in wanted.entries:
-        caught = [each for each in running if wanted.hits(entry, each)]
-        if entry[0] in caught and len(caught) > 1:
-            more = ", ".join(each for each in caught if each != entry[0])
-            yield finding("env.interface.prefix", name, value, evidence, entry=entry[0], more=more)
+        yield entry[0], list(dict.fromkeys(name for name, port in present if wanted.hits(entry, name, port)))
 
 
 def _unfit(value: str, taken: list[Interface], node: NodeView) -> Iterator[Finding]:
     """Interfaces that lead to no other node."""
-    name = "NCCL_SOCKET_IFNAME"
+    name, best = "NCCL_SOCKET_IFNAME", best_interface(node)
     unfit = [each for each in taken if each.role in UNFIT_ROLES]
     if unfit:
         first = taken[0] in unfit
@@ -170,13 +159,8 @@ def _unfit(value: str, taken: list[Interface], node: NodeView) -> Iterator[Findi
         yield finding(
             "env.interface.unfit", name, value, *(f"{each.name}: {each.role}" for each in unfit),
             names=", ".join(each.name for each in unfit), role=unfit[0].role, effect=what,
-            advice=_use_better(node, name),
+            advice=f"Write {name}={best.name}, or unset it." if best else f"Unset {name}.",
         )  # fmt: skip
-
-
-def _use_better(node: NodeView, name: str) -> str:
-    best = best_interface(node)
-    return f"Write {name}={best.name}, or unset it." if best else f"Unset {name}."
 
 
 def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
@@ -210,7 +194,17 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     if not matched:
         yield finding("env.hca.absent", name, value, evidence)
         return
-    yield from _entries(name, value, wanted, ports, evidence)
+    named = {entry[0] for entry in wanted.entries}
+    for entry, caught in _caught(wanted, [(view.device.name, view.port.port) for view in ports]):
+        more = [each for each in sorted(caught) if each not in named]
+        if not caught and not wanted.negated:
+            yield finding("env.hca.absent/entry", name, value, evidence, entry=entry)
+        if not wanted.exact and entry in caught and more:
+            verb, right = ("leaves out", "^=") if wanted.negated else ("takes", "=")
+            right += value.lstrip("^=")
+            yield finding(
+                "env.hca.prefix", name, value, evidence, entry=entry, verb=verb, more=", ".join(more), right=right
+            )
     active = [view for view in matched if view.port.state in (None, "ACTIVE")]
     down = [view for view in matched if view not in active]
     states = [f"{view.name}: {view.port.state}" for view in down]
@@ -218,21 +212,6 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         yield finding("env.hca.down", name, value, *states)
     elif down and not wanted.negated:
         yield finding("env.hca.down/some", name, value, *states, ports=", ".join(view.name for view in down))
-
-
-def _entries(name: str, value: str, wanted: NameList, ports: tuple[PortView, ...], evidence: str) -> Iterator[Finding]:
-    named = {entry[0] for entry in wanted.entries}
-    for entry in wanted.entries:
-        caught = sorted({view.device.name for view in ports if wanted.hits(entry, view.device.name, view.port.port)})
-        more = [each for each in caught if each not in named]
-        if not caught and not wanted.negated:
-            yield finding("env.hca.absent/entry", name, value, evidence, entry=entry[0])
-        if not wanted.exact and entry[0] in caught and more:
-            verb = "leaves out" if wanted.negated else "takes"
-            right = ("^=" if wanted.negated else "=") + value.lstrip("^=")
-            yield finding(
-                "env.hca.prefix", name, value, evidence, entry=entry[0], verb=verb, more=", ".join(more), right=right
-            )
 
 
 def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:

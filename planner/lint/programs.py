@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tree_sitter import Node
 
 from contracts.tables import read_table
-from planner.lint.expansion import MOST_VALUE, WORK_OF_WORD, Expander, Shell
+from planner.lint.expansion import MOST_VALUE, WORK_OF_WORD, Expander, Input, Shell
 from planner.lint.script import (
     JOB_SIZE,
     NAME,
@@ -27,38 +27,28 @@ from planner.lint.script import (
     Unread,
     Word,
     is_judged,
+    pattern,
     whole_number,
     words,
 )
 
-_MOST_LAUNCHES = 200  # that get different settings
+_MOST_LAUNCHES = 1000  # or ways to one, that get different settings
 _MOST_OPTIONS = 1 << 12  # characters of a command that are searched for options that remove variables
 
-_DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[A-Z0-9_]+)=")
 _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
-_COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
-_TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
 _NAMES = words()["shell"]
 _WRAPPERS = words()["wrappers"]
 
-Hidden = dict[str, tuple[Assigned, ...] | None]
-
 
 class Launch(NamedTuple):
-    """A program that is started, with the settings that it gets under each condition on which they depend."""
+    """A program that is started, with the settings that it gets on one way through the script."""
 
     label: str  # "the launch of line 3"
     sure: bool  # it is a launcher; else any program, which may be one
-    ways: dict[str, Settings]
-    split: int = 0  # the number of the statement, where it is followed once for each of its variables' values
-
-
-class Input(NamedTuple):
-    """What a command reads."""
-
-    text: str = ""
-    line: int = 0  # of its first row
+    settings: Settings
+    choices: dict[str, tuple[bool, str]]
+    turns: tuple[str, ...]
 
 
 class Call(NamedTuple):
@@ -75,21 +65,16 @@ class Programs(Expander):
 
     def __init__(self, known: Mapping[str, str], before: Sequence[Assigned]) -> None:
         given = [Assigned(name=name, value=value, raw=value, exported=False) for name, value in known.items()]
-        super().__init__(Shell({each.name: (each,) for each in (*given, *before)}))
-        self.functions: dict[str, tuple[Node, bytes, int]] = {}  # with the text and its first line
+        super().__init__(Shell({each.name: each for each in (*given, *before)}))
         self.active: list[str] = []  # functions that are followed at this moment
-        self.locals: list[Hidden] = []  # what a function's own variables hide
-        self.passing: list[Hidden] = []  # what settings of one command hide
+        self.passing: list[dict[str, Assigned | None]] = []  # what settings of one command hide
         self.input = Input()
-        self.scope = ""
-        self.view = ""  # the condition under which the command that is followed has these words
-        self.split = self.splits = 0  # of statements that are followed once for each value of their variables
         self.launches: list[Launch] = []
-        self.exported = {(each.name, each.line): each for each in before}  # every setting, wherever it was exported
+        self.exported = {each.name for each in before}  # wherever it was
         self.loose: dict[str, Assigned] = {}  # set and not exported
         self.runs_unknown = False  # a program whose name is not known, which may be a function
         self.started = 0  # programs, those included that get what one before them gets
-        self._seen: set[tuple[frozenset[tuple[str, frozenset[tuple[str, str]]]], bool]] = set()
+        self._seen: set[tuple[str, bool, frozenset[tuple[str, str]]]] = set()
         self._sets = 0  # settings in the words of commands
         self._written: dict[str, str] = {}  # files that the script itself writes
 
@@ -102,13 +87,6 @@ class Programs(Expander):
         """Name a line that is not understood."""
         if not any(each.why == why and why.startswith("too") for each in self.script.unread):
             self.script.unread.append(Unread(line=line, why=why))
-
-    def skip(self, text: str, line: int, why: str) -> None:
-        """Name the settings of a part of the text that never runs, or that no program gets."""
-        for number, row in enumerate(text.splitlines() if self.spend(4 * len(text)) else ()):
-            for match in _SETTING.finditer(row) if not row.lstrip().startswith("#") else ():
-                self.spend(4 * WORK_OF_WORD)
-                self.script.unreached.append(Unread(name=match[0][:-1], line=line and line + number, why=why))
 
     # -- variables
 
@@ -145,47 +123,41 @@ class Programs(Expander):
             if given.name.startswith(outer):
                 given = replace(given, name=given.name.removeprefix(outer))
         self.spend(WORK_OF_WORD)
-        before = self.shell.variables.get(given.name, ())
-        marks = {each.exported: each.scope for each in before} if exported is None else {exported: self.scope}
-        if exported is None and (self.shell.exports_all or not marks):
-            marks = {self.shell.exports_all: self.scope}
-        several = len(marks) > 1
-        values = [replace(given, exported=e, scope=s if several else self.scope) for e, s in marks.items()]
-        self._put(given.name, values)
+        given = replace(given, name=self.target(given.name))
+        before = self.shell.variables.get(given.name)
+        if exported is None:
+            exported = self.shell.exports_all or (before is not None and before.exported)
+        self._put(replace(given, exported=exported))
 
-    def _put(self, name: str, values: Iterable[Assigned]) -> None:
-        """Note what a variable may be from here on."""
-        self.shell.variables[name] = tuple(values)
-        for each in self.shell.variables[name]:
-            if each.items is None and not each.unset:
-                if each.exported:
-                    self.exported.setdefault((name, each.line), each)
-                else:
-                    self.loose[name] = each
+    def _put(self, given: Assigned) -> None:
+        """Note what a variable is from here on."""
+        self.shell.variables[given.name] = given
+        if given.items is None and not given.unset:
+            if given.exported:
+                self.exported.add(given.name)
+            else:
+                self.loose[given.name] = given
 
     def export(self, name: str, line: int, *, ends: bool = False) -> None:
         """`export NAME`, `export -n NAME`: programs get the variable from here on, or no longer."""
-        before = self.shell.variables.get(name, ())
-        if not NAME.match(name) or (ends and not before):
-            return
-        outside = Assigned(name=name, value=OPEN, raw=f"${name}", line=line)  # what the environment has
-        self._put(name, [
-            replace(each if each.name else outside, exported=not ends, scope=each.scope if before[1:] else self.scope)
-            for each in before or (outside,)
-        ])  # fmt: skip
+        name = self.target(name)
+        before = self.shell.variables.get(name)
+        if NAME.match(name) and (before or not ends):
+            outside = Assigned(name=name, value=OPEN, raw=f"${name}", line=line)  # what the environment has
+            self._put(replace(before or outside, exported=not ends))
 
-    def declare(self, keyword: str, given: Sequence[Assigned | Word], line: int) -> bool:
+    def declare(self, keyword: str, given: Sequence[Assigned | Word], line: int) -> None:
         """export, declare, typeset, local, readonly, unset: of names and of assignments, whose values are known."""
         words = [each for each in given if isinstance(each, Word)]
         options = " ".join(each.text for each in words if each.text[:1] in ("-", "+"))
         if keyword == "unset":
             self._unset(words, line, functions="-f" in options)
         if keyword == "unset" or "-f" in options or (keyword == "local" and not self.active):
-            return True
+            return
         ends = re.search(r"-\w*n" if keyword == "export" else r"\+\w*x", options) is not None
         exports = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
-        exported = True if exports else False if ends else None
         own = keyword not in ("export", "readonly") and "g" not in options and bool(self.active)
+        refers = keyword != "export" and re.search(r"-\w*n", options) is not None
         for each in given:
             if isinstance(each, Word):
                 name, equals, value = each.text.partition("=")
@@ -198,71 +170,70 @@ class Programs(Expander):
                 name, equals, setting = each.name, "=", each
             for saved in self.passing if exports and not own else ():  # `N=1 export N` sets it for all that follows
                 saved.pop(name, None)
-            if own and name not in self.locals[-1]:  # exported if the variable that it hides was
-                before = self.locals[-1][name] = self.shell.variables.pop(name, None)
+            if own and name not in self.shell.hidden[-1]:  # exported if the variable that it hides was
+                before = self.shell.hidden[-1][name] = self.shell.variables.pop(name, None)
                 if before:
-                    self.shell.variables[name] = (replace(before[-1], unset=True, value="", items=None),)
-            if equals:
-                self.set(setting, exported=exported)
-            elif exported is not None:
+                    self.shell.variables[name] = replace(before, unset=True, value="", items=None)
+            if refers and (OPEN in setting.value or not equals):
+                self.unread(line, f"the variable that {name} stands for is unknown")
+            elif refers:
+                self.shell.variables[name] = replace(setting, refers=setting.value, exported=False)
+            elif equals:
+                self.set(setting, exported=exports if exports or ends else None)
+            elif exports or ends:
                 self.export(name, line, ends=ends)
-        return True
 
     def _unset(self, words: Iterable[Word], line: int, *, functions: bool) -> None:
         for word in words:
             if functions:
-                self.functions.pop(word.text, None)
+                self.shell.functions.pop(word.text, None)
             elif OPEN in word.text:  # it may be any
                 self.unread(line, "the names of the variables that unset gets are unknown")
             elif word.text[:1] != "-":
-                gone = Assigned(name=word.text, line=line, scope=self.scope, exported=False, unset=True)
-                self.shell.variables[word.text] = (gone,)
-
-    def restore(self, hidden: Hidden) -> None:
-        """Bring back what variables were that only a command or a function had."""
-        for name, values in hidden.items():
-            self.shell.variables.pop(name, None)
-            if values is not None:
-                self.shell.variables[name] = values
+                gone = Assigned(name=word.text, line=line, exported=False, unset=True)
+                self.shell.variables[word.text] = gone
 
     # -- launches
 
-    def ways(self) -> dict[str, Settings]:
-        """What a program gets that is started here, of the names that lint judges, under each condition."""
-        values = {
-            name: found
-            for name, found in self.shell.variables.items()
-            if (is_judged(name) or name in JOB_SIZE) and any(each.exported for each in found)
-        }
-        several = [each for found in values.values() if len(found) > 1 for each in found]
-        scopes = dict.fromkeys(each.scope for each in sorted(several, key=lambda each: each.line))
-        self.spend(WORK_OF_WORD * len(values) * (1 + len(scopes)))
-        conditions = [
-            self.view,
-            *(each for each in scopes if each.startswith(self.view) and each != self.view),
-        ]
-        return {
-            condition: {
-                name: one for name, found in values.items()
-                if (one := _under(found, condition)) and one.exported and not one.unset and one.items is None
-            }
-            for condition in conditions[:_MOST_LAUNCHES]
-        }  # fmt: skip
-
     def launch(self, label: str, *, sure: bool) -> None:
-        """Note that a program is started, unless another one got the same."""
+        """Note that a program is started, with what it gets of the names that lint judges."""
         self.started += 1
-        launch = Launch(label, sure, self.ways(), self.split)
-        others = (each for each in self.launches if self.split and (each.label, each.split) == (label, self.split))
-        if (same := next((each for each in others if self.view not in each.ways), None)) is not None:
-            same.ways.update(launch.ways)
-            return
-        key = frozenset((scope, content(way)) for scope, way in launch.ways.items()), sure
-        if len(self.launches) >= _MOST_LAUNCHES:
+        shell = self.shell
+        settings = {
+            name: each for name, each in shell.variables.items()
+            if each.exported and not each.unset and each.items is None and (is_judged(name) or name in JOB_SIZE)
+        }  # fmt: skip
+        self.spend(WORK_OF_WORD * len(settings))
+        key = label, sure, content(settings)
+        if key not in self._seen and len(self.launches) >= _MOST_LAUNCHES:
             self.unread(0, "too many commands that start programs")
         elif key not in self._seen:
             self._seen.add(key)
-            self.launches.append(launch)
+            self.launches.append(Launch(label, sure, settings, dict(shell.choices), shell.turns))
+
+    def merge_launches(self) -> None:
+        """Note what each launch gets on each way to it; one whose settings are a part of another's is left out.
+
+        A name that no launcher gets counts if a program gets it that may be one.
+        """
+        named = {name for each in self.launches if each.sure for name in each.settings}
+        ways: dict[tuple[str, ...], dict[frozenset[tuple[str, str]], Launch]] = {}
+        for each in sorted(self.launches, key=lambda launch: not launch.sure):
+            kept = {name: one for name, one in each.settings.items() if each.sure or name not in named}
+            ways.setdefault(each.turns, {}).setdefault(content(kept), each._replace(settings=kept))
+        found: dict[frozenset[tuple[str, str]], Launch] = {}
+        for launches in ways.values():
+            for contents, each in launches.items():
+                if not any(contents < other for other in launches):
+                    found.setdefault(contents, each)
+        several = len([each for each in found.values() if not each.turns]) > 1
+        for each in found.values():
+            turned = [label for key in each.turns for _, label in [each.choices.get(key, (True, ""))]]
+            label = "; ".join(filter(None, [each.label if several else "", *turned]))
+            self.script.ways.append((label, each.settings))
+        if len(found) == 1:
+            self.script.always = self.script.ways.pop()[1]
+        self.script.loose = {name: each for name, each in self.loose.items() if name not in self.exported}
 
     def run_program(self, words: list[Word], line: int, given: Input, outer: Shell) -> None:
         """A program gets the exported variables, what its words set, and what they do not remove."""
@@ -315,11 +286,9 @@ class Programs(Expander):
 
     def read_input(self, program: str, given: Input, target: str) -> None:
         """Text that a program reads from its standard input: a shell, Python, kubectl, ssh."""
-        if not given.text.strip(OPEN + "\n") or program in ("cat", "tee"):
+        if not given.text.strip(OPEN + "\n") or program in _NAMES["idle"]:
             return
-        if program in _NAMES["idle"]:
-            self.skip(given.text, given.line, "no program reads its here-document")
-        elif program in _NAMES["shells"]:
+        if program in _NAMES["shells"]:
             self.nested(given.text, given.line)
         else:
             name = target or ("manifest.yaml" if program in ("kubectl", "oc") else program)
@@ -340,9 +309,9 @@ class Programs(Expander):
         while at < len(words):
             word = words[at]
             taken: int | None = 0
-            if at > end and not _DOTTED.match(word.text):
-                self.skip(word.text, line, f"it is an argument of {words[end].text}")
-            elif (taken := self._launcher_option(words, at, line, outer)) is None:
+            if (at <= end or pattern("dotted").match(word.text)) and (
+                taken := self._launcher_option(words, at, line, outer)
+            ) is None:
                 self._plain_word(words, at, line, settings=settings)
                 unset = at > 0 and words[at - 1].text in ("-u", "-C")
                 more = unset or re.match(r"-|[A-Za-z_]\w*=|(?:kubectl|set)\Z", word.text)
@@ -359,7 +328,7 @@ class Programs(Expander):
         elif runs or (settings and before in ("-S", "--split-string")):
             surely = program not in _NAMES["own_c"]
             self.nested(text if runs else f"env {text}", inside, words[at + 2 :], surely=surely)
-        elif dotted := _DOTTED.match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
+        elif dotted := pattern("dotted").match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
             self._pair(dotted[1], text[dotted.end() :].strip("\"'"), word.raw, line)
         elif _SETTER.match(text) and (settings or (before[:1] == "-" and _SETTING.match(text))):
             self._setting(word, line, self.shell)
@@ -380,7 +349,7 @@ class Programs(Expander):
         if text.startswith(("-xNCCL_", "-eNCCL_")):
             self._setting(Word(text[2:], words[at].raw[2:]), line, outer)
             return 0
-        if _TAKES_SETTING.fullmatch(option):
+        if pattern("takes_setting").fullmatch(option):
             self._setting(rest, line, outer)
         elif option in _NAMES["takes_list"]:
             for name, sign, value in (part.partition("=") for part in rest.text.split(",")):  # a comma ends a value
@@ -398,9 +367,8 @@ class Programs(Expander):
             name, equals, tail = part.partition("=")
             if equals:
                 self._pair(name, tail, word.raw.partition("=")[2] if OPEN in tail else tail, line)
-            elif any(each.exported for each in outer.variables.get(name, ())):
-                self.shell.variables[name] = tuple(e for e in outer.variables[name] if e.exported or e.unset)
-                self.export(name, line)
+            elif (before := outer.variables.get(name)) and before.exported:
+                self.shell.variables[name] = before
 
     def _pair(self, name: str, value: str, raw: str, line: int) -> None:
         """A setting for the program that is started now."""
@@ -418,31 +386,55 @@ class Programs(Expander):
             self.script.inner.append(Inner(text=inside, target="option.json", line=line))
         elif "os.environ" in inside:
             self.script.inner.append(Inner(text=inside, target="python", line=line))
-        elif _COMMANDS.search(inside):
+        elif pattern("commands").search(inside):
             self.nested(inside, line, surely=False)
 
-    # -- built-ins. Each returns whether it succeeds, None where that depends on the run.
+    # -- built-ins
 
-    def echo(self, call: Call) -> bool:
+    def echo(self, call: Call) -> None:
         """What it shows on the terminal may be a launcher's input: Hydra's overrides."""
-        for row in " ".join(each.text for each in call.words).splitlines():
-            if dotted := _DOTTED.match(row):
+        texts = [each.text for each in call.words]
+        text = " ".join(each for each in texts if each not in ("-e", "-n", "-E"))
+        self.shell.write(text.replace("\\n", "\n") + ("" if texts[:1] == ["-n"] else "\n"), call.line)
+        for row in text.splitlines():
+            if dotted := pattern("dotted").match(row):
                 shell, self.shell = self.shell, self.shell.copy()
                 self._pair(dotted[1], row[dotted.end() :], row[dotted.end() :], call.line)
                 self.launch(f"the command of line {call.line}", sure=False)
                 self.shell = shell
-        return True
+
+    def printf(self, call: Call) -> None:
+        """A text with its values put in is not followed."""
+        text = call.words[0].text if call.words else ""
+        if text == "-v":
+            self.gets(call)
+        else:
+            self.shell.write(OPEN if "%" in text else text.replace("\\n", "\n"), call.line)
+
+    def cat(self, call: Call) -> None:
+        """It writes what it reads."""
+        names = [each.text for each in call.words if each.text[:1] != "-"]
+        found = "".join(self.written(each) or OPEN for each in names) or call.given.text or OPEN
+        self.shell.write(found, call.given.line or call.line)
+        self.shell.status = None if names else True
 
     def tee(self, call: Call) -> None:
         """It also writes its input into a file."""
+        self.shell.write(call.given.text or OPEN, call.given.line)
         for target in [word.text for word in call.words if word.text[:1] != "-"][:1] if call.given.text else ():
             self.write_file(target, call.given)
 
     def gets(self, call: Call) -> None:
         """read, mapfile, let, printf -v and the like: the values of their variables depend on the run."""
         self.assumed = False
-        for word in call.words if call.program != "printf" or any(each.text == "-v" for each in call.words[:1]) else ():
+        self.shell.status = None
+        for word in call.words:
             self.assign(re.split(r"\W", word.text)[0], OPEN, f"(set by {call.program})", call.line)
+
+    def trap(self, call: Call) -> None:
+        """The commands of a trap are not followed."""
+        if any(_SETTING.search(each.text) for each in call.words):
+            self.unread(call.line, "the commands of trap")
 
     def shift(self, call: Call) -> None:
         """The arguments after the first ones."""
@@ -453,8 +445,7 @@ class Programs(Expander):
         """Set the arguments of the script or function; None: unknown."""
         self.shell.variables.pop("@", None)
         if arguments is not None:
-            given = Assigned(name="@", items=tuple(arguments), exported=False, scope=self.scope)
-            self.shell.variables["@"] = (given,)
+            self.shell.variables["@"] = Assigned(name="@", items=tuple(arguments), exported=False)
 
     def options_of_shell(self, call: Call) -> None:
         """`set -a`, `set -- A B`, fish's `set -x NAME value`."""
@@ -474,14 +465,6 @@ class Programs(Expander):
 def content(settings: Settings) -> frozenset[tuple[str, str]]:
     """Names and values."""
     return frozenset((name, each.value) for name, each in settings.items())
-
-
-def _under(found: Sequence[Assigned], condition: str) -> Assigned | None:
-    """Which of a variable's values holds under a condition: of those of wider conditions the nearest, the last one."""
-    if len(found) == 1:
-        return found[0]
-    fitting = [each for each in found if f"{condition}; ".startswith(f"{each.scope}; ") or not each.scope]
-    return max(reversed(fitting), key=lambda each: len(each.scope), default=None)
 
 
 def number_of(call: Call) -> int:

@@ -35,6 +35,12 @@ def words() -> Mapping[str, Mapping[str, frozenset[str]]]:
     return {part: {name: frozenset(members) for name, members in rows.items()} for part, rows in table.items()}
 
 
+@cache
+def pattern(name: str) -> re.Pattern[str]:
+    """A pattern of data/forms.toml."""
+    return re.compile(read_table(__file__, "data/forms.toml")["patterns"][name])
+
+
 def whole_number(text: str) -> int | None:
     """The number of up to 18 digits; None for any other text. Python raises ValueError for thousands of digits."""
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
@@ -63,10 +69,10 @@ class Assigned:
     value: str = ""  # OPEN in it: it comes from elsewhere; `raw` shows from where
     raw: str = ""
     line: int = 0
-    scope: str = ""  # of a script's variable: the conditions that it belongs to, "; " between them
     exported: bool = True
     unset: bool = False
     assumed: bool = False  # a default, which the environment outside may replace
+    refers: str = ""  # the variable that this name stands for
     items: tuple[Word, ...] | None = None  # of a shell's array; `value` is then the first of them
 
 
@@ -103,7 +109,6 @@ class Script:
     files: list[str] = field(default_factory=list)  # files named with --env-file and the like
     findings: list[Finding] = field(default_factory=list)  # about the text itself
     unread: list[Unread] = field(default_factory=list)
-    unreached: list[Unread] = field(default_factory=list)  # settings that no started program gets
 
     def set(self, given: Assigned) -> None:
         """Set a variable for every launch; `A=$A` changes nothing if the value of A is unknown."""
@@ -125,7 +130,6 @@ class Script:
         self.files += other.files
         self.findings += other.findings
         self.unread += other.unread
-        self.unreached += other.unreached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +142,6 @@ class NamedEnvironment:
     unexported: dict[str, str] = field(default_factory=dict)  # shell variables that no program sees
     used: frozenset[str] = frozenset()  # names that the script itself reads
     lines: dict[str, int] = field(default_factory=dict)  # where each name is set last
-    base: NamedEnvironment | None = None  # what holds where this environment's condition does not
+    place: str = ""  # its source without the launch and the condition
     also_set: frozenset[str] = frozenset()  # every name that the same text sets, under other conditions too
     findings: tuple[Finding, ...] = ()  # about the text itself, whatever NCCL makes of its values

@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from contracts.tables import read_table
-from planner.lint.dockerfile import read_dockerfile
-from planner.lint.documents import DocumentError, form, parse, read_documents
-from planner.lint.expansion import limit_parsing
 from planner.lint.script import (
     JOB_SIZE,
     OPEN,
@@ -25,8 +22,9 @@ from planner.lint.script import (
     Settings,
     Unread,
     is_judged,
+    pattern,
 )
-from planner.lint.shell import directives, read_shell
+from planner.nccl_env.names import is_read
 
 FORMS: Mapping[str, str] = {
     "env": "env file", "shell": "shell script", "conf": "nccl.conf", "yaml": "YAML", "json": "JSON", "toml": "TOML",
@@ -35,15 +33,14 @@ FORMS: Mapping[str, str] = {
 }  # fmt: skip
 KINDS = tuple(kind for kind in FORMS if kind != "other")
 _DOCUMENTS = ("yaml", "json", "toml")
+_PROGRAMS = ("shell", "dockerfile")
+_PLAIN = ("env", "conf", "log", "process")
 _LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes
 _LIMIT_LOG = 16 << 20
 _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
 _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
 _PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
-
-_JUDGED_ANYWHERE = re.compile(r"NCCL_|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z]")
-_NAMED_ANYWHERE = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}\b")
 
 
 class EnvironmentTextError(ValueError):
@@ -82,7 +79,6 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
         raise EnvironmentTextError(
             f"{len(text)} characters: more than {_LIMIT_CHARACTERS}, no environment is that large"
         )
-    limit_parsing()
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if kind is not None and kind not in FORMS:
         raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
@@ -102,67 +98,57 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
 
 
 def _reading(text: str, kind: str) -> Reading:
-    if kind not in ("env", "conf", "log", "process") and len(text) > _LIMIT_SCRIPT:
+    if kind not in _PLAIN and len(text) > _LIMIT_SCRIPT:
         raise EnvironmentTextError(f"{len(text)} characters: more than the {_LIMIT_SCRIPT} that are read of a {kind}")
+    if kind not in _PLAIN:
+        from planner.lint.expansion import limit_parsing  # the parser, which no plain list of variables needs
+
+        limit_parsing()
     title, parts = _read(text, kind, 0)
-    own = _own(text) if kind not in ("env", "conf", "log", "process") else frozenset[str]()
+    own = _own(text) if kind not in _PLAIN else frozenset[str]()
     environments = tuple(each for source, script in parts for each in _environments(source, script, own))
     unread = [each for _, script in parts for each in script.unread]
+    found = {name for _, script in parts for settings in script.settings() for name in settings}
+    lost = _unfound(text, found, pattern("setting"), "no program that is started gets it") if kind in _PROGRAMS else ()
+    unreached = [each for each in lost if is_read(each.name)]
     if kind in _DOCUMENTS:
-        found = {name for _, script in parts for settings in script.settings() for name in settings}
-        unread = [
-            *_unread_settings(text, found, "{name} is in a place where no variable is read"),
-            *(each for each in unread if each.line),
-        ]
-    reading = Reading(
+        lost = _unfound(text, found, SETS, "{name} is in a place where no variable is read")
+        unread = [*lost, *(each for each in unread if each.line)]
+    return Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
+        unreached=tuple({each.name: each for each in unreached if each.line not in {e.line for e in unread}}.values()),
     )  # fmt: skip
-    unreached = {each.name: each for _, script in parts for each in script.unreached if is_judged(each.name)}
-    judged = {*reading.names(), *JOB_SIZE}
-    return replace(reading, unreached=tuple(each for name, each in unreached.items() if name not in judged))
 
 
-def _unread_settings(text: str, found: set[str], why: str, first: int = 1) -> Iterator[Unread]:
+def _unfound(text: str, found: set[str], pattern: re.Pattern[str], why: str, first: int = 1) -> Iterator[Unread]:
     """Lines of a text that look as if they set a variable that was found nowhere."""
     for number, row in enumerate(text.splitlines()):
-        for match in SETS.finditer(row) if not row.lstrip().startswith("#") else ():
-            name = re.match(r"\w+", match[0])
+        for match in pattern.finditer(row) if not row.lstrip().startswith("#") else ():
+            name = re.search(r"(?:[A-Z]+_)?[A-Z]+_\w+", match[0])
             if name and name[0] not in found:
-                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]))
-
-
-_USED = re.compile(r"\$[({]?\s*\{?\s*(?:env\.)?([A-Za-z_]\w*)")
+                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]), name=name[0])
 
 
 def _own(text: str) -> frozenset[str]:
     """Names that the text itself reads, other than to hand on their own value (`A=${A:-1}`)."""
     found = set()
-    for match in _USED.finditer(text):
+    for match in pattern("used").finditer(text):
         before = text[max(0, match.start() - len(match[1]) - 2) : match.start()].rstrip("\"'")
         if not before.endswith(f"{match[1]}="):
             found.add(match[1])
     return frozenset(found)
 
 
-# torchrun --nnodes, Slurm -N, TrainJob, PyTorchJob and MPIJob, Ray, LeaderWorkerSet, Indexed Job
-_NODES = re.compile(
-    r"--nnodes[= ](?:\d+:)?(\d{1,9})\b|^#SBATCH\s+(?:-N\s*|--nodes[= ])(\d{1,9})[ \t]*$|--num[-_]nodes[= ](\d{1,9})\b"
-    r"|^[ \t]*num_?[nN]odes\s*:\s*(\d{1,9})[ \t]*$|^[ \t]*Worker:\s*\n\s*replicas:\s*(\d{1,9})"
-    r"|\bsrun\b[^\n]{0,999}\s-N\s*(\d{1,9})\b",
-    re.MULTILINE,
-)
-
-
 def _nodes(text: str) -> int | None:
     """The most nodes that a launcher or an object in the text asks for; None where none says."""
-    found = [int(number) for match in _NODES.findall(text) for number in match if number]
+    found = [int(number) for match in pattern("nodes").findall(text) for number in match if number]
     return max(found) if found else None
 
 
 def why_nothing(text: str, reading: Reading) -> str:
     """The sentence for a text in which no variable was found."""
-    lines = [number for number, row in enumerate(text.splitlines(), start=1) if _NAMED_ANYWHERE.search(row)]
+    lines = [number for number, row in enumerate(text.splitlines(), start=1) if pattern("named").search(row)]
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
     rows = text.splitlines()
@@ -191,6 +177,8 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
     """The form in words, and each place's script. `first` is the number of the text's first line; 0: unknown."""
     title = FORMS[kind]
     if kind in _DOCUMENTS:
+        from planner.lint.documents import DocumentError, form, parse, read_documents
+
         try:
             branches = parse(text, kind)
             places = read_documents(branches)
@@ -211,13 +199,17 @@ def _script(text: str, kind: str, first: int) -> Script:
     if kind == "process":
         return _plain((0, entry) for entry in reversed(text.split("\0")))  # getenv(3) finds the first of two
     if kind == "log":
-        return _plain((0, f"{match[1]}={match[2]}") for match in _LOGGED.finditer(text))
+        return _plain((0, f"{match[1]}={match[2]}") for match in pattern("logged").finditer(text))
     if kind == "dockerfile":
+        from planner.lint.dockerfile import read_dockerfile
+
         return read_dockerfile(text)
     if kind == "other":
         return Script()
     if kind in ("env", "conf"):
         return _lines(text, kind, first)
+    from planner.lint.shell import directives, read_shell
+
     before, files = list[Assigned](), list[str]()
     for number, words in directives(text):
         found = read_shell("sbatch " + words, line=first and first + number - 1)
@@ -226,12 +218,6 @@ def _script(text: str, kind: str, first: int) -> Script:
     script = read_shell(text, line=first, before=before)
     script.files[:0] = files
     return script
-
-
-_LOGGED = re.compile(
-    r"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to ([^\s\"\\|<`][^\"\\|<`\n]*?)\.?[ \t]*$",
-    re.MULTILINE,
-)
 
 
 def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
@@ -271,7 +257,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
     parts: _Parts = []
     seen: set[str] = set()
     for inner in script.inner if depth < _LIMIT_DEPTH else ():
-        if not _JUDGED_ANYWHERE.search(inner.text) or inner.text.strip() in seen:
+        if not pattern("judged").search(inner.text) or inner.text.strip() in seen:
             continue
         seen.add(inner.text.strip())
         kind = guess_kind(inner.text, inner.target)
@@ -282,7 +268,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
             found = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
         parts += [(f"{source}, {where}", each) for _, each in found]
         if not any(settings for _, each in found for settings in each.settings()):
-            script.unread += _unread_settings(inner.text, set(), f"a setting inside {inner.target}", inner.line)
+            script.unread += _unfound(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
     return parts
 
 
@@ -290,32 +276,21 @@ def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[
     """What holds always, then each launch or condition with all that it gets."""
     named = {name for settings in script.settings() for name in settings}
     loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
-    if not any(map(is_judged, named)) and not loose:
-        return
-    base: NamedEnvironment | None = None
-    plain = bool(script.always or loose)
-    for label, way in [*([("", Settings())] if plain else ()), *script.ways[:_LIMIT_SCOPES]]:
+    findings = tuple(script.findings)
+    for label, way in (("", Settings()), *script.ways[:_LIMIT_SCOPES]):
         found = {
-            name: each for name, each in (script.always | way).items()
-            if not each.unset and (is_judged(name) or name in JOB_SIZE)
+            name: each for name, each in (script.always | way).items() if is_judged(name) or name in JOB_SIZE
         }  # fmt: skip
-        known = {name: each.value for name, each in found.items() if OPEN not in each.value}
-        open_ = {name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value}
-        repeats = base is not None and (known, open_) == (base.environment, base.unresolved)
-        if repeats or not any(map(is_judged, [*found, *loose])):
+        if not any(map(is_judged, [*found, *loose])):
             continue
-        alone = not plain and len(script.ways) == 1 and _OF_A_COMMAND.fullmatch(label)
-        each = NamedEnvironment(
-            source=", ".join(filter(None, (source, "" if alone else label))), environment=known,
-            unresolved=open_, unexported={} if base else loose, used=own, base=base if plain else None,
-            lines={name: each.line for name, each in found.items()},
-            also_set=frozenset(named - {*script.loose}), findings=() if base else tuple(script.findings),
+        yield NamedEnvironment(
+            source=", ".join(filter(None, (source, label))), place=source,
+            environment={name: each.value for name, each in found.items() if OPEN not in each.value},
+            unresolved={name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value},
+            unexported=loose, used=own, lines={name: each.line for name, each in found.items()},
+            also_set=frozenset(named - {*script.loose}), findings=findings,
         )  # fmt: skip
-        base = base or each
-        yield each
-
-
-_OF_A_COMMAND = re.compile(r"the (?:command|launch) of line \d+")
+        loose, findings = {}, ()
 
 
 def guess_kind(text: str, name: str = "") -> str:
@@ -328,12 +303,9 @@ def guess_kind(text: str, name: str = "") -> str:
     if kind := _first(_PATTERNS["surely"], text):
         return kind
     foreign = _first(_PATTERNS["foreign"], text)
-    if foreign == "Markdown" or (foreign and not _EXPORTS.search(text)):
+    if foreign == "Markdown" or (foreign and not pattern("exports").search(text)):
         return "other"
     return _first(_PATTERNS["looks"], text) or ("shell" if _mixed(text) else "env")
-
-
-_EXPORTS = re.compile(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", re.MULTILINE)
 
 
 def _first(patterns: Mapping[str, str], text: str) -> str:

@@ -20,8 +20,9 @@ from planner.nccl_env import rdma as rdma
 from planner.nccl_env import roce as roce
 from planner.nccl_env.hcas import choose_ports, is_virtual_function
 from planner.nccl_env.names import RESERVED
+from planner.nccl_env.nodes import NodeView
 from planner.nccl_env.platforms import published, settings_as_published
-from planner.nccl_env.situation import NodeView, Situation, situation
+from planner.nccl_env.situation import Situation, situation
 from planner.nccl_env.texts import Note, PodNeed, Setting, need, note, setting
 from probes.api import Snapshot
 from probes.limits.probe import LimitsFacts

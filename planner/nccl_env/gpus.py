@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hardware.machines import catalogue, topology_series
-from planner.nccl_env.situation import NodeView, Situation, all_nvlink, p2p_level_effect
+from planner.nccl_env.nodes import NodeView, all_nvlink, p2p_level_effect
+from planner.nccl_env.situation import Situation
 from planner.nccl_env.texts import Note, Setting, note, setting
 from topology.graph import PathClass
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from contracts.finding import Status
 from hardware.units import gigabits
-from planner.nccl_env.situation import NodeView, PortView, gid_address, gid_addresses, port_subnet, rdma_device_of
+from planner.nccl_env.nodes import NodeView, PortView, gid_address, gid_addresses, port_subnet, rdma_device_of
 from probes.rdma.facts import is_link_local
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hardware.units import gigabits
-from planner.nccl_env.situation import (
+from planner.nccl_env.nodes import (
     UNFIT_ROLES,
     NodeView,
-    Situation,
     best_interface,
-    by_host,
     is_usable,
     networks,
     rank_interface,
     rdma_device_of,
     running_interfaces,
-    some,
 )
+from planner.nccl_env.situation import Situation, by_host, some
 from planner.nccl_env.texts import Note, Setting, note, setting
 from probes.interfaces.facts import Interface, InterfacesFacts
 

@@ -140,6 +140,14 @@ def plugin_of(name: str) -> PluginName | None:
     )
 
 
+def is_read(name: str) -> bool:
+    """Whether NCCL, PyTorch or a plugin reads the name, and not only scripts."""
+    entry = names().get(name)
+    plugin = plugin_of(name)
+    read = name in torch_names() or (plugin is not None and plugin.plugin not in ("build", "nccl-tests"))
+    return entry.status == "current" if entry else read
+
+
 def nearest(name: str) -> tuple[str, ...]:
     """Names that differ by a slip of the pen, best first; empty where none is near.
 
@@ -276,7 +284,7 @@ def platform_of_plugin(environment: Mapping[str, str]) -> Platform | None:
         return {each.plugin for name in names if (each := plugin_of(name)) is not None and each.prefix}
 
     configured, net = families(environment), environment.get("NCCL_NET")
-    for row in platforms().rows:
+    for row in platforms().rows if configured or net else ():
         published = row.values()
         if row.plugin and (configured & families(published) or (net and net == published.get("NCCL_NET", ("",))[0])):
             return row

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 
 from planner.nccl_env.names import Platform, platforms
-from planner.nccl_env.situation import NodeView, Situation, by_host, together
+from planner.nccl_env.nodes import NodeView
+from planner.nccl_env.situation import Situation, by_host, together
 from planner.nccl_env.texts import Note, Reason, Setting, note, setting
 from probes.hostinfo.probe import HostinfoFacts
 

@@ -19,8 +19,9 @@ from planner.nccl_env.hcas import (
     undecided,
 )
 from planner.nccl_env.interfaces import exact_if_needed
+from planner.nccl_env.nodes import RDMA_KINDS, NodeView, PortView, port_subnet
 from planner.nccl_env.platforms import recognise
-from planner.nccl_env.situation import RDMA_KINDS, NodeView, PortView, Situation, by_host, port_subnet, together
+from planner.nccl_env.situation import Situation, by_host, together
 from planner.nccl_env.texts import Note, Setting, note, setting
 from topology.graph import NicNode
 from topology.reference import reference_of

@@ -1,1 +1,1 @@
-"""Slurm: batch scripts, host lists in them, and topology.conf."""
+"""Slurm: batch scripts that are written, and those that are wrapped."""

@@ -46,6 +46,7 @@ ENGINE = DeepSpeed(
     gradient_buffer=True,
     merges_expert_adapters=True,
     reduce_every_micro_batch=True,
+    hooks_one_rank=True,  # runtime/zero/parameter_offload.py
     selective_attention=True,
 )
 

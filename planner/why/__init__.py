@@ -21,6 +21,7 @@ from planner.why.facts import (
     Verdict,
     activity,
     is_open,
+    not_yet,
     ranks_of,
 )  # fmt: skip
 from planner.why.pace import slow
@@ -63,10 +64,9 @@ def _nothing(facts: RunFacts) -> Verdict:
         unknown.append(Unknown(what="what each rank does", command="py-spy dump --pid PID on each node"))
     mute = [(rank, one) for rank in facts.states if (one := activity(rank, facts)).kind == "silent"]
     if mute:
-        rows = tuple(f"rank {rank} {one.words}" for rank, one in mute)
         hint = Unknown(what="whether it runs: its host's process table was not read", command="ps on its host")
-        line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {mute[0][1].grace:.0f} s"
-        return Verdict(state="fine", line=line, not_at_fault=rows, unknown=(*unknown, hint))
+        found = not_yet([f"rank {rank} {one.words}" for rank, one in mute], mute[0][1].grace)
+        return replace(found, unknown=(*unknown, hint))
     line = "no fault found: no rank is missing, late or gone, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"

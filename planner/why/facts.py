@@ -157,6 +157,12 @@ def open_verdict(state: str, cause: Cause, facts: RunFacts, waiting: tuple[int, 
     return replace(verdict_of(state, (cause,), facts, (), waiting), unknown=(Unknown(what=what, command=how),))
 
 
+def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
+    """No fault so far: what others wait for, as sentences, and the wait from which on it is one."""
+    line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {seconds:.0f} s"
+    return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
+
+
 def is_open(verdict: Verdict) -> bool:
     """Whether the verdict says that ranks wait, but not for which rank."""
     return bool(verdict.causes) and verdict.causes[0].code == "call.timeout"
@@ -338,11 +344,14 @@ def first_to_end(ranks: Sequence[int], facts: RunFacts) -> int | None:
     if own:
         return own[0]
     owner = {end: rank for rank, state in facts.states.items() for end in state.ends}
-    closed = (_CLOSED.search(error) for error in errors.values())
-    ends = [f"{found[1].removeprefix('::ffff:')}:{found[2]}" for found in closed if found]
+    closed = (found for error in errors.values() if (found := _CLOSED.search(error)))
+    ends = [(found[1].removeprefix("::ffff:"), found[2]) for found in closed]
     # those that the launcher has ended wrote no final state either
     quiet = [r for r, s in facts.states.items() if not s.error and s.pid not in facts.log.terminated]
-    pointed = Counter(owner[end] for end in ends if owner.get(end) in quiet)
+    there = {one: [rank for rank in quiet if one in facts.states[rank].addresses] for one, _ in ends}
+    pointed = Counter(owner[end] for one, port in ends if owner.get(end := f"{one}:{port}") in quiet)
+    # a rank that connected itself has another port than the one that its peer knows
+    pointed = pointed or Counter(there[one][0] for one, _ in ends if len(there[one]) == 1)
     if pointed:
         return pointed.most_common(1)[0][0]
     quiet = [rank for rank in quiet if rank in ranks]

@@ -25,6 +25,7 @@ from planner.why.facts import (
     end_of,
     first_to_end,
     lost_a_peer,
+    not_yet,
     open_verdict,
     outlived,
     ranks_of,
@@ -110,10 +111,8 @@ def _too_early(
     if facts.gave_up:
         long = {rank: one for rank, one in patient.items() if one.grace >= facts.limit}
         return timeout_too_short(patient, facts, wait, waiting) if len(long) == len(patient) else None
-    left = max(one.grace for one in patient.values())
-    lines = tuple(f"rank {rank} {one.words}; {wait}" for rank, one in sorted(patient.items()))
-    line = f"nothing is stuck yet: {lines[0]}; it counts as a fault after {left:.0f} s"
-    return Verdict(state="fine", line=line, not_at_fault=lines, waiting=waiting)
+    rows = [f"rank {rank} {one.words}; {wait}" for rank, one in sorted(patient.items())]
+    return not_yet(rows, max(one.grace for one in patient.values()), waiting)
 
 
 def _resends(facts: RunFacts) -> bool:
@@ -155,9 +154,8 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
     if mute := {rank for rank, one in what.items() if one.kind == "silent" and blocked.age >= one.grace}:
         return _named(mute, what, blocked, facts, wait, waiting)
     if unseen and len(what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
-        rows = tuple(f"{ranks_of([rank])} has not written since the others wait; {wait}" for rank in unseen)
-        line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {facts.limit:.0f} s"
-        return Verdict(state="fine", line=line, not_at_fault=rows[:8], waiting=waiting)
+        rows = [f"rank {rank} has not written since the others wait; {wait}" for rank in unseen]
+        return not_yet(rows, facts.limit, waiting)
     rest = f"whether {ranks_of(unseen)} came is not known" if unseen else "which rank has not come is not known"
     counts = tuple(
         f"{len(blocked.here[rank])} of the {size} ranks of group {blocked.waits[rank].group} are seen in number "

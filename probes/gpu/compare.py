@@ -68,6 +68,12 @@ def _visible_index(facts: GpuFacts, entry: str) -> int | None:
 def _hidden(facts: GpuFacts) -> Iterator[Finding]:
     count, wrong = visible_gpus(facts)
     total = len(facts.gpus)
+    if facts.granted and count is not None:
+        variable, granted = facts.granted
+        if total < granted or count > granted:
+            which = "fewer" if total < granted else "more"
+            yield finding(f"gpu.device.hidden {which}", "", visible=facts.visible, count=count, total=total,
+                          granted=granted, variable=variable)  # fmt: skip
     if count is None or not total or (count == total and not wrong):
         return
     fine = bool(count) and not wrong

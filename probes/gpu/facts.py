@@ -174,6 +174,7 @@ class GpuFacts:
     driver_error: str | None = None  # why NVML cannot be used although the host has NVIDIA GPUs: "DRIVER_NOT_LOADED"
     driver_error_symbol: str | None = None  # of the function that said so
     visible: str | None = None  # CUDA_VISIBLE_DEVICES of this process; None where it is not set
+    granted: tuple[str, int] | None = None  # GPUs of this node that Slurm gave the job, and the variable that says so
     confidential: bool | None = None  # confidential computing is on
     unread: tuple[str, ...] = ()  # of the host, as of a GPU
     pci_gpus: int | None = None  # NVIDIA display functions on the PCI bus (sysfs), whatever NVML says

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -220,6 +220,7 @@ def read(host: Host) -> GpuFacts:
         bus=bus,
         xids_off_bus=_off_bus(host, xids or {}),
         visible=host.environment().get("CUDA_VISIBLE_DEVICES"),
+        granted=_granted(host.environment()),
         confidential=confidential,
         unread=(*unread, *why, *secret),
     )
@@ -248,6 +249,20 @@ def _placed(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, l
 
 def _of(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple[int, ...] | None:
     return None if xids is None or bus_id is None else tuple(xids.get(bus_id.partition(".")[0], ()))
+
+
+def _granted(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """GPUs of this node that Slurm gave the step or the job; None outside a job, and in a prolog, which sees all.
+
+    srun(1) and sbatch(1), output environment variables: lists of indices, or a number.
+    """
+    if "SLURM_SCRIPT_CONTEXT" in environment:
+        return None
+    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
+        if re.fullmatch(r"\d+(,\d+)*", value := environment.get(name, "")):
+            return f"{name}={value}", value.count(",") + 1
+    number = environment.get("SLURM_GPUS_ON_NODE", "")
+    return (f"SLURM_GPUS_ON_NODE={number}", int(number)) if re.fullmatch(r"\d{1,4}", number) else None
 
 
 def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -60,7 +60,9 @@ def read(host: Host) -> HostinfoFacts:
         storage_servers=storage_servers(sysfs.text(host, "/proc/self/mounts")),
         boot_id=sysfs.text(host, "/proc/sys/kernel/random/boot_id"),
         load=load[0] if load else None,
-        nccl_environment={k: v for k, v in host.environment().items() if k not in _OF_THE_CONTAINER},
+        nccl_environment={
+            k: v for k, v in host.environment().items() if k not in _OF_THE_CONTAINER and not k.startswith("SLURM")
+        },
         nccl_conf=conf,
         nccl_conf_files=conf_files,
         numa_balancing=None if balancing is None else balancing != 0,  # 1 and 2 (memory tiering) both scan

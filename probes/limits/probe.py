@@ -36,16 +36,18 @@ class LimitsFacts:
     seccomp: str | None = None
     of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
     gpus: int | None = None  # of this host: set by `agent.checks.host_checks`
+    elsewhere: str = ""  # why this memlock limit is not that of a Slurm job; empty: it is, or there is no Slurm
     rdma_present: bool | None = None  # /sys/class/infiniband has a device: memlock then decides whether NCCL uses it
 
 
 def unjudged(facts: LimitsFacts) -> dict[str, str]:
     """What the agent's own container cannot tell: a job's manifest gives its pod another /dev/shm and other rights.
 
-    RLIMIT_MEMLOCK and RLIMIT_NOFILE stay judged: both come from the container engine, the same for every pod.
+    Nor can slurmd's own limit of locked memory, or that of a shell, where Slurm gives a job the other one.
+    RLIMIT_MEMLOCK and RLIMIT_NOFILE of an agent stay judged: both come from the container engine, the same for all.
     """
     if not facts.of_agent:
-        return {}
+        return {"limits.memlock.low": facts.elsewhere} if facts.elsewhere else {}
     why = "not judged: this is the agent's own container, and a job's pod gets what its own manifest says"
     return dict.fromkeys(
         ("limits.shm.small", "limits.shm.full", "limits.shm.unknown", "limits.numa_policy.denied"), why
@@ -104,7 +106,7 @@ def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
     if not facts.memlock_known:
         yield finding(TEXTS, "limits.memlock.unknown", facts=facts)
         return
-    if facts.memlock_soft_bytes is None:
+    if facts.memlock_soft_bytes is None or facts.elsewhere:
         return
     soft, hard = size(facts.memlock_soft_bytes), size(facts.memlock_hard_bytes)
     # Two buffers, one to send and one to receive, are the least that a connection registers, beside its control

@@ -6,7 +6,7 @@ Specification: getrlimit(2), proc(5), capabilities(7), cgroups(7); Linux Documen
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from probes.host import sysfs
 from probes.host.protocol import Host
@@ -29,8 +29,10 @@ def read(host: Host) -> LimitsFacts:
     capabilities = int(rights, 16) if re.fullmatch(r"[0-9a-fA-F]{1,16}", rights) else None
     memlock, nofile = _numbers(host.limit, "MEMLOCK"), _numbers(host.limit, "NOFILE")
     shm = _numbers(host.statvfs, SHM)
+    environment = host.environment()
+    of_job = f", Slurm job {environment.get('SLURM_JOB_ID')}" if "SLURM_PROCID" in environment else ""
     where, agent = container(host), of_agent(host)
-    whose = f"{where} container" + (" of the agent" if agent else "") if where else "no container"
+    whose = f"{where} container" + (" of the agent" if agent else "") if where else f"no container{of_job}"
     return LimitsFacts(
         whose=f"this process, pid {identity.get('pid')}, uid {uid}, {whose}",
         uid=uid,
@@ -49,8 +51,34 @@ def read(host: Host) -> LimitsFacts:
         container=where,
         of_agent=agent,
         seccomp=SECCOMP.get(status.get("Seccomp", "")),
+        elsewhere="" if of_job or where else _of_other_process(host, environment),
         rdma_present=bool(sysfs.names(host, "/sys/class/infiniband")),
     )
+
+
+SLURM_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")  # the second: "configless" nodes
+
+
+def _of_other_process(host: Host, environment: Mapping[str, str]) -> str:
+    """Why a Slurm job gets another process's limit of locked memory; empty where it gets this one.
+
+    slurm.conf(5), PropagateResourceLimits: the limits of the shell that submits (ALL, the default, or by name), or
+    slurmd's. A process is slurmd's where slurmd has named its node or its script to it.
+    """
+    files = (environment.get("SLURM_CONF", ""), *SLURM_CONFIGURATIONS)
+    path, text = next(((path, text) for path in files if path and (text := sysfs.text(host, path))), ("", ""))
+    if not text:
+        return ""
+    rows = re.findall(r"^[ \t]*PropagateResourceLimits(Except)?[ \t]*=[ \t]*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    propagates, line = True, "PropagateResourceLimits=ALL (the default)"
+    for is_except, value in rows[:1]:
+        named = {"MEMLOCK", "ALL"} & set(value.upper().split(","))
+        propagates, line = bool(named) != bool(is_except), f"PropagateResourceLimits{is_except}={value}"
+    of_slurmd = bool({"SLURMD_NODENAME", "SLURM_SCRIPT_CONTEXT"} & environment.keys())
+    if propagates != of_slurmd:
+        return ""
+    whose = "the shell that submits it" if propagates else "slurmd"
+    return f"not judged: a Slurm job gets the limit of locked memory of {whose}, by {line} in {path}"
 
 
 _Pair = tuple[int | None, int | None]

@@ -18,7 +18,7 @@ from rigs.tables import each_row
 from scanned import scan
 from test_secrets import PLANTED, SECRETS, S
 
-from agent.base.hosts import MOST_FILE_BYTES, Files, unpack_bundle
+from agent.base.recordings import MOST_FILE_BYTES, Files, unpack_bundle
 from agent.jobs import bundle
 from agent.jobs.bundle import pack_bundle
 from probes.api import Snapshot

@@ -48,7 +48,18 @@ WORDS = {
 FILE_OF = {"topo": "matrix.txt", "lint-env": "job.env", "evidence": "nccl.log"}
 # run; others make load or ask a cluster
 READS = {"scan", "topo", "diff", "recommend", "lint-env", "evidence", "explain"}
-COPIES = ("node", "good", "A", "B", "HEALTHY", "THIS", "fleet/a", "fleet/b")  # recordings by the names of the pages
+COPIES = (
+    "node",
+    "node01",
+    "node02",
+    "good",
+    "A",
+    "B",
+    "HEALTHY",
+    "THIS",
+    "fleet/a",
+    "fleet/b",
+)  # recordings by the names of the pages
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -85,6 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "job.env").write_text("NCCL_DEBUG=INFO\n")
     (made / "matrix.txt").write_text(MATRIX)
     (made / "nccl.conf").write_text("NCCL_DEBUG=INFO\n")
+    (made / "gres.conf").write_text("Name=gpu File=/dev/nvidia[0-7]\n")
     (made / "calibration.json").write_text("{}")
     pod = {"spec": {"containers": [{"name": "a", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}]}}
     (made / "trainjob.yaml").write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", **pod}))
@@ -95,7 +107,8 @@ def filled(line: str, folder: Path) -> list[str]:
     """The words with what a reader would put in place of those in capitals."""
     words = shlex.split(line)[1:]
     given = {**WORDS, "FILE": FILE_OF.get(words[0], "job.env")}
-    return [str(folder / "nccl.conf") if word == "/etc/nccl.conf" else given.get(word, word) for word in words]
+    places = {"/etc/nccl.conf": folder / "nccl.conf", "/etc/slurm": folder}
+    return [str(places[word]) if word in places else given.get(word, word) for word in words]
 
 
 @pytest.mark.long

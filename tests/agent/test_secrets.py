@@ -26,7 +26,7 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
-from agent.base.hosts import unpack_bundle
+from agent.base.recordings import unpack_bundle
 from agent.cluster.publish import node_feature, records_of, to_resource
 from agent.http.server import create
 from agent.http.state import State

@@ -21,8 +21,8 @@ from rigs.command import process, python
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
-from agent.base.hosts import BundleError, unpack_bundle
 from agent.base.inputs import RequestError
+from agent.base.recordings import BundleError, unpack_bundle
 from agent.checks.baseline import read as read_baseline
 from agent.checks.verdict import GateError
 from collectives.bench.results import MOST_RESULT_BYTES, read_result
@@ -32,6 +32,7 @@ from collectives.traces.ras import RasError
 from collectives.traces.ras import read as read_ras
 from collectives.traces.states import StateError, read_state
 from contracts.bounded import TooLargeError, open_regular, tar_files
+from contracts.host_list import HostListError, expand_host_list
 from contracts.job_config import ConfigError, read_mapping
 from contracts.job_plan import read as read_plan
 from contracts.plain import PlainError
@@ -39,12 +40,14 @@ from contracts.plain import loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.sources import EnvironmentTextError, read_text
+from planner.slurm.wrap import ScriptError, wrap_script
 from probes.host.recording import load, load_all
 from probes.interfaces.read import parse_network_status
 from probes.wire import RecordingError
 from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
+from topology.slurm_conf import SlurmConfError, compare_gres, compare_topology
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
@@ -78,6 +81,16 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
         DEEP, b"]r\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f", b"cos\nsystem\n(X\x02\0\0\0lstR.",
         b"(" * 3_000_000, b"\x96" + b"\xff\xff\xff\xff\x0f\0\0\0", b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f.",
         b"}" + b")" + b"\x85" * 900_000 + b"Ns.", b"}]Ns.", b"]q\x00}h\x00Ns.", b"0.", b"\x8d" + b"\xff" * 8,
+    )),
+    ("host list", text(expand_host_list), HostListError, (b"n[1-999999999]", b"n[1-9999]" * 9, b"n[" * 100_000)),
+    ("topology.conf", text(lambda raw: compare_topology(raw, ())), SlurmConfError, (
+        b"SwitchName=s Nodes=n[1-999999999]", b"x" * MIB, b"SwitchName=s Nodes=" + b"n[1-9]" * 40,
+    )),
+    ("gres.conf", text(lambda raw: compare_gres(raw, ())), SlurmConfError, (
+        b"Name=gpu File=/dev/nvidia[0-999999999]", b"Name=gpu Count=" + b"9" * MIB,
+    )),
+    ("batch script", text(lambda raw: wrap_script(raw, (), python="python", has_log=True)), ScriptError, (
+        b"#!/bin/bash\n" + b"$(" * 100_000, b"#!/bin/bash\n#SBATCH \"" + b"x" * MIB, b"\0" * MIB,
     )),
     ("RAS", lambda path: read_ras(path.read_bytes()), RasError, (b'{"communicators": ' + DEEP, b"x" * MIB)),
     ("rank's file", read_state, StateError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),

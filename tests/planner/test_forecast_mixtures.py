@@ -9,6 +9,7 @@ from rigs.tables import each_row
 
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
+from planner.advice import ExportRequest
 from planner.forecast.compute import gpu_rates
 from planner.forecast.engine import Engine, share_of
 from planner.forecast.links import Links, Speed
@@ -16,7 +17,7 @@ from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.stacks import engine_named
+from planner.stacks import engine_named, export
 
 DEEPSEEK_V3 = ModelSpec(
     name="DeepSeek-V3", family="deepseek_v3", layers=61, hidden=7168, heads=128, kv_heads=128, head_dim=192, ffn=18432,
@@ -128,6 +129,42 @@ def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
     assert once == pytest.approx(every * (1 - (7 / 8) ** 8))
     half = parts_on_a_slow_network(replace(model, expert_groups=0.5), layout, engine).expert_parallel
     assert half == pytest.approx(every / 2 * (1 - (3 / 4) ** 8))
+
+
+def test_tokens_cross_the_network_and_then_the_node() -> None:
+    """16 ranks on two nodes: half of the tokens leave the node, 7 of 16 parts go over NVLink, one after the other."""
+    fast = replace(SLOW, bytes_per_second=4e9)
+    two = Links(ranks_per_node=8, nodes=2, island_size=8, island=fast, node=fast, network=SLOW, alpha_inter_seconds=0.0)
+    assert two.all_to_all_seconds(1e9, 16, 1) == pytest.approx(8 * 8 / 16 + 7 / 16 / 4)
+
+
+def test_an_interleaved_schedule_hides_a_part_of_the_tokens() -> None:
+    """As far as was measured, not under full recomputation, and only where Megatron's arguments ask for it."""
+    model, engine = replace(GPT_OSS, layers=8), engine_named("megatron")
+    plain = Layout(world_size=16, pp=2, dp_replicate=8, ep=8, gradient_accumulation=4, sharding="ddp")
+    chunks = replace(plain, schedule="interleaved", virtual_stages=2)
+    took = [parts_on_a_slow_network(model, at, engine).expert_parallel for at in (plain, chunks)]
+    assert took[1] == pytest.approx(0.63 * took[0])
+    full = replace(chunks, checkpointing="full")  # tokens are sent again
+    assert parts_on_a_slow_network(model, full, engine).expert_parallel == pytest.approx(1.5 * took[0])
+    for at, asked in ((plain, False), (chunks, True)):
+        request = ExportRequest(layout=at, model=replace(model, attention_bias=False), train=FULL, ranks_per_node=8)
+        assert ("--overlap-moe-expert-parallel-comm" in export("megatron", request)) == asked
+
+
+def test_the_host_starts_experts_one_by_one_after_it_has_read_their_counts() -> None:
+    """Forward nothing hides it: 20 + 25 kernels of a layer, and of 16 local experts 2 products, in fp8 4 casts more."""
+    model, engine = replace(GPT_OSS, layers=4), engine_named("megatron")
+    for layout, kernels in (
+        (Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp"), 45 + 16 * 2),
+        (Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp", precision="fp8"), 45 + 16 * 6),
+        (Layout(world_size=8, dp_replicate=8, sharding="ddp", micro_batch=8), 0),  # nothing is sent, nothing waited for
+    ):
+        gpu = gpu_named("NVIDIA H100 80GB HBM3")
+        rates = gpu_rates(gpu, FULL, engine, layout.precision)
+        links = Links(ranks_per_node=8, nodes=1, island_size=8, island=SLOW, node=SLOW, network=None)
+        job = Job(model=model, train=FULL, links=links, rates=rates, engine=engine)
+        assert step_parts(job, layout).host == pytest.approx(4 * kernels * rates.launch_seconds), layout
 
 
 def test_experts_of_a_token_lie_in_all_groups_at_most() -> None:

@@ -118,6 +118,38 @@ def test_lora_computes_two_thirds_and_sends_no_gradients() -> None:
     assert 0 < lora.reduce < 0.02 * full.reduce  # the adapters' gradients
 
 
+def test_an_optimizer_step_reads_and_writes_what_the_stack_stores() -> None:
+    """AdamW reads weight, gradient and two moments and writes all but the gradient."""
+    for engine, train, each in (
+        ("topoflight", FULL, 28.0), ("megatron", FULL, 28.0), ("deepspeed", FULL, 28.0), ("trl", FULL, 14.0),
+        ("topoflight", replace(FULL, optimizer="sgd"), 12.0),
+    ):  # fmt: skip
+        share = share_of(MODEL, train, Layout(world_size=1))
+        assert engine_named(engine).step_bytes(share) == each, engine
+
+
+def test_shards_that_cross_the_network_hide_less_well() -> None:
+    """Gathers and reductions of a group on one node lose little, those between nodes twice as much; so do replicas'."""
+    wide = Layout(world_size=16, dp_shard=16, micro_batch=2)
+    for nodes, layout, slower in (
+        (2, wide, True), (2, replace(wide, dp_shard=8, dp_replicate=2), True),
+        (1, replace(wide, world_size=8, dp_shard=8), False),
+    ):  # fmt: skip
+        given = job(links(nodes))
+        even = replace(given, constants=replace(given.constants, overlap_loss_network=given.constants.overlap_loss))
+        assert (step_parts(given, layout).total > step_parts(even, layout).total) == slower, layout
+
+
+def test_deepspeed_runs_its_hooks_on_one_rank_too() -> None:
+    """One unit per layer, three passes of a recomputed one; without ZeRO-3 none."""
+    one = Layout(world_size=1, checkpointing="full")
+    short = replace(FULL, sequence_length=64)
+    host = [step_parts(job(links(1), short, "deepspeed"), at).host for at in (one, replace(one, sharding="ddp"))]
+    given = job(links(1), short)
+    hooks = 3 * 32 * given.constants.unit_kernels * given.rates.launch_seconds
+    assert host[0] - host[1] == pytest.approx(hooks, rel=0.05)
+
+
 def test_a_cpu_hides_nothing_and_moves_fp32() -> None:
     """fully_shard waits for gloo's collectives, and one thread starts operators and runs them."""
     inside = Speed(bytes_per_second=GB, how="measured", link="host memory")

@@ -21,6 +21,7 @@ from probes.gpu import facts as gpu_facts
 from probes.gpu.compare import check_bus
 from probes.gpu.facts import BusGpu, Gpu, GpuBus, GpuFacts, GpuPair, NvLink
 from probes.gpu.probe import PROBE, nvml_bus_id
+from probes.gpu.read import _granted as read_granted
 from probes.gpu.read import cpu_list
 from probes.host.nvml import sysfs_bus_id
 from probes.host.recording import RecordedHost
@@ -162,6 +163,17 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(value: str | None, wanted
     found = [f for f in check(*gpus, visible=value) if f.code == "gpu.device.hidden"]
     assert [f.status for f in found] == (wanted[:1] if wanted else [])
     assert all(wanted and wanted[1] in f.message for f in found), found
+
+
+@each_row(("environment", "visible", "total", "wanted"), rows("granted"))
+def test_gpus_that_slurm_gave_are_compared_with_those_that_are_there(
+    environment: dict[str, str], visible: str | None, total: int, wanted: list[str] | None
+) -> None:
+    """Fewer than granted is a lost GPU, more is another job's; what a prolog sees is not the job's."""
+    gpus = [dataclasses.replace(ALIKE, uuid=f"GPU-{n}aaa") for n in range(total)]
+    found = [f for f in check(*gpus, visible=visible, granted=read_granted(environment)) if f.status == "fail"]
+    assert [f.code for f in found] == (["gpu.device.hidden"] if wanted else [])
+    assert all(word in f"{f.message} {f.evidence}" for f in found for word in wanted or ()), found
 
 
 @each_row(("question", "answer", "code"), rows("impossible"))

@@ -71,3 +71,39 @@ def test_unlimited_is_exported_as_infinity_and_unknown_not_at_all() -> None:
     assert exported["limits_memlock_bytes", ("soft",)] == 65536
     assert exported["limits_memlock_bytes", ("hard",)] == float("inf")
     assert not [s for s in limits.samples(read_limits(DictHost())) if s.metric == "limits_memlock_bytes"]
+
+
+SLURM_CONF = "/etc/slurm/slurm.conf"
+SLURMD, STEP = (
+    {"SLURM_SCRIPT_CONTEXT": "prolog_slurmd"},
+    {"SLURMD_NODENAME": "n1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
+)
+SHELL: dict[str, str] = {}
+
+
+@each_row(
+    ("conf", "environment", "reason"),
+    [  # slurm.conf, environment, why the limit of this process is not the job's (None: it is judged)
+        ("", SLURMD, "of the shell that submits it, by PropagateResourceLimits=ALL (the default) in /etc/slurm"),
+        ("", SHELL, None),
+        ("", STEP, None),
+        ("PropagateResourceLimits=NONE", SLURMD, None),
+        ("PropagateResourceLimits=NONE", SHELL, "of slurmd, by PropagateResourceLimits=NONE"),
+        ("propagateresourcelimitsexcept=NOFILE,MEMLOCK", SLURMD, None),
+        ("PropagateResourceLimitsExcept=MEMLOCK", SHELL, "of slurmd"),
+        ("PropagateResourceLimitsExcept=CORE", SLURMD, "of the shell"),
+        (" PropagateResourceLimits=CORE,MEMLOCK # x", SLURMD, "of the shell"),
+        ("#PropagateResourceLimits=NONE", SHELL, None),
+        (None, SLURMD, None),
+    ],
+)
+def test_the_memlock_limit_is_the_jobs_or_is_not_judged(
+    conf: str | None, environment: dict[str, str], reason: str | None
+) -> None:
+    """Slurm gives a job the limit of the shell that submits it, or slurmd's; the other one says nothing."""
+    files = {} if conf is None else {SLURM_CONF: f"ClusterName=c\n{conf}\n"}
+    facts = read_limits(host(files=files, environment=environment))
+    raised = any(found.code == "limits.memlock.low" for found in limits.check(facts))
+    why = limits.unjudged(facts).get("limits.memlock.low")
+    assert (raised, why is None) == (reason is None, reason is None) and (reason or "") in (why or "")
+    assert ("Slurm job 7" in facts.whose) == (environment is STEP)

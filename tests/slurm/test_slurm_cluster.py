@@ -15,6 +15,8 @@ import pytest
 from rigs.slurm import Slurm, slurm_cluster
 from rigs.waiting import eventually
 
+from topology.slurm_conf import Placement, topology_conf
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "deploy" / "slurm"
 
@@ -28,6 +30,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     shutil.copytree(SCRIPTS, folder / "scripts")
     expect(folder, "")
     more = f"Prolog={folder}/scripts/prolog.sh\nEpilog={folder}/scripts/epilog.sh\n"
+    placed = [Placement(node=f"node0{n}", leaves=frozenset({f"leaf{n}"})) for n in (1, 2)]
+    (folder / "topology.conf").write_text(topology_conf(placed))
+    more += "TopologyPlugin=topology/tree\n"
     more += f"HealthCheckProgram={folder}/scripts/health-check.sh\nHealthCheckInterval=0\nHealthCheckNodeState=ANY\n"
     with slurm_cluster(folder, more=more) as made:
         yield made
@@ -57,6 +62,11 @@ def submitted(cluster: Slurm, *words: str) -> str:
     done = topoflight(cluster, "launch", "--api", "slurm", "--nodes", "2", "--no-preflight", *words)
     assert done.stdout.startswith("job ") and " submitted: " in done.stdout
     return done.stdout.split()[1]
+
+
+def test_slurm_reads_the_topology_that_is_written(cluster: Slurm) -> None:
+    shown = cluster.run("scontrol", "show", "topology")
+    assert "SwitchName=top Level=1" in shown and "Nodes=node[01-02] Switches=leaf[1-2]" in shown
 
 
 def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluster: Slurm) -> None:
@@ -108,7 +118,10 @@ def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(clust
     subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=health, check=True, timeout=120)
     assert cluster.node("node01") == "drained|Prolog error"  # not its own: it saw no failure since
     cluster.run("scancel", number)
-    cluster.run("scontrol", "update", "NodeName=node01", "State=RESUME")
+    for options, state in (("--expect gpus=8", "drained|topoflight: node01: expect."), ("", "idle|none")):
+        expect(cluster.folder, options)
+        subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=health, check=True, timeout=120)
+        assert cluster.node("node01").startswith(state)
     left = Path(f"/dev/shm/nccl-{os.getpid()}")
     cluster.run("sbatch", "-W", "-o", "/dev/null", "-w", "node01", "--wrap", f"echo left > {left}")
     try:
@@ -137,6 +150,22 @@ def test_a_job_is_saved_queued_again_and_trained_to_its_end(cluster: Slurm, tmp_
     assert found["state"] == "fine" and any("record: complete" in line for line in found["sources"]), found
     unknown = topoflight(cluster, "why", "--job", "99999", fails=True)
     assert unknown.returncode == 1 and "job 99999: no file of it was found" in unknown.stderr, unknown.stderr
+
+
+def test_a_wrapped_script_runs_with_its_gate(cluster: Slurm, tmp_path: Path) -> None:
+    """The gate runs on both nodes before the ranks, and ends the job where a check fails."""
+    path = tmp_path / "own.sbatch"
+    path.write_text("#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2\nset -eu\nsrun bash -c 'echo rank $0'\n")
+    topoflight(cluster, "wrap", str(path), "--apply")
+    for code, ranks, script in (
+        (0, 4, path.read_text()), (3, 0, path.read_text().replace("-o reason", "-o reason --expect gpus=8")),
+    ):  # fmt: skip
+        path.write_text(script)
+        log = tmp_path / f"{code}.log"
+        words = ("sbatch", "-W", "-o", str(log), str(path))
+        done = subprocess.run(words, env=cluster.environment, capture_output=True, timeout=120, check=False)
+        assert (done.returncode, log.read_text().count("rank ")) == (code, ranks), log.read_text()
+    assert "node01: expect." in log.read_text() and "node02: expect." in log.read_text()
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: Slurm, tmp_path: Path) -> None:

@@ -264,6 +264,10 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         # rank 1 on a host that is not seen was killed: it closed the connection that rank 0 names
         ([ended(0, LOST, 3.0), replace(alive(1, ago=9.0), ends=("10.0.0.9:28048",)), alive(2, ago=6.0)], {}, "failed",
          (1,), "has closed its connections, and wrote no final state"),
+        ([ended(0, LOST, 3.0), replace(alive(1, ago=9.0), addresses=("10.0.0.9",)), alive(2, ago=6.0)], {}, "failed",
+         (1,), "has closed its connections, and wrote no final state"),
+        ([ended(0, LOST, 3.0), *(replace(alive(r, ago=9.0), addresses=("10.0.0.9",)) for r in (1, 2))], {}, "failed",
+         (), "rank 0 ended, having lost another"),  # two ranks have that address
         ([ended(0, CUT, 3.0), replace(alive(1, ago=9.0), ends=("10.0.0.9:28048",)), alive(2)], {}, "failed", (),
          "rank 0 ended, having lost another"),
         # the clock of the host of rank 1 is 40 s behind: it still saved when the others gave up

@@ -13,6 +13,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.advice import network_cost
 from agent.advice.request import Request
+from agent.checks import causes
 from agent.cluster.node_facts import unpublished
 from agent.why import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
@@ -538,15 +539,15 @@ def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
     throttled = Finding(code="gpu.clocks.throttled", status=Status.FAIL, node="host-2", subject="GPU 3", message="hot")
     cause = Cause(code="link.node", message="the network of host-2 carries nothing", nodes=("host-2",))
     cut = Verdict(state="stuck", line="stuck", nodes=("host-2",), causes=(cause,))
-    found = gathered.with_nodes(cut, [*down, throttled])
+    found = causes.with_nodes(cut, [*down, throttled])
     assert (found.nics, found.gpus) == (("host-2 mlx5_0",), ())
     assert found.causes[0].action == "plug it in"
     assert "rdma.port.down mlx5_0" in found.causes[0].evidence[0]
     slow = replace(cut, causes=(replace(cause, code="rank.compute"),))
-    assert gathered.with_nodes(slow, [*down, throttled]).gpus == ("host-2 GPU 3",)
-    nothing = gathered.with_nodes(NOTHING, down)
+    assert causes.with_nodes(slow, [*down, throttled]).gpus == ("host-2 GPU 3",)
+    nothing = causes.with_nodes(NOTHING, down)
     assert (nothing.state, nothing.causes, nothing.nics) == ("fine", (), ())
-    assert "host-2" in gathered.with_nodes(cut, down[1:]).unknown[0].what
+    assert "host-2" in causes.with_nodes(cut, down[1:]).unknown[0].what
 
 
 NETWORKS = """kind: Pod
@@ -620,7 +621,11 @@ def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["stopped", "other-collective", "exits"])
+@pytest.mark.parametrize(
+    "name",
+    ["stopped", "other-collective", "exits", "ddp-killed", "ddp-exits", "ddp-raises", "ddp-stopped", "ddp-loader-fails",
+     "ddp-straggler", "trainer-raises", "ddp-generates", "ddp-pickles"],
+)  # fmt: skip
 def test_a_fault_made_for_real(name: str) -> None:
     fault = next(one for one in table.FAULTS if one.name == name)
     result = table.one(fault)

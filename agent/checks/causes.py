@@ -1,14 +1,16 @@
-"""What a manifest or script sets, in the verdict of `topoflight why`, judged as `topoflight lint-env` judges it."""
+"""What `topoflight lint-env` and scans of nodes find, as causes in the verdict of `topoflight why`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from agent.base.inputs import InputError
 from agent.checks.lint import lint_text
 from contracts import bounded
+from contracts.finding import Finding
 from contracts.yaml_text import YamlTextError
 from planner.kubernetes.yaml_edit import documents
 from planner.lint.documents import DocumentError, missing_sources
@@ -60,3 +62,37 @@ def _named_elsewhere(text: str, file: str) -> list[str]:
         return missing_sources(documents(text))
     except (YamlTextError, DocumentError):
         return []
+
+
+_NETWORK = ("link", "network")  # causes of which a NIC may be the reason
+_OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
+
+
+def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
+    """What is wrong on the nodes behind it, by scans: of a cause of the network its NICs, of others their GPUs.
+
+    A finding explains a cause that was found without it; it accuses nobody by itself.
+    """
+    sources = (*verdict.sources, f"nodes: {len({check.node for check in checks})}")
+    causes, nics, gpus = [], list(verdict.nics), list(verdict.gpus)
+    for cause in verdict.causes:
+        kinds, named = (_OF_NIC, nics) if cause.code.startswith(_NETWORK) else (_OF_GPU, gpus)
+        found = [
+            check for check in checks
+            if check.node in cause.nodes and check.status in ("fail", "warn") and check.code.startswith(kinds)
+        ]  # fmt: skip
+        found.sort(key=lambda check: check.status != "fail")
+        named += [
+            subject for check in found[:8] if check.status == "fail" and check.subject
+            and (subject := f"{check.node} {check.subject}") not in named
+        ]  # fmt: skip
+        said = tuple(f"{check.node}: {check.code} {check.subject}: {check.message}"[:300] for check in found[:4])
+        action = found[0].remedy if found and found[0].remedy else cause.action
+        causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
+    scanned = {check.node for check in checks}
+    missing = tuple(
+        Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")
+        for node in verdict.nodes if node not in scanned
+    )  # fmt: skip
+    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources,
+                   unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip

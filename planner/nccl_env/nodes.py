@@ -1,0 +1,282 @@
+"""One node as the rules of the NCCL environment see it: its probed facts, joined with its topology.
+
+Nothing is decided here; a fact that no probe read is None or empty, and the rule says so.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hardware.gpus import gpu_named
+from probes.api import Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.hostinfo.probe import HostinfoFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
+from probes.pci.facts import PciFacts, amd_gpus, is_cassini
+from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from topology.graph import NodeTopology, PathClass
+
+# Kinds of RDMA device that NCCL's own IB transport opens: src/transport/net_ib/init.cc takes every verbs device with an
+# ACTIVE port whose link layer is InfiniBand or Ethernet. EFA reports neither, so it is left to the plugin.
+VERBS_KINDS = ("hca", "rxe", "siw", "other")
+RDMA_KINDS = ("hca", "efa")  # of a topology's NICs
+_HSN = re.compile(r"hsn\d+")  # how HPE's host software names Slingshot's interfaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortView:
+    """A port together with the device it belongs to."""
+
+    device: RdmaDevice
+    port: RdmaPort
+
+    @property
+    def name(self) -> str:
+        """As NCCL prints it: "mlx5_0:1"."""
+        return f"{self.device.name}:{self.port.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """One node: what was probed and what follows from it."""
+
+    hostname: str
+    snapshot: Snapshot | None
+    topology: NodeTopology | None
+    sockets: bool = False  # the job goes over TCP: RDMA devices, where there are any, are none of its
+
+    def gpu(self) -> GpuFacts | None:
+        """NVML's facts."""
+        return self.snapshot.facts(GpuFacts) if self.snapshot else None
+
+    def rdma(self) -> RdmaFacts | None:
+        """RDMA devices that the job may use."""
+        facts = self.snapshot.facts(RdmaFacts) if self.snapshot else None
+        return replace(facts, devices=()) if facts and self.sockets else facts
+
+    def interfaces(self) -> InterfacesFacts | None:
+        """Network interfaces."""
+        return self.snapshot.facts(InterfacesFacts) if self.snapshot else None
+
+    def hostinfo(self) -> HostinfoFacts | None:
+        """The machine itself."""
+        return self.snapshot.facts(HostinfoFacts) if self.snapshot else None
+
+    def pci(self) -> PciFacts | None:
+        """The PCIe tree."""
+        return self.snapshot.facts(PciFacts) if self.snapshot else None
+
+    def gpu_count(self) -> int:
+        """GPUs of the node that NCCL serves."""
+        facts = self.gpu()
+        if facts is not None:
+            return len(facts.gpus)
+        return len(self.topology.gpus) - len(self.amd_of_catalogue()) if self.topology else 0
+
+    def gpu_names(self) -> tuple[str, ...]:
+        """Models of the node's GPUs, as far as they are known."""
+        facts = self.gpu()
+        if facts is not None:
+            return tuple(gpu.name for gpu in facts.gpus if gpu.name)
+        return tuple(gpu.model for gpu in self.topology.gpus if gpu.model) if self.topology else ()
+
+    def amd_gpus(self) -> tuple[str, ...]:
+        """Bus ids of AMD's GPUs, by PCI class and vendor; a display of the CPU's own beside NVIDIA's is none to use."""
+        facts = self.pci()
+        return tuple(device.bus_id for device in amd_gpus(facts)) if facts is not None else self.amd_of_catalogue()
+
+    def amd_of_catalogue(self) -> tuple[str, ...]:
+        """Names of the topology's GPUs that are AMD's: no probe brings one there."""
+        named = [(gpu.name, gpu_named(gpu.model)) for gpu in self.topology.gpus] if self.topology else []
+        return tuple(name for name, gpu in named if gpu is not None and gpu.maker == "AMD")
+
+    def cxi(self) -> tuple[str, ...]:
+        """HPE Slingshot's Cassini NICs by interface or bus id: no verbs device, reached through libfabric's cxi."""
+        if self.sockets:
+            return ()
+        facts, links = self.pci(), self.interfaces()
+        known = links.interfaces if links else ()
+        on_bus = {device.bus_id for device in facts.devices if is_cassini(device)} if facts else set()
+        named = {each.bus_id: each.name for each in known if each.bus_id in on_bus}
+        found = [named.get(bus_id, bus_id) for bus_id in sorted(on_bus)]
+        by_driver = [each.name for each in known if (each.driver or "").startswith("cxi") and each.name not in found]
+        if not found and not by_driver and not self.verbs_ports():
+            # Slingshot 10 has the same names on ConnectX cards, which are verbs devices; without one it is 11.
+            by_driver = [each.name for each in known if _HSN.fullmatch(each.name) and not each.driver]
+        return tuple(found + by_driver)
+
+    def efa_count(self) -> int:
+        """EFA devices of the node."""
+        facts = self.rdma()
+        if facts is not None:
+            return sum(device.kind == "efa" for device in facts.devices)
+        return sum(nic.kind == "efa" for nic in self.topology.nics) if self.topology else 0
+
+    def verbs_ports(self) -> tuple[PortView, ...]:
+        """Every port of a device that NCCL's IB transport could open, up or down."""
+        facts = self.rdma()
+        devices = facts.devices if facts else ()
+        return tuple(
+            PortView(device=device, port=port)
+            for device in devices
+            if device.kind in VERBS_KINDS
+            for port in device.ports
+        )
+
+    def default_ports(self) -> tuple[PortView, ...]:
+        """The ports NCCL takes with NCCL_IB_HCA unset: ACTIVE, InfiniBand or Ethernet."""
+        return tuple(
+            view
+            for view in self.verbs_ports()
+            if view.port.state == "ACTIVE" and view.port.link_layer in ("InfiniBand", "Ethernet")
+        )
+
+    def interface_of(self, name: str) -> Interface | None:
+        """The interface of that name."""
+        facts = self.interfaces()
+        return next((each for each in facts.interfaces if each.name == name), None) if facts else None
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def gid_address(gid: Gid) -> Address | None:
+    """The IP address of a GID, IPv4 where it is mapped; None where the text is no GID."""
+    try:
+        address = ipaddress.IPv6Address(gid.gid)
+    except ValueError:
+        return None
+    return address.ipv4_mapped or address
+
+
+def gid_addresses(view: PortView, kind: str | None = "RoCE v2") -> tuple[Address, ...]:
+    """The addresses of a port's GIDs of one type, None of any: IPv6's link-local ones (fe80::) left out.
+
+    IPv4 first, each in the table's order, as NCCL looks for them (src/transport/net_ib/connect.cc, ncclIbGetGidIndex;
+    validGid there takes no fe80:: entry; 169.254.0.0/16 it takes, by which directly joined hosts reach each other).
+    """
+    entries = (gid_address(gid) for gid in view.port.gids if kind is None or gid.type == kind)
+    found = [a for a in entries if a is not None and not (a.version == 6 and a.is_link_local)]
+    return tuple(sorted(found, key=lambda address: address.version))
+
+
+def port_subnet(node: NodeView, view: PortView) -> Network | None:
+    """The IP subnet that a RoCE port's traffic is in: that of its GID's address, else of its interface.
+
+    The address may be on a VLAN or a macvlan on the port's interface, or on the bond that the interface is a part of.
+    """
+    facts = node.interfaces()
+    if facts is None:
+        return None
+    subnets = [subnet for each in facts.interfaces for subnet in networks(each)]
+    for address in gid_addresses(view):
+        if (found := next((subnet for subnet in subnets if address in subnet), None)) is not None:
+            return found
+    by_name = {each.name: each for each in facts.interfaces}
+    own = [each for name in (view.port.netdev, view.device.bond) if name and (each := by_name.get(name))]
+    own += [each for below in tuple(own) if below.master and (each := by_name.get(below.master))]
+    names = {each.name for each in own}
+    own += [each for each in facts.interfaces if each.parent in names or each.rdma_device == view.device.name]
+    return next((subnet for each in own for subnet in networks(each)), None)
+
+
+def addresses(interface: Interface) -> Iterator[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
+    """The addresses of an interface, link-local ones left out."""
+    for text in interface.addresses:
+        try:
+            parsed = ipaddress.ip_interface(text)
+        except ValueError:
+            continue
+        if not parsed.ip.is_link_local:
+            yield parsed
+
+
+def networks(interface: Interface) -> tuple[Network, ...]:
+    """The subnets an interface has an address in, link-local ones left out."""
+    return tuple(each.network for each in addresses(interface))
+
+
+def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | None:
+    """The RDMA device behind an interface.
+
+    Inside a pod a macvlan's parent is out of sight; the GID table then tells, as it holds the interface's address.
+    """
+    if interface.rdma_device:
+        return interface.rdma_device
+    own = {each.ip for each in addresses(interface)}
+    for view in ports:
+        if view.port.netdev and view.port.netdev in (interface.name, interface.parent):
+            return view.device.name
+        for gid in view.port.gids:
+            if gid.netdev == interface.name or gid_address(gid) in own:
+                return view.device.name
+    return None
+
+
+UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
+"""Roles of interfaces that lead to no other node."""
+
+
+def running_interfaces(facts: InterfacesFacts) -> list[Interface]:
+    """Return the interfaces among which NCCL chooses: those that run and have an address."""
+    return [each for each in facts.interfaces if runs(each) and each.addresses]
+
+
+def runs(interface: Interface) -> bool:
+    """Whether it is up and has a carrier, as far as that was read."""
+    return interface.running is not False and interface.up is not False
+
+
+def is_usable(interface: Interface) -> bool:
+    """Whether it may lead to other nodes."""
+    fit = interface.role not in UNFIT_ROLES and interface.master is None
+    return fit and runs(interface) and bool(networks(interface))
+
+
+def rank_interface(node: NodeView, facts: InterfacesFacts, interface: Interface) -> tuple[float, ...]:
+    """A key that sorts the interfaces that reach the other nodes best to the front."""
+    secondary = interface.role == "secondary"
+    behind_hca = secondary and rdma_device_of(interface, node.default_ports()) is not None
+    overlay = interface.role == "pod-default"
+    speed = interface.speed_bytes_per_second or 0.0
+    return (not behind_hca, not secondary, overlay, -speed, interface.name != facts.default_route)
+
+
+def best_interface(node: NodeView) -> Interface | None:
+    """Return the interface that reaches the other nodes best; None where none does or the interfaces are unknown."""
+    facts = node.interfaces()
+    usable = [each for each in facts.interfaces if is_usable(each)] if facts else []
+    return min(usable, key=lambda each: rank_interface(node, facts, each), default=None) if facts else None
+
+
+def p2p_level_effect(level: str, node: NodeView) -> str:
+    """What NCCL_P2P_LEVEL does on this node, in words."""
+    gpus = node.gpu_count()
+    if gpus == 1:
+        return (
+            "No effect: this node or pod has one GPU, so there is no peer to reach; everything goes over the network."
+        )
+    if level != "NVL":
+        return "It overrides NCCL's own limit (PXB); unset it unless a measurement speaks for it."
+    if gpus and all_nvlink(node):
+        return (
+            "No effect here: it allows direct access between GPUs joined by NVLink, and all pairs of this node are. "
+            "It can go; between pods or nodes it never applies."
+        )
+    return (
+        "It limits direct access to GPU pairs joined by NVLink; pairs on PCIe only then go through host memory, which "
+        "helps only where PCIe peer access is broken or slow. Unset it unless a measurement speaks for it."
+    )
+
+
+def all_nvlink(node: NodeView) -> bool:
+    """Whether NVLink joins every two usable GPUs of the node; False where that is unknown."""
+    if node.topology is None:
+        return False
+    names = {gpu.name for gpu in node.topology.gpus if gpu.usable}
+    pairs = [pair for pair in node.topology.pairs if pair.a in names and pair.b in names]
+    return bool(pairs) and all(pair.path == PathClass.NVL for pair in pairs)

@@ -1,0 +1,228 @@
+"""Slurm without Slurm: host lists, batch scripts that are written, and a user's own that is wrapped."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rigs.command import topoflight
+from rigs.recorded import path_of, snapshot
+from rigs.tables import each_row
+
+from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
+from probes.interfaces.facts import InterfacesFacts
+from probes.rdma.facts import RdmaFacts
+from topology.slurm_conf import (
+    Placement,
+    SlurmConfError,
+    compare_gres,
+    compare_topology,
+    placement_of,
+    topology_conf,
+)
+
+LISTS = {  # list as Slurm writes it: hosts
+    "node[01-04,07]": ["node01", "node02", "node03", "node04", "node07"],
+    "node[9,10-12]": ["node9", "node10", "node11", "node12"],
+    "login": ["login"],
+    "gpu7": ["gpu7"],
+    "a[1-2]-ib": ["a1-ib", "a2-ib"],
+    "": [],
+}
+READ = {
+    "node[01-02],\n  gpu7 login": ("node01", "node02", "gpu7", "login"),
+    "r[1-2]n[01-02]": ("r1n01", "r1n02", "r2n01", "r2n02"),
+    "a,a,b": ("a", "b"),
+    "node[08-10]": ("node08", "node09", "node10"),
+}
+WRONG = (
+    "node[04-01]",
+    "node[1-",
+    "node]1[",
+    "a b;c",
+    "n[1-100001]",
+    "n[1-1000]m[1-1000]",
+    "n[x]",
+    "../n",
+    "n[1-9999999999]",
+)
+
+
+def test_host_lists_are_written_and_read_as_slurm_does() -> None:
+    """Each list reads back as its hosts; what is none is refused with the part that is wrong."""
+    for text, hosts in LISTS.items():
+        assert (compress_host_list(reversed(hosts)), list(expand_host_list(text))) == (text, hosts), text
+    for text, found in READ.items():
+        assert expand_host_list(text) == found, text
+    for text in WRONG:
+        with pytest.raises(HostListError, match=r"must be a number|is no host name|more than"):
+            expand_host_list(text)
+    names = ("gpu1.example.com", "gpu1", "10.0.0.1", "fd00::1")
+    assert [slurm_name(name) for name in names] == ["gpu1", "gpu1", "10.0.0.1", "fd00::1"]
+
+
+LAUNCH = ("launch", "--api", "slurm", "--machine", "p5.48xlarge", "--nodes", "2", "--dry-run", "-o", "yaml")
+
+
+def test_a_batch_script_has_what_was_asked_for(tmp_path: Path) -> None:
+    """bash reads it; its options and settings stand in it with their reasons."""
+    done = topoflight(
+        *LAUNCH, "--output", tmp_path, "--exclude", "node[05-07],node9", "--time-limit", "2:00:00",
+        "--partition", "gpu", "--sbatch", "account=physics", "--sbatch", "contiguous", "--require", "gpu.*",
+        "--restarts", "5",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    wanted = (
+        "#SBATCH --nodes=2", "#SBATCH --gres=gpu:8", "#SBATCH --exclude=node[9,05-07]", "#SBATCH --time=2:00:00",
+        "#SBATCH --partition=gpu", "#SBATCH --account=physics", "#SBATCH --contiguous", "#SBATCH --requeue",
+        "#SBATCH --signal=B:TERM@120", "export NCCL_NET='AWS Libfabric'",
+    )  # fmt: skip
+    assert [line for line in wanted if line not in lines] == []
+    assert lines[lines.index("export NCCL_NET='AWS Libfabric'") - 1].startswith("# EFA works only")
+    assert "--require 'gpu.*'" in done.stdout and '"$restarts" -lt 5' in done.stdout and "ulimit -l" in done.stdout
+    checked = subprocess.run(["bash", "-n"], input=done.stdout, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+REFUSED = {
+    ("--exclude", "node[3"): "is no host name",
+    ("--exclude", "/nowhere/hosts"): "--exclude /nowhere/hosts: No such file",
+    ("--time-limit", "soon"): "--time-limit 'soon': must be MINUTES",
+    ("--sbatch", "output=x"): "--sbatch output: the script sets this option itself",
+    ("--sbatch", "comment=a b"): "--sbatch comment 'a b': must have no blanks",
+    ("--sbatch", "x;y=1"): "no option of sbatch",
+    ("--require", "gpu.nothing"): "--require gpu.nothing",
+    ("--image", "x"): "--image and --api=slurm cannot be combined",
+    ("--timeout", "5"): "--timeout and --api cannot be combined",
+}
+
+
+@each_row("words", REFUSED)
+def test_a_wrong_option_is_refused_by_name(words: tuple[str, str]) -> None:
+    done = topoflight(*LAUNCH, *words)
+    assert done.exit_code == 2 and REFUSED[words] in done.output, done.output
+
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH -N 2 --gpus-per-node=8
+
+# srun would be here, and NCCL_NET too
+module load cuda   # stays
+export NCCL_DEBUG=WARN
+for seed in 1 2; do
+    srun --label torchrun train.py "$seed"
+done
+"""
+BAD = {  # what is wrong: script
+    "line 2: #SBATCH nodes=2: 'nodes=2' is no option": "#!/bin/bash\n#SBATCH nodes=2\nsrun x\n",
+    "line 4: syntax error": "#!/bin/bash\nif true; then\nsrun x\n",
+    "line 1: a DOS line break": "#!/bin/bash\r\nsrun x\r\n",
+    "line 1: sbatch takes only": "#SBATCH -N 2\nsrun x\n",
+    "line 1: '#!/usr/bin/python3' names no shell": "#!/usr/bin/python3\nprint()\n",
+    "line 3: no command of the script starts ranks": "#!/bin/bash\necho srun\nhostname\n",
+    'line 2: #SBATCH --comment="a: no closing': '#!/bin/bash\n#SBATCH --comment="a\nsrun x\n',
+}
+
+
+def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
+    """Settings that the script has stay; the added lines are together, before the statement that starts ranks."""
+    path = tmp_path / "job.sbatch"
+    path.write_text(SCRIPT)
+    done = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
+    assert done.exit_code == 0, done.output
+    made, old = path.read_text().splitlines(), SCRIPT.splitlines()
+    added = made[6 : len(made) - 3]
+    assert made[:6] + made[-3:] == old and added[0].startswith("# Added by topoflight wrap")
+    text = "\n".join(added)
+    assert "export NCCL_DEBUG=" not in text and "export NCCL_NET='AWS Libfabric'" in text and "NCCL_DEBUG_FILE=" in text
+    assert "preflight -q -o reason || exit" in text
+    again = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
+    assert again.exit_code == 0 and path.read_text().splitlines() == made and "wrapped before" in again.output
+    path.write_text(SCRIPT.replace("export", "#SBATCH --time=1\nexport"))
+    late = topoflight("wrap", path, "--machine", "p5.48xlarge")
+    assert "line 6: sbatch ignores this option" in late.output, late.output
+    for message, script in BAD.items():
+        path.write_bytes(script.encode())
+        done = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
+        assert done.exit_code == 2 and message in done.output, (message, done.output)
+        assert path.read_bytes() == script.encode()
+
+
+def rack(first: int, last: int, *leaves: str, clique: str = "", gpus: int = 8) -> list[Placement]:
+    """Nodes that are wired alike."""
+    numbers = range(first, last + 1)
+    return [Placement(node=f"n{n:02d}", leaves=frozenset(leaves), clique=clique, gpus=gpus) for n in numbers]
+
+
+RAILS = [*rack(1, 3, "leaf1", "leaf2"), *rack(4, 4, "leaf2"), *rack(5, 6, "leaf3", "leaf4"), *rack(7, 7)]
+NVL = [*rack(1, 2, clique="a/1"), *rack(3, 4, clique="b/1")]
+TREE = ["SwitchName=leaf1 Nodes=n[01-04]", "SwitchName=leaf3 Nodes=n[05-06]", "SwitchName=top Switches=leaf[1,3]"]
+TOPOLOGIES = [  # topology.conf; words of each difference from RAILS and NVL
+    ("\n".join(TREE) + "\nSwitchName=x Nodes=n07", [], []),
+    ("SwitchName=s1 Nodes=n[01-05]\nSwitchName=s2 Nodes=n[06-07]", ["line 1: s1 holds", "switch leaf3: n05"], []),
+    (
+        "SwitchName=s1 Nodes=n[01-02] \\\n Level=1\nSwitchName=s2 Nodes=n[05-07]",
+        ["n[03-04] in no line"],
+        ["n[03-04] in no line"],
+    ),
+    ("BlockName=b1 Nodes=n[01-03]\nBlockName=b2 Nodes=n[04-07]", [], ["NVLink domain b/1: n03"]),
+]
+
+
+def test_topology_conf_is_written_and_compared() -> None:
+    """Rails are one line; a node without LLDP is named; what is written has no difference from what was probed."""
+    tree, blocks = topology_conf(RAILS), topology_conf(NVL, has_blocks=True)
+    assert [line for line in tree.splitlines() if not line.startswith("#")] == TREE
+    assert "Unknown place, add them yourself: n07" in tree
+    assert [line.partition(" #")[0] for line in blocks.splitlines() if not line.startswith("#")] == [
+        "BlockName=block1 Nodes=n[01-02]", "BlockName=block2 Nodes=n[03-04]", "BlockSizes=2",
+    ]  # fmt: skip
+    assert compare_topology(blocks, NVL) == [] and compare_topology(tree, RAILS[:-1]) == []
+    for text, of_rails, of_domains in TOPOLOGIES:
+        for placements, words in ((RAILS, of_rails), (NVL, of_domains)):
+            found = " ".join(compare_topology(text, placements))
+            assert all(word in found for word in words) and bool(found) == bool(words), (text, found)
+    with pytest.raises(SlurmConfError, match=r"topology.conf, line 2: 'Nodes n1' must consist"):
+        compare_topology("# x\nNodes n1", RAILS)
+    with pytest.raises(SlurmConfError, match=r"topology.conf, line 1: 'n\[' is no host name"):
+        compare_topology("SwitchName=a Nodes=n[", RAILS)
+
+
+GRES = {  # gres.conf: differences from RAILS, of eight GPUs each
+    "Name=gpu Type=h100 File=/dev/nvidia[0-7]": 0,
+    "AutoDetect=nvml\nNodeName=n01 Name=gpu": 0,
+    "NodeName=n[01-02] Name=gpu Count=7": 2,
+    "NodeName=n01 Name=gpu Type=a File=/dev/nvidia[0-3]\nNodeName=n01 Name=gpu Type=b File=/dev/nvidia[4-7]": 0,
+    "NodeName=n01 Name=nic Count=1\nNodeName=other Name=gpu Count=1": 0,
+}
+
+
+def test_gres_conf_is_compared_with_the_gpus_that_were_found() -> None:
+    for text, differences in GRES.items():
+        assert len(compare_gres(text, RAILS)) == differences, text
+    assert compare_gres("NodeName=n01 Name=gpu Count=7", RAILS) == [
+        "gres.conf, line 1: 7 GPUs on n01, and 8 were found"
+    ]
+
+
+def test_a_node_is_placed_by_the_switches_of_its_rdma_ports(tmp_path: Path) -> None:
+    """Not by that of its management port; the command writes and compares the same."""
+    recorded = snapshot()
+    facts, rdma = recorded.facts(InterfacesFacts), recorded.facts(RdmaFacts)
+    assert facts is not None and rdma is not None
+    ports = {port.netdev for device in rdma.devices for port in device.ports}
+    links = tuple(replace(link, neighbour="leaf7 Ethernet1/5" if link.name in ports else "mgmt 3")
+                  for link in facts.interfaces)  # fmt: skip
+    placed = placement_of(recorded.with_facts(InterfacesFacts, lambda facts: replace(facts, interfaces=links)))
+    assert placed.leaves == ({"leaf7"} if ports & {link.name for link in links} else {"mgmt"}) and placed.gpus == 8
+    done = topoflight("topo", "--host", path_of(), "-o", "slurm")
+    assert done.exit_code == 0 and placed.node in done.stdout
+    (tmp_path / "gres.conf").write_text("Name=gpu Count=7\n")
+    differs = topoflight("topo", "--host", path_of(), "--slurm-conf", tmp_path)
+    assert differs.exit_code == 3 and "7 GPUs on" in differs.stdout
+    (tmp_path / "gres.conf").write_text("Name=gpu Count=8\n")
+    assert topoflight("topo", "--host", path_of(), "--slurm-conf", tmp_path).exit_code == 0

@@ -1,0 +1,156 @@
+"""Slurm's topology.conf and gres.conf: written from probed facts, and compared with them.
+
+Specification: topology.conf(5) (tree: SwitchName, Nodes, Switches; block: BlockName, Nodes, BlockSizes, of Slurm 23.11)
+and gres.conf(5) (NodeName, Name, Count, File, AutoDetect). Which switch a port is wired to is what LLDP told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
+from probes.api import Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.interfaces.facts import InterfacesFacts
+from probes.rdma.facts import RdmaFacts
+
+
+class SlurmConfError(ValueError):
+    """A configuration file that cannot be read; the message names file and line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a node is: the leaf switches of its ports, and the NVLink domain of its GPUs."""
+
+    node: str  # as Slurm names it
+    leaves: frozenset[str] = frozenset()  # empty: unknown
+    clique: str = ""  # of the NVLink fabric; empty: none, or unknown
+    gpus: int | None = None  # None: unknown
+
+
+def placement_of(snapshot: Snapshot) -> Placement:
+    """Where a scanned node is. The ports of RDMA devices count, and all ports where none of those has a neighbour."""
+    interfaces, rdma, gpu = snapshot.facts(InterfacesFacts), snapshot.facts(RdmaFacts), snapshot.facts(GpuFacts)
+    wired = {link.name: link.neighbour.split(" ")[0] for link in (interfaces.interfaces if interfaces else ())
+             if link.neighbour}  # fmt: skip
+    names = {port.netdev for device in (rdma.devices if rdma else ()) for port in device.ports}
+    cliques = {one.fabric_clique for one in (gpu.gpus if gpu else ()) if one.fabric_clique}
+    return Placement(
+        node=slurm_name(snapshot.hostname), clique=min(cliques, default=""), gpus=len(gpu.gpus) if gpu else None,
+        leaves=frozenset(wired[name] for name in names if name in wired) or frozenset(wired.values()),
+    )  # fmt: skip
+
+
+def groups_of(placements: Sequence[Placement]) -> dict[str, tuple[str, ...]]:
+    """Nodes by leaf switch. Leaves that share a node, as the rails of a pod do, are one group, named by the first."""
+    groups: list[tuple[set[str], set[str]]] = []
+    for one in placements:
+        leaves, nodes = set(one.leaves), {one.node}
+        for group in [group for group in groups if group[0] & leaves]:
+            groups.remove(group)
+            leaves |= group[0]
+            nodes |= group[1]
+        if leaves:
+            groups.append((leaves, nodes))
+    return {min(leaves): tuple(sorted(nodes)) for leaves, nodes in sorted(groups, key=lambda group: min(group[0]))}
+
+
+_HEAD = {
+    False: "# For TopologyPlugin=topology/tree. LLDP names the switch at the other end of a wire, and nothing above:\n"
+    "# one switch that joins all leaves is assumed. Leaves that share nodes (rails) are one line.",
+    True: "# For TopologyPlugin=topology/block (Slurm 23.11 and newer). A block is an NVLink domain.",
+}
+
+
+def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) -> str:
+    """The file of the tree plugin, or of the block plugin with a block for each NVLink domain."""
+    groups: dict[str, Sequence[str]] = {**groups_of(placements)}
+    if has_blocks:
+        groups = {
+            key: [one.node for one in placements if one.clique == key] for key in {one.clique for one in placements}
+        }
+        groups.pop("", None)
+    lines = [
+        f"# topology.conf, written by `topoflight topo` from {len(placements)} scanned node(s).",
+        _HEAD[has_blocks],
+    ]
+    for number, (name, nodes) in enumerate(sorted(groups.items()), 1):
+        head = f"BlockName=block{number}" if has_blocks else f"SwitchName={_switch(name)}"
+        lines.append(f"{head} Nodes={compress_host_list(nodes)}" + f" # {name}" * has_blocks)
+    if has_blocks and groups:
+        lines.append(f"BlockSizes={min(map(len, groups.values()))}")
+    elif len(groups) > 1:
+        lines.append(f"SwitchName=top Switches={compress_host_list(map(_switch, groups))}")
+    placed = {node for nodes in groups.values() for node in nodes}
+    if unknown := [one.node for one in placements if one.node not in placed]:
+        lines.append(f"# Unknown place, add them yourself: {compress_host_list(unknown)}")
+    return "\n".join(lines) + "\n"
+
+
+def _switch(name: str) -> str:
+    """A name that Slurm reads as one word."""
+    return re.sub(r"[^\w.-]", "-", name)
+
+
+def _lines(text: str, file: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each line's place ("topology.conf, line 3") and its members by lower-case name. Raises SlurmConfError."""
+    for number, line in enumerate(text.replace("\\\n", "").splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if any("=" not in word for word in words):
+            raise SlurmConfError(f"{file}, line {number}: {line.strip()[:80]!r} must consist of NAME=VALUE")
+        if words:
+            yield f"{file}, line {number}", {key.lower(): value for key, _, value in (w.partition("=") for w in words)}
+
+
+def _hosts(place: str, text: str) -> tuple[str, ...]:
+    try:
+        return expand_host_list(text)
+    except HostListError as error:
+        raise SlurmConfError(f"{place}: {error}") from None
+
+
+def compare_topology(text: str, placements: Sequence[Placement]) -> list[str]:
+    """Where topology.conf groups nodes in another way than their wires or NVLink domains do."""
+    wrong: list[str] = []
+    rows = [(place, row) for place, row in _lines(text, "topology.conf") if "nodes" in row]
+    wired = {node: leaf for leaf, nodes in groups_of(placements).items() for node in nodes}
+    domains = {one.node: one.clique for one in placements if one.clique}
+    placed: dict[str, str] = {}
+    for place, row in rows:
+        name = row.get("switchname") or row.get("blockname") or "?"
+        by_what, what = (domains, "NVLink domain") if "blockname" in row else (wired, "switch")
+        found: dict[str, list[str]] = {}
+        for node in _hosts(place, row["nodes"]):
+            placed[node] = place
+            if node in by_what:
+                found.setdefault(by_what[node], []).append(node)
+        if len(found) > 1:
+            each = "; ".join(f"{what} {key}: {compress_host_list(nodes)}" for key, nodes in sorted(found.items()))
+            wrong.append(f"{place}: {name} holds nodes of several: {each}")
+    if rows and (missing := [one.node for one in placements if one.node not in placed]):
+        wrong.append(f"topology.conf: {compress_host_list(missing)} in no line; Slurm starts no job across them")
+    return wrong
+
+
+def compare_gres(text: str, placements: Sequence[Placement]) -> list[str]:
+    """Nodes whose GPUs in gres.conf are not as many as were found; what AutoDetect fills in is not compared."""
+    counts: dict[str, int] = {}
+    places: dict[str, str] = {}
+    for place, row in _lines(text, "gres.conf"):
+        if row.get("name", "").lower() != "gpu" or not ("file" in row or "count" in row):
+            continue
+        files = re.sub(r"^/dev/", "", row.get("file", "")).replace("/", "_")
+        given = row.get("count", "") or str(len(_hosts(place, files)))
+        if not re.fullmatch(r"\d{1,6}", given):
+            raise SlurmConfError(f"{place}: Count={given[:20]}: must be a number")
+        for node in _hosts(place, row["nodename"]) if "nodename" in row else [one.node for one in placements]:
+            counts[node] = counts.get(node, 0) + int(given)
+            places[node] = place
+    return [
+        f"{places[one.node]}: {counts[one.node]} GPUs on {one.node}, and {one.gpus} were found"
+        for one in placements
+        if one.gpus is not None and one.node in counts and counts[one.node] != one.gpus
+    ]
