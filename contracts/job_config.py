@@ -109,11 +109,7 @@ class JobConfig:
             wrong.append("num_train_epochs=0: must be above 0, or nothing trains")
         if not 0 <= self.lora_dropout < 1:
             wrong.append(f"lora_dropout={self.lora_dropout!r}: must be in [0, 1)")
-        wrong += [
-            f"report_to={target!r}: allowed are tensorboard, none (metrics.jsonl is always written)"
-            for target in self.report_to
-            if target not in ("tensorboard", "none")
-        ]
+        wrong += [_trackers(target) for target in self.report_to if target not in ("tensorboard", "none")]
         if self.load_in_4bit and not self.use_peft:
             wrong.append("load_in_4bit=true: 4-bit weights cannot be trained; set use_peft: true")
         if wrong:
@@ -209,10 +205,13 @@ def parse_mapping(text: str, where: object, *, once: bool = False) -> dict[str, 
     return data
 
 
-def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], list[str]]:
+def parse_config(
+    raw: Mapping[str, Any], only_trl: dict[str, None] | None = None
+) -> tuple[JobConfig, dict[str, Any], list[str]]:
     """Settings from a mapping: the config, what was set explicitly, and notes on old names and on what has no effect.
 
-    Raises ConfigError that names every setting that is wrong, its value and what is allowed.
+    Raises ConfigError that names every setting that is wrong, its value and what is allowed. Where `only_trl` is given,
+    the sentences about settings that TRL's trainer takes are put there instead, and the config is without them.
     """
     _refuse_others(raw)
     notes: dict[str, None] = {}
@@ -222,10 +221,14 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], lis
     def attempt(read: typing.Callable[..., Any], *words: Any) -> Any:
         try:
             return read(*words)
+        except trl.OnlyTrlError as error:
+            (refused if only_trl is None else only_trl)[str(error)] = None
         except ConfigError as error:
             refused[str(error)] = None
 
-    raw = trl.model_words({str(key): value for key, value in raw.items()}, note)
+    whole = {str(key): value for key, value in raw.items()}
+    raw = {key: value for key, value in whole.items() if key != "model_init_kwargs"}
+    attempt(trl.model_words, whole, raw, note)
     values: dict[str, Any] = {}
     layout: dict[str, Any] = attempt(_layout, raw.get("layout")) or {}
     written = {trl.option_names().renamed.get(name, name): name for name in raw}
@@ -372,12 +375,26 @@ def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: s
     known = _types()
     if value is None and type(None) not in typing.get_args(known[name]):
         if name == "max_length":
-            raise ConfigError(
+            raise trl.OnlyTrlError(
                 "max_length=None: must be a whole number: rows are cut at it, and the memory follows from it"
             )
         note(f"{name}: null, so {_default(name)!r} is taken")
         return
-    values[name] = _convert(label, value, known[name])
+    if name == "report_to" and (others := set(_as(tuple, value) or ()) - {"tensorboard", "none"}):
+        raise trl.OnlyTrlError(_trackers(sorted(map(str, others))[0]))
+    try:
+        values[name] = _convert(label, value, known[name])
+    except ConfigError as error:
+        is_word = isinstance(value, str) and any(typing.get_origin(one) is Literal for one in _options(known[name]))
+        is_share = name in _SHARES and isinstance(value, float) and 0 < value < 1
+        raise trl.OnlyTrlError(str(error)) if is_word or is_share else error from None
+
+
+_SHARES = ("save_steps", "eval_steps", "logging_steps")  # below 1 transformers reads them as a share of all steps
+
+
+def _trackers(target: str) -> str:
+    return f"report_to={target!r}: allowed are tensorboard, none (metrics.jsonl is always written)"
 
 
 def known_settings() -> frozenset[str]:
@@ -396,7 +413,7 @@ def _types() -> dict[str, Any]:
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
     """The value in the type of its field; YAML writes 2e-4 as text, and lists for tuples."""
-    options = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    options = _options(kind)
     for option in options:
         if (found := _as(option, value)) is not _MISFIT:
             return found
@@ -404,12 +421,16 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     raise ConfigError(f"{name}={value!r}: must be {allowed}")
 
 
+def _options(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
 _MISFIT = object()
 
 
 def _as(option: Any, value: Any) -> Any:
     """The value as one of the types of a field; _MISFIT where it is not of it."""
-    origin = typing.get_origin(option)
+    origin = typing.get_origin(option) or option
     if origin is Literal:
         choices = typing.get_args(option)
         if value is False and "no" in choices:

@@ -65,6 +65,7 @@ class JobPlan:
 
     schema_version: int = PLAN_VERSION
     config: JobConfig | None = None  # None: the built-in job's
+    trl: dict[str, Any] | None = None  # the settings for TRL's parser, where its SFTTrainer trains (finetune.sft_trl)
     layout: Layout | None = None
     forecast: RunForecast = field(default_factory=RunForecast)
     environment: dict[str, str] = field(default_factory=dict)
@@ -96,15 +97,16 @@ def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
             raise ConfigError(f"plan {path}: unknown {name!r}{trl.hint(str(name), members)}")
     if data.get("schema_version", PLAN_VERSION) != PLAN_VERSION:
         raise ConfigError(f"plan {path}: schema_version={data['schema_version']!r}: this release reads {PLAN_VERSION}")
-    for name in ("config", "layout", "forecast", "environment", "transport"):
+    for name in ("config", "trl", "layout", "forecast", "environment", "transport"):
         if not isinstance(data.get(name), dict | None):
             raise ConfigError(f"plan {path}: {name}: must be a mapping")
     settings = data.get("config")
     raw = with_overrides(dict(settings) if settings is not None else read_mapping(DEFAULT_CONFIG), overrides)
-    config, _, notes = parse_config(raw)
+    config, _, notes = parse_config(raw, None if data.get("trl") is None else {})
     layout, plan_notes = data.get("layout"), data.get("notes") or []
     return JobPlan(
         config=config,
+        trl=None if data.get("trl") is None else trl.trl_settings(with_overrides(dict(data["trl"]), overrides), {}),
         layout=None if layout is None else parse_layout(layout, f"plan {path}: layout"),
         forecast=plain.pick(data.get("forecast") or {}, RunForecast),
         environment={str(name): str(value) for name, value in (data.get("environment") or {}).items()},

@@ -31,7 +31,17 @@ class ConfigError(EndedError, ValueError):
     code, status = 2, "refused"
 
 
-Allowed = tuple[list[Any], str]  # values of an option that the job accepts, and why only these
+class OnlyTrlError(ConfigError):
+    """A setting that TRL's trainer takes and the built-in one does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """The values of an option that the built-in trainer accepts, why only these, and whether TRL takes any value."""
+
+    allowed: list[Any]
+    why: str
+    trl: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,7 @@ class Section:
     no_effect: list[str]
     why: str  # of no_effect
     only: Mapping[str, Allowed]
+    open: bool = False  # whether TRL passes any other member on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +74,8 @@ def option_names() -> OptionNames:
     """Read trl.toml, once."""
 
     def only_of(rows: list[dict[str, Any]]) -> dict[str, Allowed]:
-        return {name: (row["allowed"], row["why"]) for row in rows for name in row["names"]}
+        members = [({key: value for key, value in row.items() if key != "names"}, row["names"]) for row in rows]
+        return {name: Allowed(**row) for row, names in members for name in names}
 
     data = dict(read_table(__file__, "trl.toml"))
     return OptionNames(
@@ -92,7 +104,7 @@ _SPELLED = {member: name for name, member in IN_LAYOUT.items()} | {
 def spelled(member: str, value: Any) -> str:
     """A member of the layout as a user writes it: "per_device_train_batch_size: 8"."""
     if member == "precision":
-        return f"bf16: {'true' if value == 'bf16' else 'false'}"
+        return "fp16: true" if value == "fp16" else f"bf16: {'true' if value == 'bf16' else 'false'}"
     if member == "sharding":
         return f"fsdp: {'false' if value == 'ddp' else 'full_shard'}"
     if member == "checkpointing":
@@ -142,13 +154,13 @@ def without_effect(name: str, value: Any, note: Note) -> bool:
     if name not in names.only:
         return False
     require(name, value, names.only[name])
-    note(f"{name}: no effect, {names.only[name][1]}")
+    note(f"{name}: no effect, {names.only[name].why}")
     return True
 
 
 def require(name: str, value: Any, only: Allowed) -> None:
-    """Raise ConfigError for a value that is not allowed; null is."""
-    allowed, why = only
+    """Raise ConfigError for a value that is not allowed; null is. OnlyTrlError where TRL takes it."""
+    allowed, why = only.allowed, only.why
     if any(isinstance(one, bool) for one in allowed):
         value = truth(value)
     if isinstance(value, dict):
@@ -159,7 +171,8 @@ def require(name: str, value: Any, only: Allowed) -> None:
     named = f"only {', '.join(first)} or {last}" if first else last if last == "nothing" else f"only {last}"
     shown = repr(value)
     shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
-    raise ConfigError(f"{name}={shown}: {named} is allowed: {why}")
+    kind = OnlyTrlError if only.trl else ConfigError
+    raise kind(f"{name}={shown}: {named} is allowed: {why}")
 
 
 def members_of(raw: Mapping[str, Any], name: str, note: Note) -> Iterator[tuple[str, str, Any]]:
@@ -181,7 +194,8 @@ def members_of(raw: Mapping[str, Any], name: str, note: Note) -> Iterator[tuple[
         elif own in section.only:
             require(where, value, section.only[own])
         elif own not in section.no_effect:
-            raise ConfigError(f"unknown setting {where!r}{hint(own, [*section.members, *section.no_effect])}")
+            kind = OnlyTrlError if section.open else ConfigError
+            raise kind(f"unknown setting {where!r}{hint(own, [*section.members, *section.no_effect])}")
         else:
             note(f"{where}: no effect, {section.why}")
 
@@ -190,7 +204,8 @@ def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
     """bf16 and fp16 of the file as the layout's precision; neither says nothing."""
     flags = {name: flag(name, raw.get(name)) for name in ("bf16", "fp16")}
     if flags["fp16"]:
-        raise ConfigError("fp16=true: not supported, allowed are bf16 and fp32; set bf16: true or bf16: false")
+        put(layout, "precision", "fp16", "fp16")
+        raise OnlyTrlError("fp16=true: not supported, allowed are bf16 and fp32; set bf16: true or bf16: false")
     if flags["bf16"] is not None:
         put(layout, "precision", "bf16" if flags["bf16"] else "fp32", "bf16")
 
@@ -370,11 +385,35 @@ def parallelism(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> N
         put(layout, option_names().sections["parallelism_config"].members[own], value, where)
 
 
-def model_words(raw: dict[str, Any], note: Note) -> dict[str, Any]:
-    """The file with `model_init_kwargs` as settings of their own."""
-    rest = {key: value for key, value in raw.items() if key != "model_init_kwargs"}
+def model_words(raw: dict[str, Any], rest: dict[str, Any], note: Note) -> None:
+    """Add the members of `model_init_kwargs` to `rest`, as settings of their own."""
     for where, own, value in members_of(raw, "model_init_kwargs", note):
         setting = option_names().sections["model_init_kwargs"].members[own]
         if rest.setdefault(setting, value) != value:
             raise ConfigError(f"{where}={value!r}: {setting} has another value")
-    return rest
+
+
+# Settings that the layout holds, and those that TRL's parser does not have: finetune.sft_trl reads them of JobConfig.
+_NOT_OF_TRL = frozenset({
+    *IN_LAYOUT, "layout", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "fsdp", "fsdp_config",
+    "deepspeed", "parallelism_config", "torch_compile", "per_gpu_train_batch_size", "chat_template", "tokenizer_name",
+    "tokenizer_revision", "dataset_revision", "dataset_rows", "profile_steps", "export_merged", "use_liger",
+}) - {"use_liger_kernel"}  # fmt: skip
+_RENAMED_FOR_TRL = {
+    "max_seq_length": "max_length", "torch_dtype": "dtype", "evaluation_strategy": "eval_strategy",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+}  # fmt: skip
+
+
+def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The file for TRL's parser: today's names, and what its DeepSpeed section says (`values` of parse_config).
+
+    What the layout holds is left out: the plan's layout says it.
+    """
+    made = {_RENAMED_FOR_TRL.get(name, name): value for name, value in raw.items() if name not in _NOT_OF_TRL}
+    if (ratio := made.pop("warmup_ratio", None)) and not made.get("warmup_steps"):
+        made["warmup_steps"] = ratio
+    if truth(made.pop("group_by_length", None)):
+        made.setdefault("train_sampling_strategy", "group_by_length")
+    of_deepspeed = {name: values[name] for name in ("max_grad_norm", "lr_scheduler_type") if name in values}
+    return {**of_deepspeed, **made} if raw.get("deepspeed") else made

@@ -125,7 +125,7 @@ class Trainer:
         self.pipeline = mesh.get_group("pp") if mesh is not None and layout.pp > 1 else None
 
         self.plan = plan
-        effective = verify.check(layout, self.engine, plan.environment)
+        effective = verify.check(layout, verify.observe(self.engine), plan.environment)
         parameters, trainable = sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
         length = sum(len(e.tokens) for e in examples) / len(examples)
         self.length = max(len(e.tokens) for e in examples)

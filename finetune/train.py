@@ -65,9 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = hub.pin(config, recorder.note)
         recorder.store_plan(dataclasses.replace(plan, config=config))
-        trainer = Trainer(config, layout, plan, device, recorder)
-        trainer.train()
-        export(trainer)
+        if plan.trl is not None:
+            from finetune import sft_trl  # which imports TRL
+
+            sft_trl.Run(config, layout, plan, device, recorder).train()
+        else:
+            trainer = Trainer(config, layout, plan, device, recorder)
+            trainer.train()
+            export(trainer)
     except EndedError as error:
         ended = error
     except OSError as error:
@@ -78,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if recorder is None or not ran_out(error):
             raise
         ended = MemoryRanOutError(recorder.exhausted(str(error)))
-    if recorder is not None and isinstance(ended, MemoryRanOutError):
+    if recorder is not None and isinstance(ended, MemoryRanOutError) and plan.trl is None:
         length = trainer.length if trainer is not None else config.max_length
         trainer = None  # its memory is needed for what follows
         gc.collect()

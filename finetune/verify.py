@@ -35,35 +35,14 @@ class MismatchError(EndedError):
 def observe(engine: Engine) -> EffectiveLayout:
     """The effective layout of this rank."""
     named = engine.named_parameters()
-    degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
-    spelled: Counter[str] = Counter()
-    whole_bytes = local_bytes = 0
-    unsharded = []
     cp = max(chunk.across.size() if chunk.across is not None else 1 for chunk in engine.chunks)
-    for name, p in named.items():
-        whole_bytes += p.numel() * p.element_size()
-        local = p.to_local() if isinstance(p, DTensor) else p
-        local_bytes += local.numel() * local.element_size()
-        axes = {}
-        if isinstance(p, DTensor):
-            axes = dict(zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=False))
-        spelled[" ".join(f"{axis}:{placed}" for axis, placed in axes.items()) or "plain"] += 1
-        for axis, placed in axes.items():
-            size = p.device_mesh[axis].size()
-            if axis == "dp_shard_cp":
-                axis, size = "dp_shard", size // cp
-            if placed.is_shard() or "Shard" in type(placed).__name__ or axis == "dp_replicate":
-                degrees[axis] = max(degrees[axis], size)
-        if not {"dp_shard", "dp_shard_cp"} & axes.keys() or local.numel() > _even_share(p):
-            unsharded.append(name)
+    found = observe_parameters(named, cp)
     for module in engine.modules:
         if isinstance(module, DistributedDataParallel):
-            degrees["dp_replicate"] = dist.get_world_size(module.process_group) // cp
+            found["dp_replicate"] = dist.get_world_size(module.process_group) // cp
     stages = engine.schedule
     return EffectiveLayout(
-        dp_replicate=degrees["dp_replicate"],
-        dp_shard=degrees["dp_shard"],
-        tp=degrees["tp"],
+        **found,
         cp=cp,
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
         pp=dist.get_world_size(engine.mesh.get_group("pp")) if stages is not None and engine.mesh else 1,
@@ -75,13 +54,37 @@ def observe(engine: Engine) -> EffectiveLayout:
         reshard_after_forward=_reshards(engine),
         checkpointed_layers=sum("forward" in vars(layer) for c in engine.chunks for layer in c.layers),
         compiled_layers=sum(layer._compiled_call_impl is not None for c in engine.chunks for layer in c.layers),
-        placements=dict(spelled),
-        unsharded_parameters=len(unsharded),
-        split_projections=_split_projections(named),
-        parameter_bytes=whole_bytes,
-        local_parameter_bytes=local_bytes,
         device=str(engine.device),
     )
+
+
+def observe_parameters(named: Mapping[str, torch.Tensor], cp: int) -> dict[str, Any]:
+    """What the placements of these parameters say, as members of EffectiveLayout; `cp` ranks share a sequence."""
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
+    spelled: Counter[str] = Counter()
+    whole_bytes = local_bytes = 0
+    unsharded = []
+    for name, p in named.items():
+        whole_bytes += p.numel() * p.element_size()
+        local = p.to_local() if isinstance(p, DTensor) else p
+        local_bytes += local.numel() * local.element_size()
+        axes = {}
+        if isinstance(p, DTensor):  # accelerate's mesh of FSDP alone has no names
+            axes = dict(zip(p.device_mesh.mesh_dim_names or ("dp_shard",), p.placements, strict=False))
+        spelled[" ".join(f"{axis}:{placed}" for axis, placed in axes.items()) or "plain"] += 1
+        for number, (axis, placed) in enumerate(axes.items()):
+            size = p.device_mesh.size(number)
+            if axis == "dp_shard_cp":
+                axis, size = "dp_shard", size // cp
+            if placed.is_shard() or "Shard" in type(placed).__name__ or axis == "dp_replicate":
+                degrees[axis] = max(degrees[axis], size)
+        if not {"dp_shard", "dp_shard_cp"} & axes.keys() or local.numel() > _even_share(p):
+            unsharded.append(name)
+    return {
+        **degrees, "placements": dict(spelled), "unsharded_parameters": len(unsharded),
+        "split_projections": _split_projections(named), "parameter_bytes": whole_bytes,
+        "local_parameter_bytes": local_bytes,
+    }  # fmt: skip
 
 
 def _even_share(p: DTensor) -> int:
@@ -181,9 +184,8 @@ def _pipeline(requested: Layout, got: EffectiveLayout) -> list[str]:
     return wrong
 
 
-def check(requested: Layout, engine: Engine, environment: Mapping[str, str]) -> EffectiveLayout:
-    """Observe and compare on every rank; raises on every rank where one differs. Returns what rank 0 observed."""
-    got = observe(engine)
+def check(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> EffectiveLayout:
+    """Compare on every rank; raises on every rank where one differs. Returns what this rank observed."""
     found = _everyone(compare(requested, got, environment))
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
     if got.backend == "gloo":  # the ranks have just talked: their connections are up

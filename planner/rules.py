@@ -6,6 +6,7 @@ A rule here is arithmetic or a limit of an engine, never a preference: preferenc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from contracts.layout import EIGHT_BITS, Layout
 from hardware.units import GIB, GIGA
@@ -151,6 +152,8 @@ def method_runs(q: Question, at: Layout) -> str | None:
 
 def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
     """What an engine would need to run a layout."""
+    if not has_gpu and engine.without_gpu is not None:
+        engine = replace(engine, can=engine.without_gpu, name=f"{engine.name} on a CPU")
     return (
         _degrees_lacking(engine, at)
         or _sharding_lacking(engine, at)

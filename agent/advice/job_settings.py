@@ -9,6 +9,7 @@ HF_ENDPOINT names a hub, because the job will load the model that this hub has u
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
@@ -29,11 +30,12 @@ from contracts import bounded, plain
 from contracts.job_config import DEFAULT_CONFIG, ConfigError, JobConfig, parse_config, read_file, with_overrides
 from contracts.job_plan import JobPlan, RunForecast, dumps
 from contracts.tables import read_texts
+from contracts.trl import trl_settings
 from hardware.gpus import without_gdr
 from hardware.units import rate
 from planner.advice import Recommendation
 from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, checkpoint_bytes, save_seconds
-from planner.forecast.models import ModelError, hub_id, model_from_config, model_named
+from planner.forecast.models import ModelError, hub_id, model_from_config, model_from_file, model_named
 from planner.forecast.specs import ModelSpec, TrainSpec
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -56,16 +58,35 @@ EMBEDDED_REQUEST: dict[str, Any] = {
 }
 
 
-def explicit_settings(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+OURS, TRL = "topoflight", "trl"  # the trainers: finetune.loop and finetune.sft_trl. Also the names of their stacks
+
+
+def explicit_settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> dict[str, Any]:
     """The settings that are given, by today's names. Raises RequestError that names the file or the word."""
-    return settings(config, overrides)[1]
+    return settings(config, overrides, trainer)[1]
 
 
-def settings(config: Path | None, overrides: Iterable[str]) -> tuple[JobConfig, dict[str, Any], list[str]]:
+def trainer_of(config: Path | None, overrides: Iterable[str], wanted: str) -> tuple[str, str]:
+    """The trainer of a file where `wanted` is "auto", and why it is TRL's. Raises RequestError for what neither has."""
+    only_trl: dict[str, None] = {}
+    _parsed(config, overrides, None if wanted == OURS else only_trl)
+    return (wanted, "") if wanted != "auto" else (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
+
+
+def settings(
+    config: Path | None, overrides: Iterable[str], trainer: str = OURS
+) -> tuple[JobConfig, dict[str, Any], list[str]]:
     """The job's settings, those of them that are given, and notes on them, as the job will read them.
 
-    Raises RequestError that names the file or the word.
+    Of a file for TRL's trainer, those that both trainers have. Raises RequestError that names the file or the word.
     """
+    return _parsed(config, overrides, None if trainer == OURS else {})[1:]
+
+
+def _parsed(
+    config: Path | None, overrides: Iterable[str], only_trl: dict[str, None] | None
+) -> tuple[dict[str, Any], JobConfig, dict[str, Any], list[str]]:
+    """The file with the overrides, and what parse_config makes of it; `only_trl` as there."""
     try:
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
@@ -77,19 +98,21 @@ def settings(config: Path | None, overrides: Iterable[str]) -> tuple[JobConfig, 
         if not (name and equals and value):
             raise RequestError(f"--set {word!r}: must be NAME=VALUE")
     try:
-        parsed = parse_config(with_overrides(raw, words))
-        dumps(JobPlan(config=parsed[0]))  # what no rank would read is refused before any starts
-        return parsed
+        raw = with_overrides(raw, words)
+        made, explicit, notes = parse_config(raw, only_trl)
+        dumps(JobPlan(config=made))  # what no rank would read is refused before any starts
     except ConfigError as error:
-        wrong = _wrong_alone(alone)
+        wrong = _wrong_alone(alone, only_trl)
         where = f"--config {config}:" if str(error) == wrong else f"--config {config} with --set:" if wrong else "--set"
         raise RequestError(f"{where} {error}") from None
+    mixture = {name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name) and only_trl is not None}
+    return raw, made, {**explicit, **mixture}, notes
 
 
-def _wrong_alone(raw: Mapping[str, Any]) -> str:
+def _wrong_alone(raw: Mapping[str, Any], only_trl: dict[str, None] | None) -> str:
     """Why the file itself cannot be read, without what `--set` puts over it."""
     try:
-        parse_config(raw)
+        parse_config(raw, only_trl)
     except ConfigError as error:
         return str(error)
     return ""
@@ -113,6 +136,8 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
         requested["attention"] = "flash" if kernel == "flash_attention_2" else kernel
     if "dtype" in explicit:
         requested["dtype"] = config.dtype
+    elif request.train.engine == TRL and not config.load_in_4bit:
+        requested["dtype"] = "float32"  # TRL 1.16 ModelConfig
     if config.layout:
         requested["asked"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())
         requested["fused_cross_entropy"] = config.layout.get("fused_cross_entropy")
@@ -144,7 +169,7 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
     """Why the job's own defaults would train another model, or sums, instead of the planned one; else nothing."""
     if advice.model is None or advice.model.name == EMBEDDED_MODEL:
         return ""
-    if "dataset_name" not in settings:
+    if not {"dataset_name", "datasets", "dataset_mixture"} & set(settings):
         return texts("no_data")
     if "model_name_or_path" not in settings and hub_id(advice.model.name) is None:
         return texts("no_weights", model=advice.model.name)
@@ -155,16 +180,20 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
 
 
 def training_request(options: Mapping[str, Any]) -> Request:
-    """The question behind `launch`: the named model, or the embedded one."""
+    """The question behind a job: the named model, or the embedded one."""
+    return job_request(base_request(options), options["config"], options["overrides"])
+
+
+def base_request(options: Mapping[str, Any]) -> Request:
+    """The question by the options of a verb alone, without the settings of the job."""
     names = ("hosts", "root", "model", "method", "sequence_length", "global_batch", "machine", "nodes", "lengths",
              "rows")  # fmt: skip
-    request = Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
-    return job_request(request, options["config"], options["overrides"])
+    return Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
 
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
     """The question for a job: the model of the request, else the model of the job's settings, else the embedded one."""
-    job, explicit, _ = settings(config, overrides)
+    job, explicit, _ = settings(config, overrides, request.train.engine)
     if request.model is None:
         name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
@@ -184,8 +213,15 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
-    """The model's shape; None if the table of known names or a file gives it. Raises ModelError for an unknown name."""
-    if hub_id(name) != name or bounded.exists(name):
+    """The model's shape; None if the table of known names gives it. Raises ModelError for an unknown name.
+
+    An architecture that no table knows is read by the names that most configurations have: TRL may train it.
+    """
+    if bounded.exists(name):
+        with contextlib.suppress(ModelError):  # the question itself names what is wrong with the file
+            return model_from_file(Path(name), any_type=True)
+        return None
+    if hub_id(name) != name:
         return None
     try:
         model_named(name)
@@ -202,7 +238,7 @@ def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.envir
         except (OSError, ValueError) as error:
             why = f"; {_endpoint(environment)}: {error}"
     if found is not None:
-        return model_from_config(found, name=name)
+        return model_from_config(found, name=name, any_type=True)
     if known:
         return None
     raise ModelError(f"model={name!r}: not a known name{why}; give the path of its config.json with --model")
@@ -273,16 +309,34 @@ def job_plan(
     if advice.chosen is None:
         raise RequestError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
     embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
-    job_config, explicit, notes = settings(DEFAULT_CONFIG if embedded and config is None else config, overrides)
+    by_trl = advice.train is not None and advice.train.engine == TRL
+    file = DEFAULT_CONFIG if embedded and config is None else config
+    raw, job_config, explicit, notes = _parsed(file, overrides, {} if by_trl else None)
     if why := untrainable(advice, explicit):
         raise RequestError(why)
-    if not embedded:
-        job_config = replace(job_config, **left_open(advice, explicit))
+    planned = {} if embedded else left_open(advice, explicit)
+    job_config = replace(job_config, **planned)
+    of_trl = None
+    if by_trl:
+        of_trl = trl_settings({**_for_trl(job_config, explicit, planned), **raw}, explicit)
+        job_config = replace(job_config, layout={})  # the plan's says it all: without a GPU it is DDP
     return JobPlan(
-        config=job_config, layout=advice.chosen.layout, notes=tuple(notes),
+        config=job_config, trl=of_trl, layout=advice.chosen.layout, notes=tuple(notes),
         forecast=run_forecast(advice),
         environment={setting.name: setting.value for setting in advice.settings}, transport=transport(advice, found),
     )  # fmt: skip
+
+
+def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
+    """What was planned, for TRL's parser; PEFT chooses the targets. RequestError for what TRL's trainer cannot load."""
+    made = {"model_name_or_path": RANDOM, "dataset_name": "synthetic:"}
+    values = {name: getattr(config, name) for name in made if name in {**explicit, **planned}}
+    wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(made[name])]
+    if wrong:
+        raise RequestError(
+            f"{' and '.join(wrong)}: only the built-in trainer makes it; TRL's trainer takes files and hub ids"
+        )
+    return {name: value for name, value in planned.items() if not isinstance(value, tuple)}
 
 
 def run_forecast(advice: Recommendation) -> RunForecast:

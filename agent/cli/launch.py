@@ -39,9 +39,9 @@ def launch(
     Exit code 0: the run ended well, or the job was created. 3: a check or the run failed, or pods are refused. 5: a
     required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
     """
-    from agent.advice.advise import advise, with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request
-    from agent.advice.request import for_whole_run, with_rows
+    from agent.advice.advise import with_fsdp
+    from agent.advice.job_settings import EMBEDDED_MODEL, base_request
+    from agent.advice.trainers import choose, nothing
     from agent.base.hosts import snapshots
     from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS
@@ -55,9 +55,10 @@ def launch(
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
-    settings = explicit_settings(options["config"], options["overrides"])
-    request = for_whole_run(with_rows(training_request(options), settings), settings)
-    advice = advise(request, lambda: found)
+    request = base_request(options)
+    advice, options["trainer"], why = choose(
+        request, options["config"], options["overrides"], options["trainer"], found
+    )
     if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     for line in advice.unknowns:
@@ -67,7 +68,9 @@ def launch(
         from agent.terminal.advice import rejected
 
         rejected(console(), advice)
-        raise NothingFitsError(_nothing(advice))
+        raise NothingFitsError("; ".join(filter(None, (nothing(advice), why))))
+    if why:
+        say(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
     if shown != "brief":
         _say_forecast(advice)
@@ -94,18 +97,8 @@ def _folder(options: Mapping[str, Any]) -> Path:
     """Where the job writes, by its settings."""
     from agent.advice.job_settings import explicit_settings
 
-    return Path(explicit_settings(options["config"], options["overrides"]).get("output_dir", "finetune-output"))
-
-
-def _nothing(advice: Recommendation) -> str:
-    """Why nothing is launched, and what could be: the settings' own words, where they say what cannot run."""
-    from planner.recommend import AS_ASKED
-
-    for row in advice.rejected[:1]:
-        if row.what == AS_ASKED:
-            could = f"; what can: {'; or '.join(advice.helps_most)}" if advice.helps_most else ""
-            return f"nothing to launch: {row.reason}{could}"
-    return "no layout fits: nothing to launch"
+    settings = explicit_settings(options["config"], options["overrides"], options["trainer"])
+    return Path(settings.get("output_dir", "finetune-output"))
 
 
 def _say_forecast(advice: Recommendation) -> None:

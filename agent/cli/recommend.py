@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agent.advice.request import Request
+    from planner.advice import Recommendation
+    from probes.api import Snapshot
 
 
 @click.command()
@@ -42,6 +45,7 @@ def recommend(**options: object) -> None:
     source = click.get_current_context().get_parameter_source("lora_rank")
     if source is ParameterSource.COMMANDLINE and options["method"] == "full":
         raise click.UsageError(f"--lora-rank {options['lora_rank']}: --method full has no adapters; leave one out")
+    config = options.pop("config")
     request = Request.of(**options)
     if options["dataset"]:
         from agent.advice.request import dataset_settings, with_rows
@@ -59,7 +63,7 @@ def recommend(**options: object) -> None:
         return
     with waiting("recommend: forecasting layouts"):
         found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
-        advice = advise(request, lambda: found)
+        advice = advise(request, lambda: found) if config is None else _of_file(request, Path(str(config)), found)
     if form == "k8s":
         advice, left_out = in_pods(advice, found, here=not request.hosts)
         for line in left_out:
@@ -78,6 +82,17 @@ def recommend(**options: object) -> None:
         could = "".join(f"\n{line}" for line in advice.helps_most[:1])
         verb = "is judged" if advice.backend == "rccl" else "fits"
         raise inputs.NothingFitsError(f"no layout of {advice.model.name} {verb} ({nearest}){could}")
+
+
+def _of_file(request: Request, config: Path, found: Sequence[Snapshot]) -> Recommendation:
+    """The advice for a file of a job's settings, with the line that says which trainer would run it."""
+    from agent.advice.trainers import choose
+
+    typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
+    advice, _, why = choose(request, config, (), request.train.engine if typed else "auto", found)
+    if why:
+        say(why, err=True)
+    return advice
 
 
 # What if, as tables.

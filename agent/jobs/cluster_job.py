@@ -275,7 +275,8 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
 
 def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """What --config and, over it, --set say."""
-    return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()))
+    trainer = options.get("trainer", job_settings.OURS)
+    return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()), trainer)
 
 
 def unnamed_devices(advice: Recommendation, options: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -5,8 +5,11 @@ What the trainer measured is read from transformers' trainer_state.json, where i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +30,7 @@ from collectives.nccl_log import evidence
 from contracts import bounded, run_record
 from contracts.job_plan import JobPlan
 from contracts.plain import loads as plain
+from contracts.redaction import redact
 from contracts.run_record import Loss, Measured, NcclChannels, RunLayout, RunRecord
 from contracts.yaml_text import YamlTextError
 from planner.kubernetes.job import storage_rate
@@ -37,6 +41,7 @@ from probes.api import Snapshot
 
 _LIMIT_BYTES = 1 << 20  # of a file that the arguments name
 _STATE = "trainer_state.json"
+_WARM_UP = 2  # first steps that allocate and compile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +84,7 @@ def plan_of(
             layout=advice.chosen.layout if advice.chosen else None, environment=settings,
             forecast=run_forecast(advice), notes=tuple(lines),
         ),
-        said=(*set_already, *lines),
+        said=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
         output_dir=Path(output_dir) if isinstance(output_dir, str) else None,
         grace_seconds=grace(advice, storage_rate(options["storage_rate"])),
     )  # fmt: skip
@@ -93,10 +98,23 @@ def monitored(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def _python() -> str:
-    """The interpreter of the torchrun on PATH, because the trainer's packages may be there; else this one."""
-    torchrun = shutil.which("torchrun")
-    python = Path(torchrun).with_name("python") if torchrun else None
-    return str(python) if python and python.exists() else sys.executable
+    """The interpreter that has the trainer's packages: that of the environment that is first on PATH, else this one.
+
+    An environment is a folder with pyvenv.cfg or conda-meta, or one with torchrun. Raises InputError without torch.
+    """
+    python, torchrun = shutil.which("python") or shutil.which("python3"), shutil.which("torchrun")
+    beside = Path(torchrun).with_name("python") if torchrun else None
+    if python and any((Path(python).parent.parent / mark).exists() for mark in ("pyvenv.cfg", "conda-meta")):
+        chosen = python
+    else:
+        chosen = str(beside) if beside and beside.exists() else sys.executable
+    seek = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    if chosen != sys.executable and subprocess.run([chosen, "-c", seek], check=False, capture_output=True).returncode:
+        raise InputError(
+            f"--script: {chosen}, the first Python on PATH, has no torch, so it cannot start ranks. Install torch "
+            "there, or put the environment of the script first on PATH."
+        )
+    return chosen
 
 
 def _text(name: str) -> str | None:
@@ -118,7 +136,7 @@ def train(
                        layout=RunLayout(family=layout.family if layout else None))  # fmt: skip
     run_record.save(path, record)
     mark = folder / "ended."  # and the rank: written by script_rank
-    for old in folder.glob(f"{mark.name}*"):
+    for old in (*folder.glob(f"{mark.name}*"), *folder.glob(f"{script_rank.LEFT}*")):
         old.unlink()
     variables = monitored({**plan.environment, script_rank.ENDED: str(mark.absolute())}, folder)
     done = run(plan.words, variables, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
@@ -127,13 +145,56 @@ def train(
         how = f"rank {failed.rank} was ended by {failed.signal} while its Python was ending"
         done = replace(done, after_end=f"{how}. The script had run to its end on this rank, so its work was done")
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
+    left = _left(folder)
+    if done.exit_code and (error := _first_error(left, failed.rank if failed else None)) and not done.cut_short:
+        done = replace(done, raised=error)
     record.reason = None if done.exit_code == 0 else done.ending
     record.ended_at = _now()
     log = plan.environment.get("NCCL_DEBUG_FILE")
     record.nccl = _channels(Path(log).parent if log else folder / "nccl", began)
     _take_state(record, plan.output_dir, began)
+    _take_left(record, left)
     run_record.save(path, record)
     return replace(done, record=record)
+
+
+def _left(folder: Path) -> dict[int, dict[str, Any]]:
+    """What script_rank wrote, by rank."""
+    found = {}
+    for each in folder.glob(f"{script_rank.LEFT}*"):
+        with contextlib.suppress(OSError, ValueError):
+            value = plain(bounded.read(each, _LIMIT_BYTES))
+            found[int(each.name.removeprefix(script_rank.LEFT))] = value if isinstance(value, dict) else {}
+    return dict(sorted(found.items()))
+
+
+def _first_error(left: Mapping[int, Mapping[str, Any]], failed: int | None) -> str:
+    """The error of the rank that failed first, else of the lowest that has one: "rank 1: ValueError: ..."."""
+    errors = {rank: str(one["error"]) for rank, one in left.items() if one.get("error")}
+    rank = failed if failed in errors else next(iter(errors), None)
+    return "" if rank is None else redact(f"rank {rank}: {' '.join(errors[rank].split())[:300]}")
+
+
+def _take_left(record: RunRecord, left: Mapping[int, Mapping[str, Any]]) -> None:
+    """Step times and memory, as the ranks measured them themselves."""
+    steps: list[float] = max((one.get("seconds") or [] for one in left.values()), key=len, default=[])
+    if not left:
+        return
+    counted = steps[_WARM_UP:] or steps
+    memory = max((float(one.get("memory_bytes") or 0) for one in left.values()), default=0.0)
+    resident = max(int(one.get("rss_peak_bytes") or 0) for one in left.values())
+    record.step_seconds = [round(seconds, 6) for seconds in steps]
+    record.steps_done = record.steps_done or max(int(one.get("steps") or 0) for one in left.values()) or None
+    record.measured = replace(
+        record.measured,
+        step_seconds=statistics.median(counted) if counted else record.measured.step_seconds,
+        counted_steps=len(counted) if counted else record.measured.counted_steps,
+        memory_bytes=memory or None, memory_counts=next(iter(left.values())).get("memory_counts"),
+        rss_peak_bytes=resident or None,
+    )  # fmt: skip
+    if counted:
+        record.notes.append("step time: the median between the ends of the optimizer's steps, without the first "
+                            f"{_WARM_UP}, as the ranks ran them")  # fmt: skip
 
 
 def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], folder: Path) -> RunRecord:

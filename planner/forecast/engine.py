@@ -187,6 +187,7 @@ class Engine:
     name: str
     # what it can run
     can: frozenset[str] = frozenset({"ddp", "zero3", "hsdp", "tp", "pp", "cp", "ep", "zero1", "zero2", "sp"})
+    without_gpu: frozenset[str] | None = None  # what of it without a GPU; None: all
     together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
     methods: frozenset[str] = frozenset({"full", "lora", "qlora"})
     checkpointing: tuple[str, ...] = ("none", "selective", "full")

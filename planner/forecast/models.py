@@ -91,8 +91,12 @@ def _whole(config: Mapping[str, Any], names: tuple[str, ...], default: int | Non
     return default
 
 
-def model_from_config(config: Mapping[str, Any], name: str | None = None) -> ModelSpec:
-    """The shape a Hugging Face config.json describes."""
+def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any_type: bool = False) -> ModelSpec:
+    """The shape a Hugging Face config.json describes.
+
+    `any_type`: an architecture that no table knows is read by the names that most classes have for a size. Biases and
+    norms, some thousandths of its weights, may then be counted wrong.
+    """
     if not isinstance(config, Mapping):
         raise ModelError("config.json: must be a JSON object")
     inner = config.get("text_config")
@@ -104,7 +108,10 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         raise ModelError(
             f"config.json: model_type={kind!r}: has state-space or linear-attention layers that are not forecast"
         )
-    if family not in _TABLES["default"]:
+    is_known = family in _TABLES["default"]
+    if not is_known and any_type:
+        config = _in_usual_words(config)
+    elif not is_known:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_TABLES['default']))}")
     passed_over = dict.fromkeys(_TABLES["passed_over"].get(family, ()))
     config = {**_TABLES["default"].get(family, {}), **config, **passed_over}
@@ -127,7 +134,7 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         ffn=ffn,
         vocab=_whole(config, ("vocab_size",)),
         tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2", "gemma3"},
-        gated_mlp=family != "gpt2",
+        gated_mlp=family != "gpt2" if is_known else config["gated_mlp"],
         attention_bias=_attention_bias(config, family),
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
         mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
@@ -140,6 +147,22 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         **_linear(config, family, layers),
         **_mixture(config, family, layers, ffn),
     )
+
+
+def _in_usual_words(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of an architecture without a table, by Llama's names of them (models.toml, `usual_names`)."""
+    made = dict(config)
+    for usual, others in _TABLES["usual_names"].items():
+        found = next((config[one] for one in (usual, *others) if config.get(one) is not None), None)
+        if found is not None:
+            made[usual] = found
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon's, GPTBigCode's
+        made["num_key_value_heads"] = 1
+    made["gated_mlp"] = made.get("hidden_act") in _TABLES["gated_activations"]
+    made.setdefault("attention_bias", not made["gated_mlp"])
+    if isinstance(hidden := made.get("hidden_size"), int):
+        made.setdefault("intermediate_size", 4 * hidden)
+    return made
 
 
 def _quantised(config: Mapping[str, Any]) -> str:
@@ -317,12 +340,13 @@ def _chunked(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | 
     return (chunk, None if chunked == layers else chunked) if chunked else (None, None)
 
 
-def model_from_file(path: Path) -> ModelSpec:
-    """A config.json, or the folder that holds one. Raises ModelError that names the file."""
+def model_from_file(path: Path, *, any_type: bool = False) -> ModelSpec:
+    """A config.json, or the folder that holds one; `any_type` as in model_from_config. ModelError names the file."""
     path = path / "config.json" if bounded.is_folder(path) else path
     try:
         config = plain(bounded.read(path, _MAX_CONFIG_BYTES))
-        return model_from_config(config, name=path.resolve().parent.name if path.name == "config.json" else path.stem)
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return model_from_config(config, name=name, any_type=any_type)
     except bounded.TooLargeError as error:
         raise ModelError(f"{path}: {error}, which no config.json is") from None
     except OSError as error:

@@ -373,6 +373,7 @@ class _Wrapper:
         assert pod is not None  # noqa: S101 - `run` has returned otherwise
         body = _inside(pod, "spec", {})
         size = f"{-(-wanted_bytes // 2**20)}Mi"
+        memory = quantity(str(self._trainer.limits.get("memory", "")))
         mount = next(iter(_shm_mounts(container)), None)
         if mount is not None:
             volume: Document = next((v for v in body.get("volumes") or () if v.get("name") == mount.get("name")), {})
@@ -381,11 +382,16 @@ class _Wrapper:
                 self._say(
                     f"shared memory of {limit // 2**20} MiB is the manifest's and stays; needed: {size} ({reason})"
                 )
+            if limit is not None and memory is not None and limit > memory:
+                self._say(
+                    f"shared memory may grow to {limit // 2**20} MiB, and counts towards the memory limit of "
+                    f"{memory // 2**20} MiB: the container is killed before it is full. Lower the sizeLimit of the "
+                    "volume, or raise the limit"
+                )
             return
         if body.get("hostIPC"):
             self._say(f"hostIPC is set, so /dev/shm is the node's own, and no volume is added over it; needed: {size}")
             return
-        memory = quantity(str(self._trainer.limits.get("memory", "")))
         if memory is not None and wanted_bytes > memory / 2:
             # what is written there counts as the container's memory; half of it is tmpfs(5)'s own default
             size = f"{max(1, int(memory / 2) >> 20)}Mi"
@@ -444,6 +450,9 @@ class _Wrapper:
         # it judges what the job will run with, and names the node: a pod's own host name changes with every pod
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
         gate["env"] = [node, *_plain_variables(trainer)]
+        sources = [each for each in trainer.get("envFrom") or () if isinstance(each, dict) and "configMapRef" in each]
+        if sources:  # secrets are none of its business
+            gate["envFrom"] = copy.deepcopy(sources)
         if resources:
             gate["resources"] = {k: v for k, v in resources.items() if k in ("limits", "requests", "claims")}
         if container.get("securityContext"):

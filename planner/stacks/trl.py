@@ -66,6 +66,7 @@ class Trl(Fsdp):
 ENGINE = Trl(
     name="trl",
     can=frozenset({"ddp", "zero3", "hsdp", "tp", "cp"}),
+    without_gpu=frozenset({"ddp"}),  # accelerate 1.15: MULTI_CPU never becomes FSDP
     together=frozenset({"tp+dp"}),
     checkpointing=("none", "full"),
     offloads=("all",),

@@ -228,7 +228,9 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     assert done.exit_code == 0, done.output
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["status"], record["steps_done"], record["exit_code"]) == ("complete", 4, 0)
-    assert record["measured"]["step_seconds"] > 0 and record["nccl"] is None
+    measured = record["measured"]
+    assert measured["step_seconds"] > 0 and measured["memory_bytes"] > 1 << 20 and record["nccl"] is None
+    assert len(record["step_seconds"]) == 3 and "between the ends of the optimizer's steps" in str(record["notes"])
     assert json.loads((tmp_path / "out" / "seen.json").read_text())["world"] == 2
     (kept,) = (tmp_path / "state" / "runs").glob("*.json")
     assert json.loads(kept.read_text())["steps_done"] == 4
@@ -245,6 +247,8 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     assert f"__main__ {tmp_path}/sft.py" in (tmp_path / "run" / "job.log").read_text()
     (tmp_path / "sft.py").write_text("raise ValueError('no such layer')")
     assert "ValueError: no such layer" in topoflight(*words).stderr
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "rank " in record["reason"] and record["reason"].endswith(": ValueError: no such layer"), record["reason"]
 
 
 STARVE = """
@@ -274,12 +278,25 @@ def test_a_script_ends_well_where_gloos_threads_get_no_cpu(tmp_path: Path) -> No
     assert (tmp_path / "ended.0").exists() and (tmp_path / "ended.1").exists()
 
 
-def test_a_script_is_shown(tmp_path: Path) -> None:
+def test_a_script_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     shown = topoflight("launch", "--script", script, "--dry-run", "--ranks", "2", "--", "--lr", "a b")
     assert shown.exit_code == 0 and "--nproc-per-node=2" in shown.stdout and f"{script} --lr 'a b'" in shown.stdout
     assert "forecast: unknown: the arguments name no model_name_or_path" in shown.stderr
+    python = tmp_path / "venv" / "bin" / "python"  # an environment first on PATH, without torchrun: it is taken
+    python.parent.mkdir(parents=True)
+    (tmp_path / "venv" / "pyvenv.cfg").write_text("")
+    for code, exit_code, told in (
+        (0, 0, f"the ranks run {python}"),
+        (1, 2, f"{python}, the first Python on PATH, has no"),
+    ):
+        python.write_text(f"#!/bin/sh\nexit {code}\n")
+        python.chmod(0o755)
+        with monkeypatch.context() as patch:
+            patch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
+            shown = topoflight("launch", "--script", script, "--dry-run", "--ranks", "2")
+        assert shown.exit_code == exit_code and told in shown.stderr, shown.stderr
 
 
 def test_a_manifest_of_another_shape_is_refused_in_words(tmp_path: Path) -> None:

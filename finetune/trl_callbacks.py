@@ -1,0 +1,118 @@
+"""What TRL's trainer leaves behind, as callbacks: the record of each step, the evidence, the reasons to stop.
+
+Surface: transformers' TrainerCallback; accelerate's AcceleratorState.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from contracts.run_record import EffectiveLayout, EvalLoss
+from finetune import loop, parts, recorder, verify
+
+if TYPE_CHECKING:
+    from finetune.sft_trl import Run
+
+
+class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Each step into the run's record, as the built-in trainer has it; the reasons to stop; the evidence."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.recorder, self.around = run, run.recorder, contextlib.ExitStack()
+        self.profiler = parts.Profiler(0, 0, run.layout)
+        self.asked, self.stopped, self.began, self.is_profiled = False, False, 0.0, False
+        self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
+
+    def add(self, loss: torch.Tensor, tokens: Any) -> None:
+        """One micro-batch more."""
+        self.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
+
+    def close(self) -> None:
+        """The profiler must not outlive the run."""
+        self.around.close()
+        self.profiler.close()
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """What was built is what the plan says."""
+        run = self.run
+        got = observe(run)
+        self.recorder.record.layout.effective = verify.check(run.layout, got, run.plan.environment)
+        first = state.global_step + recorder.WARM_UP + 1
+        self.profiler = parts.Profiler(run.config.profile_steps, first, run.layout)
+        self.recorder.watch_memory()
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """The batch is there."""
+        self.is_profiled = self.around.enter_context(self.profiler.at(state.global_step))
+        self.began = time.perf_counter()
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The optimizer's step is over on this rank."""
+        if self.run.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds, layout = time.perf_counter() - self.began, self.run.layout
+        self.around.close()
+        told = torch.cat([self.sums, torch.tensor([float(self.asked)], dtype=torch.float64)])
+        dist.all_reduce(told := told.to(self.run.device))
+        loss, tokens, asked = told.tolist()
+        self.sums.zero_()
+        mean = loss / layout.world_size
+        self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)), self.is_profiled,
+                           self.profiler.result)  # fmt: skip
+        self.recorder.record.steps_done = state.global_step
+        if self.run.device.type == "cuda" and len(self.recorder.losses) == 1:  # what a step needs is connected now
+            found, wrong = verify.nccl_channels(self.run.plan.environment, self.run.plan.transport)
+            self.recorder.record.nccl, self.recorder.record.transports = found, list(found.channels)
+            if wrong:
+                raise verify.mismatch(wrong)
+        if not math.isfinite(mean):
+            raise loop.DivergedError(f"step {state.global_step}: loss {mean}; checkpoints are kept")
+        if asked:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """A line of metrics."""
+        self.recorder.log(state.global_step, {k: v for k, v in logs.items() if isinstance(v, int | float)})
+        if "loss" in logs:
+            recorder.print_once(f"step {state.global_step}/{state.max_steps}: loss {float(logs['loss']):.4f}")
+
+    def on_evaluate(self, _args: Any, state: Any, _control: Any, metrics: dict[str, float], **_: Any) -> None:
+        """An evaluation."""
+        found = EvalLoss(step=state.global_step, loss=metrics["eval_loss"])
+        self.recorder.record.eval_loss.append(found)
+
+    def on_save(self, *_: Any, **_words: Any) -> None:
+        """A checkpoint."""
+        self.recorder.write()
+
+
+def observe(run: Run) -> EffectiveLayout:
+    """What accelerate built."""
+    trainer = run.trainer
+    model, accelerator, number = trainer.model_wrapped, trainer.accelerator, trainer.model.config.num_hidden_layers
+    plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    cp = accelerator.parallelism_config.cp_size if accelerator.parallelism_config else 1
+    is_sharded, is_copied = isinstance(model, FSDPModule), isinstance(model, DistributedDataParallel)
+    found = verify.observe_parameters(dict(model.named_parameters()), cp)
+    if is_copied:
+        found["dp_replicate"] = dist.get_world_size(model.process_group)
+    recomputes = trainer.model.is_gradient_checkpointing or (plugin and plugin.activation_checkpointing)
+    compiled = accelerator.state.dynamo_plugin.backend.value != "NO"
+    return EffectiveLayout(
+        **found, cp=cp, pp=1, world_size=dist.get_world_size(), stage_layers=[number], device=str(run.device),
+        wrapper="FSDP" if is_sharded else "DDP" if is_copied else "none", backend=verify.backend_of(run.device),
+        precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        reshard_after_forward=bool(plugin.reshard_after_forward) if plugin and is_sharded else None,
+        checkpointed_layers=number if recomputes else 0, compiled_layers=number if compiled else 0,
+    )  # fmt: skip

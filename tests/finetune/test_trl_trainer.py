@@ -1,0 +1,174 @@
+"""TRL's trainer: which files and models it takes over, what it leaves behind, and that both trainers learn the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from rigs.hub import Hub
+from test_finetune_hub import model_at, parquet
+from transformers import CONFIG_MAPPING
+
+from agent.cli.launch import launch
+from agent.cli.recommend import recommend
+from contracts import run_record
+from contracts.job_plan import parse_layout, read
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECIPES = yaml.safe_load((HERE / "jobs" / "recipes.yaml").read_text())
+# architectures that the built-in trainer does not have, with what their configurations call otherwise
+OTHERS: dict[str, dict[str, int]] = {
+    "falcon": {},
+    "gpt_neox": {},
+    "phi": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+}
+SIZES = {**OTHERS, "gemma": {"head_dim": 8}, "smollm3": {"pad_token_id": 1}}
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Tiny weights of every architecture, sums as prompts with completions, and talks."""
+    folder, made = tmp_path_factory.mktemp("hub"), Hub()
+    for kind in (*OTHERS, "llama", *{row["model"] for row in RECIPES.values()}):
+        made.add("models", f"own/{kind}", model_at(folder / kind, CONFIG_MAPPING[kind], **SIZES.get(kind, {})))
+    sums = [{"prompt": f"What is {a} + 2?", "completion": f" {a} + 2 = {a + 2}"} for a in range(72)]
+    talks = [{"messages": [{"role": "user", "content": row["prompt"]},
+                           {"role": "assistant", "content": row["completion"]}]} for row in sums]  # fmt: skip
+    for name, rows, splits in (("sums", sums, ("train", "test")), ("talks", talks, ("train_sft", "test_sft"))):
+        parquet(folder / name / "data" / f"{splits[0]}-00000-of-00001.parquet", rows[:64])
+        parquet(folder / name / "data" / f"{splits[1]}-00000-of-00001.parquet", rows[64:])
+        made.add("datasets", f"own/{name}", folder / name)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def at_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """This process asks the hub too."""
+    for name, value in (("HF_ENDPOINT", hub.url), ("HF_HOME", str(tmp_path / "cache")), ("no_proxy", "*")):
+        monkeypatch.setenv(name, value)
+    for name in ("HF_HUB_OFFLINE", "KUBECONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    return hub
+
+
+def planned(folder: Path, settings: dict[str, Any], *words: str) -> tuple[Any, str]:
+    """plan.json by `launch --dry-run`, and what stderr says; the plan is None where it is refused."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.yaml").write_text(yaml.safe_dump(settings))
+    words = ("--config", str(folder / "job.yaml"), "--lengths", "32:64", "--output", str(folder / "out"), *words)
+    done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "json"])
+    if done.exit_code:
+        return None, f"exit code {done.exit_code}: {' '.join(done.output.split())}"
+    (folder / "plan.json").write_text(done.stdout)
+    return read(folder / "plan.json"), done.stderr
+
+
+def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[int]:
+    """The exit codes of these plans on two ranks, one after the other."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in plans]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1] for one in sockets]
+    cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read(plan).environment}
+             for (plan, stop), port in zip(plans, ports, strict=True)]  # fmt: skip
+    (folder / "cases.json").write_text(json.dumps(cases))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KUBE"))}
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache"), "no_proxy": "*", "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": str(ROOT)}  # fmt: skip
+    argv = [sys.executable, str(HERE / "trl_ranks.py"), str(folder / "cases.json"), "2"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env={**kept, **environment}, timeout=800)
+    line = next((one for one in done.stdout.splitlines() if one.startswith("CODES ")), None)
+    assert line is not None, done.stderr[-4000:]
+    return json.loads(line.removeprefix("CODES "))
+
+
+def test_public_recipes_are_accepted(at_hub: Hub, tmp_path: Path) -> None:
+    """Each is TRL's, with the reason; what the layout holds is not told twice."""
+    wrong = []
+    for name, row in RECIPES.items():
+        plan, said = planned(tmp_path / name, row["settings"], "--machine", "p5.48xlarge")
+        line = "trainer: TRL's SFTTrainer, because the built-in one refuses: "
+        if plan is None or plan.trl is None or line not in said:
+            wrong.append((name, said[-600:]))
+            continue
+        file = str(tmp_path / name / "job.yaml")
+        words = ["--config", file, "--lengths", "32:64", "--machine", "p5.48xlarge", "-o", "json"]
+        done = CliRunner().invoke(recommend, words)
+        asked = parse_layout(json.loads(done.stdout)["chosen"]["layout"], "") if done.exit_code == 0 else None
+        if line not in done.stderr or asked != plan.layout:
+            wrong.append((name, "recommend", asked, done.output))
+        if {"bf16", "per_device_train_batch_size", "gradient_checkpointing"} & set(plan.trl):
+            wrong.append((name, plan.trl))
+    assert not wrong, wrong
+
+
+def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Path) -> None:
+    """All refusals of a file in one answer; a layout that TRL's trainer lacks; what only the built-in one makes."""
+    whole = {"model_name_or_path": "own/llama", "dataset_name": "own/sums", "use_peft": True}
+    wrong = []
+    for settings, words, told in (
+        ({"dataset_mixer": {"a": 1.0}, "lora_rr": 1, "max_steps": "x"}, (), ["dataset_mixer", "'lora_rr'", "='x'"]),
+        ({"lr_scheduler_type": "polynomial", "layout": {"pp": 2}}, (), ["PP", "polynomial"]),
+        ({"report_to": "wandb", "fp16": True}, ("--trainer", "topoflight"), ["wandb", "fp16=true"]),
+        ({"model_name_or_path": "random:tiny-llama"}, ("--trainer", "trl"), ["random:tiny-llama: only the built-in"]),
+    ):  # fmt: skip
+        plan, said = planned(tmp_path, {**whole, **settings}, "--ranks", "2", *words)
+        if plan is not None or any(word not in said for word in told):
+            wrong.append((settings, said[-600:]))
+    assert not wrong, wrong
+
+
+def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
+    """Architectures that only TRL's has, a recipe of each public family, a stop that resumes, and equal losses."""
+    lora = {"dataset_name": "own/sums", "use_peft": True, "logging_steps": 1, "max_steps": 4, "eval_strategy": "epoch",
+            "per_device_train_batch_size": 8, "learning_rate": 1e-3}  # fmt: skip
+    full = {"model_name_or_path": "own/llama", "dataset_name": "own/sums", "max_steps": 4, "learning_rate": 1e-3,
+            "per_device_train_batch_size": 32, "lr_scheduler_type": "constant", "completion_only_loss": True,
+            "gradient_checkpointing": True}  # fmt: skip
+    jobs = {kind: {"model_name_or_path": f"own/{kind}", **lora} for kind in OTHERS}
+    jobs["opt"] |= {"fsdp": "full_shard"}
+    jobs |= {name: {**row["settings"], **row["ranks"]} for name, row in RECIPES.items() if "ranks" in row}
+    plans, wrong = {}, []
+    for name, settings in jobs.items():
+        plan, said = planned(tmp_path / name, settings, "--ranks", "2")
+        assert plan is not None and plan.trl is not None and plan.layout.family == "DDP", said
+        assert name not in OTHERS or f"not {name}. Without a GPU it runs DDP" in said
+        plans[name] = tmp_path / name / "plan.json"
+    for name in ("topoflight", "trl"):
+        plan, said = planned(tmp_path / name, full, "--ranks", "2", "--trainer", name, "--set", "layout.dp_replicate=2",
+                             "--set", "fsdp=false")  # fmt: skip
+        assert plan is not None, said
+        plans[name] = tmp_path / name / "plan.json"
+    order = [("topoflight", False), ("falcon", True), *((name, False) for name in plans if name != "topoflight")]
+    codes = run_ranks(at_hub, tmp_path, [(plans[name], stop) for name, stop in order])
+    records = {name: run_record.read(tmp_path / name / "out" / "run.json") for name in plans}
+    assert codes == [0, 75, *[0] * (len(plans) - 1)], [record.reason for record in records.values() if record.reason]
+    for name, record in records.items():
+        left = record.adapter or record.saved_model
+        if record.status != "complete" or not left or not Path(left).is_dir() or not math.isfinite(record.loss.last):
+            wrong.append((name, record))
+        if not record.comparison or record.layout.effective.wrapper != "DDP" or record.measured.memory_bytes is None:
+            wrong.append((name, record.comparison, record.layout))
+        if (tmp_path / name / "out" / "ranks" / "state_rank_1.json").exists() is False:
+            wrong.append((name, "no monitor"))
+    assert not wrong, wrong
+    assert "resumed from checkpoint-3" in records["falcon"].notes and records["falcon"].steps_done == 4
+    assert [one.step for one in records["phi"].eval_loss] == [4]
+    ours, theirs = records["topoflight"].loss, records["trl"].loss
+    assert (ours.first, ours.last) == pytest.approx((theirs.first, theirs.last), rel=1e-5)
+    assert ours.last < 0.98 * ours.first

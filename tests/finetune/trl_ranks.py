@@ -1,0 +1,43 @@
+"""Two ranks that run plans one after the other, forked from one process: `trl_ranks.py CASES RANKS`.
+
+Each case is a plan.json, a port and whether rank 1 gets SIGTERM in its third step. Prints the exit codes of rank 0.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from equivalence_ranks import fork
+
+from finetune import sft_trl, train, trl_callbacks  # noqa: F401  TRL is imported once, before the fork
+
+SEEN = trl_callbacks.Recording.on_step_begin
+
+
+def stopped(self, args, state, control, **words):
+    """SIGTERM in the third step."""
+    if state.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    SEEN(self, args, state, control, **words)
+
+
+def main(path, rank, world):
+    """All cases."""
+    codes = []
+    for case in json.loads(Path(path).read_text()):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))  # fmt: skip
+        os.environ.update(case["environment"])
+        trl_callbacks.Recording.on_step_begin = stopped if case["stop"] and rank == 1 else SEEN
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+        codes.append(train.main(["--plan", case["plan"]]))
+    if rank == 0:
+        print("CODES", json.dumps(codes), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(fork(sys.argv[1], int(sys.argv[2]), main))
