@@ -32,7 +32,7 @@ BARS: tuple[BarName, ...] = (SHOULD, IS)
 JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 JUDGED_BYTES_PER_RANK = 64 << 20
 MOST_JUDGED_BYTES = 8 << 30  # this size is judged for any number of ranks: a larger one does not fit next to a job
-BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links lie within 0.88 to 0.98 of each other (plan.SearchPlan)
+BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links: 0.88 to 0.98 of the wire (stas00, aws-samples)
 _TEXTS = read_table(__file__, "findings.toml")
 
 
@@ -223,12 +223,16 @@ RUN_CODES = (
 
 
 RDMA_BENCH_CODES = ("bench.rdma.low_bandwidth",)
+SEARCH_CODES = (
+    "search.node.lost", "search.node.stuck", "search.node.slow", "search.node.part", "search.node.unjudged",
+    "search.link.bad",
+)  # fmt: skip
 CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
 PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
 HOST_CODES: tuple[str, ...] = (  # what a preflight of a host judges, as far as it comes
     *PROBE_CODES, *SCAN_CODES, *TOPOLOGY_CODES, *ENVIRONMENT_CODES, *EXPECT_CODES, *BENCH_CODES, *RUN_CODES,
 )  # fmt: skip
-ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *CLUSTER_CODES)
+ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *SEARCH_CODES, *CLUSTER_CODES)
 """Every finding code of the product: the frozen surface that docs/reference/findings.md and the gate share."""
 
 

@@ -34,7 +34,7 @@ from agent.jobs.child import QUICK_SECONDS, answer, default_ranks
 from collectives.bench import processes
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
-from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SearchPlan, SpecError, StepShape, parts, sweep
+from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SpecError, StepShape, parts, sweep
 from collectives.bench.results import Bar, RdmaResult, RdmaWrite, result_to_json
 from collectives.bench.run import run, visible_backend
 from contracts.finding import Finding, Status
@@ -216,7 +216,6 @@ def spec_of(options: Mapping[str, Any]) -> BenchSpec:
         sizes_bytes=options["sizes"], precision=percent(options["precision"]),
         hosts=options["hosts"], rendezvous=options["rendezvous"], host_name=options["host_name"],
         node_rank=options["node_rank"] if options["hosts"] > 1 else None,
-        search=SearchPlan() if options["search"] else None,
         startup_seconds=options["startup"] or (STARTUP_SECONDS if options["hosts"] == 1 else HOSTS_SECONDS),
         environment=network_environment(found) if options["hosts"] > 1 and not options["no_advice"] else {},
     )  # fmt: skip

@@ -32,18 +32,6 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchPlan:
-    """A search for slow ranks by pairs: send and receive both ways at once."""
-
-    bytes: int = 16 * 1024 * 1024
-    iterations: int = 3
-    # A pair is slow when it takes so many times the middle pair's time. 1 / 0.8: published bus bandwidths of healthy
-    # clusters lie between 0.88 and 0.98 of the wire (stas00/ml-engineering, oracle-quickstart, aws-samples).
-    slower_than: float = 1.25
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What the ranks of a run do: the part of a request that every rank receives."""
 
@@ -55,7 +43,6 @@ class Work:
     budget_seconds: float = 60.0
     silence_seconds: float = 30.0  # longer than the longest single iteration
     distinct_hosts: bool = False  # each rank gets an NCCL_HOSTID of its own: NCCL's network between ranks of one host
-    search: SearchPlan | None = None  # search for slow ranks by pairs as well: one rank of each host
     links: Mapping[str, Any] = field(default_factory=dict)  # of this host, sent to every rank: plain JSON values
 
 
@@ -151,7 +138,6 @@ class BenchSpec(Work):
             disjoint = len(set(members)) == len(members) and all(0 <= rank < self.world_size for rank in members)
             _check("groups", groups, disjoint, f"disjoint groups of ranks 0 to {self.world_size - 1}")
             _check("groups", groups, all(groups), "groups of at least one rank")
-        _check("search", self.search, self.search is None or self.world_size > 1, "only with two ranks or more")
 
     @property
     def world_size(self) -> int:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from collectives.bench import measure, pairing
+from collectives.bench import measure
 from collectives.bench.measure import Rank
 from collectives.bench.plan import Case, read
 from collectives.bench.processes import die_with_parent
@@ -90,8 +90,6 @@ def _work(me: Rank) -> None:
     import torch.distributed as dist
 
     started = time.monotonic()
-    if me.plan.search is not None:
-        pairing.search(me, me.plan.search)
     singles: dict[Case, float] = {}  # seconds of one iteration of what was run, alike on every rank
     skipped: list[Case] = []
     for index, case in enumerate(me.plan.cases):

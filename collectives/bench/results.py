@@ -98,21 +98,6 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairSearch:
-    """What a search by pairs found: ranks, and links between two ranks, that are slow."""
-
-    slow_ranks: tuple[int, ...]
-    slow_hosts: tuple[str, ...]
-    slow_links: tuple[tuple[int, int], ...]
-    undecided: tuple[int, ...]
-    rounds: int
-    tests: int
-    bytes: int  # each way
-    pair_seconds: float  # of the middle pair
-    rank_seconds: tuple[float, ...]  # by rank: the best pair it was in
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     """What one rank's TCP connections moved over one of its addresses; RDMA and shared memory are not in it."""
 
@@ -138,7 +123,6 @@ class BenchResult:
     stragglers: tuple[Straggler, ...] = ()
     evidence: Evidence | None = None
     step: StepTime | None = None
-    search: PairSearch | None = None
     complete: bool = True
     problems: tuple[str, ...] = ()  # "rank 1 on node-b: no answer for 30 s (killed)"
     carried: tuple[Carried, ...] = ()  # what the ranks' TCP connections moved, by interface

@@ -22,13 +22,12 @@ import cattrs
 
 from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
-from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SearchPlan, SpecError, Work, sweep
+from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SpecError, Work, sweep
 from collectives.bench.results import (
     BenchResult,
     Carried,
     Latency,
     Measurement,
-    PairSearch,
     PartTime,
     StepTime,
     Straggler,
@@ -37,7 +36,7 @@ from collectives.bench.results import (
 from collectives.bench.watch import Outcome
 from collectives.nccl_log.transport import Evidence
 
-__all__ = ["BenchSpec", "Case", "SearchPlan", "SpecError", "run", "sweep"]
+__all__ = ["BenchSpec", "Case", "SpecError", "run", "sweep"]
 
 
 def visible_backend() -> str:
@@ -130,7 +129,6 @@ def assemble(
         stragglers=_stragglers(measured, hosts),
         evidence=proof,
         step=step if step and len(step.parts) == sum(bool(case.part) for case in spec.cases) else None,
-        search=_search(next(iter(events["searched"]), None), hosts),
         complete=not outcome.problems and not skipped and verified and bool(hello),
         problems=problems,
         stopped_by=outcome.stopped_by,
@@ -174,11 +172,6 @@ def _step(events: Sequence[Mapping[str, Any]]) -> StepTime | None:
             )
         )  # fmt: skip
     return StepTime(parts=tuple(parts), median_seconds=sum(part.median_seconds for part in parts)) if parts else None
-
-
-def _search(event: Mapping[str, Any] | None, hosts: Sequence[str]) -> PairSearch | None:
-    named = {**event, "slow_hosts": [hosts[rank] for rank in event["slow_ranks"]]} if event else None
-    return cattrs.structure(named, PairSearch) if named else None
 
 
 def _latencies(measurements: Sequence[Measurement]) -> tuple[Latency, ...]:

@@ -100,8 +100,8 @@ class Watch:
             return f"the ranks did not join within {self._spec.startup_seconds:g} s"
         if joined and now - self._progress_at > self._plan.silence_seconds:
             return f"no rank moved for {self._plan.silence_seconds:g} s, nor any byte between them"
-        limit = None if self._plan.search else self._plan.budget_seconds + OVERRUN_SECONDS
-        if limit is not None and self._joined_at is not None and now - self._joined_at > limit:
+        limit = self._plan.budget_seconds + OVERRUN_SECONDS
+        if self._joined_at is not None and now - self._joined_at > limit:
             return f"the time budget of {self._plan.budget_seconds:g} s was spent in one transfer"
         if now - self._started > self._plan.limit_seconds:
             return f"not done after {self._plan.limit_seconds:g} s"

@@ -378,7 +378,7 @@ def _slower(facts: RunFacts) -> Verdict | None:
         cause = network(facts, "has become slow", timing, since=max(one.began for one in rows))
         if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
             cause = Cause(code="all.collective", message=f"{message} their collectives", evidence=(timing,), **cost)
-            how = "topoflight bench --search --nodes N; cpu.stat of each rank's cgroup"
+            how = "topoflight search on all nodes; cpu.stat of each rank's cgroup"
             return open_verdict("slow", cause, facts, (), "whether the network or a rank without CPU time", how)
     return verdict_of("slow", (replace(cause, **cost),), facts)
 

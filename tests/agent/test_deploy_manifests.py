@@ -18,7 +18,7 @@ from rigs.tables import each_row
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
 BESIDE = [ROOT / "deploy/daemonset/overlays/prometheus-operator/monitoring"]
-BENCH = [ROOT / "deploy/bench/job", ROOT / "deploy/bench/openshift"]
+BENCH = [ROOT / "deploy/bench/job", ROOT / "deploy/bench/openshift", ROOT / "deploy/bench/search"]
 FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *BESIDE, *BENCH]
 CUSTOM = ("monitoring.coreos.com", "security.openshift.io")
 Document = dict[str, Any]
@@ -184,7 +184,7 @@ def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> N
 
 def test_daemonset_arguments_are_understood() -> None:
     """The arguments in the manifests are options that exist."""
-    for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/bench/job"):
+    for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/bench/job", BENCH[-1]):
         for document in render(folder):
             template = document.get("spec", {}).get("template")
             for container in template["spec"]["containers"] if template else ():

@@ -17,7 +17,7 @@ import pytest
 from rigs.benchmarks import OWN_LOCK, require_own_lock
 
 from agent.base import EXIT_INTERRUPTED, EXIT_STOPPED
-from agent.checks.measured import ALL_CODES, RDMA_BENCH_CODES
+from agent.checks.measured import ALL_CODES, RDMA_BENCH_CODES, SEARCH_CODES
 from agent.cluster.gate import CLUSTER_CODES
 from agent.jobs import child
 from agent.jobs.child import ChildError
@@ -50,7 +50,9 @@ def test_sigterm_during_the_scan_leaves_only_unknowns(tmp_path: Path) -> None:
     found = json.loads((report / "report.json").read_text())
     assert (found["verdict"]["word"], found["verdict"]["why"]) == ("unknown", "stopped by SIGTERM before it was done")
     assert (found["snapshots"], found["topologies"], found["recommendation"]) == ([], [], None)
-    assert {check["code"] for check in found["checks"]} == set(ALL_CODES) - set(CLUSTER_CODES) - set(RDMA_BENCH_CODES)
+    assert {check["code"] for check in found["checks"]} == set(ALL_CODES).difference(
+        CLUSTER_CODES, RDMA_BENCH_CODES, SEARCH_CODES
+    )
     said = {(check["status"], check["message"]) for check in found["checks"]}
     assert said == {("unknown", "not scanned: stopped by SIGTERM before that")}
     assert found["notes"] == ["stopped by SIGTERM before the scan was done: nothing is known"]

@@ -1,0 +1,186 @@
+"""Simulates `topoflight search`: `python bench/search.py` prints the table of docs/measurements/search.md.
+
+The planner is the product's own (collectives.search.plan); only transfers are drawn. A transfer takes the time of
+its slower end, times a node's own deviation (sigma 0.4 %), times noise. Noise is log-normal (sigma 0.5, 1.5 or 5 %);
+0.5 % of transfers take up to twice as long, and in 0.2 % of its rounds a whole node is slower by 30 %. The two
+rare events are assumptions: what they stand for (a job that ends late, a re-routed flow) has no published rate, and no
+GPU network was at hand to measure one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from collectives.search.plan import Outcome, Search, Test
+
+NODE_SIGMA, RARE_TRANSFER, RARE_NODE = 0.004, 0.005, 0.002
+KINDS = ("slow", "slow", "slow", "stuck", "dies", "part", "opaque")
+
+
+@dataclass(slots=True, kw_only=True)
+class Fleet:
+    """Nodes with their faults."""
+
+    domains: list[str]
+    sigma: float
+    draw: random.Random
+    faults: dict[int, tuple[str, float, str]] = field(default_factory=dict)  # node: kind, excess, side
+    links: dict[tuple[int, int], float] = field(default_factory=dict)  # excess; infinite: stuck
+    own: list[float] = field(default_factory=list)
+
+    def run(self, test: Test, rare: set[int]) -> Outcome:
+        """Give the outcome of a test."""
+        dead = {node: "dead" for node in test.nodes if self.faults.get(node, ("",))[0] == "dies"}
+        if test.kind == "alone":
+            slow = {node: fault[1] for node, fault in self.faults.items() if fault[0] == "part"}
+            times = [(n, "GPU0 matmul", self.draw.gauss(1, 0.02) * (1 + slow.get(n, 0.0))) for n in test.nodes]
+            return Outcome(alone=tuple(times))
+        if any(self.faults.get(node, ("",))[0] == "opaque" for node in test.nodes):
+            return Outcome(lost=dead, ended=bool(dead))
+        found, stuck = [], []
+        for stride in range(1, len(test.nodes)):
+            for place, source in enumerate(test.nodes):
+                target = test.nodes[(place + stride) % len(test.nodes)]
+                excess = max(self.excess(source, "sends"), self.excess(target, "receives"),
+                             self.links.get((source, target), 0.0))  # fmt: skip
+                if excess == float("inf") or source in dead or target in dead:
+                    stuck.append((source, target))
+                    continue
+                for _ in range(test.repeats):
+                    seconds = (
+                        (1 + excess) * max(self.own[source], self.own[target]) * self.draw.lognormvariate(0, self.sigma)
+                    )
+                    seconds *= 1.3 if rare & {source, target} else 1.0
+                    seconds *= 1 + self.draw.random() if self.draw.random() < RARE_TRANSFER else 1.0
+                    found.append((source, target, -1, seconds))
+            if stuck:
+                break
+        return Outcome(transfers=tuple(found), stuck=tuple(stuck), lost=dead)
+
+    def excess(self, node: int, side: str) -> float:
+        """Give the excess of a node's transfers on one side."""
+        kind, excess, where = self.faults.get(node, ("", 0.0, ""))
+        hit = where in ("both", side)
+        return (float("inf") if kind == "stuck" else excess if kind == "slow" else 0.0) if hit else 0.0
+
+
+def fleet(nodes: int, bad: int, links: int, seed: int, domain: int = 18, kinds: tuple[str, ...] = KINDS,
+          sigma: float | None = None) -> Fleet:  # fmt: skip
+    """Draw a fleet; `domain` is the nodes of a domain, 0 where none is known."""
+    draw = random.Random(f"{nodes} {bad} {links} {seed} {domain} {kinds}")
+    names = [f"rack-{node // domain}" if domain else "" for node in range(nodes)]
+    made = Fleet(domains=names, sigma=sigma or draw.choice((0.005, 0.015, 0.05)), draw=draw)
+    made.own = [max(0.9, draw.gauss(1, NODE_SIGMA)) for _ in range(nodes)]
+    for node in draw.sample(range(nodes), bad):
+        kind = draw.choice(kinds)
+        excess = 10 ** draw.uniform(-1.5, 1) if kind == "slow" else draw.uniform(0.3, 2)  # 3 % to 10 times
+        made.faults[node] = (kind, excess, draw.choice(("both", "sends", "receives")))
+    groups = [group for group in Search(names)._near(range(nodes)) if len(group) > 2]
+    while len(made.links) < links:
+        pair = tuple(draw.sample(draw.choice(groups), 2))
+        if made.faults.keys().isdisjoint(pair):
+            made.links[pair[0], pair[1]] = draw.choice((float("inf"), draw.uniform(0.5, 5)))
+    return made
+
+
+@dataclass(slots=True, kw_only=True)
+class Score:
+    """What the searches of one row found."""
+
+    runs: int = 0
+    tests: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+    accused: list[str] = field(default_factory=list)  # innocents
+    faults: int = 0
+    missed: list[str] = field(default_factory=list)
+    hidden: int = 0  # faults below the loss that the search says it could have seen
+    links: int = 0
+    links_missed: list[str] = field(default_factory=list)
+
+
+def search(one: Fleet, name: str, score: Score) -> Search:
+    """Search a fleet, and add to the score."""
+    found = Search(one.domains)
+    while tests := found.next_round():
+        rare = {node for node in range(found.nodes) if one.draw.random() < RARE_NODE}
+        found.report([one.run(test, rare) for test in tests])
+    verdicts = found.verdicts()
+    score.runs += 1
+    score.tests.append(found.tests)
+    score.rounds.append(found.round)
+    bad = {verdict.node for verdict in verdicts if verdict.state == "bad"}
+    visible = found.visible_loss() or 1.0
+    for node, fault in one.faults.items():
+        hidden = fault[0] == "slow" and fault[1] / (1 + fault[1]) < visible
+        score.faults += not hidden
+        score.hidden += hidden
+        if node not in bad and not hidden:
+            score.missed.append(f"{name}: node {node} {fault} {verdicts[node].state} {verdicts[node].reason}")
+    score.accused += [f"{name}: node {n} {verdicts[n]}" for n in sorted(bad - set(one.faults))]
+    links = {(link.source, link.target) for link in found.bad_links()}
+    score.accused += [f"{name}: link {link}" for link in sorted(links - set(one.links))]
+    score.links += len(one.links)
+    score.links_missed += [f"{name}: link {link} {one.links[link]}" for link in set(one.links) - links]
+    return found
+
+
+# Nodes, bad nodes, bad links, nodes of a domain, kinds of faults, share of the runs.
+ROWS: tuple[tuple[str, int, int, int, int, tuple[str, ...], int], ...] = (
+    ("healthy", 232, 0, 0, 18, KINDS, 100),
+    ("5 slow nodes", 232, 5, 0, 18, ("slow",), 100),
+    ("5 bad nodes, any fault", 232, 5, 0, 18, KINDS, 100),
+    ("5 whose groups do not end", 232, 5, 0, 18, ("opaque",), 100),
+    ("no topology, 3 bad", 232, 3, 0, 0, KINDS, 100),
+    ("3 bad links", 232, 0, 3, 18, KINDS, 100),
+    ("16 nodes, 1 bad", 16, 1, 0, 0, KINDS, 800),
+    ("16 nodes, 1 bad link", 16, 0, 1, 0, KINDS, 500),
+    ("64 nodes, 3 bad, 1 link", 64, 3, 1, 18, KINDS, 600),
+    ("64 nodes, healthy", 64, 0, 0, 0, KINDS, 300),
+    ("256 nodes, 5 %, 2 links", 256, 13, 2, 16, KINDS, 250),
+    ("1,024 nodes, 2 %, 3 links", 1024, 20, 3, 18, KINDS, 40),
+    ("4,096 nodes, 5 %, 5 links", 4096, 205, 5, 18, KINDS, 8),
+    ("16,384 nodes, 1 %, 5 links", 16384, 164, 5, 72, KINDS, 2),
+)
+
+
+def simulate(share: float) -> Iterator[tuple[str, Score]]:
+    """Run each row `share` times its number of runs; a small share leaves out the largest fleets."""
+    for row, nodes, bad, links, domain, kinds, runs in ROWS:
+        score = Score()
+        for seed in range(round(runs * share)):
+            search(fleet(nodes, bad, links, seed, domain, kinds), f"{row} #{seed}", score)
+        yield row, score
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--share", type=float, default=1.0, help="of the runs of each row")
+    share = parser.parse_args().share
+    print(
+        "| fleet | runs | tests, middle and most | rounds | innocents accused | missed | below sight | links missed |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for row, score in simulate(share):
+        if not score.runs:
+            continue
+        tests, rounds = sorted(score.tests), sorted(score.rounds)
+        middles = f"{tests[len(tests) // 2]}, {tests[-1]} | {rounds[len(rounds) // 2]}, {rounds[-1]}"
+        print(f"| {row} | {score.runs} | {middles} "
+              f"| {len(score.accused)} | {len(score.missed)} of {score.faults} | {score.hidden} "
+              f"| {len(score.links_missed)} of {score.links} |", flush=True)  # fmt: skip
+        for line in (*score.accused[:5], *score.missed[:8], *score.links_missed[:5]):
+            print(f"  {line}", file=sys.stderr)
+    print(f"\n{time.process_time():.0f} CPU s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Search for the bad nodes of a fleet: `topoflight search`."""

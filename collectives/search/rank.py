@@ -1,0 +1,324 @@
+"""What each rank of a search runs: `python -m collectives.search.rank PLACE`, with a Place as JSON.
+
+The rank waits for the next round in the store of the coordinator, takes part in the test that names its node, and posts
+what it measured. Each test has process groups of its own, one for each rail (ranks with the same local number), which
+connect only those that exchange data. No collective spans all ranks, so a rank that is dead or stuck ends only its own
+test. Transfers run in threads that the main thread watches: bytes that move are progress, however slow they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+CHUNKS = 16  # of a transfer: each one that arrives shows that bytes move
+BEAT_SECONDS = 1.0
+MATMUL_SIZE, MATMUL_SECONDS = {"cpu": 512, "cuda": 8192}, 1.0
+ALL_REDUCE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which rank this is, and what the whole search uses; from the process that starts it."""
+
+    store: str  # "host:port"
+    node: int
+    local: int
+    locals: int  # ranks of this node
+    host: str
+    domain: str
+    model: str
+    backend: str
+    bytes: int  # of one transfer
+    iterations: int  # of each transfer: their median counts
+    silence_seconds: float  # without a byte, before a transfer is stuck
+    wait_seconds: float  # for the coordinator to appear
+
+
+class StuckError(RuntimeError):
+    """A transfer in which no byte moved; `source` and `target` are places in the group."""
+
+    def __init__(self, source: int, target: int) -> None:
+        super().__init__(f"no byte moved from {source} to {target}")
+        self.link = (source, target)
+
+
+def connect(address: str, wait_seconds: float) -> Any:
+    """Connect to the coordinator's store, which may not listen yet. Raises torch's DistStoreError."""
+    from torch.distributed import TCPStore
+
+    host, _, port = address.rpartition(":")
+    until = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False,
+                            timeout=timedelta(seconds=10))  # fmt: skip
+        except RuntimeError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
+
+
+class Ring:
+    """The group of one rail in one test: exchanges data with one source and one target at a time."""
+
+    def __init__(self, place: Place, store: Any, me: int, size: int, device: str) -> None:
+        """Make the group; it connects when data is exchanged."""
+        import torch
+        import torch.distributed as dist
+
+        self._place, self._me, self._size, self._device = place, me, size, device
+        self._moved = 0
+        self._errors: list[RuntimeError] = []
+        count = max(1, place.bytes // CHUNKS)
+        self._out = torch.zeros(count, dtype=torch.uint8, device=device)
+        self._in = torch.zeros(count, dtype=torch.uint8, device=device)
+        limit = timedelta(seconds=max(1.0, place.silence_seconds / 5))  # gloo tries five times to connect
+        if place.backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+            make = dist.ProcessGroupGloo.create_device
+            device_of = (
+                make(interface=name, lazy_init=True) if name else dist.ProcessGroupGloo.create_default_device(True)
+            )
+            options._devices, options._timeout = [device_of], limit
+            self._group: Any = dist.ProcessGroupGloo(store, me, size, options)
+        else:
+            self._group = dist.ProcessGroupNCCL(store, me, size, timeout=timedelta(hours=1))
+
+    def exchange(self, stride: int) -> float:
+        """Send to the node `stride` places on and receive from as far before; returns seconds from first to last chunk.
+
+        Raises StuckError, or RuntimeError where the other end has left.
+        """
+        source, target = (self._me - stride) % self._size, (self._me + stride) % self._size
+        arrived: list[float] = []
+        self._errors.clear()
+        if self._place.backend == "gloo":
+            jobs: list[Callable[[], None]] = [lambda: self._receive(source, arrived), lambda: self._send(target)]
+        else:
+            jobs = [lambda: self._both(source, target, arrived)]
+        threads = [threading.Thread(target=self._guarded, args=(job,), daemon=True) for job in jobs]
+        for thread in threads:
+            thread.start()
+        seen, since = self._moved, time.monotonic()
+        while any(thread.is_alive() for thread in threads) and not self._errors:
+            next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.05)
+            if self._moved != seen:
+                seen, since = self._moved, time.monotonic()
+            elif time.monotonic() - since > self._place.silence_seconds:
+                raise StuckError(*((source, self._me) if threads[0].is_alive() else (self._me, target)))
+        if self._errors:
+            text = str(self._errors[0])
+            late = "imed out" in text or "imeout" in text
+            raise StuckError(source, self._me) if late and len(arrived) < CHUNKS else RuntimeError(text)
+        return (arrived[-1] - arrived[0]) * CHUNKS / (CHUNKS - 1)
+
+    def _guarded(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except RuntimeError as error:
+            self._errors.append(error)
+
+    def _receive(self, source: int, arrived: list[float]) -> None:
+        works = [self._group.recv([self._in], source, chunk) for chunk in range(CHUNKS)]
+        self._await(works, arrived)
+
+    def _send(self, target: int) -> None:
+        works = [self._group.send([self._out], target, chunk) for chunk in range(CHUNKS)]
+        self._await(works, [])
+
+    def _await(self, works: list[Any], arrived: list[float]) -> None:
+        for work in works:
+            work.wait(timedelta(seconds=self._place.silence_seconds))
+            self._moved += 1
+            arrived.append(time.perf_counter())
+
+    def _both(self, source: int, target: int, arrived: list[float]) -> None:
+        """As one operation of NCCL for each chunk: apart, a send and a receive could wait for each other."""
+        import torch
+
+        torch.cuda.set_device(self._device)
+        device = torch.device(self._device)
+        for _ in range(CHUNKS):
+            self._group._start_coalescing(device)
+            self._group.send([self._out], target, 0)
+            self._group.recv([self._in], source, 0)
+            work = self._group._end_coalescing(device)
+            while not work.is_completed():
+                time.sleep(0)
+            self._moved += 1
+            arrived.append(time.perf_counter())
+
+    def all_reduce(self) -> float:
+        """Time the best of three sums over the group."""
+        import torch
+
+        data = torch.zeros(
+            ALL_REDUCE_BYTES // (1 if "cuda" in self._device else 16), dtype=torch.uint8, device=self._device
+        )
+        return min(_timed(lambda: self._group.allreduce([data]).wait(), self._device) for _ in range(3))
+
+    def close(self) -> None:
+        """End the group without waiting for the others."""
+        self._group.abort()
+
+
+class Rank:
+    """One rank, which waits for rounds and takes part in them."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.device = "cpu"
+        self.progress = 0
+        self.where = "joined"
+        self.store = connect(place.store, place.wait_seconds)
+        self._name = f"{place.node}/{place.local}"
+
+    def start(self) -> None:
+        """Join, and show from now on that this process lives and how far it is."""
+        import torch
+
+        if self.place.backend == "nccl":
+            self.device = f"cuda:{self.place.local}"
+            torch.cuda.set_device(self.device)
+        said = {"host": self.place.host, "domain": self.place.domain, "model": self.place.model, "pid": os.getpid()}
+        self.store.set(f"join/{self._name}", json.dumps(said | {"locals": self.place.locals}))
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        """Tell the coordinator how far this rank is; leave when it ends, start anew when it says so or is new."""
+        store, count = self.store.clone(), 0
+        while True:
+            try:
+                store.set(f"beat/{self._name}", json.dumps([count, self.progress, self.where]))
+                if store.check(["end"]):
+                    time.sleep(2 * BEAT_SECONDS)
+                    os._exit(0)
+                anew = store.check([f"anew/{self._name}"]) and store.delete_key(f"anew/{self._name}")
+            except RuntimeError:  # the coordinator is gone: another one goes on with its journal
+                anew = True
+            if anew:
+                os.execv(sys.executable, [sys.executable, "-m", "collectives.search.rank", *sys.argv[1:]])  # noqa: S606
+            count += 1
+            time.sleep(BEAT_SECONDS)
+
+    def run(self) -> None:
+        """Take part in every round until the search ends."""
+        number = int(self.store.add("rounds", 0)) + 1
+        while True:
+            while not _comes(self.store, f"round/{number}"):
+                pass
+            posted = json.loads(self.store.get(f"round/{number}"))
+            for index, test in enumerate(posted["tests"]):
+                if self.place.node in test["nodes"]:
+                    self.where = f"round {number}, test {index}"
+                    key = f"test/{posted['run']}/{number}/{index}"
+                    found = self._alone(key) if test["kind"] == "alone" else self._exchange(key, test)
+                    self.store.set(f"result/{number}/{self._name}", json.dumps(found))
+                    self.store.add(f"done/{number}", 1)
+            number += 1
+
+    def _alone(self, key: str) -> dict[str, Any]:
+        """Multiply matrices on this rank's device, and sum over the ranks of this node."""
+        import torch
+        from torch.distributed import PrefixStore
+
+        kind = self.device.partition(":")[0]
+        size = MATMUL_SIZE[kind]
+        left = torch.ones(size, size, device=self.device, dtype=torch.float32 if kind == "cpu" else torch.bfloat16)
+        best, until = float("inf"), time.monotonic() + MATMUL_SECONDS
+        while time.monotonic() < until:
+            best = min(best, _timed(lambda: left @ left, self.device))
+        parts = [(f"{'GPU' if kind == 'cuda' else 'rank '}{self.place.local} matmul", best)]
+        if self.place.locals > 1:
+            ring = Ring(self.place, PrefixStore(key, self.store), self.place.local, self.place.locals, self.device)
+            seconds = ring.all_reduce()
+            parts += [("node all_reduce", seconds)] if self.place.local == 0 else []
+            ring.close()
+        return {"alone": parts}
+
+    def _exchange(self, key: str, test: Mapping[str, Any]) -> dict[str, Any]:
+        """Send to every other node of the test in turn; all nodes do so at the same time, in step."""
+        from torch.distributed import PrefixStore
+
+        nodes: list[int] = test["nodes"]
+        found: dict[str, Any] = {"transfers": [], "stuck": [], "left": ""}
+        ring = Ring(self.place, PrefixStore(f"{key}/{self.place.local}", self.store), nodes.index(self.place.node),
+                    len(nodes), self.device)  # fmt: skip
+        rails = range(self.place.locals) if test["rails"] else [-1]
+        strides = [stride for stride in range(1, len(nodes)) for _ in range(test["repeats"])]
+        turns = range(self.place.iterations)
+        steps = [(rail, stride, turn) for rail in rails for stride in strides for turn in turns]
+        times: list[float] = []
+        try:
+            for number, (rail, stride, turn) in enumerate(steps):
+                if rail in (-1, self.place.local):
+                    times = [*(times if turn else []), ring.exchange(stride)]
+                    if turn == self.place.iterations - 1:
+                        source = nodes[(nodes.index(self.place.node) - stride) % len(nodes)]
+                        found["transfers"].append((source, self.place.node, rail, sorted(times)[len(times) // 2]))
+                if not self._in_step(f"{key}/{number}", len(nodes) * self.place.locals):
+                    break
+                self.progress += 1
+        except StuckError as error:
+            found["stuck"] = [[nodes[place] for place in error.link]]
+        except RuntimeError as error:  # the other end has left
+            found["left"] = str(error)[:300]
+        if found["stuck"] or found["left"]:
+            self.store.set(f"{key}/{number}/go", "stop")
+        ring.close()
+        return found
+
+    def _in_step(self, key: str, ranks: int) -> bool:
+        """Wait until all have come here; False where one is stuck or has left, or the coordinator gave the test up."""
+        if self.store.add(key, 1) == ranks:
+            self.store.set(f"{key}/go", "go")
+        stop = f"{key.rpartition('/')[0]}/stop"
+        while not _comes(self.store, f"{key}/go"):
+            if self.store.check([stop]):
+                return False
+        return bool(self.store.get(f"{key}/go") == b"go")
+
+
+def _comes(store: Any, key: str) -> bool:
+    """Wait a second for a key; RuntimeError where the store is gone."""
+    from torch.distributed import DistStoreError
+
+    try:
+        store.wait([key], timedelta(seconds=BEAT_SECONDS))
+    except DistStoreError:
+        return False
+    return True
+
+
+def _timed(work: Callable[[], Any], device: str) -> float:
+    import torch
+
+    began = time.perf_counter()
+    work()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def main(text: str) -> None:
+    """Run as the rank that `text` describes; the process ends with the search."""
+    rank = Rank(Place(**json.loads(text)))
+    rank.start()
+    try:
+        rank.run()
+    except RuntimeError as error:  # of the store: the beat, which has seen it too, starts this process anew
+        sys.stderr.write(f"node {rank.place.node}: {error}\n")
+        time.sleep(10 * BEAT_SECONDS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,142 @@
+"""Real ranks on six hosts: whoever is slow, stuck, dead or missing is named, and nobody else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rigs.netns import hosts, missing
+from rigs.tables import each_row
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.netns,
+    pytest.mark.usefixtures("forked_ranks"),
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(missing("tc") is not None, reason=str(missing("tc"))),
+]
+
+ROOT = Path(__file__).parents[2]
+HOSTS, RATE, SLOW = 6, "100mbit", "15mbit"
+
+
+def search(tmp_path, rate, prepare, disturb, absent):
+    """Search six hosts; `prepare` gets the rig first, `disturb` after round 2. Gives result, code and stderr."""
+    journal, processes = tmp_path / "journal.jsonl", {}
+    with hosts(HOSTS, default_rate=rate) as rig:
+        if prepare:
+            prepare(rig)
+        for host in set(range(HOSTS)) - set(absent):
+            argv = [sys.executable, "-m", "agent.cli", "search", f"--nodes={HOSTS}", f"--node-rank={host}", "--ranks=1",
+                    f"--rendezvous={rig.address(0)}:29571", f"--host-name=host-{host}", "--size=2M", "--silence=10",
+                    f"--wait={30 if absent else 150}", "-o", "json", "--no-advice", f"--journal={journal}"]  # fmt: skip
+            own = {"TOPOFLIGHT_STATE": str(tmp_path / f"state-{host}"), "GLOO_SOCKET_IFNAME": "eth0"}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+            processes[host] = rig.popen(host, argv, own, **pipes)
+        try:
+            until = time.monotonic() + 300
+            while disturb and time.monotonic() < until:
+                if journal.exists() and journal.read_text().count("outcomes") >= 2:
+                    disturb(rig)
+                    break
+                time.sleep(0.1)
+            out, said = processes[0].communicate(timeout=600)
+        finally:
+            for process in processes.values():
+                process.kill()
+    assert out, said
+    return json.loads(out), processes[0].returncode, said
+
+
+def to_ranks(number, host):
+    """Send a signal to the ranks of a host; a stopped one ends with its host."""
+    for pid in pids("search.rank", f'"host": "host-{host}"'):
+        os.kill(pid, number)
+
+
+def pids(module, word):
+    """Processes of a module of the search with this word in their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if f"collectives.{module}" in text and word in text and "client of" not in text:
+            found.append(int(path.parent.name))
+    return found
+
+
+def shape_link(rig, slow_host, source, target):
+    """Shape all hosts alike, `slow_host` less fast, and slow what `source` sends to `target` and nothing else."""
+    for host in range(HOSTS):
+        rig.run(host, ["tc", "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb", "default", "1"])
+        for number, rate in (("1:1", SLOW if host == slow_host else RATE), ("1:3", SLOW)):
+            shaped = ["htb", "rate", rate, "burst", "256kb"]
+            rig.run(host, ["tc", "class", "add", "dev", "eth0", "parent", "1:", "classid", number, *shaped])
+    match = ["u32", "match", "ip", "dst", f"{rig.address(target)}/32", "flowid", "1:3"]
+    rig.run(source, ["tc", "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", *match])
+
+
+ROWS = {
+    # Rate, before, after round 2, absent hosts, bad nodes, bad links, exit codes.
+    "healthy": (RATE, None, None, (), {}, [], (0, 5)),
+    "uniformly slow": ("30mbit", None, None, (), {}, [], (0, 5)),
+    "slow host": (RATE, lambda rig: rig.shape(2, "eth0", SLOW), None, (), {"host-2": "slow"}, [], (3,)),
+    "slow link": (RATE, lambda rig: shape_link(rig, None, 4, 5), None, (), {}, [(4, 5)], (3,)),
+    "slow host and slow link": (
+        RATE,
+        lambda rig: shape_link(rig, 2, 4, 5),
+        None,
+        (),
+        {"host-2": "slow"},
+        [(4, 5)],
+        (3,),
+    ),
+    "stopped": (RATE, None, lambda _: to_ranks(signal.SIGSTOP, 3), (), {"host-3": "lost"}, [], (3,)),
+    "killed": (RATE, None, lambda _: to_ranks(signal.SIGKILL, 3), (), {"host-3": "lost"}, [], (3,)),
+    "cut off": (RATE, None, lambda rig: rig.cut(3, "eth0"), (), {"host-3": "lost"}, [], (3,)),
+    "never starts": (RATE, None, None, (3,), {"node 3": "lost"}, [], (3,)),
+}
+
+
+QUICK = ("healthy", "slow host", "killed", "cut off", "never starts")
+
+
+@each_row("name", QUICK)
+def test_who_is_at_fault_is_named_and_nobody_else(name, tmp_path):
+    check(name, tmp_path)
+
+
+@pytest.mark.nightly
+@each_row("name", [name for name in ROWS if name not in QUICK])
+def test_further_faults(name, tmp_path):
+    check(name, tmp_path)
+
+
+def check(name, tmp_path):
+    """Search with the faults of a row, and compare."""
+    rate, prepare, disturb, absent, bad, links, codes = ROWS[name]
+    result, code, said = search(tmp_path, rate, prepare, disturb, absent)
+    found = {host: verdict["reason"] for host, verdict in zip(result["hosts"], result["verdicts"], strict=True)
+             if verdict["state"] == "bad"}  # fmt: skip
+    assert (found, [(link["source"], link["target"]) for link in result["links"]]) == (bad, links), (result, said)
+    assert code in codes, said
+    assert result["summary"][0].startswith("Bad nodes: " + ", ".join(bad) if bad else "No bad node was found")
+
+
+def test_another_coordinator_goes_on_where_one_was_killed(tmp_path):
+    def kill(_rig):
+        (pid, *_) = pids("search.coordinator", str(tmp_path))
+        os.kill(pid, signal.SIGKILL)
+
+    result, code, said = search(tmp_path, RATE, lambda rig: rig.shape(2, "eth0", SLOW), kill, ())
+    assert "another one goes on with its journal" in said
+    assert [v["node"] for v in result["verdicts"] if v["state"] == "bad"] == [2] and code == 3, (result, said)
+    alone = [row for row in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
+             if "outcomes" in row and len(row["tests"]) == HOSTS]  # fmt: skip
+    assert len(alone) == 1, "what the journal holds is not measured again"

@@ -1,0 +1,107 @@
+"""The planner accuses nobody who is well, misses no fault that its noise lets be seen, and needs few tests."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from rigs.tables import each_row
+
+from collectives.search.plan import Outcome, Search
+
+SOURCE = importlib.util.spec_from_file_location("search_bench", Path(__file__).parents[2] / "bench/search.py")
+bench = importlib.util.module_from_spec(SOURCE)
+sys.modules["search_bench"] = bench
+SOURCE.loader.exec_module(bench)
+
+
+@pytest.mark.parametrize("share", [0.05, pytest.param(1.0, marks=pytest.mark.nightly)])
+def test_simulated_fleets(share):
+    """The rows of docs/measurements/search.md; on NVIDIA's own case (design 055) at most its tests and rounds."""
+    scores = dict(bench.simulate(share))
+    assert [line for score in scores.values() for line in score.accused] == []
+    faults = sum(score.faults + score.links for score in scores.values())
+    missed = [line for score in scores.values() for line in (*score.missed, *score.links_missed)]
+    assert len(missed) <= faults / 100, missed
+    assert sum(score.runs for score in scores.values()) >= 3000 * share
+    for row, tests, rounds in (("healthy", 28, 7), ("5 slow nodes", 55, 7), ("5 bad nodes, any fault", 55, 7)):
+        middle = [sorted(found)[len(found) // 2] for found in (scores[row].tests, scores[row].rounds)]
+        assert middle[0] <= tests and middle[1] <= rounds, (row, middle)
+
+
+def run(domains, fleet, rails=1):
+    """Search with the transfers that `fleet(source, target, rail)` gives: seconds, None where nothing moves."""
+    found = Search(domains, rails=rails)
+    while tests := found.next_round():
+        outcomes = []
+        for test in tests:
+            rows = [(a, b, rail, fleet(a, b, rail)) for rail in (range(rails) if test.rails else [-1])
+                    for a in test.nodes for b in test.nodes if a != b]  # fmt: skip
+            moved = tuple(
+                (a, b, rail, s * (1 + ((a * 7 + b * 3 + found.round) % 9) / 1000)) for a, b, rail, s in rows if s
+            )
+            stuck = tuple((a, b) for a, b, _, s in rows if s is None)
+            alone = tuple((node, "GPU0 matmul", 1 + node % 3 / 100) for node in test.nodes)
+            outcomes.append(Outcome(alone=alone) if test.kind == "alone" else Outcome(transfers=moved, stuck=stuck))
+        found.report(outcomes)
+    return found
+
+
+def at(node, excess, side=None):
+    """A fleet in which one node is slower."""
+    return lambda a, b, _rail: 1 + excess * (node == (a if side == "sends" else b) or (side is None and node in (a, b)))
+
+
+ROWS = [
+    # Domains, fleet, bad nodes, bad links, not judged.
+    ([""] * 8, lambda *_: 1.0, {}, [], 0),
+    ([""] * 8, lambda *_: 50.0, {}, [], 0),  # a slow network accuses nobody
+    ([""] * 8, at(3, 0.04), {3: ("slow", ("sends", "receives"))}, [], 0),
+    ([""] * 8, at(3, 0.5, "sends"), {3: ("slow", ("sends",))}, [], 0),
+    ([""] * 8, lambda a, b, _: 3.0 if (a, b) == (2, 5) else 1.0, {}, [(2, 5)], 0),
+    ([""] * 8, lambda a, b, _: None if (a, b) == (2, 5) else 1.0, {}, [(2, 5)], 0),
+    ([""] * 8, lambda a, b, _: None if 2 in (a, b) else 1.0, {2: ("stuck", ("stuck",))}, [], 0),
+    (
+        [""] * 8,
+        lambda a, b, _: None if 2 in (a, b) else 2.0 if 6 in (a, b) else 1.0,
+        {2: ("stuck", ("stuck",)), 6: ("slow", ("sends", "receives"))},
+        [],
+        0,
+    ),
+    ([""] * 2, at(1, 9.0), {}, [], 2),
+    (["a", "a", "a", "a", "b", "b", "b", "b"], lambda a, b, _: 5.0 if (a < 4) != (b < 4) else 1.0, {}, [], 0),
+    (
+        ["a"] * 20 + ["b"] * 20,
+        lambda a, b, _: 1.3 if a < 20 and b < 20 and 3 in (a, b) else 1.0,
+        {3: ("slow", ("sends", "receives"))},
+        [],
+        0,
+    ),  # only over what the domain shares
+]
+
+
+@each_row("domains, fleet, bad, links, unjudged", ROWS)
+def test_small_fleets(domains, fleet, bad, links, unjudged):
+    found = run(domains, fleet)
+    verdicts = found.verdicts()
+    assert {v.node: (v.reason, v.what) for v in verdicts if v.state == "bad"} == bad
+    assert [(link.source, link.target) for link in found.bad_links()] == links
+    assert sum(v.state == "not judged" for v in verdicts) == unjudged
+
+
+def test_the_slow_rail_of_a_slow_node_is_named():
+    found = run([""] * 8, lambda a, b, rail: 2.0 if 3 in (a, b) and rail in (-1, 2) else 1.0, rails=4)
+    assert [(v.node, v.rails) for v in found.verdicts() if v.state == "bad"] == [(3, (2,))]
+
+
+def test_a_lost_node_is_bad_and_its_neighbours_are_not():
+    found = Search([""] * 8)
+    found.next_round()
+    found.report([Outcome(alone=((node, "GPU0 matmul", 1.0),)) for node in range(8)])
+    assert len(found.next_round()) == 1
+    found.report([Outcome(stuck=((5, 6), (4, 5)), lost={5: "no sign of life for 20 s"})])
+    while tests := found.next_round():
+        assert all(5 not in test.nodes for test in tests)
+        pairs = [[(a, b) for a in test.nodes for b in test.nodes if a != b] for test in tests]
+        found.report([Outcome(transfers=tuple((a, b, -1, 1 + (a + b) % 5 / 1000) for a, b in each)) for each in pairs])
+    assert {v.node: v.reason for v in found.verdicts() if v.state != "good"} == {5: "lost"}
