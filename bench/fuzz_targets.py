@@ -29,7 +29,7 @@ from agent.checks.baseline import read as read_baseline
 from agent.checks.baseline import regressions
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError
-from agent.checks.view import look
+from agent.checks.view import build_view
 from agent.cluster.node_facts import pack
 from agent.cluster.nodes import Fleet, from_resource
 from agent.http.access import read_tokens
@@ -240,7 +240,7 @@ def _outcomes() -> Any:
 
 @cache
 def _view() -> Any:
-    return look((_scanned(),))
+    return build_view((_scanned(),))
 
 
 @cache
@@ -378,7 +378,7 @@ def recording(data: bytes) -> object:
     name = _SMALL[data[1] % len(_SMALL)] if len(data) > 1 else _SMALL[0]
     host = load(_scratch().file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
     found = scan(host, ALL)
-    view = look((found,))
+    view = build_view((found,))
     metrics.exposition(view, "")
     return document({"checks": view.checks, "snapshots": view.snapshots, "topologies": view.topologies})
 
@@ -421,7 +421,7 @@ def machine(data: bytes) -> object:
 def _served(**more: Any) -> object:
     """What the agent makes of it: metrics, page, JSON."""
     bench, at_seconds = more.pop("bench", None), more.pop("bench_at_seconds", None)
-    view = with_bench(look(_view().snapshots, **more), bench, at_seconds)
+    view = with_bench(build_view(_view().snapshots, **more), bench, at_seconds)
     metrics.exposition(view, "")
     pages.node_page(view, None, "", trouble=None)
     return document({"bench": view.bench, "runs": view.runs, "checks": view.checks})

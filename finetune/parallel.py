@@ -62,7 +62,7 @@ class Fill(Protocol):
         """Leaves parameters that have values as they are."""
 
 
-def leave_unchanged(_chunk: nn.Module, _device: torch.device, _within: nn.Module | None = None, /) -> None:
+def keep_values(_chunk: nn.Module, _device: torch.device, _within: nn.Module | None = None, /) -> None:
     """Parameters as they are."""
 
 
@@ -90,7 +90,7 @@ def sharding_mesh(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def parallelize(
-    chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: torch.device, fill: Fill = leave_unchanged
+    chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: torch.device, fill: Fill = keep_values
 ) -> nn.Module:
     """One chunk under the layout: TP, activation checkpointing, compile, then FSDP2/HSDP or DDP.
 
@@ -267,7 +267,7 @@ class Engine:
     """The model under its layout; runs one global batch at a time, forward and backward."""
 
     def __init__(
-        self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, fill: Fill = leave_unchanged
+        self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, fill: Fill = keep_values
     ) -> None:
         self.layout, self.device, self.mesh = layout, device, mesh
         self.adapters = hasattr(model, "get_base_model")

@@ -24,7 +24,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base.inputs import OUTPUT_FILE, OUTPUT_FILE_OR_STDOUT, OUTPUT_FOLDER, SIZE
-from agent.base.output import say
+from agent.base.output import print_text
 from contracts import tables
 from contracts.tables import read_table
 
@@ -164,7 +164,7 @@ def _list_machines(context: click.Context, _option: click.Parameter, name: str |
         from hardware.machines import catalogue
 
         for row in catalogue():
-            say(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}")
+            print_text(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}")
         context.exit()
     return name
 

@@ -100,7 +100,7 @@ def console() -> Console:
     return made()
 
 
-def say(text: str, *, nl: bool = True, err: bool = False) -> None:
+def print_text(text: str, *, nl: bool = True, err: bool = False) -> None:
     """A line, or the whole of a result, without what steers a terminal; a line may end as in DOS."""
     shown = "\r\n".join(map(printable, text.split("\r\n")))
     stream = sys.stderr if err else sys.stdout
@@ -116,7 +116,7 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
     if form == "table":
         table(console())
         return
-    say(render(value, form), nl=False)
+    print_text(render(value, form), nl=False)
 
 
 def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, named: str = "") -> None:
@@ -167,14 +167,14 @@ class Progress:
             self._status = self._console.status(text)
             self._status.start()
         elif not self._quiet:
-            say(f"-- {text}", err=True)
+            print_text(f"-- {text}", err=True)
 
     def note(self, text: str) -> None:
         """Something happened within the stage; replaces the live line's words."""
         if self._live and self._status is not None:
             self._status.update(text)
         elif not self._quiet:
-            say(f"   {text}", err=True)
+            print_text(f"   {text}", err=True)
 
     def done(self) -> None:
         """The last stage is over."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base.inputs import InputError
-from agent.base.output import say
+from agent.base.output import print_text
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None
                 with contextlib.suppress(BundleError):
                     packed = bounded.read(path, MOST_BUNDLE_BYTES)
                     for line in bundle_differences(unpack_bundle(packed, "differences.txt")):
-                        say(line, err=True)
+                        print_text(line, err=True)
         except (OSError, RecordingError) as error:
             raise InputError(str(error)) from None
     return distinct_names(found, paths)

@@ -42,7 +42,7 @@ def folder() -> Path | None:
     return path if path.is_dir() and os.access(path, os.W_OK) else None
 
 
-def keep_bench(result: BenchResult, place: Path | None = None) -> Path | None:
+def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Path | None:
     """Leave the result as the last one, and a line of it in the history; not one that was stopped before any."""
     from collectives.bench.results import result_to_json
 

@@ -77,7 +77,7 @@ class Seen:
 
 
 @dataclass(slots=True, kw_only=True)
-class Kept:
+class HistoryState:
     """What is known of the past: by this agent's own scans, or by the node's record (agent.cluster.nodes)."""
 
     events: list[Event] = field(default_factory=list)
@@ -94,8 +94,8 @@ class History:
 
     def __init__(self, uptime: Callable[[], float] = lambda: float("inf")) -> None:
         self._uptime = uptime
-        self._kept = Kept()
-        self.elsewhere: Callable[[], Kept | None] | None = None
+        self._state = HistoryState()
+        self.elsewhere: Callable[[], HistoryState | None] | None = None
         self._last: dict[Key, str] = {}
         self._driver = True  # whether it answered in the scan before, where there is one
         self._settled_at = 0.0
@@ -111,19 +111,19 @@ class History:
         settling = self._settling(snapshot, now)
         self._changes(view, now, settling=settling)
         checks = tuple(self._holding(view.checks, now, settling=settling))
-        kept = self._kept
+        kept = self._state
         kept.events = kept.events[-MOST_EVENTS:]
         return replace(
             view, checks=checks, verdict=judge(checks), events=tuple(kept.events),
             since={key: seen.since for key, seen in kept.open.items() if seen.raised},
         )  # fmt: skip
 
-    def _take_in(self, found: Kept) -> None:
+    def _take_in(self, found: HistoryState) -> None:
         """Put what is older before what this agent has seen: its events stay, a finding begins where it began.
 
         A later scan raises or clears.
         """
-        kept = self._kept
+        kept = self._state
         cleared = {(event.code, event.subject) for event in kept.events if event.kind == "cleared"}
         for key, old in _known(found.open).items():
             again = [e for e in kept.events if (e.kind, e.code, e.subject) == ("raised", *key)]
@@ -137,11 +137,11 @@ class History:
         """Whether the host has just booted, or its driver comes back: what is seen then is on its way."""
         host = snapshot.facts(HostinfoFacts)
         boot = host.boot_id if host else None
-        if boot and self._kept.boot_id and boot != self._kept.boot_id:
-            self._tell(now, "boot", "booted")
+        if boot and self._state.boot_id and boot != self._state.boot_id:
+            self._add_event(now, "boot", "booted")
             self._settled_at = now + SETTLING_SECONDS
-        self._kept.boot_id = boot or self._kept.boot_id
-        gpus, driver = snapshot.facts(GpuFacts), self._kept.traits.get(("driver", ""))
+        self._state.boot_id = boot or self._state.boot_id
+        gpus, driver = snapshot.facts(GpuFacts), self._state.traits.get(("driver", ""))
         answers = gpus is not None and gpus.driver_error is None
         if driver is not None and (answers != self._driver or (gpus is not None and driver != gpus.driver_version)):
             self._settled_at = now + SETTLING_SECONDS  # it goes, it comes, or it is another
@@ -153,7 +153,7 @@ class History:
         snapshot = view.snapshots[0]
         all_traits = traits(snapshot, node=view.topologies[0])
         found = {key: trait.value for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
-        kept, last, self._last = self._kept.traits, self._last, found
+        kept, last, self._last = self._state.traits, self._last, found
         silent = settling or any(not isinstance(outcome, Ok) and kept.get((f"probe {name}", "")) == "answers"
                                  for name, outcome in snapshot.outcomes.items())  # fmt: skip
         held = dict(kept) | {
@@ -174,8 +174,8 @@ class History:
             for difference in differ:
                 part = _part(difference)
                 kind = "version" if part not in ("", "hardware") else "changed"
-                self._tell(now, kind, difference.message, code="" if answers and part == "hardware" else part)
-        self._kept.traits = held
+                self._add_event(now, kind, difference.message, code="" if answers and part == "hardware" else part)
+        self._state.traits = held
 
     def _holding(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
         """Findings as they hold; one that is new is unknown until it persists."""
@@ -187,7 +187,7 @@ class History:
         unknown = {(check.code, check.subject) for check in checks if check.status == "unknown"}
         self._count(found, unknown, now, settling=settling)
         why = "this host or its driver has just started" if settling else "seen for the first time"
-        open_now = {key: seen for key, seen in self._kept.open.items() if seen.raised}
+        open_now = {key: seen for key, seen in self._state.open.items() if seen.raised}
         yield from (check for seen in open_now.values() for check in seen.checks)
         for key, new in found.items():
             for check in () if key in open_now else new:
@@ -207,7 +207,7 @@ class History:
         scan has no check for it at all, nobody asks any more (a withdrawn expectation), and it is gone like one that
         passes.
         """
-        held = self._kept.open
+        held = self._state.open
         for key, checks in itertools.islice(found.items(), MOST_OPEN):
             if settling and key[0] in _RULES["compared"]:  # what counted while the host started is of the start
                 continue
@@ -216,7 +216,7 @@ class History:
             at_once = key[0] in AT_ONCE
             if not seen.raised and (at_once or (seen.scans >= SCANS_TO_RAISE and not settling)):
                 seen.raised = True
-                self._tell(seen.since, "raised", checks[0].message, checks[0])
+                self._add_event(seen.since, "raised", checks[0].message, checks[0])
         for key, seen in list(held.items()):
             if key in found or key in unknown or (key[0], "") in unknown:
                 continue
@@ -224,12 +224,12 @@ class History:
             if not seen.raised or seen.missing >= SCANS_TO_CLEAR:
                 del held[key]
                 if seen.raised:
-                    self._tell(now, "cleared", seen.checks[0].message, seen.checks[0])
+                    self._add_event(now, "cleared", seen.checks[0].message, seen.checks[0])
 
-    def _tell(self, at: float, kind: Any, text: str, check: Finding | None = None, *, code: str = "") -> None:
+    def _add_event(self, at: float, kind: Any, text: str, check: Finding | None = None, *, code: str = "") -> None:
         about = {"subject": check.subject[:128], "severity": check.status.value} if check else {}
         code = check.code if check else code
-        self._kept.events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], code=code, **about))
+        self._state.events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], code=code, **about))
 
 
 def _known(found: Mapping[Key, Seen]) -> dict[Key, Seen]:

@@ -46,7 +46,7 @@ class View:
     since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
 
 
-def look(
+def build_view(
     snapshots: Sequence[Snapshot],
     *,
     benches: tuple[Line, ...] = (),

@@ -14,7 +14,7 @@ import click
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
 from agent.base.options import with_options
-from agent.base.output import Progress, console, emit, render, say, write_result
+from agent.base.output import Progress, console, emit, print_text, render, write_result
 
 if TYPE_CHECKING:
     from collectives.bench.results import BenchResult, RdmaResult
@@ -33,7 +33,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
     from agent.base.hosts import snapshots
-    from agent.base.result_store import keep_bench
+    from agent.base.result_store import save_benchmark_result
     from agent.checks.baseline import against_baseline
     from agent.checks.baseline import read as read_baseline
     from agent.checks.measured import checks_of_bars
@@ -55,7 +55,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     finally:
         progress.done()
     result = against_baseline(result, before)
-    keep_bench(result)
+    save_benchmark_result(result)
     emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))
     _save(result, save)
     sys.exit(_bench_exit(result, _report_low(checks_of_bars(result, snapshots((), ALL)))))
@@ -72,8 +72,8 @@ def _report_low(checks: Iterable[Finding]) -> bool:
     """Say what is below its bar, on stderr; whether none of it fails."""
     low = [check for check in checks if check.status in ("warn", "fail")]
     for check in low:
-        say(f"{check.status}: {check.code} {check.subject}: {check.message}", err=True)
-        say(f"  {check.remedy}", err=True)
+        print_text(f"{check.status}: {check.code} {check.subject}: {check.message}", err=True)
+        print_text(f"  {check.remedy}", err=True)
     return all(check.status != "fail" for check in low)
 
 
@@ -102,7 +102,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
         (found,) = snapshots((), ALL, stop=stop)
         ports = ports_of(found, options["devices"])
         if not ports:
-            say(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
+            print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
             _report_low(_causes(found))
             return EXIT_FAILED
         named = ", ".join(map(str, ports))
@@ -111,7 +111,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
                 progress.step(f"listen: {named}, up to {units.seconds(seconds)} for each to be written to")
                 served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
                 for problem in problems:
-                    say(problem, err=True)
+                    print_text(problem, err=True)
                 _report_low(_causes(found) if problems else ())
                 if signal.SIGINT in got:
                     return EXIT_INTERRUPTED
@@ -174,7 +174,7 @@ def calibrate(
         progress.done()
     text = render(found, "json")
     if target is None:
-        say(text, nl=False)
+        print_text(text, nl=False)
     else:
         write_result(target, text)
         console().print(f"{target}: written")

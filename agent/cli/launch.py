@@ -16,7 +16,7 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.inputs import InputError, NothingFitsError, require_writable
 from agent.base.options import with_options
-from agent.base.output import Progress, console, render, say, waiting
+from agent.base.output import Progress, console, print_text, render, waiting
 from agent.base.units import count
 from contracts import plain
 
@@ -63,17 +63,17 @@ def launch(
         advice = with_fsdp(advice)
     for line in advice.unknowns:
         if line.startswith(ROWS):
-            say(f"note: {line}", err=True)
+            print_text(f"note: {line}", err=True)
     if advice.chosen is None:
         from agent.terminal.advice import rejected
 
         rejected(console(), advice)
         raise NothingFitsError("; ".join(filter(None, (nothing(advice), why))))
     if why:
-        say(why, err=True)
+        print_text(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
     if shown != "brief":
-        _say_forecast(advice)
+        _print_forecast(advice)
     folder = folder or _folder(options)
     if options["api"] == "slurm":
         _launch_on_slurm(advice, found, folder, shown, options)
@@ -89,7 +89,7 @@ def _in_brief(advice: Recommendation) -> None:
     """Print the result of a dry run in brief, for a terminal; a file or a pipe gets the document."""
     from agent.terminal.advice import in_brief
 
-    say("✓ Dry run succeeded. → Remove --dry-run to start the job. In full: -o yaml")
+    print_text("✓ Dry run succeeded. → Remove --dry-run to start the job. In full: -o yaml")
     in_brief(console(), advice, "reasons and other layouts: topoflight recommend --explain")
 
 
@@ -101,14 +101,14 @@ def _folder(options: Mapping[str, Any]) -> Path:
     return Path(settings.get("output_dir", "finetune-output"))
 
 
-def _say_forecast(advice: Recommendation) -> None:
+def _print_forecast(advice: Recommendation) -> None:
     """Print time and cost of the run to stderr, where the run's length is known."""
     from agent.terminal.advice import summary
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     if advice.total_seconds is not None:
         for word, line in summary(advice, advice.chosen)[:2]:
-            say(f"forecast {word}: {line}", err=True)
+            print_text(f"forecast {word}: {line}", err=True)
 
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
@@ -134,15 +134,15 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     of_network = cluster_job.network_warnings(found, options["host_mofed"]) if options["with_network"] else ()
     notice = grace_notice(advice, "the pods", spec.save_seconds, SAVE_SECONDS, storage_rate(options["storage_rate"]))
     for line in filter(None, (*plan.notes, *left_out, notice)):
-        say(f"note: {line}", err=True)
+        print_text(f"note: {line}", err=True)
     for wrong in (*of_network, *cluster_job.warnings(spec)):
-        say(f"warning: {wrong}", err=True)
+        print_text(f"warning: {wrong}", err=True)
     if not (options["preflight_image"] or options["no_preflight"] or options["measure"]):
-        say("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
+        print_text("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":
-        say(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
+        print_text(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
     elif form == "yaml":
-        say(render_documents(documents), nl=False)
+        print_text(render_documents(documents), nl=False)
     if form:
         return
     if options["with_network"]:
@@ -161,14 +161,14 @@ def _launch_on_slurm(
     if form == "brief":
         _in_brief(advice)
     elif form:
-        say(batch_script(job), nl=False)
-        say(f"note: the folder {job.output} must exist before the script is submitted", err=True)
+        print_text(batch_script(job), nl=False)
+        print_text(f"note: the folder {job.output} must exist before the script is submitted", err=True)
     if form:
         return
     require_writable("--output", folder, folder=True)
     job_id = slurm.submit(job)
-    say(f"job {job_id} submitted: {job.output / 'job.sbatch'}")
-    say(f"its log: {job.output}/slurm-{job_id}.log; diagnose it: topoflight why --job {job_id}", err=True)
+    print_text(f"job {job_id} submitted: {job.output / 'job.sbatch'}")
+    print_text(f"its log: {job.output}/slurm-{job_id}.log; diagnose it: topoflight why --job {job_id}", err=True)
 
 
 def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
@@ -179,10 +179,10 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
     client = connect(options["context"], on_warning=lambda text: warned.setdefault(text))
     try:
         for line in submission.create(client, documents):
-            say(line)
+            print_text(line)
     finally:
         for text in warned:
-            say(f"warning: the API server says: {text}", err=True)
+            print_text(f"warning: the API server says: {text}", err=True)
     if options["wait"]:
         _wait_for_pods(client, documents[-1], options)
 
@@ -197,9 +197,9 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
             client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
         )
     for line in came.lines:
-        say(line, err=True)
+        print_text(line, err=True)
     if came.exit_code != EXIT_PASS:
-        say(f"{submission.named(job)} has been created: kubectl describe says more", err=True)
+        print_text(f"{submission.named(job)} has been created: kubectl describe says more", err=True)
         sys.exit(came.exit_code)
 
 
@@ -226,7 +226,7 @@ def _dra(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool
             return chosen
         if not why:
             words = cluster_job.dra_able(connect(options["context"], tries=2), advice, options)
-            say(f"DRA: used: {words}; --no-dra leaves it", err=True)
+            print_text(f"DRA: used: {words}; --no-dra leaves it", err=True)
             return {**chosen, "dra": True}
     except CannotError as error:
         if named:
@@ -234,7 +234,7 @@ def _dra(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool
         why = str(error)
     except (AccessError, ApiError) as error:
         why = f"unknown whether the cluster can: {error}"
-    say(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
+    print_text(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
     return chosen
 
 
@@ -254,10 +254,10 @@ def _compute_domain(advice: Recommendation, options: dict[str, Any], *, query_cl
         except CannotError as error:
             why = str(error)
         except (AccessError, ApiError) as error:
-            say(f"warning: unknown whether the cluster has ComputeDomains: {error}", err=True)
+            print_text(f"warning: unknown whether the cluster has ComputeDomains: {error}", err=True)
     if not why:
         return advice
-    say(f"warning: no ComputeDomain: {why}; between nodes NCCL goes by the network, not by NVLink", err=True)
+    print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL goes by the network, not by NVLink", err=True)
     return replace(advice, needs=tuple(each for each in advice.needs if each is not need))
 
 
@@ -275,12 +275,12 @@ def _offered(advice: Recommendation, options: dict[str, Any], *, query_cluster: 
         if unnamed:
             why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
             raise click.ClickException(why) from None
-        say(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
+        print_text(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
         return None
     for name in fixed:
         if name not in offered:  # an autoscaler may yet bring such nodes
             needed = f"{name} is needed on {count(options['nodes'] or 1, 'node')}"
-            say(f"warning: {needed}, and fewer offer it: the pods wait until as many do", err=True)
+            print_text(f"warning: {needed}, and fewer offer it: the pods wait until as many do", err=True)
     return offered
 
 
@@ -294,11 +294,11 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
     if form == "brief":
         _in_brief(advice)
     for line in plan.notes:
-        say(f"note: {line}", err=True)
+        print_text(f"note: {line}", err=True)
     if form == "brief":
         return
-    say(render(plain.write(plan), "json" if form == "json" else "yaml"), nl=False)
-    say("# " + " ".join(words), err=form == "json")  # JSON has no comments
+    print_text(render(plain.write(plan), "json" if form == "json" else "yaml"), nl=False)
+    print_text("# " + " ".join(words), err=form == "json")  # JSON has no comments
 
 
 def _pass_gate(
@@ -329,10 +329,10 @@ def _gate(
     """Judge this host with the settings of the job. A required check that is unknown stops the job."""
     from agent.checks.measured import ALL_CODES, must_be_measured, with_bench
     from agent.checks.verdict import judge, select
-    from agent.checks.view import look, with_environment
+    from agent.checks.view import build_view, with_environment
 
     stopped = result.stopped_by or "" if result else ""
-    view = with_bench(look([with_environment(one, settings) for one in here]), result)
+    view = with_bench(build_view([with_environment(one, settings) for one in here]), result)
     checks = view.checks if stopped or result is None else must_be_measured(view.checks)
     checks = select(checks, require=options["require"], known=ALL_CODES)
     verdict = judge(checks, stopped=stopped)
@@ -340,8 +340,10 @@ def _gate(
         return
     for check in checks:
         if check.status == "fail" or (check.required and check.status == "unknown"):
-            say(f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True)
-    say(f"not launched: {verdict.why}; --no-preflight launches anyway", err=True)
+            print_text(
+                f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True
+            )
+    print_text(f"not launched: {verdict.why}; --no-preflight launches anyway", err=True)
     sys.exit(verdict.exit_code)
 
 
@@ -364,10 +366,10 @@ def _launch_script(
     found = snapshots(options["hosts"], ALL, root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
     for line in plan.said:
-        say(f"note: {line}", err=True)
+        print_text(f"note: {line}", err=True)
     if dry_run:
-        say(render(plain.write(plan.document), form or "yaml"), nl=False)
-        say("# " + shlex.join(plan.words), err=form == "json")
+        print_text(render(plain.write(plan.document), form or "yaml"), nl=False)
+        print_text("# " + shlex.join(plan.words), err=form == "json")
         return
     require_writable("--output", folder, folder=True)
     progress = Progress()
@@ -380,11 +382,11 @@ def _launch_script(
     assert done.record is not None  # noqa: S101 - `train` writes it
     store_run(done.record)
     if done.exit_code != 0:
-        say("\n".join(done.last_lines), err=True)
-        say(f"{done.ending} (whole log: {done.output}; record: {folder / 'run.json'})", err=True)
+        print_text("\n".join(done.last_lines), err=True)
+        print_text(f"{done.ending} (whole log: {done.output}; record: {folder / 'run.json'})", err=True)
         sys.exit(EXIT_FAILED)
     measured.comparison(console(), done.record)
-    say(f"record: {folder / 'run.json'}", err=True)
+    print_text(f"record: {folder / 'run.json'}", err=True)
 
 
 def _launch_here(
@@ -405,7 +407,7 @@ def _launch_here(
     bytes_per_second = storage_rate(options["storage_rate"])
     seconds = grace(advice, bytes_per_second)
     if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
-        say(f"note: {notice}", err=True)
+        print_text(f"note: {notice}", err=True)
     try:
         done = launcher.train(
             advice, folder, config=options["config"], overrides=options["overrides"], timeout_seconds=timeout,
@@ -416,8 +418,8 @@ def _launch_here(
     if done.record is not None:
         store_run(done.record)
     if done.exit_code != 0 or done.record is None:
-        say("\n".join(done.last_lines), err=True)
-        say(f"{done.ending} (whole log: {done.output})", err=True)
+        print_text("\n".join(done.last_lines), err=True)
+        print_text(f"{done.ending} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
     measured.run(console(), done.record)
     measured.comparison(console(), done.record)

@@ -9,7 +9,7 @@ import click
 
 from agent.base import inputs
 from agent.base.options import with_options
-from agent.base.output import console, render, say
+from agent.base.output import console, print_text, render
 from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
@@ -43,8 +43,8 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     name = "" if source == "-" or kind == "process" else source
     linted = lint_text(text, kind, nccl_version=nccl_version, machine=machine, name=name)
     if form != "table":
-        say("\n".join(filter(None, (linted.unread, linted.read))), err=True)
-        say(render(list(linted.checks), form), nl=False)
+        print_text("\n".join(filter(None, (linted.unread, linted.read))), err=True)
+        print_text(render(list(linted.checks), form), nl=False)
         sys.exit(linted.exit_code)
     from agent.terminal.findings import findings
 
@@ -52,7 +52,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         console().print(f"! {linted.unread}", markup=False, highlight=False)
     elif not linted.checks:
         more = "no change needed" if hosts else "add --host to check it against a machine"
-        say(f"✓ no problems found in this environment → {more}")
+        print_text(f"✓ no problems found in this environment → {more}")
     console().print(linted.read, markup=False, highlight=False)
     findings(console(), linted.checks, everything=True)
     sys.exit(linted.exit_code)

@@ -11,7 +11,7 @@ import click
 
 from agent.base.inputs import require_writable
 from agent.base.options import with_options
-from agent.base.output import Progress, emit, render, say, waiting, write_atomic
+from agent.base.output import Progress, emit, print_text, render, waiting, write_atomic
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
         found = _here(options) if options["api"] == "local" else _there(options)
     except (NamespaceError, BusyError) as error:
         if if_possible:
-            say(f"networks: not compared: {error}", err=True)
+            print_text(f"networks: not compared: {error}", err=True)
             return
         raise click.ClickException(f"not compared: {error}") from None
     folder: Path = options["folder"]
@@ -51,7 +51,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
     except OSError as error:
         raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
     emit(found, form, lambda out: show(out, found, verbose=verbose))
-    say(f"report: {folder / 'networks.svg'}, {folder / 'networks.json'}", err=True)
+    print_text(f"report: {folder / 'networks.svg'}, {folder / 'networks.json'}", err=True)
     sys.exit(found.exit_code)
 
 
@@ -139,11 +139,13 @@ def _there(options: dict[str, Any]) -> NetworkBars:
         taken = networks.over(advice, network, request, found)
         jobs.append((network, networks.documents(taken, network, options, found)))
     for line in left_out:
-        say(f"note: {line}", err=True)
+        print_text(f"note: {line}", err=True)
     if options["dry_run"]:
         for bar in bars:
-            say(f"{bar.network}: {bar.status}: {bar.why}", err=True)
-        say(render_documents([*cluster_job.storage(options), *(one for _, made in jobs for one in made)]), nl=False)
+            print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
+        print_text(
+            render_documents([*cluster_job.storage(options), *(one for _, made in jobs for one in made)]), nl=False
+        )
         sys.exit(0)
     client = connect(options["context"])
     for number, (network, made) in enumerate(jobs):
@@ -151,7 +153,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
         with waiting(f"networks: {submission.named(made[-1])} over {network.name}"):
             bars.append(networks.run(
                 client, made, network, options["api"], seconds=options["timeout"],
-                say=lambda line: say(line, err=True), sleep=time.sleep, clock=time.monotonic,
+                report=lambda line: print_text(line, err=True), sleep=time.sleep, clock=time.monotonic,
             ))  # fmt: skip
     order = {network.name: place for place, network in enumerate(over)}
     model = "a tiny Llama" if request.model == EMBEDDED_MODEL else request.model

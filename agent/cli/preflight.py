@@ -14,7 +14,7 @@ import click
 
 from agent.base.inputs import require_writable
 from agent.base.options import with_options
-from agent.base.output import Progress, console, render, say, waiting, write_result
+from agent.base.output import Progress, console, print_text, render, waiting, write_result
 from contracts.host_list import expand_host_list
 from contracts.plain import printable
 
@@ -41,7 +41,7 @@ def preflight(
     if list_checks:
         from agent.checks.measured import ALL_CODES
 
-        say("\n".join(ALL_CODES))
+        print_text("\n".join(ALL_CODES))
         return
     targets = [_target(form) for form in forms] or [("table", None)]
     from agent.jobs.preflight import run, write_folder
@@ -65,7 +65,7 @@ def preflight(
             written = write_folder(report, folder, report_page(report))
         except OSError as error:
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
-        say(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
+        print_text(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
     sys.exit(report.verdict.exit_code)
 
 
@@ -134,7 +134,7 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
         texts = {"junit": junit, "github": github, "slurm": slurm_hosts, "reason": slurm_reasons}
         text = texts.get(form, lambda whole: render(whole, form))(report)
     if path is None:
-        say(text, nl=False)
+        print_text(text, nl=False)
         return
     write_result(path, text, named=f"-o {form}={path}")
 

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from agent.base import inputs, units
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
-from agent.base.output import emit, say, waiting, write_result
+from agent.base.output import emit, print_text, waiting, write_result
 from contracts.question import most
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def recommend(**options: object) -> None:
     from probes.registry import ALL
 
     if options.pop("list_exports"):
-        say("\n".join(FORMATS))
+        print_text("\n".join(FORMATS))
         return
     form = str(options.pop("form"))
     if form not in ("table", *FORMATS):
@@ -67,7 +67,7 @@ def recommend(**options: object) -> None:
     if form == "k8s":
         advice, left_out = in_pods(advice, found, here=not request.hosts)
         for line in left_out:
-            say(f"note: {line}", err=True)
+            print_text(f"note: {line}", err=True)
     if form in ("table", "json", "yaml"):
         explain = bool(options["explain"])
         from agent.terminal.advice import recommendation
@@ -75,7 +75,7 @@ def recommend(**options: object) -> None:
         emit(advice, form, lambda out: recommendation(out, advice, explain=explain, brief=not explain))
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         nodes = request.nodes or max(1, len(request.hosts))
-        say(export(advice, form, nodes=nodes), nl=False)
+        print_text(export(advice, form, nodes=nodes), nl=False)
     if advice.model is not None and advice.chosen is None:
         misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")
         nearest = "; ".join(f"{row.what}: {row.reason}" for row in misses[:3])
@@ -91,7 +91,7 @@ def _of_file(request: Request, config: Path, found: Sequence[Snapshot]) -> Recom
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
     advice, _, why = choose(request, config, (), request.train.engine if typed else "auto", found)
     if why:
-        say(why, err=True)
+        print_text(why, err=True)
     return advice
 
 

@@ -11,7 +11,7 @@ import click
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
-from agent.base.output import emit, say, waiting, write_result
+from agent.base.output import emit, print_text, waiting, write_result
 from agent.base.recordings import bundle_differences
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def capture(root: str, target: Path | None) -> None:
     with waiting("capture: asking this host"), Scanner(root, probes=ALL) as scanner:
         text = dumps(scanner.capture()[1])
     if target is None:
-        say(text, nl=False)
+        print_text(text, nl=False)
         return
     write_result(target, text)
-    say(f"{target}: {len(text)} bytes", err=True)
+    print_text(f"{target}: {len(text)} bytes", err=True)
 
 
 @click.command()
@@ -67,9 +67,9 @@ def bundle(
     failed = [name for name, files in hosts.items() if "error.txt" in files]
     failures = f"; no answer from {', '.join(failed)}" if failed else ""
     written = f"{len(content)} bytes from {units.count(len(hosts), 'host')}"
-    say(f"{target}: {written}{failures}. Check the contents before you send it.", err=True)
+    print_text(f"{target}: {written}{failures}. Check the contents before you send it.", err=True)
     for line in bundle_differences(hosts):
-        say(line, err=True)
+        print_text(line, err=True)
 
 
 @click.command()

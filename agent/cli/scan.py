@@ -8,7 +8,7 @@ import click
 
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
-from agent.base.output import console, emit, say
+from agent.base.output import console, emit, print_text
 
 
 @click.command()
@@ -18,11 +18,11 @@ def scan(
     hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
 ) -> None:
     """Inspect this host and print its devices and findings. Reads only. NAME selects one node, device or code."""
-    from agent.checks.view import look, named
+    from agent.checks.view import build_view, named
     from agent.terminal.hosts import scan as show
     from probes.registry import ALL
 
-    view = look(snapshots(hosts, ALL, root=root, timeout_seconds=timeout))
+    view = build_view(snapshots(hosts, ALL, root=root, timeout_seconds=timeout))
     view = named(view, name) if name else view
     value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
     verbose = verbose or everything or bool(name)
@@ -38,14 +38,14 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 @click.pass_context
 def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
-    from agent.checks.view import look
+    from agent.checks.view import build_view
     from agent.terminal.hosts import scan as show
     from probes.registry import ALL
 
-    say("This node is a built-in example with deliberate faults. It is not a real machine.")
-    view = look(snapshots((DEMO,), ALL))
+    print_text("This node is a built-in example with deliberate faults. It is not a real machine.")
+    view = build_view(snapshots((DEMO,), ALL))
     show(console(), view, verbose=verbose, everything=False)
-    say(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")
+    print_text(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")
     if page:
         root = context.find_root().command
         serve = root.get_command(context, "serve") if isinstance(root, click.Group) else None

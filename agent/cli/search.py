@@ -12,7 +12,7 @@ import click
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.options import with_options
-from agent.base.output import Progress, console, render, say, write_result
+from agent.base.output import Progress, console, print_text, render, write_result
 
 
 @click.command()
@@ -46,7 +46,7 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
     except run.SearchError as error:
         if signal.SIGINT not in got:
             raise
-        say(str(error), err=True)
+        print_text(str(error), err=True)
         sys.exit(EXIT_INTERRUPTED)
     finally:
         progress.done()
@@ -56,11 +56,11 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
     document = {**result, "findings": found, "summary": summary(result)}
     if form == "table":
         first, *rest = summary(result)
-        say(first)
+        print_text(first)
         findings(console(), found, everything=verbose)
-        say("\n".join(rest))
+        print_text("\n".join(rest))
     else:
-        say(render(document, form), nl=False)
+        print_text(render(document, form), nl=False)
     if save is not None:
         write_result(save, render(document, "json"), named=f"--save {save}")
     if any(one.status in ("fail", "warn") for one in found):

@@ -17,7 +17,7 @@ import click
 from agent.base import EXIT_FAILED, EXIT_UNKNOWN, inputs
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
-from agent.base.output import emit, say
+from agent.base.output import emit, print_text
 from agent.base.units import count
 from contracts import bounded
 
@@ -51,7 +51,7 @@ def topo(
 
         if len(nodes) != 1:
             raise click.UsageError(f"-o svg draws one node, {len(nodes)} were given")
-        say(svg(nodes[0]), nl=False)
+        print_text(svg(nodes[0]), nl=False)
         return
     from topology.check import check
     from topology.render import json_document
@@ -89,7 +89,7 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
         raise click.UsageError(f"-o {form} and --from cannot be combined.")
     placements = [slurm.placement_of(snapshot) for snapshot in snapshots(hosts, SOURCES, root=root)]
     if folder is None:
-        say(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
+        print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
         return
     compared = {"topology.conf": slurm.compare_topology, "gres.conf": slurm.compare_gres}
     there = {name: folder / name for name in compared if (folder / name).is_file()}
@@ -99,7 +99,9 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
         line for name, path in there.items()
         for line in compared[name](bounded.read_text(path, _LIMIT_BYTES), placements)
     ]  # fmt: skip
-    say("\n".join(wrong) or f"{' and '.join(there)}: no difference from {count(len(placements), 'scanned node')}")
+    print_text(
+        "\n".join(wrong) or f"{' and '.join(there)}: no difference from {count(len(placements), 'scanned node')}"
+    )
     sys.exit(EXIT_FAILED if wrong else 0)
 
 

@@ -15,7 +15,7 @@ import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import with_options
-from agent.base.output import emit, say
+from agent.base.output import emit, print_text
 from contracts.host_list import compress_host_list, expand_host_list, slurm_name
 from contracts.question import most
 
@@ -60,7 +60,7 @@ def why(
             raise click.UsageError("give a LOG, --run, --job, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is not None:
             found = watch_run(
-                run, lambda verdict: _print_change(verdict, form), lambda text: say(text, err=True), limit=limit
+                run, lambda verdict: _print_change(verdict, form), lambda text: print_text(text, err=True), limit=limit
             )
             if form == "table":
                 emit(found, form, lambda out: show(out, found))
@@ -86,7 +86,7 @@ def _print_change(verdict: Verdict, form: str) -> None:
     """One line for each change of the verdict, with its time; a document in other forms."""
     if form == "table":
         line = verdict.line if verdict.line.startswith(verdict.state) else f"{verdict.state}: {verdict.line}"
-        say(f"{time.strftime('%H:%M:%S')} {line}")
+        print_text(f"{time.strftime('%H:%M:%S')} {line}")
     else:
         _emit(verdict, form)
 
@@ -96,7 +96,7 @@ def _emit(verdict: Verdict, form: str) -> None:
     if form != "slurm":
         emit(verdict, form, lambda out: show(out, verdict))
     elif verdict.nodes:
-        say(compress_host_list(map(slurm_name, verdict.nodes)))
+        print_text(compress_host_list(map(slurm_name, verdict.nodes)))
 
 
 def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ...]]:

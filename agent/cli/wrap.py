@@ -12,7 +12,7 @@ import click
 from agent.base import inputs
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
-from agent.base.output import difference, say, write_result
+from agent.base.output import difference, print_text, write_result
 from probes.api import Snapshot
 
 _LIMIT_BYTES = 1 << 20
@@ -61,11 +61,11 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
         _record(text, found, options, record)
         return
     made, notes = (wrapped_script if is_batch_script(text) else wrapped)(text, found, options)
-    say(difference(text, made, source, str(output or source)), nl=False)
+    print_text(difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
-        say(f"note: {line}", err=True)
+        print_text(f"note: {line}", err=True)
     if made == text:
-        say("nothing to add", err=True)
+        print_text("nothing to add", err=True)
     for path in filter(None, (output, Path(source) if in_place and made != text else None)):
         write_result(path, made)
 
@@ -79,6 +79,6 @@ def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folde
     except OSError as error:
         raise click.ClickException(f"{folder}: {error.strerror}") from None
     store_run(made)
-    say(f"{folder / 'run.json'}: {made.status}")
+    print_text(f"{folder / 'run.json'}: {made.status}")
     for line in (*made.plan.notes, *made.notes):
-        say(f"note: {line}", err=True)
+        print_text(f"note: {line}", err=True)

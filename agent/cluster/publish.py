@@ -23,7 +23,7 @@ from typing import Any, cast
 from agent.base import units
 from agent.base.result_store import line_of
 from agent.checks.groups import worst_first
-from agent.checks.history import SCANS_TO_RAISE, Event, Kept, Seen
+from agent.checks.history import SCANS_TO_RAISE, Event, HistoryState, Seen
 from agent.checks.host_checks import no_gpu_read
 from agent.checks.verdict import judge
 from agent.checks.view import View
@@ -74,13 +74,13 @@ def records_of(view: View, *, name: str | None = None, interval_seconds: float =
     return (replace(made[0], measured=measured, changes=changes),)
 
 
-def kept_in(record: NodeRecord) -> Kept:
+def history_of_record(record: NodeRecord) -> HistoryState:
     """The history that the record holds: its changes, and the findings that held with the time since when.
 
     Raises ValueError, KeyError or TypeError if another program wrote the record.
     """
     held = [one for one in record.findings if one.get("severity") in ("fail", "warn")]
-    return Kept(
+    return HistoryState(
         events=[Event(at_seconds=seconds_of(one["at"]), kind=cast("Any", one["kind"]), text=one.get("text", ""),
                       code=one.get("code", ""), subject=one.get("subject", "")) for one in record.changes],
         open={
@@ -384,11 +384,11 @@ class LeftBehind:
         self._error: ApiError | None = None
         self._without: View | None = None  # made before it was read
 
-    def __call__(self) -> Kept | None:
+    def __call__(self) -> HistoryState | None:
         """The history; empty if there is no record, None if it must be read again."""
-        self._without, found = self._view(), Kept()
+        self._without, found = self._view(), HistoryState()
         try:
-            found = kept_in(from_resource(self._client.get(path_of(API_VERSION, PLURAL, self._name))))
+            found = history_of_record(from_resource(self._client.get(path_of(API_VERSION, PLURAL, self._name))))
         except ApiError as error:
             if error.status not in (403, 404):
                 self._error = error

@@ -76,7 +76,7 @@ class Version(BaseModel):
     architecture: str = Field(description="As uname -m prints it.")
 
 
-class Kept(BaseModel):
+class StoreAnswer(BaseModel):
     """Whether a record is new here."""
 
     kept: Literal["now", "before"]

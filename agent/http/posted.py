@@ -29,7 +29,7 @@ from agent.checks.groups import worst_first
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, judge, select
 from agent.http.access import Bucket
-from agent.http.answers import TOKEN, Gate, Kept, body_of, complaints, problems, read_body, respond
+from agent.http.answers import TOKEN, Gate, StoreAnswer, body_of, complaints, problems, read_body, respond
 from agent.http.state import State
 from agent.http.worker import ProblemError, Worker
 from contracts import plain, question
@@ -209,9 +209,9 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
     lock, records, verdicts, scans = threading.Lock(), *(Bucket() for _ in range(3))
 
     @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
-              openapi_extra=body_of(PostedRecord), dependencies=TOKEN, response_model=Kept,
-              responses={200: {"model": Kept, "description": "It was kept before."}, **problems(409, 413, 507)},
-              )  # fmt: skip
+              openapi_extra=body_of(PostedRecord), dependencies=TOKEN, response_model=StoreAnswer,
+              responses={200: {"model": StoreAnswer, "description": "Stored before."}, **problems(409, 413, 507)},
+    )  # fmt: skip
     async def post_run(request: Request) -> JSONResponse:
         """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
         who = request.state.user

@@ -140,7 +140,7 @@ def cluster_page(
             raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
         return page_of(pages.published_page(fleet, record, source=source))
     return page_of(
-        pages.fleet_page(fleet, source=source, behind=behind, places=places, asked=pages.Asked(**dict(filters)))
+        pages.fleet_page(fleet, source=source, behind=behind, places=places, asked=pages.NodeFilter(**dict(filters)))
     )
 
 

@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base.options import with_options
-from agent.base.output import say
+from agent.base.output import print_text
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     )  # fmt: skip
     if port := places[0].getsockname()[1]:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
-        say(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
+        print_text(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
     try:
         listen(application(state, {**options, "hosts": _names(address, options)}, client), address, port, places)
     finally:

@@ -15,7 +15,7 @@ from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError
-from agent.checks.view import View, look
+from agent.checks.view import View, build_view
 from agent.http.worker import ProblemError
 from collectives.bench.results import BenchResult
 from contracts.run_record import RunRecord
@@ -72,9 +72,9 @@ class State:
         with self._scanning:
             bench, bench_at = self._last_bench()
             benches = result_store.bench_history(self.folder) if self.folder else ()
-            scanned = look(
+            scanned = build_view(
                 self._scan(), benches=benches, runs=self._runs(), earlier=self._past.snapshots,
-                expected=self._asked(),
+                expected=self._read_expectation(),
             )  # fmt: skip
             view = with_bench(scanned, bench, bench_at)
             if self.history is not None and len(view.snapshots) == 1:
@@ -90,7 +90,7 @@ class State:
             self.error = None
             return view
 
-    def _asked(self) -> Expectation | str | None:
+    def _read_expectation(self) -> Expectation | str | None:
         """What a node must have, read for each scan: a ConfigMap may have changed. Words where it cannot be read."""
         try:
             return self._expected()

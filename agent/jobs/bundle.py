@@ -60,7 +60,7 @@ def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: 
     if live:
         found["limits.txt"] = _limits(Path(root)).encode()
         found |= _account(devices(snapshot, Path(root)))
-        found |= dict(_kept(state))
+        found |= dict(_state_files(state))
     return found
 
 
@@ -91,7 +91,7 @@ def _text(path: Path) -> str:
         return f"not read: {error}\n"
 
 
-def _kept(state: Path) -> Iterator[tuple[str, bytes]]:
+def _state_files(state: Path) -> Iterator[tuple[str, bytes]]:
     """What the agent keeps: last benchmark, runs; whatever is no JSON is left out and named."""
     for path in sorted([*state.glob("*.json"), *state.glob("runs/*.json")])[:128]:
         name = f"state/{path.relative_to(state).as_posix()}"

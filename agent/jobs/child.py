@@ -25,7 +25,7 @@ import click
 
 from agent.base import units
 from agent.base.output import Progress, write_atomic
-from agent.base.result_store import keep_bench
+from agent.base.result_store import save_benchmark_result
 from agent.checks.measured import JUDGED_OPS
 from collectives.bench.results import BenchResult, result_from_json
 from contracts import run_record
@@ -78,7 +78,7 @@ def measure(
     result = result_from_json(found)
     if signals:  # also one that came after the last measurement
         result = replace(result, stopped_by=signals[0])
-    keep_bench(result)
+    save_benchmark_result(result)
     return result
 
 

@@ -354,12 +354,12 @@ def documents(
 
 def run(
     client: Client, made: Sequence[Document], network: Attached, api: str, *, seconds: float,
-    say: Callable[[str], None], sleep: Callable[[float], None], clock: Callable[[], float],
+    report: Callable[[str], None], sleep: Callable[[float], None], clock: Callable[[], float],
 ) -> Bar:  # fmt: skip
     """Create one network's job, wait for its end, and read its record. ApiError where it cannot be made."""
     bar = Bar(network=network.name, carries=network.attachment or "the pods' own network")
     for line in submission.create(client, made):
-        say(line)
+        report(line)
     job, until = made[-1], clock() + seconds
     about = job["metadata"]
     while not (state := submission.job_state(submission.stored(client, job))):

@@ -28,7 +28,7 @@ from agent.checks.baseline import read as read_baseline
 from agent.checks.groups import worst_first
 from agent.checks.measured import ALL_CODES, HOST_CODES
 from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
-from agent.checks.view import View, for_next_job, look, with_environment
+from agent.checks.view import View, build_view, for_next_job, with_environment
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import child
 from agent.jobs.child import ChildError
@@ -158,7 +158,7 @@ def _judged(
     result, calibration = _measure(options, found, progress, notes, stop, due_of(expected))
     if result is not None:
         result = against_baseline(result, before.busbw)
-    view = measured.with_bench(look(found, expected=expected), result)
+    view = measured.with_bench(build_view(found, expected=expected), result)
     view = replace(view, checks=for_next_job(view.checks, found))
     if result is None:
         extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
@@ -214,7 +214,7 @@ def _against(before: Baseline, checks: Iterable[Finding], stopped: str) -> tuple
 def _as_trained(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Finding, ...]:
     """The checks with the settings of the run: a setting that it corrects does not stop it."""
     settings = {setting.name: setting.value for setting in advice.settings}
-    scanned = look([with_environment(one, settings) for one in view.snapshots], expected=expected)
+    scanned = build_view([with_environment(one, settings) for one in view.snapshots], expected=expected)
     return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
 
 

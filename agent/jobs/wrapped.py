@@ -24,7 +24,7 @@ from planner.kubernetes.job import JobError, check_limit
 from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents
 from planner.lint.machine import machine_of
-from planner.stacks.arguments import Said, as_run, read_command
+from planner.stacks.arguments import CommandSettings, as_run, read_command
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 
@@ -115,7 +115,7 @@ def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> 
     return forecast_of(said, request, found)
 
 
-def forecast_of(said: Said, request: Request, found: Sequence[Snapshot]) -> tuple[Recommendation, list[str]]:
+def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapshot]) -> tuple[Recommendation, list[str]]:
     """The advice with the forecast of the trainer's own layout, where all of it could be read; and why not."""
     advice, unknown = None, [f"forecast: unknown: {text}" for text in said.unknown]
     if not unknown and "model_name_or_path" not in said.settings:

@@ -62,11 +62,11 @@ def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, tro
 
 def fleet_page(
     fleet: Fleet, *, source: str, behind: str | None, places: Places | None = None,
-    asked: Asked | None = None,
+    asked: NodeFilter | None = None,
 ) -> str:  # fmt: skip
     """The page of every node that publishes, from the records alone."""
     now = time.time()
-    shown = console(fleet, places or Places(), asked or Asked(), now)
+    shown = console(fleet, places or Places(), asked or NodeFilter(), now)
     return _rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
 
 
@@ -174,7 +174,7 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class NodeFilter:
     """What the page's form and links ask; empty is everything."""
 
     search: str = ""
@@ -203,7 +203,7 @@ class Asked:
 class Console:
     """Everything that the page shows."""
 
-    asked: Asked
+    asked: NodeFilter
     verdict: Verdict
     checks: tuple[Finding, ...]
     rows: tuple[Row, ...]  # all nodes
@@ -218,7 +218,7 @@ class Console:
     choices: dict[str, list[str]] = field(default_factory=dict)
 
 
-def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
+def console(fleet: Fleet, places: Places, asked: NodeFilter, now: float) -> Console:
     """The page's contents for these filters, at `now` (Unix seconds)."""
     records, checks = fleet.records(), checks_of_records(fleet, now)
     where, kinds = dict(places.of), _kinds(fleet, records)

@@ -50,12 +50,12 @@ def main(path: str) -> None:
             # The rank that died may be on another host: stay long enough to see whose beat has stopped.
             time.sleep(2 * MISSED_BEATS * BEAT_SECONDS)
         traceback.print_exc()
-        _leave(1)
+        _exit(1)
     journal.write("end")
-    _leave(0)
+    _exit(0)
 
 
-def _leave(code: int) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     """Leave at once: a thread that is inside torch's store while the interpreter is torn down aborts the process."""
     sys.stdout.flush()
     sys.stderr.flush()

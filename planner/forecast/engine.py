@@ -272,7 +272,7 @@ class Engine:
         """Whether weights are gathered, or cast, unit by unit."""
         return share.sharded
 
-    def keeps_gathered(self, share: Share) -> bool:
+    def holds_gathered_weights(self, share: Share) -> bool:
         """Whether gathered weights stay whole between the forward and the backward pass."""
         return not share.layout.reshard_after_forward
 
@@ -286,7 +286,7 @@ class Engine:
             return 0.0
         wide, element = share.frozen_bytes, share.element
         unit = max(wide * share.largest, element * share.ends / 2.0)  # the ends are two units
-        if self.keeps_gathered(share):
+        if self.holds_gathered_weights(share):
             held = wide * share.layers * share.layer + element * share.ends
         else:  # this unit and the one prefetched; the head's neighbour is a layer
             held = unit + (wide * share.largest if self.ends_apart else unit)
@@ -304,7 +304,7 @@ class Engine:
         """
         model, layout = share.model, share.layout
         h, columns = float(model.hidden), attention_columns(model)
-        hidden, inner = self.kept_tensors(share)
+        hidden, inner = self.stored_tensors(share)
         split = layout.tp if layout.sequence_parallel else 1
         kept = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp
         # Each expert's input, and its result before the results of a token are summed.
@@ -326,7 +326,7 @@ class Engine:
         """What one layer keeps under selective recomputation: its input, `boundary` bytes, and half of the rest."""
         return (self.layer_activations(share) + boundary) / 2.0
 
-    def kept_tensors(self, share: Share) -> tuple[float, float]:
+    def stored_tensors(self, share: Share) -> tuple[float, float]:
         """How many hidden-sized and how many MLP-sized tensors a layer keeps."""
         train = share.train
         # Liger's count as eager here: so stas00's 14 rows are 4 % over the measured memory, else 8 % under.
@@ -448,9 +448,9 @@ class Fsdp(Engine):
             return replace(layout, sharding="zero3", reshard_after_forward=False)
         return layout
 
-    def keeps_gathered(self, share: Share) -> bool:
+    def holds_gathered_weights(self, share: Share) -> bool:
         """A pipeline's, whatever the layout says."""
-        return (share.sharded and share.layout.pp > 1) or super().keeps_gathered(share)
+        return (share.sharded and share.layout.pp > 1) or super().holds_gathered_weights(share)
 
     def shards_gradients(self, share: Share) -> bool:
         """Not while a pipeline runs."""

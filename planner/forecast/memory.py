@@ -74,7 +74,7 @@ def memory_parts(
     share = share_of(model, train, engine.as_run(layout), on_cpu=on_cpu)
     in_weights, gradients, optimizer = _states(engine, share)
     gathered = engine.gathered(share)
-    kept = _kept(engine, share, first_stage=first_stage)
+    kept = _stored(engine, share, first_stage=first_stage)
     gradients, activations, logits = _backward(engine, share, gradients, kept)
     held = in_weights + gradients + optimizer + gathered + activations + logits
     on_gpu = DEFAULT_MEMORY.context_bytes + (layout.world_size > 1) * DEFAULT_MEMORY.nccl_bytes
@@ -166,7 +166,7 @@ def micro_batches_held(layout: Layout) -> float:
     return min(float(layout.gradient_accumulation), layout.pp * extra)
 
 
-def _kept(engine: Engine, share: Share, *, first_stage: bool) -> _Pass:
+def _stored(engine: Engine, share: Share, *, first_stage: bool) -> _Pass:
     """Activations and logits at the end of the forward pass, on the stage where they are most."""
     layout = share.layout
     per_layer = engine.layer_activations(share)

@@ -201,7 +201,7 @@ class _Step:
         return layers + self.share.element * (share.ends + (0.0 if self.full else share.trained))
 
     @property
-    def kept_bytes(self) -> float:
+    def stored_bytes(self) -> float:
         """Of these, what a backward pass does not gather again: FSDP2's last unit, with the head, is still there.
 
         So is a frozen embedding from the second micro-batch on: FSDP gathers it ahead of a backward pass that it does
@@ -314,7 +314,7 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
     reduced, found = engine.reduced_bytes(job.train, layout), {}
     if step.sharded:
         gathers, again = engine.gathers(layout), engine.gathers_again(layout)
-        kept = again * step.kept_bytes
+        kept = again * step.stored_bytes
         if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays from the first forward pass on
             kept = (gathers + again - 1) * step.head_bytes
         found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - kept
@@ -448,7 +448,7 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
     gathered, reduced = step.gathered_bytes, each_reduced * share.trained
     each = gathered / share.local  # the mean
     gather_once = _over_groups(links.ring_seconds, step, each, share.local, share.routed, units, ranks=share.group)
-    again = gather_once * (1.0 - step.kept_bytes / gathered) if layout.reshard_after_forward else 0.0
+    again = gather_once * (1.0 - step.stored_bytes / gathered) if layout.reshard_after_forward else 0.0
     scatter = _over_groups(
         links.scatter_seconds, step, each_reduced, share.trained, share.routed_trained, units, ranks=share.group
     )

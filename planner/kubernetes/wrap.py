@@ -202,19 +202,19 @@ class _Wrapper:
         if part.kind == job_kind or job_kind != "TrainJob":  # a TrainJob's own stand over its runtime's
             for setting in wanted.settings:
                 if self._other_network and _OF_A_NETWORK.search(setting.name):
-                    self._say(f"{setting.name}={setting.value} is not added: hostNetwork is set, and the recording is "
+                    self._note(f"{setting.name}={setting.value} is not added: hostNetwork is set, and the recording is "
                               "of a pod on a network of its own; capture the host")  # fmt: skip
                     continue
                 self._variable(setting.name, setting.value, f"{setting.reason.rule}: {setting.reason.evidence}")
             if wanted.log:
                 self._log()
             if empty := ", ".join(name for name, count in part.limits.items() if count is None):
-                self._say(f"{empty} has no number: give one here and in the gate, if one runs")
+                self._note(f"{empty} has no number: give one here and in the gate, if one runs")
             self._resources()
         if part.pod is None:
             self._annotate(self._job.document)
             if len(self._job.parts) == 1:
-                self._say("init container, shared memory, networks and IPC_LOCK are its runtime's: not added, unless "
+                self._note("init container, shared memory, networks and IPC_LOCK are its runtime's: not added, unless "
                           "the runtime stands in the same file")  # fmt: skip
             return
         for need in wanted.needs:
@@ -226,10 +226,10 @@ class _Wrapper:
             elif need.name == "capability":
                 self._capability(need.value, reason)
             elif need.name == "compute_domain" and not (part.pod.get("spec") or {}).get("resourceClaims"):
-                self._say(f"no claim of a ComputeDomain, and none is added: `launch` shows one ({reason})")
+                self._note(f"no claim of a ComputeDomain, and none is added: `launch` shows one ({reason})")
         self._gate()
         if part.restart == "Never":
-            self._say("restartPolicy is Never: no pod is made anew, neither after a failed gate nor after one that "
+            self._note("restartPolicy is Never: no pod is made anew, neither after a failed gate nor after one that "
                       "was lost with its node; launched again, the trainer goes on where it saved")  # fmt: skip
         self._annotate(part.pod)
 
@@ -251,7 +251,7 @@ class _Wrapper:
             for name, value in self._reasons.items():
                 made.setdefault(f"{PREFIX}/{name}", value[:_REASON_LIMIT])
 
-    def _say(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         self._notes.append(f"{self._part.where}: {text}")
 
     def _variable(self, name: str, value: str, reason: str) -> None:
@@ -262,22 +262,22 @@ class _Wrapper:
             if isinstance(entry, dict) and entry.get("name") == name:
                 stands = entry.get("value", "a value from elsewhere")
                 if stands != value:
-                    self._say(f"{name}={stands} is the manifest's and stays; recommended is {value} ({reason})")
+                    self._note(f"{name}={stands} is the manifest's and stays; recommended is {value} ({reason})")
                 return
         if any(re.search(rf"(^|[\s;&]){re.escape(name)}=", word) for word in self._part.command):
-            self._say(f"{name} is set in the command and stays; recommended is {value} ({reason})")
+            self._note(f"{name} is set in the command and stays; recommended is {value} ({reason})")
             return
         for source in container.get("envFrom") or ():
             named = ((source or {}).get("configMapRef") or {}).get("name") if isinstance(source, dict) else None
             if named is not None and f"configmap:{named}" not in self._job.files:
-                self._say(f"{name}={value} is not added: what ConfigMap {named} sets is unknown; give it in the same "
+                self._note(f"{name}={value} is not added: what ConfigMap {named} sets is unknown; give it in the same "
                           "file")  # fmt: skip
                 return
             if (
                 named is not None
                 and f"{source.get('prefix', '')}{name}" in self._job.files[f"configmap:{named}"].split()
             ):
-                self._say(f"{name} is set by ConfigMap {named} and stays; recommended is {value} ({reason})")
+                self._note(f"{name} is set by ConfigMap {named} and stays; recommended is {value} ({reason})")
                 return
         _inside(container, "env", []).append({"name": name, "value": value})
         self._reasons[name] = f"{value}: {reason}"
@@ -289,7 +289,7 @@ class _Wrapper:
                        if each.get("name") in claims and not each.get("readOnly")), None)  # fmt: skip
         self._variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
         if folder is None:
-            self._say("NCCL's log stays in the pod's: no claim is mounted; `kubectl logs POD | topoflight evidence -`")
+            self._note("NCCL's log stays in the pod's: no claim is mounted; `kubectl logs POD | topoflight evidence -`")
             return
         log = f"{folder.rstrip('/')}/nccl-{self._job.name}.%h.%p.log"
         self._variable("NCCL_DEBUG_FILE", log, f"read by: topoflight evidence {log.split('%')[0]}*")
@@ -312,11 +312,11 @@ class _Wrapper:
                     wanted[name] = count
         resources = self._trainer.resources
         if resources.get("claims"):
-            self._say(f"devices come by its resource claims; not added: {', '.join(wanted) or 'none'}")
+            self._note(f"devices come by its resource claims; not added: {', '.join(wanted) or 'none'}")
             return
         has = {**(resources.get("requests") or {}), **self._trainer.limits}
         if self._trainer.kind == "TrainJob" and not has and wanted and not asks_for_gpus(wanted):
-            self._say(f"{', '.join(wanted)} is not added: resourcesPerNode replaces all resources of the runtime, and "
+            self._note(f"{', '.join(wanted)} is not added: resourcesPerNode replaces all resources of the runtime, and "
                       "the runtime is not in this file. Give resourcesPerNode all resources of a node")  # fmt: skip
             return
         for name, count in wanted.items():
@@ -324,9 +324,9 @@ class _Wrapper:
             if there:
                 stands = str(has[there[0]])
                 if stands != count and quantity(stands) != quantity(count):
-                    self._say(f"{there[0]}: {stands} is the manifest's and stays; recommended is {count}")
+                    self._note(f"{there[0]}: {stands} is the manifest's and stays; recommended is {count}")
             elif name.endswith("/*"):
-                self._say(f"needs {name}: {count}, by what name the nodes offer it is unknown: --resource NAME=COUNT")
+                self._note(f"needs {name}: {count}, by what name the nodes offer it is unknown: --resource NAME=COUNT")
             else:
                 self._limit(name, count, has)
         self._rdma({*has, *wanted})
@@ -343,12 +343,12 @@ class _Wrapper:
         if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *limits}:
             # ValidateResourceRequirements of Kubernetes: "HugePages require cpu or memory"
             if resources.get("requests") is limits:
-                self._say(f"{name}: {count} is not added: Kubernetes refuses it without cpu or memory; set either")
+                self._note(f"{name}: {count} is not added: Kubernetes refuses it without cpu or memory; set either")
                 return
             ranks = self._job.ranks_per_node
             cores = f"{ranks}, a core for each rank" if ranks else "1, as the number of ranks is unknown"
             _inside(resources, "requests", {})["cpu"] = str(ranks or 1)
-            self._say(f"requests cpu: {cores}: Kubernetes refuses {name} without cpu or memory")
+            self._note(f"requests cpu: {cores}: Kubernetes refuses {name} without cpu or memory")
         limits[name] = count
 
     def _rdma(self, names: set[str]) -> None:
@@ -365,7 +365,7 @@ class _Wrapper:
             or "networking.gke.io/interfaces" in marks  # there the network brings its device
         ):
             return
-        self._say("asks for no RDMA device, and without one NCCL goes over TCP: --resource NAME=COUNT adds it, by the "
+        self._note("asks for no RDMA device, and without one NCCL goes over TCP: --resource NAME=COUNT adds it, by the "
                   "name that the nodes' device plugin offers (rdma/..., openshift.io/..., nvidia.com/...)")  # fmt: skip
 
     def _shared_memory(self, wanted_bytes: int, reason: str) -> None:
@@ -379,23 +379,23 @@ class _Wrapper:
             volume: Document = next((v for v in body.get("volumes") or () if v.get("name") == mount.get("name")), {})
             limit = quantity(str((volume.get("emptyDir") or {}).get("sizeLimit", "")))
             if limit is not None and limit < wanted_bytes:
-                self._say(
+                self._note(
                     f"shared memory of {limit // 2**20} MiB is the manifest's and stays; needed: {size} ({reason})"
                 )
             if limit is not None and memory is not None and limit > memory:
-                self._say(
+                self._note(
                     f"shared memory may grow to {limit // 2**20} MiB, and counts towards the memory limit of "
                     f"{memory // 2**20} MiB: the container is killed before it is full. Lower the sizeLimit of the "
                     "volume, or raise the limit"
                 )
             return
         if body.get("hostIPC"):
-            self._say(f"hostIPC is set, so /dev/shm is the node's own, and no volume is added over it; needed: {size}")
+            self._note(f"hostIPC is set, so /dev/shm is the node's own, and no volume is added over it; needed: {size}")
             return
         if memory is not None and wanted_bytes > memory / 2:
             # what is written there counts as the container's memory; half of it is tmpfs(5)'s own default
             size = f"{max(1, int(memory / 2) >> 20)}Mi"
-            self._say(f"shared memory has {size}, half of the memory limit, in which it counts; needed: "
+            self._note(f"shared memory has {size}, half of the memory limit, in which it counts; needed: "
                       f"{-(-wanted_bytes // 2**20)}Mi ({reason})")  # fmt: skip
         taken = {volume.get("name") for volume in body.get("volumes") or ()}
         name = "shm" if "shm" not in taken else "topoflight-shm"
@@ -411,7 +411,7 @@ class _Wrapper:
             made[NETWORKS_ANNOTATION] = network
             self._reasons["network"] = f"{network}: {reason}"
         elif network not in str(there):
-            self._say(f"network {there} is the manifest's and stays; recommended is {network} ({reason})")
+            self._note(f"network {there} is the manifest's and stays; recommended is {network} ({reason})")
 
     def _capability(self, name: str, reason: str) -> None:
         security = self._part.container.get("securityContext") or {}
@@ -422,12 +422,12 @@ class _Wrapper:
         _inside(_inside(made, "capabilities", {}), "add", []).append(name)
         self._reasons[f"capability-{name}"] = reason
         if security.get("runAsNonRoot"):
-            self._say(f"{name} is added, and runAsNonRoot stays: only root in the container keeps it")
+            self._note(f"{name} is added, and runAsNonRoot stays: only root in the container keeps it")
 
     def _gate(self) -> None:
         image = self._wanted.gate_image
         if image is None:
-            self._say("no gate runs before this job; --preflight-image IMAGE adds it")
+            self._note("no gate runs before this job; --preflight-image IMAGE adds it")
             return
         pod, container = self._part.pod, self._part.container
         assert pod is not None  # noqa: S101 - `run` has returned otherwise
@@ -436,7 +436,7 @@ class _Wrapper:
         taken = {each.get("name") for each in body.get("containers") or ()}
         if there is not None:
             if there.get("image") != image:
-                self._say(f"an init container {GATE!r} is the manifest's and stays")
+                self._note(f"an init container {GATE!r} is the manifest's and stays")
             return
         command = ["topoflight", "preflight", "-o", "table"]
         for check in self._wanted.require:
@@ -463,19 +463,19 @@ class _Wrapper:
         if self._part.kind.endswith("Runtime"):
             self._note_runtime(asks)
         if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
-            self._say("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
+            self._note("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
 
     def _note_runtime(self, asks: Part) -> None:
         """Say what the gate in a runtime means for the runtime's other TrainJobs; `asks` has the gate's resources."""
         if self._job.shares_runtime:
             unjudged = ", ".join(name for name in self._trainer.limits if "/" in name and name not in asks.limits)
-            self._say("other TrainJobs use this runtime too, and what is added to it applies to all of them. The gate "
+            self._note("other TrainJobs use this runtime too, and what is added to it applies to all of them. The gate "
                       "has only the runtime's own resources and variables, and does not judge "
                       f"{unjudged or 'the variables'} of {self._job.kind}/{self._job.name}. To have these judged, "
                       "describe the pods in a TrainingRuntime that only this job uses")  # fmt: skip
         if given := {**(asks.resources.get("requests") or {}), **asks.limits}:
             amounts = ", ".join(f"{name}: {count}" for name, count in given.items())
-            self._say(f"the gate requests {amounts}. The request of an init container counts for its pod, so a "
+            self._note(f"the gate requests {amounts}. The request of an init container counts for its pod, so a "
                       "TrainJob of this runtime that asks for less gets as much")  # fmt: skip
 
 

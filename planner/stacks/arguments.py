@@ -34,7 +34,7 @@ _TRAINER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
 
 @dataclass(slots=True, kw_only=True)
-class Said:
+class CommandSettings:
     """What a command says; None and empty: it does not."""
 
     launcher: str = ""  # "torchrun", "accelerate", ...
@@ -46,9 +46,9 @@ class Said:
     notes: list[str] = field(default_factory=list)
 
 
-def read_command(words: Sequence[str], files: Files) -> Said:
+def read_command(words: Sequence[str], files: Files) -> CommandSettings:
     """The command of a container, or of a shell; a command in which nothing is known is said to be unknown."""
-    parsed = Said()
+    parsed = CommandSettings()
     line = next((each for each in _simple_commands(words) if _is_launch(each)), None)
     if line is None:
         parsed.unknown.append("the command starts no torchrun, accelerate, deepspeed or script that is read")
@@ -165,7 +165,7 @@ def _count(options: dict[str, Any], names: Iterable[str]) -> int | None:
     return None
 
 
-def _script(options: dict[str, Any], files: Files, parsed: Said) -> None:
+def _script(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
     """The script's own settings: its file's, and the arguments over them."""
     named = options.pop("config", None)
     settings: dict[str, Any] = dict(parsed.settings)
@@ -189,7 +189,7 @@ def _telling(name: str, value: Any) -> bool:
     return is_set and bool(_TELLING.search(name)) and not _NOT_OF_STEPS.search(name)
 
 
-def _file(name: str, files: Files, parsed: Said) -> dict[str, Any] | None:
+def _file(name: str, files: Files, parsed: CommandSettings) -> dict[str, Any] | None:
     text = files(name)
     if text is None:
         parsed.unknown.append(f"{name}: what the file says, which is not here")
@@ -204,7 +204,7 @@ def _file(name: str, files: Files, parsed: Said) -> dict[str, Any] | None:
 _ACCELERATE_KINDS = (None, "NO", False, "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")  # YAML reads NO as false
 
 
-def _accelerate(options: dict[str, Any], files: Files, parsed: Said) -> None:
+def _accelerate(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
     """accelerate's file and options as settings of transformers' Trainer, which they decide for."""
     config: dict[str, Any] = {}
     if isinstance(options.get("config_file"), str):
@@ -231,7 +231,7 @@ def _accelerate(options: dict[str, Any], files: Files, parsed: Said) -> None:
         parsed.settings["parallelism_config"] = config["parallelism_config"]
 
 
-def _accelerate_deepspeed(config: dict[str, Any], parsed: Said) -> None:
+def _accelerate_deepspeed(config: dict[str, Any], parsed: CommandSettings) -> None:
     if isinstance(config.get("deepspeed_config_file"), str):
         parsed.settings["deepspeed"] = config["deepspeed_config_file"]  # read with the script's own
         return
@@ -244,7 +244,7 @@ def _accelerate_deepspeed(config: dict[str, Any], parsed: Said) -> None:
         parsed.settings["gradient_accumulation_steps"] = config["gradient_accumulation_steps"]
 
 
-def as_run(parsed: Said) -> dict[str, Any]:
+def as_run(parsed: CommandSettings) -> dict[str, Any]:
     """The settings as the trainer runs them: what nothing says is its own default, and a note says so."""
     elsewhere = ("report_to", "output_dir", "push_to_hub")
     made = {name: value for name, value in parsed.settings.items() if name not in elsewhere}

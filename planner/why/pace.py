@@ -95,7 +95,7 @@ def _quantile(ranks: int) -> float:
 
 
 def _late(facts: RunFacts) -> Verdict | None:
-    by_looks = [row for since in WINDOWS for row in _by_looks(facts, since)]
+    by_looks = [row for since in WINDOWS for row in _by_samples(facts, since)]
     rows = [row for since in WINDOWS for row in _by_calls(facts, since)]
     refuted = {one.rank for one in by_looks if one.usual < 1 - MATTERS and one.work <= one.usual}
     rows = [one for one in rows if one.rank not in refuted] + by_looks
@@ -216,7 +216,7 @@ def _shared_calls(traces: Mapping[int, RankTrace], world: int | None) -> list[di
     return [row for (group, _), row in sorted(full.items(), key=lambda one: one[0][1]) if group == busiest]
 
 
-def _by_looks(facts: RunFacts, since: float) -> list[Lateness]:
+def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
     """By how often a look at each rank found it in a collective: no clocks are compared.
 
     Only looks count between which a collective began: a long pause for other work is one event, however often it is

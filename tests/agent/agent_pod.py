@@ -15,7 +15,7 @@ from rigs.recorded import NAMES, path_of, raised, view
 from scanned import scan
 
 from agent.base.units import parse_size
-from agent.checks.view import View, look
+from agent.checks.view import View, build_view
 from probes.host.live import ENVIRONMENT, SECRET
 from probes.host.protocol import Json
 from probes.host.recording import RecordedHost, load
@@ -158,7 +158,7 @@ def agent_of(overlay: str) -> Document:
 
 def in_pod(name: str, overlay: str = "kubernetes") -> View:
     """What the agent says of a recorded machine from inside its pod."""
-    return look((scan(PodHost(path_of(name), agent_of(overlay))),))
+    return build_view((scan(PodHost(path_of(name), agent_of(overlay))),))
 
 
 def healthy() -> list[str]:

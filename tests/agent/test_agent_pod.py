@@ -7,7 +7,7 @@ from rigs.recorded import H100, NAMES, of_code, path_of, raised, statuses, view
 from rigs.tables import each_row
 from scanned import scan
 
-from agent.checks.view import look
+from agent.checks.view import build_view
 
 
 @each_row("overlay", sorted(path.name for path in OVERLAYS.iterdir()))
@@ -32,12 +32,12 @@ def test_shared_memory_is_judged_in_a_jobs_pod_and_unknown_in_the_agents() -> No
         assert check.status == "unknown" and "agent's own container" in check.message
     host = PodHost(path_of(), agent_of("kubernetes"))
     del host.env["TOPOFLIGHT_ROLE"]
-    (check,) = of_code(look((scan(host),)), "limits.shm.small")
+    (check,) = of_code(build_view((scan(host),)), "limits.shm.small")
     assert check.status == "fail" and "64 MiB" in check.message and "73.53 MiB" in check.message
 
 
 @each_row(("memlock", "status"), [(None, "pass"), (8 << 20, "fail"), (65536, "fail")])
 def test_what_the_engine_gives_every_pod_is_judged_in_the_agents(memlock: int | None, status: str) -> None:
     """RLIMIT_MEMLOCK comes from the container engine, not from the manifest: a job's pod gets the same."""
-    found = look((scan(PodHost(path_of(), agent_of("kubernetes"), memlock=memlock)),))
+    found = build_view((scan(PodHost(path_of(), agent_of("kubernetes"), memlock=memlock)),))
     assert statuses(found, "limits.memlock.low") == {status}

@@ -21,7 +21,7 @@ from rigs.tables import each_row
 from agent.checks.expect import KEYS, Expectation, expectation, parse, read_file
 from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, judge
-from agent.checks.view import look
+from agent.checks.view import build_view
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import NodeRecord
 from agent.cluster.publish import records_of
@@ -44,7 +44,7 @@ def preflight(name: str, *options: str) -> Result:
 
 def judged(found: Snapshot, words: str) -> dict[str, str]:
     """Status of each expectation, by its subject."""
-    checks = of_code(look((found,), expected=parse([words])), EXPECT_CODES[0])
+    checks = of_code(build_view((found,), expected=parse([words])), EXPECT_CODES[0])
     return {check.subject: check.status for check in checks}
 
 
@@ -59,7 +59,7 @@ def test_a_node_that_has_it_all_passes_and_says_each() -> None:
 @each_row(("machine", "words", "told"), ROWS["less"])
 def test_absent_or_less_is_failed(machine: str, words: str, told: str) -> None:
     """Exit code 3 with what is there."""
-    view = look((snapshot(machine),), expected=parse([words]))
+    view = build_view((snapshot(machine),), expected=parse([words]))
     (check,) = of_code(view, EXPECT_CODES[0])
     assert check.status == "fail", check
     assert told in check.message and words in check.subject and check.remedy
@@ -70,11 +70,13 @@ def test_what_could_not_be_read_is_unknown_and_required() -> None:
     """A hung driver is no lost GPU: exit code 5 and not 3, whatever is expected. Nor is an HCA without its driver."""
     gone = {name: Failed(error="no answer after 30.0 s") for name in ("gpu", "rdma", "limits", "interfaces", "pci")}
     for words in ROWS["unread"]:
-        view = look((with_outcomes(snapshot(), **gone),), expected=parse([words]))
+        view = build_view((with_outcomes(snapshot(), **gone),), expected=parse([words]))
         (check,) = of_code(view, EXPECT_CODES[0])
         assert (check.status, check.required) == ("unknown", True), words
         assert "no answer after 30.0 s" in check.message and view.verdict.exit_code == 5, words
-    off = look((snapshot("sick-h100-rdma-off"),), expected=parse(["hcas=8"]))  # the bus has ten HCAs, none was read
+    off = build_view(
+        (snapshot("sick-h100-rdma-off"),), expected=parse(["hcas=8"])
+    )  # the bus has ten HCAs, none was read
     assert [(check.status, check.required) for check in of_code(off, EXPECT_CODES[0])] == [("unknown", True)]
 
 
@@ -184,13 +186,13 @@ def test_as_many_as_expected_settle_what_a_scan_cannot_tell() -> None:
     """An uncabled port looks like a dead one, a GPU given to others like a lost one: the owner's number tells."""
     dead = snapshot("sick-h100-dead-hca")
     for words, status in (("hcas=9", "info"), ("hcas=10", "fail")):
-        assert statuses(look((dead,), expected=parse([words])), "rdma.port.down") == {status}
+        assert statuses(build_view((dead,), expected=parse([words])), "rdma.port.down") == {status}
     gpus = facts(GpuFacts, dead)
     assert gpus.bus is not None
     bus = replace(gpus.bus, container="kubernetes", all_requested=True)
     pod = changed(dead, GpuFacts, gpus=gpus.gpus[:2], pairs=(), bus=bus)
     for words, status, required in (("gpus=2", "info", False), ("gpus=3", "unknown", True)):
-        (check,) = of_code(look((pod,), expected=parse([words])), "gpu.device.not_given")
+        (check,) = of_code(build_view((pod,), expected=parse([words])), "gpu.device.not_given")
         assert (check.status, check.required) == (status, required)
 
 
@@ -237,5 +239,5 @@ def test_a_pass_without_a_gpu_says_so_in_json_junit_and_over_several_hosts() -> 
     said = json.loads(preflight("cpu-only-vm", "-o", "json").stdout)["verdict"]["why"]
     assert said.startswith("no GPU was checked; ")
     assert "no GPU was checked" in preflight("cpu-only-vm", "-o", "junit").stdout.splitlines()[1]
-    both = look((snapshot(), snapshot("cpu-only-vm")))
+    both = build_view((snapshot(), snapshot("cpu-only-vm")))
     assert both.verdict.why.startswith("no GPU was checked on vm; ")

@@ -22,7 +22,7 @@ from scanned import scan
 
 from agent.checks.measured import PROBE_CODES
 from agent.checks.verdict import judge
-from agent.checks.view import View, look
+from agent.checks.view import View, build_view
 from agent.cluster.gate import checks_of
 from agent.cluster.publish import node_feature, records_of
 from agent.http.server import create
@@ -131,7 +131,7 @@ def on_bus(case: str, **outcomes: Any) -> View:
     plain = snapshot("cpu-only-vm")
     (bus,) = [row for row in BUSES if row["name"] == case]
     devices = (*facts(PciFacts, plain).devices, *map(device, bus["devices"]))
-    return look((with_outcomes(changed(plain, PciFacts, devices=devices), **outcomes),))
+    return build_view((with_outcomes(changed(plain, PciFacts, devices=devices), **outcomes),))
 
 
 @each_row("case", BUSES)
@@ -152,7 +152,7 @@ def test_the_bus_says_what_must_be_measured(case: dict[str, Any], gone: Any) -> 
 @each_row("probe", ["hostinfo", "limits", "pci", "interfaces"])
 def test_a_probe_of_what_every_host_has_must_end(probe: str) -> None:
     """The bus itself included: where it could not be read, that it shows nothing is not known."""
-    view = look((with_outcomes(snapshot("cpu-only-vm"), **{probe: Failed(error="no answer after 10.0 s")}),))
+    view = build_view((with_outcomes(snapshot("cpu-only-vm"), **{probe: Failed(error="no answer after 10.0 s")}),))
     assert view.verdict.exit_code == 5
     assert f"{probe}." in view.verdict.why
 
@@ -170,12 +170,12 @@ def test_sysfs_that_is_not_mounted_is_no_machine_without_a_bus(tmp_path: Path) -
 def test_xids_that_were_not_looked_for_do_not_pass_and_do_not_block(events: tuple[int, ...] | None) -> None:
     """Without the right to read the kernel's log nothing is known of Xids before the first scan: unknown, and no 5."""
     unlogged = each(facts(GpuFacts).gpus, xids=None, xid_events=events)
-    view = look((changed(snapshot(), GpuFacts, gpus=unlogged),))
+    view = build_view((changed(snapshot(), GpuFacts, gpus=unlogged),))
     mine = [c for c in view.checks if c.code in ("gpu.xid.hardware", "gpu.xid.driver", "gpu.xid.application")]
     assert len(mine) == 3
     assert all(c.status == "unknown" and not c.required and "kernel's log" in c.message for c in mine)
     assert view.verdict.exit_code == 0
-    view = look((changed(snapshot(), GpuFacts, gpus=(replace(unlogged[0], xid_events=(79,)), *unlogged[1:])),))
+    view = build_view((changed(snapshot(), GpuFacts, gpus=(replace(unlogged[0], xid_events=(79,)), *unlogged[1:])),))
     assert {c.code: c.status for c in view.checks if c.code.startswith("gpu.xid.")} == {
         "gpu.xid.hardware": "warn", "gpu.xid.driver": "unknown", "gpu.xid.application": "unknown",
         "gpu.xid.new": "unknown",
@@ -203,7 +203,7 @@ def test_skip_takes_a_requirement_back_and_require_does_not_lose_it() -> None:
     """Someone who knows that a node's GPUs are not meant says so; another --require does not undo the bus's."""
     from agent.checks.verdict import select
 
-    view = look((with_outcomes(snapshot(), gpu=Failed(error="crashed")),))
+    view = build_view((with_outcomes(snapshot(), gpu=Failed(error="crashed")),))
     assert judge(select(view.checks, require=("limits.*",))).exit_code == 5
     assert judge(select(view.checks, skip=("gpu.*",))).exit_code == 0
 
@@ -228,7 +228,7 @@ def off_the_bus(name: str, gone: int, **pci: object) -> Snapshot:
 
 
 def departures(found: Snapshot) -> list[str]:
-    return [check.status for check in of_code(look((found,)), "topology.reference.departs")]
+    return [check.status for check in of_code(build_view((found,)), "topology.reference.departs")]
 
 
 def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> None:
@@ -245,5 +245,5 @@ def test_a_device_node_that_is_missing_on_the_host_itself_is_required(container:
     """In a container it belongs to the pod that scans."""
     bare = each(facts(RdmaFacts).devices, uverbs=None, uverbs_usable=None)
     found = changed(changed(snapshot(), RdmaFacts, devices=bare), PciFacts, container=container)
-    told = {(c.status, c.required) for c in of_code(look((found,)), "rdma.uverbs.missing")}
+    told = {(c.status, c.required) for c in of_code(build_view((found,)), "rdma.uverbs.missing")}
     assert told == {("unknown", required)}

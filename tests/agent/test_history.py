@@ -18,7 +18,7 @@ from agent.checks.expect import Expectation, parse
 from agent.checks.explain import section
 from agent.checks.history import AT_ONCE, History
 from agent.checks.measured import ALL_CODES
-from agent.checks.view import View, look
+from agent.checks.view import View, build_view
 from agent.metrics import exposition
 from agent.pages import render
 from contracts.finding import Status
@@ -51,7 +51,7 @@ def at(view: View, seconds: float, name: str = "n") -> View:
 
 def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without(tray: Snapshot) -> None:
     kept = History()
-    sound, sick = look((tray,)), look((port_down(tray),))
+    sound, sick = build_view((tray,)), build_view((port_down(tray),))
     shown = [
         kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, sick, sound, sick, sick, sound, sound, sound])
     ]
@@ -63,15 +63,15 @@ def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without
 
 
 def test_what_flickers_once_raised_stays_raised(tray: Snapshot) -> None:
-    kept, sound, sick = History(), look((tray,)), look((port_down(tray),))
+    kept, sound, sick = History(), build_view((tray,)), build_view((port_down(tray),))
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sick, sick, *[sound, sick] * 5])]
     assert all("rdma.port.down" in raised(view) for view in shown[1:])
 
 
 def test_what_was_not_judged_is_not_gone(tray: Snapshot) -> None:
     """A probe that fails says nothing of what it found before."""
-    kept, sick = History(), look((port_down(tray),))
-    silent = look((with_outcomes(tray, rdma=Absent(why="not read")),))
+    kept, sick = History(), build_view((port_down(tray),))
+    silent = build_view((with_outcomes(tray, rdma=Absent(why="not read")),))
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sick, sick, *[silent] * 5])]
     assert "rdma.port.down" in raised(shown[-1])
 
@@ -91,11 +91,11 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
     ]
     wrong = []
     for name, found, wanted, stays in rows:
-        first = look((tray,), expected=both)
+        first = build_view((tray,), expected=both)
         kept = History()
         shown = [kept.seen(at(first, STEP * i)) for i in range(2)]
         assert "expect.node.unmet" in raised(shown[-1])
-        later = look((found,), expected=wanted)
+        later = build_view((found,), expected=wanted)
         after = [kept.seen(at(later, STEP * (2 + i))) for i in range(history.SCANS_TO_CLEAR)]
         held = ["expect.node.unmet" in raised(view) for view in after]
         if held != [True, True, stays]:
@@ -105,8 +105,8 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
 
 def test_since_when_after_what_and_how_often(tray: Snapshot) -> None:
     """The words of the page, and the metric."""
-    sound, sick = look((tray,)), look((port_down(tray),))
-    newer = look((changed(port_down(tray), GpuFacts, driver_version="580.65.06"),))
+    sound, sick = build_view((tray,)), build_view((port_down(tray),))
+    newer = build_view((changed(port_down(tray), GpuFacts, driver_version="580.65.06"),))
     kept = History()
     for i, view in enumerate([sound, sound, sick, sick, sound, sound, sound, sound, sick, sick, *[sound] * 3]):
         kept.seen(at(view, STEP * i))
@@ -125,8 +125,8 @@ def test_since_when_after_what_and_how_often(tray: Snapshot) -> None:
 
 
 def test_hardware_that_comes_and_goes_is_told_once_it_persists(tray: Snapshot) -> None:
-    without = look((changed(tray, RdmaFacts, devices=facts(RdmaFacts, tray).devices[1:]),))
-    sound, kept = look((tray,)), History()
+    without = build_view((changed(tray, RdmaFacts, devices=facts(RdmaFacts, tray).devices[1:]),))
+    sound, kept = build_view((tray,)), History()
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, without, sound, without, without])]
     assert not [event for event in shown[2].events if event.kind == "changed"]
     assert "mlx5_0 missing" in [event.text for event in shown[-1].events]
@@ -149,7 +149,7 @@ def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None
     four = changed(three, GpuFacts, driver_version="580.65.06")
     five = changed(four, GpuFacts, driver_version="580.82.07")
     steps = [tray, tray, port_down(tray), port_down(tray), one, two, three, three, four, five]
-    shown = [changes_of(kept.seen(at(look((each,)), STEP * i))) for i, each in enumerate(steps)]
+    shown = [changes_of(kept.seen(at(build_view((each,)), STEP * i))) for i, each in enumerate(steps)]
     when = [float(int(START + STEP * i)) for i in range(len(steps))]
     assert shown[:4] == [{}] * 4
     assert shown[4:6] == [{"kernel": when[4]}, {"kernel": when[4], "firmware": when[5]}]
@@ -163,11 +163,11 @@ def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None
     """An agent that starts before the driver does sees GPUs later: nobody put them in."""
     mute = with_outcomes(tray, **{silent: Absent(why="no driver")})
     kept = History()
-    shown = [kept.seen(at(look((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
+    shown = [kept.seen(at(build_view((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
     assert any(event.text.startswith(f"probe {silent}") for event in shown[-1].events)
     assert "hardware" not in changes_of(shown[-1])
     kept, lost = History(), changed(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
-    for start, found in ((0.0, look((tray,))), (100.0, look((lost,))), (200.0, look((tray,)))):
+    for start, found in ((0.0, build_view((tray,))), (100.0, build_view((lost,))), (200.0, build_view((tray,)))):
         for i in range(20):
             view = kept.seen(at(found, STEP * (start + i)))
     assert changes_of(view) == {}, "a driver that stops and answers again: no GPU has gone or come"
@@ -177,7 +177,7 @@ def test_the_newest_changes_are_kept(tray: Snapshot) -> None:
     """As many as MOST_EVENTS, each in its order."""
     kept = History()
     for i in range(history.MOST_EVENTS + 5):
-        view = kept.seen(at(look((changed(tray, HostinfoFacts, kernel=f"6.{i}.0"),)), STEP * i))
+        view = kept.seen(at(build_view((changed(tray, HostinfoFacts, kernel=f"6.{i}.0"),)), STEP * i))
     texts = [event.text for event in view.events]
     assert len(texts) == history.MOST_EVENTS
     assert texts[-1].endswith(f"6.{history.MOST_EVENTS + 4}.0")
@@ -207,9 +207,9 @@ def phases(tray: Snapshot) -> dict[str, View]:
     flapped = replace(port_down(early, "", "ARMED", downed=2), taken_at_seconds=31.0)
     sound = port_down(booted, "", "ACTIVE", downed=2)
     found = {
-        "before": look((tray,)), "no driver": look((no_driver,)), "training": look((early,)),
-        "flapped": look((flapped,), earlier=(early,)), "sound": look((sound,)),
-        "fault": look((port_down(sound, "mlx5_1", "DOWN", downed=2),)),
+        "before": build_view((tray,)), "no driver": build_view((no_driver,)), "training": build_view((early,)),
+        "flapped": build_view((flapped,), earlier=(early,)), "sound": build_view((sound,)),
+        "fault": build_view((port_down(sound, "mlx5_1", "DOWN", downed=2),)),
     }  # fmt: skip
     assert {"gpu.fabric.incomplete", "rdma.counters.rising"} <= raised(found["flapped"]), "boot as one scan sees it"
     return found

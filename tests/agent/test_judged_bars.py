@@ -323,9 +323,9 @@ def test_a_stopped_measurement_fails_a_preflight_and_is_unknown_to_an_agent() ->
 
 def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) -> None:
     """One that measured something does, with its mark."""
-    result_store.keep_bench(WHOLE, tmp_path)
-    assert result_store.keep_bench(replace(CUT, measurements=()), tmp_path) is None
+    result_store.save_benchmark_result(WHOLE, tmp_path)
+    assert result_store.save_benchmark_result(replace(CUT, measurements=()), tmp_path) is None
     assert read_result(tmp_path / result_store.BENCH_FILE) == WHOLE
-    result_store.keep_bench(CUT, tmp_path)
+    result_store.save_benchmark_result(CUT, tmp_path)
     assert read_result(tmp_path / result_store.BENCH_FILE) == CUT
     assert [line.complete for line in result_store.bench_history(tmp_path)] == [False, True]

@@ -20,7 +20,7 @@ from rigs.tables import each_row
 from agent import metrics
 from agent.checks.history import Event
 from agent.checks.measured import with_bench
-from agent.checks.view import View, look
+from agent.checks.view import View, build_view
 from agent.cluster.client import Tally, reason_of
 from agent.http.cluster import samples as tallies
 from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
@@ -83,7 +83,7 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def full() -> View:
-    return with_bench(look((snapshot(),), runs=(record_of(RUN),)), bench())
+    return with_bench(build_view((snapshot(),), runs=(record_of(RUN),)), bench())
 
 
 def samples(view: View, more: metrics.More = ()) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -152,7 +152,7 @@ def test_probes_export_what_they_declare() -> None:
 @each_row("machine", NAMES)
 def test_exposition_keeps_the_catalogue_and_its_bounds(machine: str) -> None:
     """Every series is declared, appears once, and stays within the bound that docs/reference/metrics.md states."""
-    view = with_bench(look((snapshot(machine),), runs=(record_of(RUN),)), bench())
+    view = with_bench(build_view((snapshot(machine),), runs=(record_of(RUN),)), bench())
     node = view.topologies[0]
     pci, gpu = view.snapshots[0].facts(PciFacts), view.snapshots[0].facts(GpuFacts)
     size = {
@@ -228,14 +228,14 @@ def test_a_spoiled_run_record_spoils_no_scrape() -> None:
         "communication": 3,
         "ended_at": 5,
     }
-    found = samples(look((snapshot(),), runs=(record_of(record),)))
+    found = samples(build_view((snapshot(),), runs=(record_of(record),)))
     assert found["topoflight_run_success"] == [({}, 0.0)]
     assert "topoflight_run_loss" not in found
 
 
 def test_several_recordings_do_not_collide() -> None:
     """Of two hosts only what can be summed is exported, and each series once."""
-    found = samples(look(tuple(map(snapshot, NAMES[:2]))))
+    found = samples(build_view(tuple(map(snapshot, NAMES[:2]))))
     assert found["topoflight_hosts"] == [({}, 2.0)]
     assert not any(name.startswith(("topoflight_gpu", "topoflight_rdma", "topoflight_pci")) for name in found)
     for name, values in found.items():

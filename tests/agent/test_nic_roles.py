@@ -19,7 +19,7 @@ from rigs import recorded
 from rigs.tables import each_row
 from scanned import scan
 
-from agent.checks.view import look
+from agent.checks.view import build_view
 from contracts.finding import Finding
 from probes.api import Snapshot
 from probes.host.recording import load
@@ -127,7 +127,7 @@ def bad(node: Snapshot) -> list[Finding]:
     families = ("rdma", "interfaces", "topology", "pci", "limits", "env")
     return [
         check
-        for check in look((node,)).checks
+        for check in build_view((node,)).checks
         if check.status in ("fail", "warn") and check.code.partition(".")[0] in families and check.code not in HELD_TRUE
     ]
 
@@ -141,7 +141,7 @@ def test_a_healthy_node_passes(name: str) -> None:
 def test_one_fault_of_one_rail_fails(name: str) -> None:
     """Down, slower, with another MTU, or gone: each is a failure that the healthy node does not have."""
     node = snapshot(name)
-    near = look((node,)).topologies[0].nearest_nic
+    near = build_view((node,)).topologies[0].nearest_nic
     device = near[min(2, len(near) - 1)].nics[0]
     passed = []
     for fault in FAULTS:

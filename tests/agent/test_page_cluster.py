@@ -40,11 +40,11 @@ def published(*records: NodeRecord) -> Fleet:
 
 
 def page(held: Fleet, *, places: Places | None = None, **asked: Any) -> str:
-    return pages.fleet_page(held, source="kubernetes", behind=None, places=places, asked=pages.Asked(**asked))
+    return pages.fleet_page(held, source="kubernetes", behind=None, places=places, asked=pages.NodeFilter(**asked))
 
 
 def shown(held: Fleet, *, places: Places | None = None, **asked: Any) -> pages.Console:
-    return pages.console(held, places or Places(), pages.Asked(**asked), time.time())
+    return pages.console(held, places or Places(), pages.NodeFilter(**asked), time.time())
 
 
 def names_in(html: str) -> list[str]:

@@ -20,7 +20,7 @@ from agent.advice.advise import for_view
 from agent.advice.request import Request
 from agent.base import result_store
 from agent.base.inputs import RequestError
-from agent.checks.view import look
+from agent.checks.view import build_view
 from agent.http.questions import read_form
 from agent.http.state import State
 from agent.jobs.preflight import Report
@@ -163,7 +163,7 @@ def test_the_page_may_load_nothing_but_its_own_inline_blocks() -> None:
 
 def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
     """Two nodes of one kind share every address: only the one whose NICs are gone shows them, in one report too."""
-    both = look((snapshot(), snapshot("sick-h100-rdma-off")))
+    both = build_view((snapshot(), snapshot("sick-h100-rdma-off")))
     healthy, sick = (
         report.picture(node, snapshot=found, checks=both.checks)
         for node, found in zip(both.topologies, both.snapshots, strict=True)
@@ -174,7 +174,7 @@ def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
 
 def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() -> None:
     """The banner and the lists below it agree; what two nodes share is told with the node's name on each line."""
-    view = look(tuple(map(snapshot, ("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off"))))
+    view = build_view(tuple(map(snapshot, ("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off"))))
     whole = Report(snapshots=view.snapshots, checks=view.checks, topologies=view.topologies, verdict=view.verdict)
     html = report.report_page(whole)
     number = view.verdict.by_check
@@ -322,7 +322,7 @@ def later(seconds: float, factor: float, **changed: object):  # type: ignore[no-
 def test_each_benchmark_leaves_a_line_and_the_last_one_itself(tmp_path: Path) -> None:
     """Newest first, the same one once, no more than are kept."""
     for result in (RESULT, later(60, 0.5), later(60, 0.5)):
-        result_store.keep_bench(result, tmp_path)
+        result_store.save_benchmark_result(result, tmp_path)
     lines = result_store.bench_history(tmp_path)
     assert [line.started_at_seconds for line in lines] == [RESULT.started_at_seconds + 60, RESULT.started_at_seconds]
     best = {(m.op, m.bytes): m.busbw_bytes_per_second for m in RESULT.measurements}
@@ -330,14 +330,14 @@ def test_each_benchmark_leaves_a_line_and_the_last_one_itself(tmp_path: Path) ->
         assert one.size_bytes == max(size for op, size in best if op == one.op)
         assert one.busbw_bytes_per_second == best[one.op, one.size_bytes]
     for n in range(result_store.KEPT_BENCHES + 5):
-        result_store.keep_bench(later(100 + n, 1.0), tmp_path)
+        result_store.save_benchmark_result(later(100 + n, 1.0), tmp_path)
     assert len(result_store.bench_history(tmp_path)) == result_store.KEPT_BENCHES
 
 
 def test_the_page_shows_whether_it_was_ever_better(tmp_path: Path) -> None:
     """Half the bandwidth of yesterday is half a bar, named with its factor; another job is not compared."""
     for result in (RESULT, later(60, 1.0, world_size=8), later(86400, 0.5)):
-        result_store.keep_bench(result, tmp_path)
+        result_store.save_benchmark_result(result, tmp_path)
     view = State(lambda: (snapshot("r760xa-2xA40-bf3"),), interval_seconds=60, folder=tmp_path).refresh()
     html = pages.node_page(view, for_view(view, Request()), "", trouble=None)
     figures = html.split("Earlier benchmarks")[1].split("</details>")[0]
@@ -352,7 +352,7 @@ def test_a_spoiled_history_spoils_no_page(tmp_path: Path, text: str) -> None:
     """What cannot be read is left out, and the next benchmark begins anew."""
     (tmp_path / result_store.HISTORY_FILE).write_text(text, encoding="latin-1")
     assert result_store.bench_history(tmp_path) == ()
-    result_store.keep_bench(RESULT, tmp_path)
+    result_store.save_benchmark_result(RESULT, tmp_path)
     assert len(result_store.bench_history(tmp_path)) == 1
 
 

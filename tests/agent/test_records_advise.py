@@ -17,10 +17,10 @@ from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
-from agent.checks.view import look
+from agent.checks.view import build_view
 from agent.cluster import node_facts
 from agent.cluster.nodes import from_resource
-from agent.cluster.publish import FirstSeen, kept_in, to_resource
+from agent.cluster.publish import FirstSeen, history_of_record, to_resource
 from agent.http.cluster import advise_cluster, topology_document
 from planner.advice import Recommendation
 from probes.api import Snapshot
@@ -187,7 +187,7 @@ def test_no_fact_that_advice_reads_is_left_out() -> None:
 @every_machine
 def test_the_graph_is_what_the_facts_give(machine: str) -> None:
     """Nothing but names is left out of what travels: built from the record, the graph is the machine's own."""
-    (topology,) = look((snapshot(machine),)).topologies
+    (topology,) = build_view((snapshot(machine),)).topologies
     record = through_the_api(record_of(machine, "n1"))
     bare = replace(topology, hostname="n1", gpus=tuple(replace(gpu, uuid=None) for gpu in topology.gpus))
     assert with_expectations(fleet_of(record).topology(record)) == bare
@@ -231,8 +231,10 @@ def test_a_record_of_the_agent_before_is_read_like_one_of_this() -> None:
         item = json.loads((ROLLOUT / f"{name}.json").read_text())
         old = replace(from_resource(item), scanned_at_seconds=time.time(), verdict="pass")
         new = through_the_api(record_of(name, "new", verdict="pass"))
-        assert [event.text for event in kept_in(old).events] == ["driver 570 -> 580"]
-        assert set(kept_in(old).open) == {(one["code"], one["subject"]) for one in old.findings if "since" in one}
+        assert [event.text for event in history_of_record(old).events] == ["driver 570 -> 580"]
+        assert set(history_of_record(old).open) == {
+            (one["code"], one["subject"]) for one in old.findings if "since" in one
+        }
         both = fleet_of(old, new)
         assert both.kind(old) == both.kind(new) is not None
         (kind,) = topology_document(both)["kinds"]

@@ -20,7 +20,7 @@ from rigs.tables import each_row
 
 from agent.base.output import console, write_atomic
 from agent.checks.verdict import judge
-from agent.checks.view import look
+from agent.checks.view import build_view
 from agent.cluster.nodes import Fleet
 from agent.http.server import create
 from agent.http.state import State
@@ -138,7 +138,7 @@ def test_a_cluster_of_no_nodes_and_a_gate_of_no_checks_are_unknown() -> None:
     """An API server without records; a view of no host; a gate that skips everything."""
     page = fleet_page(Fleet(), source="kubernetes", behind=None)
     assert "<title>unknown" in page and 'class="verdict pass' not in page
-    assert look(()).verdict.word == "unknown"
+    assert build_view(()).verdict.word == "unknown"
     result = topoflight("preflight", "-q", "--host", path_of("cpu-only-vm"), "--skip", "*", "-o", "json")
     assert (result.exit_code, json.loads(result.stdout)["verdict"]["why"]) == (5, "nothing was measured")
 

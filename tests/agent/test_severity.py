@@ -12,7 +12,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.checks.explain import sections
 from agent.checks.measured import ALL_CODES
-from agent.checks.view import look, with_environment
+from agent.checks.view import build_view, with_environment
 from contracts.finding import Status, by_loss
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -33,7 +33,7 @@ def test_a_tenth_is_a_failure_and_less_a_warning() -> None:
 def test_what_the_job_sets_is_not_held_against_the_host() -> None:
     """The same host as the recommended job meets it: its interface and its GDR level cost nothing any more."""
     settings = {"NCCL_SOCKET_IFNAME": "net1", "NCCL_NET_GDR_LEVEL": "SYS"}
-    seen = look((with_environment(snapshot(README_CASE), settings),))
+    seen = build_view((with_environment(snapshot(README_CASE), settings),))
     assert statuses(seen, "interfaces.choice.wrong") == {"pass"}
     assert statuses(seen, "topology.gdr.path") == {"pass"}
     assert statuses(seen, "topology.gpu_nic.far") == {"warn"}, "GPU1 is the ring's way in and out now"
@@ -77,7 +77,9 @@ def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
     down = replace(first, name="mlx5_99", ports=each(first.ports, state="DOWN"))
     others = [replace(first, name=f"mlx5_{n}", bus_id=None) for n in range(ports - 1)]
     another = replace(rdma.devices[4], name="mlx5_88")  # of another model, so that some port is ACTIVE
-    (check,) = of_code(look((changed(snapshot(), RdmaFacts, devices=(down, *others, another)),)), "rdma.port.down")
+    (check,) = of_code(
+        build_view((changed(snapshot(), RdmaFacts, devices=(down, *others, another)),)), "rdma.port.down"
+    )
     assert check.status == wanted
 
 

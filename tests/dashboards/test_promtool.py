@@ -17,7 +17,7 @@ from test_real_prometheus import run as run_of
 
 from agent import metrics
 from agent.checks.measured import with_bench
-from agent.checks.view import View, look
+from agent.checks.view import View, build_view
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -66,7 +66,7 @@ def test_no_alert_fires_on_healthy_nodes_and_some_on_a_sick_one(programs: dict[s
 @each_row("name", NAMES)
 def test_promtool_accepts_the_metrics(name: str, programs: dict[str, str]) -> None:
     """`promtool check metrics` reads the exposition and has no word against it."""
-    view = with_bench(look((snapshot(name),), runs=(run_of(name),)), bench(name))
+    view = with_bench(build_view((snapshot(name),), runs=(run_of(name),)), bench(name))
     body, _ = metrics.exposition(view, "")
     assert b"topoflight_bench_busbw" in body and b"topoflight_run_step_seconds" in body
     done = subprocess.run([programs["promtool"], "check", "metrics"], input=body, capture_output=True)

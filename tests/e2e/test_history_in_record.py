@@ -17,11 +17,11 @@ from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.checks import history
-from agent.checks.history import Event, History, Kept, since_words
-from agent.checks.view import View, look
+from agent.checks.history import Event, History, HistoryState, since_words
+from agent.checks.view import View, build_view
 from agent.cluster.client import ApiError, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, from_resource
-from agent.cluster.publish import MOST_CHANGES, LeftBehind, kept_in, records_of, to_resource
+from agent.cluster.publish import MOST_CHANGES, LeftBehind, history_of_record, records_of, to_resource
 from agent.http import serve
 from agent.http.state import State
 from agent.metrics import agent_values
@@ -180,11 +180,11 @@ def test_who_may_not_read_begins_anew_and_who_could_not_asks_again(api: ApiServe
     api.faults.append((status, {}))
     assert not left.kept(), "nothing is written before it was asked"
     found = left()
-    assert found == (None if status == 500 else Kept())
+    assert found == (None if status == 500 else HistoryState())
     if status == 500:
         with pytest.raises(ApiError):
             left.kept()
-        assert left() == Kept()
+        assert left() == HistoryState()
     assert not left.kept(), "nor while the newest view is without it"
     handed_out[0] = "the view of that scan"
     assert left.kept()
@@ -197,12 +197,12 @@ def test_a_start_reads_the_record_once_though_there_is_none(api: ApiServer, agen
 
 def test_a_code_that_this_release_does_not_know_is_not_held(tray: Snapshot) -> None:
     """A record of another release may name a finding that no check of this one can clear."""
-    (made,) = records_of(look((sick(tray),)), name="n1")
+    (made,) = records_of(build_view((sick(tray),)), name="n1")
     gone = {"code": "gpu.nothing.knows", "severity": "fail", "subject": "GPU0", "message": "m", "remedy": ""}
     about, status = to_resource(replace(made, findings=(*made.findings, gone)))
     history = History()
-    history.elsewhere = lambda: kept_in(from_resource(json.loads(json.dumps({**about, **status}))))
-    since = {code for code, _ in history.seen(look((sick(tray),))).since}
+    history.elsewhere = lambda: history_of_record(from_resource(json.loads(json.dumps({**about, **status}))))
+    since = {code for code, _ in history.seen(build_view((sick(tray),))).since}
     assert CODE in since and "gpu.nothing.knows" not in since
 
 
@@ -210,7 +210,7 @@ def test_the_record_holds_the_newest_and_says_so_by_its_schema(tray: Snapshot) -
     """As many as the definition admits, and no more bytes than fit beside every finding."""
     events = tuple(Event(at_seconds=START + i, kind="raised", text="t" * 300, code="c" * 128, subject="s" * 128)
                    for i in range(100))  # fmt: skip
-    (made,) = records_of(replace(look((tray,)), events=events), name="n1")
+    (made,) = records_of(replace(build_view((tray,)), events=events), name="n1")
     assert [one["at"] for one in made.changes] == [_time(START + i) for i in range(100)][-MOST_CHANGES:]
     assert len(json.dumps(made.changes)) < 24 << 10
     assert len(json.dumps(to_resource(made)[1])) < 64 << 10

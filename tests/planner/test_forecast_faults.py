@@ -14,7 +14,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
 from agent.advice.request import Request
-from agent.checks.view import look
+from agent.checks.view import build_view
 from contracts.finding import Finding, Status
 from planner.advice import Recommendation
 from planner.forecast.faults import ENDS, RULES, THROUGH_HOST_SHARE
@@ -136,7 +136,7 @@ def test_what_was_measured_stands_above_a_rule() -> None:
         busbw_bytes_per_second=47e9, verified=True,
     )  # fmt: skip
     links = links_of(pair, (measured,))
-    found = {"a": counted(advise.findings_of(look((snapshot,)).checks), {})[snapshot.hostname]}
+    found = {"a": counted(advise.findings_of(build_view((snapshot,)).checks), {})[snapshot.hostname]}
     now = as_is(links, found, (snapshot,))
     assert now.links.network == links.network and now.words == []
     slow = as_is(links_of(pair), found, (snapshot,)).links.network

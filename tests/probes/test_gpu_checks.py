@@ -13,7 +13,7 @@ from rigs.recorded import with_facts
 from rigs.tables import each_row, rows_of
 from scanned import scan
 
-from agent.checks.view import for_next_job, look
+from agent.checks.view import build_view, for_next_job
 from agent.metrics import _link_values as link_values
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
@@ -208,7 +208,7 @@ def test_full_memory_fails_the_next_job_whoever_holds_it(share: float, busy: flo
     held = {"memory_used_bytes": int(share * (facts.gpus[2].memory_bytes or 0)), "utilization_ratio": busy}
     gpus = (*facts.gpus[:2], gpu_with(facts.gpus[2], held), *facts.gpus[3:])
     now = with_facts(snapshot, gpu=dataclasses.replace(facts, gpus=gpus))
-    checks = look((now,)).checks
+    checks = build_view((now,)).checks
     found = [{c.status for c in each if c.code == "gpu.memory.held" and c.subject == "GPU2"}
              for each in (checks, for_next_job(checks, (now,)))]  # fmt: skip
     assert found == [{scanned}, {gate}]
@@ -224,7 +224,7 @@ def test_a_gpu_or_a_driver_that_does_not_answer_has_no_links_and_no_sample_of_th
         ("one is lost", dataclasses.replace(facts, gpus=(*facts.gpus[:5], lost, *facts.gpus[6:])), 21, "GPU5"),
         ("no driver", dataclasses.replace(facts, driver_error="LIB_RM_VERSION_MISMATCH", **none), 0, ""),
     ):
-        (node,) = look((with_facts(whole, gpu=other),)).topologies
+        (node,) = build_view((with_facts(whole, gpu=other),)).topologies
         gpus = {gpu.name for gpu in node.gpus}
         unknown = [pair for pair in node.pairs if {pair.a, pair.b} <= gpus and pair.label == "N/A"]
         assert len(unknown) == 28 - known and all(name in (pair.a, pair.b) or not name for pair in unknown), what

@@ -11,7 +11,7 @@ from typing import Any
 
 from rigs.recorded import H100, view
 
-from agent.checks.view import look
+from agent.checks.view import build_view
 from agent.cluster.nodes import Fleet, NodeRecord, from_resource
 from agent.cluster.publish import FirstSeen, records_of, to_resource
 from probes.api import Snapshot
@@ -25,7 +25,7 @@ FAULT_SECONDS = 5400.0  # how long ago a fault came
 
 def record_of(found: str | Snapshot = H100, name: str | None = None, **changed: Any) -> NodeRecord:
     """What the agent of a machine, recorded or made from one, has published just now."""
-    (made,) = records_of(view(found) if isinstance(found, str) else look((found,)), name=name)
+    (made,) = records_of(view(found) if isinstance(found, str) else build_view((found,)), name=name)
     return replace(made, **{"scanned_at_seconds": time.time(), **changed})
 
 

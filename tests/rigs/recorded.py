@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agent.checks.view import View, look
+from agent.checks.view import View, build_view
 from contracts.finding import Finding
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
@@ -37,7 +37,7 @@ def snapshot(name: str = H100) -> Snapshot:
 @cache
 def view(name: str = H100) -> View:
     """What the checks say of it."""
-    return look((snapshot(name),))
+    return build_view((snapshot(name),))
 
 
 def facts(kind: type[Facts], found: Snapshot | str = H100) -> Facts:
@@ -84,7 +84,7 @@ def of_code(seen: View, code: str) -> list[Finding]:
 
 def statuses(seen: View | Snapshot, code: str) -> set[str]:
     """What the checks of one code came to, on a view or on a host that is looked at now."""
-    return {check.status for check in of_code(look((seen,)) if isinstance(seen, Snapshot) else seen, code)}
+    return {check.status for check in of_code(build_view((seen,)) if isinstance(seen, Snapshot) else seen, code)}
 
 
 def raised(seen: View) -> set[str]:
