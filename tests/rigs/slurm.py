@@ -108,6 +108,7 @@ CONFIG = """\
 ClusterName=rig
 SlurmctldHost=localhost
 SlurmctldPort={port}
+FirstJobId={port}
 SlurmUser=root
 AuthInfo=socket={folder}/munge/s,cred_expire=5
 StateSaveLocation={folder}/state
