@@ -52,23 +52,17 @@ def search(tmp_path, rate, prepare, disturb, absent):
     return json.loads(out), processes[0].returncode, said
 
 
-def to_ranks(number, host):
-    """Send a signal to the ranks of a host; a stopped one ends with its host."""
-    for pid in pids("search.rank", f'"host": "host-{host}"'):
-        os.kill(pid, number)
-
-
-def pids(module, word):
-    """Processes of a module of the search with this word in their arguments."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def to_processes(number, rig, host, module="search.rank"):
+    """Send a signal to the processes of a module of the search in the network of this host."""
+    network = os.stat(f"/proc/{rig.pids[host]}/ns/net").st_ino  # noqa: PTH116
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            text = path.read_bytes().decode(errors="replace")
+            here = os.stat(path / "ns/net").st_ino == network  # noqa: PTH116
+            words = path.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if f"collectives.{module}" in text and word in text and "client of" not in text:
-            found.append(int(path.parent.name))
-    return found
+        if here and f"collectives.{module}" in words:
+            os.kill(int(path.name), number)
 
 
 def shape_link(rig, slow_host, source, target):
@@ -97,8 +91,8 @@ ROWS = {
         [(4, 5)],
         (3,),
     ),
-    "stopped": (RATE, None, lambda _: to_ranks(signal.SIGSTOP, 3), (), {"host-3": "lost"}, [], (3,)),
-    "killed": (RATE, None, lambda _: to_ranks(signal.SIGKILL, 3), (), {"host-3": "lost"}, [], (3,)),
+    "stopped": (RATE, None, lambda rig: to_processes(signal.SIGSTOP, rig, 3), (), {"host-3": "lost"}, [], (3,)),
+    "killed": (RATE, None, lambda rig: to_processes(signal.SIGKILL, rig, 3), (), {"host-3": "lost"}, [], (3,)),
     "cut off": (RATE, None, lambda rig: rig.cut(3, "eth0"), (), {"host-3": "lost"}, [], (3,)),
     "never starts": (RATE, None, None, (3,), {"node 3": "lost"}, [], (3,)),
 }
@@ -130,9 +124,8 @@ def check(name, tmp_path):
 
 
 def test_another_coordinator_goes_on_where_one_was_killed(tmp_path):
-    def kill(_rig):
-        (pid, *_) = pids("search.coordinator", str(tmp_path))
-        os.kill(pid, signal.SIGKILL)
+    def kill(rig):
+        to_processes(signal.SIGKILL, rig, 0, "search.coordinator")
 
     result, code, said = search(tmp_path, RATE, lambda rig: rig.shape(2, "eth0", SLOW), kill, ())
     assert "another one goes on with its journal" in said
