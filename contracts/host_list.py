@@ -32,6 +32,11 @@ def compress_host_list(names: Iterable[str], separator: str = ",") -> str:
     )
 
 
+def list_names(names: Sequence[str], plain: int = 8) -> str:
+    """Join all names for people: up to `plain` of them as they are, more as Slurm writes hosts, "gpu-[01-03,07]"."""
+    return ", ".join(names) if len(names) <= plain else compress_host_list(names, ", ")
+
+
 def _ranges(numbers: Sequence[str]) -> str:
     """ "[01-03,07]"; a run is of numbers as wide as each other, so that it can be written out again."""
     runs: list[list[str]] = []

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from contracts.host_list import compress_host_list
 from hardware.units import bits as bits
 from hardware.units import rate as rate
 
@@ -92,11 +91,6 @@ def some(names: Sequence[str], word: str = "", most: int = 8) -> str:
     """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{word}{', '.join(names[:most])}{more}" if names else ""
-
-
-def hostlist(names: Sequence[str], plain: int = 8) -> str:
-    """Names in a row, all of them; more than `plain` as Slurm writes hosts: "gpu-[01-03,07]"."""
-    return ", ".join(names) if len(names) <= plain else compress_host_list(names, ", ")
 
 
 def ago(value: float) -> str:

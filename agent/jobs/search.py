@@ -16,6 +16,7 @@ from collectives.bench.run import visible_backend
 from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
+from contracts.host_list import compress_host_list, list_names
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 
@@ -137,7 +138,7 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     """The bad nodes, in the first line; then what the search did, and what to tell the scheduler."""
     hosts, bad, links = result["hosts"], bad_nodes(result), result["links"]
     open_count = sum(verdict["state"] == "not judged" for verdict in result["verdicts"])
-    first = f"Bad nodes: {units.hostlist(bad)}" if bad else "No bad node was found"
+    first = f"Bad nodes: {list_names(bad)}" if bad else "No bad node was found"
     first += f"; {units.count(len(links), 'bad link')}" if links else ""
     loss, pairs = result["visible_loss"], len(hosts) * (len(hosts) - 1) // 2
     sight = "unknown" if loss is None else f"{loss:.1%}"
@@ -150,6 +151,6 @@ def summary(result: Mapping[str, Any]) -> list[str]:
         "nodes exchanged data; a fault between two others is not seen.",
     ]
     if bad:
-        slurm = units.hostlist(bad, plain=1).replace(" ", "")
+        slurm = compress_host_list(bad)
         lines += [f"Slurm: --exclude={slurm}", f"Kubernetes: kubectl cordon {' '.join(bad)}"]
     return lines

@@ -30,6 +30,7 @@ from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
+from contracts.host_list import list_names
 from planner.advice import RankedLayout, Recommendation
 from planner.nccl_env.environment import render_k8s, render_shell
 from probes.api import Absent, Failed, Ok, Snapshot
@@ -100,7 +101,7 @@ def make_environment() -> Environment:
         lstrip_blocks=True,
     )
     plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
-             units.tally, units.ago, units.hostlist, units.clock, when, explained, headline, inline, sentence,
+             units.tally, units.ago, list_names, units.clock, when, explained, headline, inline, sentence,
              lines)  # fmt: skip
     made.filters.update({function.__name__: function for function in plain})
     made.filters.update(

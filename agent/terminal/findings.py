@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import SHOWN, indented, mark
+from contracts.host_list import list_names
 
 if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
     from agent.checks.groups import Group
@@ -93,7 +94,7 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
         for node, subjects in by_node.items():
             shared.setdefault(tuple(filter(None, subjects)), []).append(node)
         for what, nodes in shared.items():
-            where = (units.hostlist(nodes) if named else "", "" if one and not named else units.hostlist(what))
+            where = (list_names(nodes) if named else "", "" if one and not named else list_names(what))
             indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
     if len(group.checks) > SHOWN and not group.alike:
         indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")

@@ -17,6 +17,7 @@ from agent.checks.view import View
 from agent.terminal.findings import finding, findings
 from agent.terminal.topology import links
 from contracts.finding import Finding
+from contracts.host_list import list_names
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -182,7 +183,7 @@ def sound_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence
             kinds.setdefault(words, []).append(name)
     for words, names in sorted(kinds.items(), key=lambda item: -len(item[1])):
         word = "pass" if "absent: " not in words.partition(";")[0] else "unknown"
-        text = f"{units.count(len(names), 'node')}, {words}: {units.hostlist(names)}"
+        text = f"{units.count(len(names), 'node')}, {words}: {list_names(names)}"
         point(out, mark(word), escape(text))
 
 

@@ -22,7 +22,6 @@ from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
-from agent.base.units import hostlist
 from agent.checks.groups import grouped
 from agent.cli import networks
 from agent.cli.main import VERBS
@@ -32,6 +31,7 @@ from agent.terminal import findings as findings_view
 from agent.terminal import hosts, topology
 from agent.terminal.measured import bench
 from contracts.finding import Finding, Status
+from contracts.host_list import list_names
 from topology.formats.text import parse
 
 
@@ -399,10 +399,10 @@ def test_a_name_shows_all_of_one_node_device_or_code(tmp_path: Path) -> None:
 
 
 def test_hosts_as_slurm_writes_them() -> None:
-    assert hostlist(["b", "a"]) == "b, a"
-    assert hostlist([f"n{i:02d}" for i in range(1, 12)]) == "n[01-11]"
-    assert hostlist(["n9", "n10", "n12"], plain=0) == "n[9,10,12]"
-    assert hostlist(["login", "n1-ib", "n2-ib"], plain=0) == "login, n[1-2]-ib"
+    assert list_names(["b", "a"]) == "b, a"
+    assert list_names([f"n{i:02d}" for i in range(1, 12)]) == "n[01-11]"
+    assert list_names(["n9", "n10", "n12"], plain=0) == "n[9,10,12]"
+    assert list_names(["login", "n1-ib", "n2-ib"], plain=0) == "login, n[1-2]-ib"
 
 
 def test_the_demo_names_its_faults_and_says_that_it_is_built() -> None:
