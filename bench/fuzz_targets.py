@@ -57,7 +57,7 @@ from planner.forecast.calibration import CalibrationError, dump_calibration, loa
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
 from planner.lint.sources import KINDS, EnvironmentTextError, read_text
-from planner.slurm.wrap import ScriptError, wrap_script
+from planner.slurm import ScriptError, wrap_script
 from probes.host.recording import RecordedHost, load
 from probes.interfaces.read import annotation, parse_network_status
 from probes.pci.read import parse_config

@@ -1,7 +1,7 @@
 """Slurm's topology.conf and gres.conf: written from probed facts, and compared with them.
 
 Specification: topology.conf(5) (tree: SwitchName, Nodes, Switches; block: BlockName, Nodes, BlockSizes, of Slurm 23.11)
-and gres.conf(5) (NodeName, Name, Count, File, AutoDetect). Which switch a port is wired to is what LLDP told.
+and gres.conf(5) (NodeName, Name, Count, File, AutoDetect). LLDP tells which switch a port is wired to.
 """
 
 from __future__ import annotations
@@ -97,12 +97,14 @@ def _switch(name: str) -> str:
 
 def _lines(text: str, file: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Each line's place ("topology.conf, line 3") and its members by lower-case name. Raises SlurmConfError."""
-    for number, line in enumerate(text.replace("\\\n", "").splitlines(), 1):
-        words = line.partition("#")[0].split()
+    number = 1
+    for line in text.replace("\\\n", "\0").split("\n"):
+        place, words = f"{file}, line {number}", line.replace("\0", "").partition("#")[0].split()
+        number += 1 + line.count("\0")  # of lines that a backslash continues
         if any("=" not in word for word in words):
-            raise SlurmConfError(f"{file}, line {number}: {line.strip()[:80]!r} must consist of NAME=VALUE")
+            raise SlurmConfError(f"{place}: {line.strip()[:80]!r} must consist of NAME=VALUE")
         if words:
-            yield f"{file}, line {number}", {key.lower(): value for key, _, value in (w.partition("=") for w in words)}
+            yield place, {key.lower(): value for key, _, value in (word.partition("=") for word in words)}
 
 
 def _hosts(place: str, text: str) -> tuple[str, ...]:
@@ -143,11 +145,11 @@ def compare_gres(text: str, placements: Sequence[Placement]) -> list[str]:
         if row.get("name", "").lower() != "gpu" or not ("file" in row or "count" in row):
             continue
         files = re.sub(r"^/dev/", "", row.get("file", "")).replace("/", "_")
-        given = row.get("count", "") or str(len(_hosts(place, files)))
-        if not re.fullmatch(r"\d{1,6}", given):
-            raise SlurmConfError(f"{place}: Count={given[:20]}: must be a number")
+        count = row.get("count", "") or str(len(_hosts(place, files)))
+        if not re.fullmatch(r"\d{1,6}", count):
+            raise SlurmConfError(f"{place}: Count={count[:20]}: must be a number")
         for node in _hosts(place, row["nodename"]) if "nodename" in row else [one.node for one in placements]:
-            counts[node] = counts.get(node, 0) + int(given)
+            counts[node] = counts.get(node, 0) + int(count)
             places[node] = place
     return [
         f"{places[one.node]}: {counts[one.node]} GPUs on {one.node}, and {one.gpus} were found"

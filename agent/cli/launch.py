@@ -155,7 +155,7 @@ def _launch_on_slurm(
 ) -> None:
     """Print the batch script, or in brief what it starts; submit it where `form` is None."""
     from agent.jobs import slurm
-    from planner.slurm.job import batch_script
+    from planner.slurm import batch_script
 
     job = slurm.job_of(advice, found, folder, options)
     if form == "brief":

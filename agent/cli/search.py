@@ -25,7 +25,7 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
     some node was not judged. The other nodes end with 0.
     """
     from agent.base.hosts import snapshots
-    from agent.jobs.search import findings_of, spec_of, summary
+    from agent.jobs.search import findings_of, slurm_hosts, spec_of, summary
     from agent.terminal.findings import findings
     from collectives.search import run
     from probes.registry import ALL
@@ -60,7 +60,7 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
         findings(console(), found, everything=verbose)
         print_text("\n".join(rest))
     else:
-        print_text(render(document, form), nl=False)
+        print_text(slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
     if save is not None:
         write_result(save, render(document, "json"), named=f"--save {save}")
     if any(one.status in ("fail", "warn") for one in found):

@@ -73,8 +73,8 @@ def why(
 
 
 def _of_job(job: str, run: Path | None, logs: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run's folder and the logs of a Slurm job, beside those that were given."""
-    from agent.jobs.slurm_commands import job_files
+    """The run's folder and the logs of a Slurm job, added to those of the command line."""
+    from agent.jobs.slurm import job_files
 
     if not re.fullmatch(r"\d{1,9}(_\d{1,9})?", job):
         raise click.UsageError(f"--job {job[:40]!r}: must be the id of a Slurm job, such as 1234 or 1234_5")

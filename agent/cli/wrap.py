@@ -44,9 +44,9 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     Prints a diff; -o or --apply writes the file. Also adds a place for the NCCL log, and to a manifest devices,
     networks, and the forecast if the arguments of the command give the layout. Existing settings stay.
     """
+    from agent.jobs.slurm import wrapped_script
     from agent.jobs.wrapped import wrapped
-    from agent.jobs.wrapped_script import wrapped_script
-    from planner.slurm.wrap import is_batch_script
+    from planner.slurm import is_batch_script
     from probes.registry import ALL
 
     if in_place and source == "-":

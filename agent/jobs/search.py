@@ -16,7 +16,7 @@ from collectives.bench.run import visible_backend
 from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
-from contracts.host_list import compress_host_list, list_names
+from contracts.host_list import compress_host_list, list_names, slurm_name
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 
@@ -134,6 +134,12 @@ def bad_nodes(result: Mapping[str, Any]) -> list[str]:
     return [result["hosts"][verdict["node"]] for verdict in result["verdicts"] if verdict["state"] == "bad"]
 
 
+def slurm_hosts(result: Mapping[str, Any]) -> str:
+    """The bad nodes as a host list of Slurm, for --exclude."""
+    names = [slurm_name(host) for host in bad_nodes(result)]
+    return f"{compress_host_list(names)}\n" if names else ""
+
+
 def summary(result: Mapping[str, Any]) -> list[str]:
     """The bad nodes, in the first line; then what the search did, and what to tell the scheduler."""
     hosts, bad, links = result["hosts"], bad_nodes(result), result["links"]
@@ -151,6 +157,5 @@ def summary(result: Mapping[str, Any]) -> list[str]:
         "nodes exchanged data; a fault between two others is not seen.",
     ]
     if bad:
-        slurm = compress_host_list(bad)
-        lines += [f"Slurm: --exclude={slurm}", f"Kubernetes: kubectl cordon {' '.join(bad)}"]
+        lines += [f"Slurm: --exclude={slurm_hosts(result).strip()}", f"Kubernetes: kubectl cordon {' '.join(bad)}"]
     return lines

@@ -1,28 +1,65 @@
-"""A fine-tune job for Slurm: what the command line asks for, as the planner's batch script, and its submission."""
+"""Jobs of Slurm: a fine-tune that is submitted, a user's own script that gets what it lacks, and the files of a job.
+
+Surface: sbatch(1), scontrol(1) `show job`, sacct(1) of Slurm 22.05.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agent.advice.advise import advise
 from agent.advice.job_settings import job_plan, to_save
+from agent.advice.request import Request
 from agent.base.inputs import InputError
 from agent.base.output import write_atomic
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
-from agent.jobs.slurm_commands import slurm
 from contracts import bounded
 from contracts.host_list import expand_host_list
 from contracts.job_plan import dumps
 from planner.advice import Recommendation
 from planner.forecast.memory import save_seconds
 from planner.kubernetes.job import storage_rate
-from planner.slurm.job import SAVE_SECONDS, SlurmJob, SlurmJobError, batch_script
+from planner.slurm import (
+    SAVE_SECONDS,
+    ScriptError,
+    SlurmJob,
+    SlurmJobError,
+    batch_script,
+    check_options,
+    nodes_of,
+    wrap_script,
+)
 from probes.api import Snapshot
 
+ANSWER_SECONDS = 30.0  # Slurm's clients ask an absent controller again for minutes
+SYNTAX_SECONDS = 10.0  # bash reads a script of 1 MiB in a fraction of a second
 _LIST_BYTES = 1 << 20  # of a file with hosts
+
+
+class SlurmError(RuntimeError):
+    """What a Slurm command refused, or that it did not answer."""
+
+
+def slurm(*words: str) -> str:
+    """Run one command of Slurm and return its output. Raises SlurmError."""
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=ANSWER_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        raise SlurmError(f"{words[0]}: not found on this host; run this on a login node of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{words[0]}: the Slurm controller did not answer within {ANSWER_SECONDS:.0f} s; "
+                         "`scontrol ping` shows its state") from None  # fmt: skip
+    if done.returncode:
+        raise SlurmError(f"{words[0]}: {(done.stderr or done.stdout).strip()[-500:]}")
+    return done.stdout
 
 
 def job_of(advice: Recommendation, found: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]) -> SlurmJob:
@@ -63,3 +100,70 @@ def submit(job: SlurmJob) -> str:
     job.output.mkdir(parents=True, exist_ok=True)
     path = write_atomic(job.output / "job.sbatch", batch_script(job))
     return slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+
+
+def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The script with what it lacks, and notes. Raises InputError that names the line."""
+    if options["resources"] or options["preflight_image"]:
+        raise InputError("--resource and --preflight-image are for manifests; a batch script asks with #SBATCH")
+    try:
+        check_options(text)
+        _check_syntax(text)
+        nodes = nodes_of(text)
+        request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes)
+        advice = advise(request, lambda: found)
+        made, notes = wrap_script(text, advice.settings, python=sys.executable, has_log=advice.backend == "nccl")
+    except ScriptError as error:
+        raise InputError(str(error)) from None
+    if nodes is None:
+        notes.append("unknown how many nodes the job has: no #SBATCH --nodes says; the environment is for one node")
+    return made, notes
+
+
+def _check_syntax(text: str) -> None:
+    """ScriptError for a script that bash cannot read; bash only parses it. Without bash the syntax is not checked."""
+    try:
+        done = subprocess.run(
+            ["bash", "-n"], input=text, capture_output=True, text=True, errors="replace", timeout=SYNTAX_SECONDS,
+            check=False, env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"},
+        )  # fmt: skip
+    except FileNotFoundError:
+        return
+    except subprocess.TimeoutExpired:
+        raise ScriptError(f"line 1: bash did not read the script within {SYNTAX_SECONDS:.0f} s") from None
+    if found := re.search(r"line (\d+): (.*)", done.stderr):
+        raise ScriptError(f"line {found[1]}: {found[2]}")
+
+
+def job_files(job_id: str) -> tuple[Path | None, tuple[Path, ...]]:
+    """The run's folder of a job, None where it has none, and its logs. Raises SlurmError where nothing is found.
+
+    `launch` writes the log into the run's folder; a script that `wrap` has changed has NCCL's logs in topoflight-ID
+    below the folder that the job was submitted from. The controller forgets a job some minutes after its end; the
+    accounting still knows it then.
+    """
+    try:
+        rows = (line.strip().partition("=") for line in slurm("scontrol", "show", "job", job_id).splitlines())
+        fields = {name: value for name, _, value in rows}
+    except SlurmError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        fields = _accounted(job_id)
+    work = Path(fields.get("WorkDir") or ".")
+    own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array's task
+    names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
+    log = next((path for name in names if (path := work / name).is_file()), Path())
+    logs = (*((log,) if log.name else ()), *sorted((work / f"topoflight-{own_id}").glob("*.log")))
+    run = next((path for path in (log.parent, work) if log.name and (path / "ranks").is_dir()), None)
+    if not logs:
+        raise SlurmError(f"job {job_id}: no file of it was found in {work.absolute()}; give its logs, or --run FOLDER")
+    return run, logs
+
+
+def _accounted(job_id: str) -> dict[str, str]:
+    """JobId and WorkDir of a job by Slurm's accounting; empty if the accounting does not know the job."""
+    try:
+        row = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobIDRaw,WorkDir").partition("\n")[0]
+    except SlurmError:
+        return {}
+    return dict(zip(("JobId", "WorkDir"), row.split("|", 1), strict=False))

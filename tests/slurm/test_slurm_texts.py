@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,10 @@ from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row
 
+from agent.jobs.search import slurm_hosts
+from agent.jobs.slurm import job_files
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
+from planner.slurm import wrap_script
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.slurm_conf import (
@@ -152,6 +156,36 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
         assert path.read_bytes() == script.encode()
 
 
+SPLIT = "#!/bin/bash\nif true; then\n  echo one\nfi; srun train\n"
+SHOWN = (
+    "JobId=1239 ArrayJobId=1234 ArrayTaskId=5 JobName=a\n   WorkDir={folder}\n   StdOut={folder}/a.out\n"  # scontrol
+)
+
+
+def test_a_statement_is_not_split_and_the_logs_of_an_array_s_task_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines go before the whole `if`; NCCL's logs are in the folder of the task's own id."""
+    made, _ = wrap_script(SPLIT, (), python="python", has_log=True)
+    assert made.startswith("#!/bin/bash\n# Added by") and made.endswith(SPLIT.partition("\n")[2])
+    scontrol, logs = tmp_path / "scontrol", (tmp_path / "a.out", tmp_path / "topoflight-1239" / "node01-7.log")
+    scontrol.write_text(f"#!/bin/sh\ncat <<'END'\n{SHOWN.format(folder=tmp_path)}END\n")
+    scontrol.chmod(0o755)
+    logs[1].parent.mkdir()
+    for log in logs:
+        log.write_text("x\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert job_files("1234_5") == (None, logs)
+
+
+def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
+    result = {"hosts": [f"gpu-{number:02d}.example.com" for number in range(4)], "verdicts": [
+        {"node": 1, "state": "bad"}, {"node": 2, "state": "bad"}, {"node": 3, "state": "good"},
+    ]}  # fmt: skip
+    assert slurm_hosts(result) == "gpu-[01-02]\n"
+    assert slurm_hosts({**result, "verdicts": result["verdicts"][2:]}) == ""
+
+
 def rack(first: int, last: int, *leaves: str, clique: str = "", gpus: int = 8) -> list[Placement]:
     """Nodes that are wired alike."""
     numbers = range(first, last + 1)
@@ -188,6 +222,8 @@ def test_topology_conf_is_written_and_compared() -> None:
             assert all(word in found for word in words) and bool(found) == bool(words), (text, found)
     with pytest.raises(SlurmConfError, match=r"topology.conf, line 2: 'Nodes n1' must consist"):
         compare_topology("# x\nNodes n1", RAILS)
+    with pytest.raises(SlurmConfError, match=r"topology.conf, line 4: 'Nodes n1' must consist"):
+        compare_topology("SwitchName=a \\\n Level=0 \\\n Nodes=n01\nNodes n1", RAILS)
     with pytest.raises(SlurmConfError, match=r"topology.conf, line 1: 'n\[' is no host name"):
         compare_topology("SwitchName=a Nodes=n[", RAILS)
 

@@ -438,4 +438,5 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     assert (kept["state"], kept["ranks"]) == ("failed", [2])
     assert kept["line"].split(": ")[0] in topoflight("why", tmp_path).output, "a run's folder among the logs"
     assert kept["line"] in ended.output
+    assert topoflight("why", "--run", tmp_path, "-o", "slurm").stdout == "trainer-2\n"
     assert run_record.read(tmp_path / "run.json").notes == [f"why: {kept['line']}"]

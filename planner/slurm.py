@@ -1,18 +1,86 @@
-"""A user's own batch script with the gate, the recommended environment and a place for NCCL's log added.
+"""Batch scripts of Slurm: one that is written for a fine-tune job, and a user's own that gets what it lacks.
 
-Lines are added in one place, before the first statement that starts ranks; no other line changes. Specification:
-sbatch(1) of Slurm 22.05: the script begins with #!, and options end at the first command.
+Specification: sbatch(1), srun(1), scontrol(1) of Slurm 22.05 (a script begins with #!, and its options end at the first
+command); torchrun's TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from contracts.host_list import compress_host_list
+from contracts.run_record import RESUMABLE
 from planner.advice import render
 from planner.lint.expansion import limit_parsing, parse_lines, walk
 from planner.nccl_env.texts import Setting
+
+SIGNAL_SECONDS = 120  # before the time limit, at least
+END_SECONDS = 20  # from the checkpoint to the end of the script
+SAVE_SECONDS = SIGNAL_SECONDS - END_SECONDS  # for the checkpoint, at least
+_KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")
+_TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,5}-\d{1,2}(:\d{2}){0,2}|UNLIMITED")  # sbatch(1), --time
+_OPTION_OF_TEMPLATE = frozenset({
+    "nodes", "ntasks-per-node", "gres", "exclude", "time", "signal", "requeue", "open-mode", "output", "job-name",
+})  # fmt: skip
+
+
+class SlurmJobError(ValueError):
+    """A job that cannot be written as a batch script; names the option, its value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """What a batch script starts, and what it asks Slurm for."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    plan: str  # plan.json as text
+    output: Path  # absolute, on a file system that all nodes share
+    python: str  # interpreter on the nodes that has this package
+    gpus_per_node: int = 0
+    settings: tuple[Setting, ...] = ()
+    exclude: tuple[str, ...] = ()  # nodes that the job must not use
+    time_limit: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)  # more options of sbatch
+    gate: bool = True
+    require: tuple[str, ...] = ()  # checks of the gate that must be known
+    measure: bool = False
+    ipc_lock: bool = False  # ranks lock memory for RDMA
+    restarts: int = 3
+    save_seconds: int = SAVE_SECONDS  # that ranks have for a checkpoint after SIGTERM
+
+    def __post_init__(self) -> None:
+        if self.time_limit is not None and not _TIME.fullmatch(self.time_limit):
+            raise SlurmJobError(f"--time-limit {self.time_limit!r}: must be MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
+        for key, value in self.options.items():
+            if not _KEY.fullmatch(key) or key in _OPTION_OF_TEMPLATE:
+                own = "the script sets this option itself" if key in _OPTION_OF_TEMPLATE else "no option of sbatch"
+                raise SlurmJobError(f"--sbatch {key}: {own}")
+            _check_word(f"--sbatch {key}", value)
+        _check_word("--output", str(self.output))
+        _check_word("--name", self.name)
+
+
+def _check_word(what: str, value: str) -> None:
+    """SlurmJobError for a value that would end or split a line of #SBATCH."""
+    if re.search(r"[\s\"'#\\]|[^\x20-\x7e]", value):
+        raise SlurmJobError(f"{what} {value[:80]!r}: must have no blanks, quotes, # or letters beyond ASCII")
+
+
+def batch_script(job: SlurmJob) -> str:
+    """The whole script; sbatch takes it as a file or from standard input."""
+    return render(
+        "job.sbatch", job=job, exclude=compress_host_list(job.exclude), resumable=RESUMABLE,
+        signal_seconds=max(SIGNAL_SECONDS, job.save_seconds + END_SECONDS),
+    )  # fmt: skip
+
+
+# A script of a user: lines are added in one place, before the first statement that starts ranks; no other line changes.
 
 MARK = "# Added by topoflight wrap"
 _STARTS_RANKS = re.compile(
@@ -94,6 +162,9 @@ def wrap_script(text: str, settings: Sequence[Setting], *, python: str, has_log:
     )  # fmt: skip
     lines = text.split("\n")
     row = starts[0].start_point.row
+    for node in reversed(root.children):  # a statement that ends in this line, as in `fi; srun`, is not split
+        if node.start_point.row < row <= node.end_point.row:
+            row = node.start_point.row
     return "\n".join([*lines[:row], *block.rstrip("\n").split("\n"), *lines[row:]]), notes
 
 

@@ -1,1 +1,0 @@
-"""Slurm: batch scripts that are written, and those that are wrapped."""
