@@ -23,13 +23,11 @@ class HostListError(ValueError):
 
 def compress_host_list(names: Iterable[str], separator: str = ",") -> str:
     """Join names in the form that Slurm reads, in the order of their numbers; each name is written once."""
-    numbers: dict[tuple[str, str], list[str]] = {}
+    numbers: dict[tuple[str, str, bool], list[str]] = {}
     for name in sorted(set(names)):
         before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-        numbers.setdefault((before, after) if number else (name, ""), []).append(number)
-    return separator.join(
-        f"{before}{_ranges(found)}{after}" if found != [""] else before for (before, after), found in numbers.items()
-    )
+        numbers.setdefault((before, after, bool(number)), []).append(number)
+    return separator.join(f"{before}{_ranges(found)}{after}" for (before, after, _), found in numbers.items())
 
 
 def list_names(names: Sequence[str], plain: int = 8) -> str:

@@ -154,10 +154,10 @@ def wrap_script(text: str, settings: Sequence[Setting], *, python: str, has_log:
             f"line {text.count(chr(10)) or 1}: no command of the script starts ranks (srun, torchrun, ...)"
         )
     code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#") or "#SBATCH" in line)
-    kept = [setting for setting in settings if re.search(rf"\b{setting.name}\b", code)]
-    notes += [f"{setting.name} stays as the script sets it; recommended: {setting.value}" for setting in kept]
+    present = [setting for setting in settings if re.search(rf"\b{setting.name}\b", code)]
+    notes += [f"{setting.name} stays as the script sets it; recommended: {setting.value}" for setting in present]
     block = render(
-        "wrap.sbatch", mark=MARK, settings=[setting for setting in settings if setting not in kept], python=python,
+        "wrap.sbatch", mark=MARK, settings=[setting for setting in settings if setting not in present], python=python,
         log={name for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE") if has_log and not re.search(rf"\b{name}\b", code)},
     )  # fmt: skip
     lines = text.split("\n")

@@ -12,11 +12,11 @@ current=$(timeout 10 sinfo -h -N -n "$node" -o '%T|%E') || exit 0 # the controll
 current=${current%%$'\n'*}
 state=${current%%|*} reason=${current#*|}
 case $code in
-  3) wanted="topoflight: ${findings%%$'\n'*}"
+  3) new_reason="topoflight: ${findings%%$'\n'*}"
      case $reason in
-       "$wanted") ;;
+       "$new_reason") ;;
        none | "Prolog error" | "topoflight: "*)
-         timeout 10 scontrol update "NodeName=$node" State=DRAIN "Reason=$wanted" ;;
+         timeout 10 scontrol update "NodeName=$node" State=DRAIN "Reason=$new_reason" ;;
      esac ;;
   0 | 4) case $state:$reason in
        drain*:"topoflight: "*) timeout 10 scontrol update "NodeName=$node" State=RESUME ;;

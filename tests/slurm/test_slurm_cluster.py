@@ -106,7 +106,7 @@ def every(cluster: Slurm, seconds: int) -> None:
 
 
 def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(cluster: Slurm) -> None:
-    """No job starts on a node whose check fails; what a job leaves in /dev/shm stands in the log."""
+    """No job starts on a node whose check fails; what a job leaves in /dev/shm is written to the log."""
     expect(cluster.folder, "--expect gpus=8")
     number = cluster.run("sbatch", "--parsable", "-o", "/dev/null", "-w", "node01", "--wrap", "true").strip()
     eventually(lambda: cluster.node("node01") == "drained|Prolog error", "the prolog drains")

@@ -30,7 +30,7 @@ from topology.slurm_conf import (
 LISTS = {  # list as Slurm writes it: hosts
     "node[01-04,07]": ["node01", "node02", "node03", "node04", "node07"],
     "node[9,10-12]": ["node9", "node10", "node11", "node12"],
-    "login": ["login"],
+    "login,login1": ["login", "login1"],
     "gpu7": ["gpu7"],
     "a[1-2]-ib": ["a1-ib", "a2-ib"],
     "": [],
@@ -70,8 +70,8 @@ def test_host_lists_are_written_and_read_as_slurm_does() -> None:
 LAUNCH = ("launch", "--api", "slurm", "--machine", "p5.48xlarge", "--nodes", "2", "--dry-run", "-o", "yaml")
 
 
-def test_a_batch_script_has_what_was_asked_for(tmp_path: Path) -> None:
-    """bash reads it; its options and settings stand in it with their reasons."""
+def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
+    """bash reads it; it contains the options, and each setting with its reason."""
     done = topoflight(
         *LAUNCH, "--output", tmp_path, "--exclude", "node[05-07],node9", "--time-limit", "2:00:00",
         "--partition", "gpu", "--sbatch", "account=physics", "--sbatch", "contiguous", "--require", "gpu.*",
