@@ -157,12 +157,14 @@ def _launch_on_slurm(
     from agent.jobs import slurm
     from planner.slurm import batch_script
 
-    job = slurm.job_of(advice, found, folder, options)
+    job, notes = slurm.job_of(advice, found, folder, options)
     if form == "brief":
         _in_brief(advice)
     elif form:
         print_text(batch_script(job), nl=False)
-        print_text(f"note: the folder {job.output} must exist before the script is submitted", err=True)
+        notes.append(f"the folder {job.output} must exist before the script is submitted")
+    for line in notes:
+        print_text(f"note: {line}", err=True)
     if form:
         return
     require_writable("--output", folder, folder=True)

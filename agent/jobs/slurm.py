@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import advise
-from agent.advice.job_settings import job_plan, to_save
+from agent.advice.job_settings import grace_notice, job_plan, to_save
 from agent.advice.request import Request
 from agent.base.inputs import InputError
 from agent.base.output import write_atomic
@@ -62,8 +62,10 @@ def slurm(*words: str) -> str:
     return done.stdout
 
 
-def job_of(advice: Recommendation, found: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]) -> SlurmJob:
-    """The job that the options describe, with the recommendation inside. Raises InputError or a ValueError of ours."""
+def job_of(
+    advice: Recommendation, found: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]
+) -> tuple[SlurmJob, list[str]]:
+    """The job that the options describe, with the recommendation inside, and notes. Raises InputError or ValueError."""
     select((), require=options["require"], known=ALL_CODES)
     folder, nodes = folder.absolute(), options["nodes"] or 1
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
@@ -71,18 +73,20 @@ def job_of(advice: Recommendation, found: Sequence[Snapshot], folder: Path, opti
     ranks, left = divmod(plan.layout.world_size, nodes)
     if left:
         raise SlurmJobError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
+    rate = storage_rate(options["storage_rate"])
+    seconds = save_seconds(*to_save(advice), rate, SAVE_SECONDS)
     more = dict(word.partition("=")[::2] for word in options["sbatch"])
     if options["partition"]:
         more["partition"] = options["partition"]
-    return SlurmJob(
+    job = SlurmJob(
         name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dumps(plan), output=folder,
         python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
         exclude=_hosts(options["exclude"]), time_limit=options["time_limit"], options=more,
         gate=not options["no_preflight"], require=tuple(options["require"]), measure=options["measure"],
         ipc_lock=any(need.name == "memlock" for need in advice.needs),
-        restarts=3 if options["restarts"] is None else options["restarts"],
-        save_seconds=save_seconds(*to_save(advice), storage_rate(options["storage_rate"]), SAVE_SECONDS),
+        restarts=3 if options["restarts"] is None else options["restarts"], save_seconds=seconds,
     )  # fmt: skip
+    return job, [*plan.notes, *filter(None, [grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, rate)])]
 
 
 def _hosts(word: str | None) -> tuple[str, ...]:

@@ -89,6 +89,9 @@ def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
     assert "--require 'gpu.*'" in done.stdout and '"$restarts" -lt 5' in done.stdout and "ulimit -l" in done.stdout
     checked = subprocess.run(["bash", "-n"], input=done.stdout, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
+    large = ("--model", "Llama-3.1-70B", "--method", "full", "--set", "dataset_name=synthetic:arithmetic")
+    noted = topoflight(*LAUNCH, *large, "--set", "max_seq_length=128").stderr
+    assert "note: max_seq_length is now max_length" in noted and "note: a checkpoint is 788.5 GiB" in noted, noted
 
 
 REFUSED = {
