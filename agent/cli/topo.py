@@ -95,10 +95,10 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
     there = {name: folder / name for name in compared if (folder / name).is_file()}
     if not there:
         raise inputs.InputError(f"--slurm-conf {folder}: neither topology.conf nor gres.conf is in it")
-    wrong = [
-        line for name, path in there.items()
-        for line in compared[name](bounded.read_text(path, _LIMIT_BYTES), placements)
-    ]  # fmt: skip
+    wrong: list[str] = []
+    for name, path in there.items():
+        text = inputs.read(str(path), _LIMIT_BYTES, hint="").decode(errors="replace")
+        wrong += compared[name](text, placements)
     print_text(
         "\n".join(wrong) or f"{' and '.join(there)}: no difference from {count(len(placements), 'scanned node')}"
     )

@@ -89,6 +89,13 @@ def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
     assert "--require 'gpu.*'" in done.stdout and '"$restarts" -lt 5' in done.stdout and "ulimit -l" in done.stdout
     checked = subprocess.run(["bash", "-n"], input=done.stdout, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
+    hosts = tmp_path / "hosts"
+    hosts.write_bytes(b"n1\xff\n")
+    for word, line in (
+        (",".join(f"a{number}-ib" for number in range(100)), "exclude=a[0-9,10-99]-ib"),
+        (hosts, "is no host"),
+    ):
+        assert line in topoflight(*LAUNCH, "--exclude", word).output, line
     large = ("--model", "Llama-3.1-70B", "--method", "full", "--set", "dataset_name=synthetic:arithmetic")
     noted = topoflight(*LAUNCH, *large, "--set", "max_seq_length=128").stderr
     assert "note: max_seq_length is now max_length" in noted and "note: a checkpoint is 788.5 GiB" in noted, noted
@@ -263,5 +270,5 @@ def test_a_node_is_placed_by_the_switches_of_its_rdma_ports(tmp_path: Path) -> N
     (tmp_path / "gres.conf").write_text("Name=gpu Count=7\n")
     differs = topoflight("topo", "--host", path_of(), "--slurm-conf", tmp_path)
     assert differs.exit_code == 3 and "7 GPUs on" in differs.stdout
-    (tmp_path / "gres.conf").write_text("Name=gpu Count=8\n")
+    (tmp_path / "gres.conf").write_bytes("# für alle\nName=gpu Count=8\n".encode("latin-1"))
     assert topoflight("topo", "--host", path_of(), "--slurm-conf", tmp_path).exit_code == 0
