@@ -1,4 +1,4 @@
-"""A Slurm cluster on this machine: munged, slurmctld and one slurmd for each node, on loopback ports of their own."""
+"""A Slurm cluster on this machine: munged, slurmctld and one slurmd for each node, on free loopback ports."""
 
 from __future__ import annotations
 
