@@ -13,6 +13,7 @@ from agent.jobs.benchmark import gpu_processes, links_of, network_environment
 from agent.jobs.child import has_gpu
 from collectives.bench.plan import SpecError
 from collectives.bench.run import visible_backend
+from collectives.search.rank import Place
 from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
@@ -35,7 +36,7 @@ WHY = {
 
 
 def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec:
-    """What the command line and the launcher's environment ask of this node. Raises SpecError."""
+    """Make the spec of this node from the command line and the launcher's environment. Raises SpecError."""
     launched = from_environment(os.environ)
     nodes = options["nodes"] or launched.get("nodes", 1)
     node = launched.get("node", 0) if options["node_rank"] is None else options["node_rank"]
@@ -49,18 +50,20 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(found) else 1)
     backend = visible_backend()
     name = options["host_name"] or (found[0].hostname if found else f"node {node}")
+    place = Place(
+        store=rendezvous, node=node, local=0, ranks=ranks, host=name, domain=_domain(options, name, found, ranks),
+        model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=options["silence"],
+        bytes=options["bytes"] or ((256 if backend == "nccl" else 32) << 20), wait_seconds=options["wait"],
+    )  # fmt: skip
     return SearchSpec(
-        nodes=nodes, node=node, rendezvous=rendezvous, locals=launched.get("locals", tuple(range(ranks))), ranks=ranks,
-        host=name, domain=_domain(options, name, found, ranks), model=(gpus[0].name or "") if gpus else "",
-        backend=backend, bytes=options["bytes"] or ((256 if backend == "nccl" else 32) << 20),
-        silence_seconds=options["silence"], wait_seconds=options["wait"], limit_seconds=options["limit"],
+        place=place, nodes=nodes, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=options["limit"],
         journal=options["journal"], gpu_pids=gpu_processes(found), force=options["force"],
         environment={} if options["no_advice"] or nodes == 1 else network_environment(found),
     )  # fmt: skip
 
 
 def _domain(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> str:
-    """What the node shares with its neighbours: as the user, its labels, NVLink or Slurm say; "" is unknown."""
+    """Name the domain of the node from the options, its labels, NVLink or Slurm's topology; "" is unknown."""
     if options["domain"]:
         return str(options["domain"])
     if options["topology"]:
@@ -118,9 +121,9 @@ def _finding(verdict: Mapping[str, Any], hosts: Sequence[str], lost: Mapping[str
 
 def _evidence(measures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     partners = {"alone": "alone", "near": "with nodes of its domain", "far": "with nodes of other domains"}
+    amount = ", {excess:.1%} more time than the middle node, noise {sigma:.1%}"
     return tuple(
-        f"round {m['round']}, {partners[m['kind']]}: {m['what']}"
-        + ("" if m["excess"] > 1e6 else f", {m['excess']:.1%} more time than the middle node, noise {m['sigma']:.1%}")
+        f"round {m['round']}, {partners[m['kind']]}: {m['what']}{'' if m['what'] == 'stuck' else amount.format(**m)}"
         for m in measures
     )
 
