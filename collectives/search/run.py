@@ -1,4 +1,4 @@
-"""Starts what of a search runs on this node: its ranks, and on the first node the coordinator. No torch here."""
+"""Starts the processes of a search on this node: its ranks, and on the first node the coordinator. No torch here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,13 @@ class SearchSpec:
     nodes: int
     locals: tuple[int, ...]  # numbers of the ranks to start here; another process may start others of this node
     limit_seconds: float
-    journal: Path | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)  # for the ranks, on top of this process's own
-    gpu_pids: tuple[int, ...] = ()  # other work on this node's GPUs
-    force: bool = False
+    journal: Path | None
+    environment: Mapping[str, str]  # for the ranks, on top of this process's own
+    gpu_pids: tuple[int, ...]  # other work on this node's GPUs
+    force: bool
 
 
-def search(
-    spec: SearchSpec, note: Callable[[str], None] = lambda _line: None, stop: threading.Event | None = None
-) -> dict[str, Any]:
+def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event) -> dict[str, Any]:
     """Take part until the search ends; returns on the first node the journal's header and result, else nothing.
 
     Raises processes.BusyError where the node is in use, SearchError where the search did not come to its end.
@@ -61,8 +59,8 @@ def search(
         trees = [_start("rank", replace(place, local=local), output, spec.environment) for local in spec.locals]
         try:
             if place.node == 0 and is_first:
-                return _lead(settings, output, spec.limit_seconds, note, stop or threading.Event())
-            _follow(trees, spec, stop or threading.Event())
+                return _lead(settings, output, spec.limit_seconds, note, stop)
+            _follow(trees, spec, stop)
             return {}
         except SearchError as error:
             text = (folder / "output.log").read_text(encoding="utf-8", errors="replace").strip()[-600:]
@@ -72,9 +70,7 @@ def search(
                 tree.end(END_SECONDS)
 
 
-def _start(
-    module: str, settings: Settings | Place, output: Any, more: Mapping[str, str] | None = None
-) -> processes.Tree:
+def _start(module: str, settings: Settings | Place, output: Any, more: Mapping[str, str]) -> processes.Tree:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     # NCCL: an init that does not come to its end must not block the process (PyTorch, "ProcessGroupNCCL environment").
@@ -82,7 +78,7 @@ def _start(
         "OMP_NUM_THREADS": "1",
         "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
         **os.environ,
-        **(more or {}),
+        **more,
         "PYTHONPATH": path,
     }
     words = [sys.executable, "-m", f"collectives.search.{module}", json.dumps(asdict(settings))]
@@ -95,7 +91,7 @@ def _lead(
     """Run the coordinator, again where it dies; returns the header and the result of its journal."""
     until, seen, journal = time.monotonic() + limit, 0, Path(settings.journal)
     for _ in range(COORDINATORS):
-        tree = _start("coordinator", settings, output)
+        tree = _start("coordinator", settings, output, {})
         try:
             while tree.process.poll() is None:
                 if stop.wait(0.2):
