@@ -30,7 +30,7 @@ DOMAIN_LABELS = (
 WHY = {
     "undecided": "it was slow or stuck in some rounds, and fine in as many others",
     "unmeasured": "no test with other nodes came to its end",
-    "few": "fewer than three nodes cannot be told apart",
+    "few": "with fewer than three nodes the search cannot know which one is slow",
     "noise": "the noise of this network hides a loss of half the rate",
 }
 
@@ -138,7 +138,7 @@ def bad_nodes(result: Mapping[str, Any]) -> list[str]:
 
 
 def summary(result: Mapping[str, Any]) -> list[str]:
-    """The bad nodes, in the first line; then what the search did, and what to tell the scheduler."""
+    """Name the bad nodes in the first line; then what the search did, and how to exclude the bad nodes from jobs."""
     hosts, bad, links = result["hosts"], bad_nodes(result), result["links"]
     open_count = sum(verdict["state"] == "not judged" for verdict in result["verdicts"])
     first = f"Bad nodes: {list_names(bad)}" if bad else "No bad node was found"
@@ -150,7 +150,7 @@ def summary(result: Mapping[str, Any]) -> list[str]:
         f"{units.count(len(hosts), 'node')}: {len(hosts) - len(bad) - open_count} good, {len(bad)} bad, {open_count} "
         f"not judged. {units.count(result['rounds'], 'round')}, {units.count(result['tests'], 'test')}, "
         f"{units.seconds(result['seconds'])}, {result['node_minutes']:.1f} node-minutes.",
-        f"Smallest loss of a node that this noise lets be seen: {sight}. {result['tested_pairs']} of {pairs} pairs of "
+        f"Smallest loss of a node that is visible in this noise: {sight}. {result['tested_pairs']} of {pairs} pairs of "
         "nodes exchanged data; a fault between two others is not seen.",
     ]
     if bad:

@@ -1,4 +1,4 @@
-"""The planner accuses nobody who is well, misses no fault that its noise lets be seen, and needs few tests."""
+"""The planner accuses no node without a fault, misses no fault that is visible in its noise, and needs few tests."""
 
 import importlib.util
 import json
