@@ -98,6 +98,3 @@ def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
     for word, text in rows:
         shown.add_row(f"  [bold]{word}[/bold]", escape(text))
     out.print(shown)
-
-
-# Where tables go: a terminal, or a pipe without padding.

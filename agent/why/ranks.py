@@ -15,10 +15,12 @@ from pathlib import Path
 from collectives.traces import calls
 from collectives.traces.states import ASK, NAME, RANKS_FOLDER, RankState, StateError, read_state
 from contracts import run_record
+from contracts.redaction import without_secrets
 from planner import why
 from planner.why import RunFacts, Verdict
 from planner.why.facts import BUSY_SECONDS, SILENT_RUN_SECONDS, STALE_SECONDS
 
+WATCH_SECONDS = 5.0  # between two looks of a watcher
 ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
 MOST_ASK_SECONDS = 480.0  # twice as long after each look that found the run fine: a dump costs the job some 0.1 s
 SUSPICION_SECONDS, MOST_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps while something looks wrong, and how long
@@ -66,7 +68,7 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
 
 
 class Heartbeats:
-    """When each rank last wrote, by the clock of whoever looks again and again: no other clock is compared with it."""
+    """When each rank last wrote, by the clock of this process, which reads the files again: no other clock counts."""
 
     def __init__(self) -> None:
         self.heard: dict[int, tuple[float, float]] = {}  # by rank: what its file says, and when that was first seen
@@ -166,10 +168,9 @@ def request_dumps(folder: Path) -> bool:
 
 
 def watch(
-    folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, seconds: float = 5.0,
-    limit: float = BUSY_SECONDS, until: float | None = None,
+    folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, limit: float = BUSY_SECONDS
 ) -> Verdict:  # fmt: skip
-    """Diagnose a run again and again until it ends, or until `until`. Report and save each change of the verdict.
+    """Diagnose a run again and again until it ends. Report and save each change of the verdict.
 
     While a verdict is not "no fault found", ranks dump their calls every SUSPICION_SECONDS, for
     MOST_SUSPICION_SECONDS; otherwise ever more rarely.
@@ -178,7 +179,8 @@ def watch(
 
     def judge() -> tuple[Verdict, RunFacts]:
         facts = replace(read_run(folder, beats)[0], limit=limit)
-        return why.judge(facts), facts
+        verdict: Verdict = without_secrets(why.judge(facts))  # errors of the ranks are in it
+        return verdict, facts
 
     last: object = None
     requested_at = suspected_at = -MOST_SUSPICION_SECONDS
@@ -199,7 +201,7 @@ def watch(
             if not save_verdict(folder, verdict):
                 warn(f"cannot write {run_record.WHY} into {folder}")
             suspected_at = time.monotonic()
-        if over or verdict.state == "failed" or (until is not None and time.time() >= until):
+        if over or verdict.state == "failed":
             return verdict
         is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
         if is_suspicious and time.monotonic() - suspected_at < MOST_SUSPICION_SECONDS:
@@ -210,7 +212,7 @@ def watch(
                 warned = True
             requested_at = time.monotonic()
             pause = min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
-        time.sleep(seconds)
+        time.sleep(WATCH_SECONDS)
 
 
 def save_verdict(folder: Path, verdict: Verdict) -> bool:

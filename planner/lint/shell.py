@@ -745,7 +745,6 @@ _EACH: Mapping[str, Callable[[_Reader, Node, Shell], Shells]] = {
     **dict.fromkeys(("variable_assignment", "variable_assignments"), _Reader._assignments),
     **dict.fromkeys(("declaration_command", "unset_command"), _Reader._declaration),
 }  # fmt: skip
-_SIMPLE = ("command", "variable_assignment", "variable_assignments", "declaration_command", "unset_command")
 
 _BUILTINS: Mapping[str, Callable[[_Reader, Call], Shells | None]] = {
     "echo": _Reader.echo, "printf": _Reader.printf, "cat": _Reader.cat, "tee": _Reader.tee, "eval": _Reader._eval,
