@@ -226,7 +226,8 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
     spans: dict[int, float] = {}  # marks are thinned out as a run grows, so their number does not tell its time
     for rank, state in facts.states.items():
         start = state.marks[int(since * len(state.marks))] if state.marks else Mark()
-        looks = {kind: n - start.moving.get(kind, 0) for kind, n in state.moving.items() if kind not in LONG_PHASES}
+        old = start.moving  # a file of a job's own may count otherwise
+        looks = {kind: max(0, n - old.get(kind, 0)) for kind, n in state.moving.items() if kind not in LONG_PHASES}
         taken = sum(looks.values())
         if taken < MIN_LOOKS:
             return []

@@ -212,6 +212,11 @@ def test_the_time_until_a_late_rank_is_distinguishable_is_that_of_the_looks_that
     }  # fmt: skip
     lines = {judge(RunFacts(states=one, world=3, now=START + 200)).line for one in (alone, later)}
     assert len(lines) == 1 and "not distinguishable yet" in lines.pop()
+    restarted = {
+        rank: replace(one, moving=one.moving | {"compute": 200}, marks=(Mark(at=START, moving={"collective": 90}),))
+        for rank, one in alone.items()
+    }
+    assert judge(RunFacts(states=restarted, world=3, now=START + 200)).state == "fine", "counts that begin again"
 
 
 def ended(rank: int, error: str | None = None, ago: float = 70.0) -> RankState:
