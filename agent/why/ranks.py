@@ -114,23 +114,26 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     states, wrong = states_of(ranks)
     traces, bad = calls.read_files(sorted(ranks.glob("*trace_rank_*"))[:_MOST_FILES])
-    newest_state = max(states.values(), key=lambda state: state.written, default=None)
-    world = (newest_state.world_size or 0) if newest_state else 0
+    newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
     alive = processes(states)
-    ages, copied = _ages(ranks, states)
+    written = {rank: state.written for rank, state in states.items()}
+    # files have the time of one clock, the file system's, unless the folder was copied: then it is not that of writing
+    modified = {rank: _modified(ranks / NAME.format(rank=rank)) for rank in states}
+    copied = any(abs(modified[rank] - when) > COPIED_SECONDS for rank, when in written.items())
+    times = written if copied else modified
+    last = max(times.values(), default=0.0)
+    ages = {rank: last - when for rank, when in times.items()}
     ages = ages if copied else beats.ages(states, ages)
     running = any(kind != "gone" for kind in alive.values())
-    last = max((state.written for state in states.values()), default=0.0)
     at = time.time()
-    # the newest file says when a rank last wrote, unless the folder was copied since
-    heard = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
-    silence = None if running or not states else at - (last if copied else heard)
+    silence = None if running or not states else at - last
     if silence is not None and beats.changed:
         silence = time.monotonic() - max(when for _, when in beats.heard.values())
     if silence is not None and silence < SILENT_RUN_SECONDS:
         running = True
-    facts = RunFacts(traces=traces, states=states, processes=alive, world=world or None, ages=ages, copied=copied,
-                     silence=silence, now=at if running else last or newest(traces))  # fmt: skip
+    facts = RunFacts(traces=traces, states=states, processes=alive, world=newest_state.world_size or None, ages=ages,
+                     copied=copied, silence=silence,
+                     now=at if running else newest_state.written or newest(traces))  # fmt: skip
     return facts, wrong + bad
 
 
@@ -139,18 +142,6 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _ages(folder: Path, states: Mapping[int, RankState]) -> tuple[dict[int, float], bool]:
-    """Seconds by which each rank's file is older than the newest, and whether only the ranks' own clocks tell.
-
-    Files have the time of one clock, the file system's, unless they have been copied: then it is not that of writing.
-    """
-    files = {rank: _modified(folder / NAME.format(rank=rank)) for rank in states}
-    copied = any(abs(files[rank] - state.written) > COPIED_SECONDS for rank, state in states.items())
-    times = {rank: state.written for rank, state in states.items()} if copied else files
-    newest_of_all = max(times.values(), default=0.0)
-    return {rank: newest_of_all - at for rank, at in times.items()}, copied
 
 
 def newest(traces: Mapping[int, calls.RankTrace]) -> float:
