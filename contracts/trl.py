@@ -37,8 +37,9 @@ class OnlyTrlError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """The values of an option that the built-in trainer accepts, why only these, and whether TRL takes any value."""
+    """The values of options that the built-in trainer accepts, why only these, and whether TRL takes any value."""
 
+    names: list[str]
     allowed: list[Any]
     why: str
     trl: bool = False
@@ -75,8 +76,7 @@ def option_names() -> OptionNames:
     """Read trl.toml, once."""
 
     def only_of(rows: list[dict[str, Any]]) -> dict[str, Allowed]:
-        members = [({key: value for key, value in row.items() if key != "names"}, row["names"]) for row in rows]
-        return {name: Allowed(**row) for row, names in members for name in names}
+        return {name: allowed for allowed in (Allowed(**row) for row in rows) for name in allowed.names}
 
     data = dict(read_table(__file__, "trl.toml"))
     return OptionNames(

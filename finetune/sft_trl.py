@@ -55,7 +55,7 @@ class Run:
         self.trainer.remove_callback(transformers.PrinterCallback)
         net, examples = self.trainer.model, self.trainer.train_dataset
         lengths = [len(row["input_ids"]) for row in examples.take(1000)]
-        self.length, mean = max(lengths), sum(lengths) / len(lengths)
+        mean = sum(lengths) / len(lengths)
         made.flops = recorder.flops_per_token(*loop.multiplied(net), net.config, mean)
         trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
         made.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)

@@ -11,6 +11,7 @@ import pytest
 
 from collectives.bench.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
 from collectives.bench.results import Measurement
+from contracts import plain
 from planner.forecast import machines
 from planner.forecast.calibration import (
     LONG_CONTEXT_TOKENS,
@@ -19,7 +20,6 @@ from planner.forecast.calibration import (
     CalibrationError,
     LayerTiming,
     LinkTiming,
-    dump_calibration,
     load_calibration,
     parse_calibration,
     widths,
@@ -95,9 +95,9 @@ def test_a_measured_step_moves_every_forecast_as_far() -> None:
 def test_file_round_trip_and_errors(tmp_path: Path) -> None:
     """What is written is read; a wrong file is refused by the field's name."""
     file = tmp_path / "calibration.json"
-    file.write_text(dump_calibration(CPU))
+    file.write_text(json.dumps(plain.write(CPU)))
     assert load_calibration(file) == CPU
-    good = json.loads(dump_calibration(CPU))
+    good = json.loads(json.dumps(plain.write(CPU)))
     for change, says in (
         ({"schema_version": 7}, "schema_version=7"),
         ({"device": ""}, "device"),
