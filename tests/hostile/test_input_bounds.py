@@ -235,7 +235,7 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     bounded = {
         "recording", "network_status", "baseline", "run", "bench_result", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
-        "topo_xml", "flight_recorder", "ras_answer", "rank_state",
+        "topo_xml", "flight_recorder", "ras_answer", "rank_state", "slurm_conf", "batch_script",
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice;
     # 64 MiB of the own child

@@ -176,7 +176,9 @@ def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_c
     failing = {
         code for code, severity in re.findall(r"^\| `([a-z0-9_.]+)` \| ([^|]+) \|", page, re.M) if "fail" in severity
     }
-    runs = {code for code in failing if code.split(".")[0] in ("bench", "run", "forecast", "expect", "cluster")}
+    runs = {
+        code for code in failing if code.split(".")[0] in ("bench", "run", "forecast", "expect", "cluster", "search")
+    }
     unbounded = {
         "gpu.fabric.unhealthy", "gpu.fabric.degraded", "gpu.mig.enabled", "gpu.counters.rising",
         "rdma.counters.rising", "topology.reference.departs", "evidence.log.problem",

@@ -39,9 +39,9 @@ APIS = sorted(manifests.APIS)
 
 
 def test_launch_offers_every_api() -> None:
-    """The names in verbs/cluster.toml are those of the templates."""
+    """The names in verbs/cluster.toml are those of the templates of Kubernetes, and Slurm."""
     (api,) = (param for param in launch.params if param.name == "api")
-    assert tuple(api.type.choices) == ("local", *manifests.APIS)
+    assert tuple(api.type.choices) == ("local", *manifests.APIS, "slurm")
 
 
 def container_of(documents: tuple[dict[str, Any], ...]) -> dict[str, Any]:
