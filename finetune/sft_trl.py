@@ -20,7 +20,7 @@ from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import RunModel
 from finetune import hub, loop, recorder, rows, trl_inputs
-from finetune.trl_callbacks import Recording
+from finetune.trl_callbacks import Recording, text_shape
 
 
 class Run:
@@ -56,7 +56,7 @@ class Run:
         net, examples = self.trainer.model, self.trainer.train_dataset
         lengths = [len(row["input_ids"]) for row in examples.take(1000)]
         mean = sum(lengths) / len(lengths)
-        made.flops = recorder.flops_per_token(*loop.multiplied(net), net.config, mean)
+        made.flops = recorder.flops_per_token(*loop.multiplied(net), text_shape(net), mean)
         trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
         made.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
         made.record.data = {"name": config.dataset_name, "mean_tokens": mean}

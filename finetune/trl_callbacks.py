@@ -93,10 +93,16 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         self.recorder.write()
 
 
+def text_shape(model: Any) -> Any:
+    """The configuration of the text model, which is a part of that of a model that also reads images (Gemma 3)."""
+    return model.config.get_text_config()
+
+
 def observe(run: Run) -> EffectiveLayout:
     """The layout that accelerate built, read from its objects."""
     trainer = run.trainer
-    model, accelerator, number = trainer.model_wrapped, trainer.accelerator, trainer.model.config.num_hidden_layers
+    model, accelerator = trainer.model_wrapped, trainer.accelerator
+    number = text_shape(trainer.model).num_hidden_layers
     plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     cp = accelerator.parallelism_config.cp_size if accelerator.parallelism_config else 1
     is_sharded, is_copied = isinstance(model, FSDPModule), isinstance(model, DistributedDataParallel)

@@ -15,11 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 from rigs.hub import Hub
 from test_finetune_hub import model_at, parquet
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
@@ -162,6 +163,19 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for asked in ("auto", True, str(newest)):
         run.config = JobConfig(resume_from_checkpoint=asked)
         assert sft_trl.Run._find_resume(run) == str(newest)
+
+
+def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:
+    """Gemma 3: its configuration has no layers of its own."""
+    from finetune import loop, recorder, trl_callbacks
+
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision))
+    assert recorder.flops_per_token(*loop.multiplied(net), trl_callbacks.text_shape(net), 8.0) > 0
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
