@@ -17,6 +17,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from agent.base import EXIT_INTERRUPTED
 from agent.base.options import with_options
 from agent.base.output import print_text
 
@@ -42,6 +43,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     from probes.registry import ALL
     from probes.scanner import Scanner
 
+    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))  # an import may swallow a KeyboardInterrupt
     if os.getpid() == 1:  # in a container: to the first process a signal that it does not handle means nothing
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     _check(hosts, options)
@@ -125,6 +127,7 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
             super().handle_exit(sig, frame)
 
     server = Server(config)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     server.run(sockets=places or bind(address, port))  # raises KeyboardInterrupt after Ctrl-C, once all is closed
     if not server.started:  # its own words are in the log
         raise click.ClickException("the HTTP agent did not start")

@@ -289,7 +289,7 @@ def test_rotary_positions_that_nobody_knows_are_refused_by_name(tmp_path):
     older = {**shape, "rope_parameters": None, "rope_scaling": {"type": "spiral", "factor": 2.0}}
     for said in (shape, older):
         assert TOPOFLIGHT.refuses(model_from_config(said), TrainSpec(), Layout(world_size=1)) == (
-            f"topoflight runs no rope_type='spiral', but {', '.join(ROPE_TYPES)}"
+            f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not 'spiral'"
         )
     long = model_from_config({**shape, "rope_parameters": {"rope_type": "longrope"}})
     assert TOPOFLIGHT.refuses(long, TrainSpec(), Layout(world_size=2, dp_shard=2)) is None
