@@ -55,9 +55,8 @@ class Fleet:
                     stuck.append((source, target))
                     continue
                 for _ in range(test.repeats):
-                    seconds = (
-                        (1 + excess) * max(self.own[source], self.own[target]) * self.draw.lognormvariate(0, self.sigma)
-                    )
+                    seconds = (1 + excess) * max(self.own[source], self.own[target])
+                    seconds *= self.draw.lognormvariate(0, self.sigma)
                     seconds *= 1.3 if rare & {source, target} else 1.0
                     seconds *= 1 + self.draw.random() if self.draw.random() < RARE_TRANSFER else 1.0
                     found.append((source, target, -1, seconds))
@@ -72,12 +71,11 @@ class Fleet:
         return (float("inf") if kind == "stuck" else excess if kind == "slow" else 0.0) if hit else 0.0
 
 
-def fleet(nodes: int, bad: int, links: int, seed: int, domain: int = 18, kinds: tuple[str, ...] = KINDS,
-          sigma: float | None = None) -> Fleet:  # fmt: skip
+def fleet(nodes: int, bad: int, links: int, domain: int, kinds: tuple[str, ...], seed: int) -> Fleet:
     """Draw a fleet; `domain` is the nodes of a domain, 0 where none is known."""
     draw = random.Random(f"{nodes} {bad} {links} {seed} {domain} {kinds}")
     names = [f"rack-{node // domain}" if domain else "" for node in range(nodes)]
-    made = Fleet(domains=names, sigma=sigma or draw.choice((0.005, 0.015, 0.05)), draw=draw)
+    made = Fleet(domains=names, sigma=draw.choice((0.005, 0.015, 0.05)), draw=draw)
     made.own = [max(0.9, draw.gauss(1, NODE_SIGMA)) for _ in range(nodes)]
     for node in draw.sample(range(nodes), bad):
         kind = draw.choice(kinds)
@@ -95,7 +93,6 @@ def fleet(nodes: int, bad: int, links: int, seed: int, domain: int = 18, kinds: 
 class Score:
     """What the searches of one row found."""
 
-    runs: int = 0
     tests: list[int] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
     accused: list[str] = field(default_factory=list)  # innocents
@@ -106,14 +103,13 @@ class Score:
     links_missed: list[str] = field(default_factory=list)
 
 
-def search(one: Fleet, name: str, score: Score) -> Search:
+def search(one: Fleet, name: str, score: Score) -> None:
     """Search a fleet, and add to the score."""
     found = Search(one.domains)
     while tests := found.next_round():
         rare = {node for node in range(found.nodes) if one.draw.random() < RARE_NODE}
         found.report([one.run(test, rare) for test in tests])
     verdicts = found.verdicts()
-    score.runs += 1
     score.tests.append(found.tests)
     score.rounds.append(found.round)
     bad = {verdict.node for verdict in verdicts if verdict.state == "bad"}
@@ -129,7 +125,6 @@ def search(one: Fleet, name: str, score: Score) -> Search:
     score.accused += [f"{name}: link {link}" for link in sorted(links - set(one.links))]
     score.links += len(one.links)
     score.links_missed += [f"{name}: link {link} {one.links[link]}" for link in set(one.links) - links]
-    return found
 
 
 # Nodes, bad nodes, bad links, nodes of a domain, kinds of faults, share of the runs.
@@ -156,7 +151,7 @@ def simulate(share: float) -> Iterator[tuple[str, Score]]:
     for row, nodes, bad, links, domain, kinds, runs in ROWS:
         score = Score()
         for seed in range(round(runs * share)):
-            search(fleet(nodes, bad, links, seed, domain, kinds), f"{row} #{seed}", score)
+            search(fleet(nodes, bad, links, domain, kinds, seed), f"{row} #{seed}", score)
         yield row, score
 
 
@@ -165,16 +160,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--share", type=float, default=1.0, help="of the runs of each row")
     share = parser.parse_args().share
-    print(
-        "| fleet | runs | tests, middle and most | rounds | innocents accused | missed | below sight | links missed |"
-    )
+    columns = ("runs", "tests, middle and most", "rounds", "innocents accused", "missed", "below sight", "links missed")
+    print(f"| fleet | {' | '.join(columns)} |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for row, score in simulate(share):
-        if not score.runs:
+        if not score.tests:
             continue
         tests, rounds = sorted(score.tests), sorted(score.rounds)
         middles = f"{tests[len(tests) // 2]}, {tests[-1]} | {rounds[len(rounds) // 2]}, {rounds[-1]}"
-        print(f"| {row} | {score.runs} | {middles} "
+        print(f"| {row} | {len(tests)} | {middles} "
               f"| {len(score.accused)} | {len(score.missed)} of {score.faults} | {score.hidden} "
               f"| {len(score.links_missed)} of {score.links} |", flush=True)  # fmt: skip
         for line in (*score.accused[:5], *score.missed[:8], *score.links_missed[:5]):

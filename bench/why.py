@@ -1,8 +1,8 @@
 """Faults made for real on gloo ranks, and what `topoflight why` says: python bench/why.py [--times N] [FAULT ...]
 
-Each fault starts its own ranks (tests/why/ranks.py or training.py); the verdict is asked for again and again, as
-`--watch` asks, until it names a cause or the time is over. A case without a fault passes only where no cause was named
-at any time. --results FILE adds a line of JSON for each run; --page FILE prints the table of such a file.
+Each fault starts its own ranks (tests/why/ranks.py or training.py). The ranks are diagnosed again and again, as by
+`--watch`, until the verdict names a cause or the time is over. A case without a fault passes only where no cause was
+named at any time. --results FILE adds a line of JSON for each run; --page FILE prints the table of such a file.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def one(fault: Fault) -> Result:
                 act(fault, folder, rig)
             began = time.monotonic()
             result = _ask(fault, folder, began)
-            _give_back(folder)
+            _restore_cgroup(folder)
             if (happened := folder / "happened").exists():
                 result.seconds = max(0.0, time.time() - happened.stat().st_mtime)
         shutil.rmtree(folder / "ranks", ignore_errors=True)
@@ -243,7 +243,7 @@ def _throttle(pid: int, folder: Path) -> None:
     (group / "cgroup.procs").write_text(str(pid))
 
 
-def _give_back(folder: Path) -> None:
+def _restore_cgroup(folder: Path) -> None:
     for parent in (CGROUP / "cpu", CGROUP):
         if (group := parent / f"why-{folder.name}").is_dir():
             for pid in (group / "cgroup.procs").read_text().split():

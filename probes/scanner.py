@@ -112,7 +112,7 @@ class Scanner:
             return Failed(error=words, seconds=time.perf_counter() - start)
 
     def _failure(self, probe: str, error: Exception, call: str) -> str:
-        """What a failed probe says; one whose driver call hung or crashed rests before it is asked again."""
+        """The error of a failed probe; one whose driver call hung or crashed is not retried until its rest is over."""
         if isinstance(error, EndedError) or not (call or isinstance(error, HangError)):
             return str(error)
         in_call = f" in {call}" if call else ""

@@ -1,4 +1,4 @@
-"""What TCP costs a job compared with RDMA: the same layout over both, by the forecast. For `topoflight why`."""
+"""What the causes of `topoflight why` cost: TCP compared with RDMA by the forecast, slow steps by the run's record."""
 
 from __future__ import annotations
 

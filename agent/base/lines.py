@@ -1,4 +1,4 @@
-"""Lines and consoles that every view of the terminal shares: words beside glyphs, text that hangs under its line."""
+"""Lines and consoles that every view of the terminal shares: words with glyphs, and text indented under its line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yello
 
 
 def mark(word: str, text: str = "") -> str:
-    """The glyph and word of a status, or `text` in its place, in its colour."""
+    """The glyph and word of a status, or `text` instead of them, in its colour."""
     return f"[{COLOURS[word]}]{text or GLYPHS[word]}[/{COLOURS[word]}]"
 
 
 def headline(out: Console, word: str, line: str, todo: str, glyph: str = "") -> None:
-    """The first line of a view: a verdict, what it rests on, and what to do about it."""
+    """The first line of a view: a verdict, its reason, and what to do about it."""
     out.print(f"{mark(word, glyph)} {escape(line)}" + (f". [bold]→ {escape(todo)}[/bold]" if todo else ""))
 
 
@@ -77,7 +77,7 @@ class _Console(Console):
 def console() -> Console:
     """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe.
 
-    Without rich's emoji: `gpu-a:100:130` of a log is evidence, and no picture stands for its middle.
+    Without rich's emoji: `gpu-a:100:130` of a log is evidence, and its middle is not replaced by a picture.
     """
     if sys.stdout.isatty():
         return _Console(file=sys.stdout, highlight=False, soft_wrap=False, emoji=False)

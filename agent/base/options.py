@@ -46,14 +46,7 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 
 _QUESTION = read_table(tables.__file__, "question.toml")  # as contracts.question reads it
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
-_OWN_MEMBERS = (
-    "shared",
-    "without",
-    "most",
-    "requires",
-    "excludes",
-    "allows",
-)  # the others are click.option's
+_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes", "allows")  # the others are click.option's
 
 
 def with_options(verb: str) -> Callable[[Any], Any]:

@@ -1,4 +1,4 @@
-"""Tables in the house's look, and rows without a frame."""
+"""Tables in the common style of all views, and rows without a frame."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def table_of(made: Grid) -> Table:
 
 
 def table(*columns: str) -> Table:
-    """An empty table in the house's look."""
+    """An empty table in the common style."""
     made = _Worded(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -93,11 +93,8 @@ def point(out: Console, mark: str, text: str) -> None:
 
 
 def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """What a thing is, a word and its value in each line."""
+    """Properties of one thing: a name and its value in each line."""
     shown = grid()
     for word, text in rows:
         shown.add_row(f"  [bold]{word}[/bold]", escape(text))
     out.print(shown)
-
-
-# Where tables go: a terminal, or a pipe without padding.

@@ -108,7 +108,7 @@ def _each(read: Callable[[str], Any]) -> BeforeValidator:
 
 
 class Expectation(BaseModel):
-    """What must be there; None and empty ask nothing. Every value is read from text, as a person types it."""
+    """What a node must have; None and empty require nothing. Every value is read from text, as a person types it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -146,7 +146,7 @@ def parse(words: Sequence[str]) -> Expectation:
 
 
 def read_file(path: Path) -> Expectation:
-    """The same as a YAML mapping; a file with nothing but comments asks nothing. Raises GateError."""
+    """Read expectations from a YAML mapping; a file with nothing but comments has none. Raises GateError."""
     from contracts.yaml_text import YamlTextError, load_all
 
     where = f"--expect-file {path}"
@@ -196,7 +196,7 @@ def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
 
 
 def expectation(words: Sequence[str], path: Path | None) -> Expectation | None:
-    """What the file says, with what the words say in its place; None where there is neither. Raises GateError."""
+    """The expectations of the file, with those of the words instead of its own; None without both. Raises GateError."""
     from_words = parse(words) if words else None
     file = read_file(path) if path is not None else None
     if from_words is None or file is None:

@@ -77,6 +77,19 @@ def _report_low(checks: Iterable[Finding]) -> bool:
     return all(check.status != "fail" for check in low)
 
 
+def stop_on_signals() -> tuple[threading.Event, list[int]]:
+    """Catch SIGTERM and SIGINT: they set the event, and the list holds the signals that arrived."""
+    stop, got = threading.Event(), list[int]()
+
+    def end(number: int, _frame: object) -> None:
+        got.append(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    return stop, got
+
+
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Write to the other host, or be written to; gives the exit code."""
     from agent.base.hosts import snapshots
@@ -86,14 +99,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     from collectives.bench import perftest, processes
     from probes.registry import ALL
 
-    stop, got = threading.Event(), list[int]()
-
-    def end(number: int, _frame: object) -> None:
-        got.append(number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    stop, got = stop_on_signals()
     seconds = options["startup"] or perftest.WAIT_SECONDS
     progress = Progress()
     try:

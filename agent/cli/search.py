@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,13 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
     some node was not judged. The other nodes end with 0.
     """
     from agent.base.hosts import snapshots
+    from agent.cli.bench import stop_on_signals
     from agent.jobs.search import findings_of, spec_of, summary
     from agent.terminal.findings import findings
     from collectives.search import run
     from probes.registry import ALL
 
-    stop, got = threading.Event(), list[int]()
-
-    def end(number: int, _frame: object) -> None:
-        got.append(number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    stop, got = stop_on_signals()
     progress = Progress()
     try:
         spec = spec_of(options, snapshots((), ALL))

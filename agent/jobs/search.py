@@ -13,6 +13,7 @@ from agent.jobs.benchmark import gpu_processes, links_of, network_environment
 from agent.jobs.child import has_gpu
 from collectives.bench.plan import SpecError
 from collectives.bench.run import visible_backend
+from collectives.search.rank import Place
 from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
@@ -29,13 +30,13 @@ DOMAIN_LABELS = (
 WHY = {
     "undecided": "it was slow or stuck in some rounds, and fine in as many others",
     "unmeasured": "no test with other nodes came to its end",
-    "few": "fewer than three nodes cannot be told apart",
+    "few": "with fewer than three nodes the search cannot know which one is slow",
     "noise": "the noise of this network hides a loss of half the rate",
 }
 
 
 def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec:
-    """What the command line and the launcher's environment ask of this node. Raises SpecError."""
+    """Make the spec of this node from the command line and the launcher's environment. Raises SpecError."""
     launched = from_environment(os.environ)
     nodes = options["nodes"] or launched.get("nodes", 1)
     node = launched.get("node", 0) if options["node_rank"] is None else options["node_rank"]
@@ -49,18 +50,20 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(found) else 1)
     backend = visible_backend()
     name = options["host_name"] or (found[0].hostname if found else f"node {node}")
+    place = Place(
+        store=rendezvous, node=node, local=0, ranks=ranks, host=name, domain=_domain(options, name, found, ranks),
+        model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=options["silence"],
+        bytes=options["bytes"] or ((256 if backend == "nccl" else 32) << 20), wait_seconds=options["wait"],
+    )  # fmt: skip
     return SearchSpec(
-        nodes=nodes, node=node, rendezvous=rendezvous, locals=launched.get("locals", tuple(range(ranks))), ranks=ranks,
-        host=name, domain=_domain(options, name, found, ranks), model=(gpus[0].name or "") if gpus else "",
-        backend=backend, bytes=options["bytes"] or ((256 if backend == "nccl" else 32) << 20),
-        silence_seconds=options["silence"], wait_seconds=options["wait"], limit_seconds=options["limit"],
+        place=place, nodes=nodes, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=options["limit"],
         journal=options["journal"], gpu_pids=gpu_processes(found), force=options["force"],
         environment={} if options["no_advice"] or nodes == 1 else network_environment(found),
     )  # fmt: skip
 
 
 def _domain(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> str:
-    """What the node shares with its neighbours: as the user, its labels, NVLink or Slurm say; "" is unknown."""
+    """Name the domain of the node from the options, its labels, NVLink or Slurm's topology; "" is unknown."""
     if options["domain"]:
         return str(options["domain"])
     if options["topology"]:
@@ -118,9 +121,9 @@ def _finding(verdict: Mapping[str, Any], hosts: Sequence[str], lost: Mapping[str
 
 def _evidence(measures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     partners = {"alone": "alone", "near": "with nodes of its domain", "far": "with nodes of other domains"}
+    amount = ", {excess:.1%} more time than the middle node, noise {sigma:.1%}"
     return tuple(
-        f"round {m['round']}, {partners[m['kind']]}: {m['what']}"
-        + ("" if m["excess"] > 1e6 else f", {m['excess']:.1%} more time than the middle node, noise {m['sigma']:.1%}")
+        f"round {m['round']}, {partners[m['kind']]}: {m['what']}{'' if m['what'] == 'stuck' else amount.format(**m)}"
         for m in measures
     )
 
@@ -135,7 +138,7 @@ def bad_nodes(result: Mapping[str, Any]) -> list[str]:
 
 
 def summary(result: Mapping[str, Any]) -> list[str]:
-    """The bad nodes, in the first line; then what the search did, and what to tell the scheduler."""
+    """Name the bad nodes in the first line; then what the search did, and how to exclude the bad nodes from jobs."""
     hosts, bad, links = result["hosts"], bad_nodes(result), result["links"]
     open_count = sum(verdict["state"] == "not judged" for verdict in result["verdicts"])
     first = f"Bad nodes: {list_names(bad)}" if bad else "No bad node was found"
@@ -147,7 +150,7 @@ def summary(result: Mapping[str, Any]) -> list[str]:
         f"{units.count(len(hosts), 'node')}: {len(hosts) - len(bad) - open_count} good, {len(bad)} bad, {open_count} "
         f"not judged. {units.count(result['rounds'], 'round')}, {units.count(result['tests'], 'test')}, "
         f"{units.seconds(result['seconds'])}, {result['node_minutes']:.1f} node-minutes.",
-        f"Smallest loss of a node that this noise lets be seen: {sight}. {result['tested_pairs']} of {pairs} pairs of "
+        f"Smallest loss of a node that is visible in this noise: {sight}. {result['tested_pairs']} of {pairs} pairs of "
         "nodes exchanged data; a fault between two others is not seen.",
     ]
     if bad:

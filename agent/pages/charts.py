@@ -120,7 +120,7 @@ def why_not_drawn(run: RunRecord) -> str:
         return "its record names no transport"
     if run.counted_steps is not None and run.counted_steps < LEAST_STEPS:
         return (
-            f"{run.counted_steps} of its {run.steps_done} steps count beside warm-up and profiled ones, "
+            f"{run.counted_steps} of its {run.steps_done} steps count (warm-up and profiled steps do not), "
             f"{LEAST_STEPS} are needed"
         )
     return ""

@@ -160,7 +160,7 @@ def _environment() -> Environment:
 def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Finding, ...]:
     """What the agents of these nodes found, or of all; where an older agent's record has no remedy, docs give one.
 
-    A node that fell silent is unknown on the pages; the gate fails, for it was asked whether a job may run there.
+    A node that fell silent is unknown on the pages. The gate fails for it, because a job cannot be started there.
     """
     found = checks_of([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
     silent, _ = CLUSTER_CODES
@@ -175,7 +175,7 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFilter:
-    """What the page's form and links ask; empty is everything."""
+    """The filters of the page's form and links; an empty one matches every node."""
 
     search: str = ""
     verdict: str = ""
@@ -188,8 +188,8 @@ class NodeFilter:
     def query(self, **other: str | int) -> str:
         """The address of this page with some filters changed, from its first rows on."""
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"page": 1} | other
-        told = {name: value for name, value in values.items() if value not in ("", 1)}
-        return "cluster" + (f"?{urlencode(told)}" if told else "")
+        active = {name: value for name, value in values.items() if value not in ("", 1)}
+        return "cluster" + (f"?{urlencode(active)}" if active else "")
 
     def matches(self, row: Row) -> bool:
         """Whether the node matches the filters."""

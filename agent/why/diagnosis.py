@@ -13,8 +13,10 @@ from pathlib import Path
 
 from agent.advice.network_cost import with_price, with_record, with_sockets
 from agent.advice.request import Request
+from agent.base.hosts import snapshots as replay
 from agent.base.inputs import InputError
 from agent.checks.causes import with_manifest, with_nodes
+from agent.checks.host_checks import checks_of_scans
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.other_texts import kind_of
@@ -30,6 +32,7 @@ from planner.why import Cause, RunFacts, Unknown, Verdict
 from planner.why.facts import BUSY_SECONDS
 from probes.api import Snapshot
 from probes.gpu import health
+from probes.registry import ALL
 
 _MOST_FILES = 8192
 _MOST_LOG_LINES = 20_000_000
@@ -89,12 +92,12 @@ def answer(sources: WhySources) -> Verdict:
     if checked := sum(_PASSED.search(line) is not None for line in _lines(sources.diagnostics)):
         verdict = replace(verdict, sources=(*verdict.sources, f"NCCL's diagnostics: {checked} checks passed"))
     request = sources.request
-    snapshots = _snapshots(request, sources.published)
+    snapshots = replay(request.hosts, ALL) if request.hosts else sources.published
     if found is not None:
         verdict = with_log(verdict, found)
         verdict = with_sockets(verdict, found, request, sources.layout, snapshots, sources.manifest)
     if request.hosts or sources.checks:
-        checks = (*sources.checks, *(_checks(snapshots) if request.hosts else ()))
+        checks = (*sources.checks, *(checks_of_scans(snapshots) if request.hosts else ()))
         verdict = with_nodes(verdict, checks)
     if sources.manifest is not None:
         verdict = with_manifest(verdict, sources.manifest)
@@ -427,18 +430,3 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine but for the log: {causes[0].message}")
     return replace(verdict, causes=(*verdict.causes, *causes))
-
-
-def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Finding, ...]:
-    """Of recordings, as a scan judges them."""
-    from agent.checks.host_checks import checks_of_scans
-
-    return checks_of_scans(snapshots)
-
-
-def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
-    """The recordings given, else what the nodes' agents publish."""
-    from agent.base.hosts import snapshots as replay
-    from probes.registry import ALL
-
-    return tuple(replay(request.hosts, ALL)) if request.hosts else published

@@ -15,10 +15,12 @@ from pathlib import Path
 from collectives.traces import calls
 from collectives.traces.states import ASK, NAME, RANKS_FOLDER, RankState, StateError, read_state
 from contracts import run_record
+from contracts.redaction import without_secrets
 from planner import why
 from planner.why import RunFacts, Verdict
 from planner.why.facts import BUSY_SECONDS, SILENT_RUN_SECONDS, STALE_SECONDS
 
+WATCH_SECONDS = 5.0  # between two looks of a watcher
 ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
 MOST_ASK_SECONDS = 480.0  # twice as long after each look that found the run fine: a dump costs the job some 0.1 s
 SUSPICION_SECONDS, MOST_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps while something looks wrong, and how long
@@ -66,7 +68,7 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
 
 
 class Heartbeats:
-    """When each rank last wrote, by the clock of whoever looks again and again: no other clock is compared with it."""
+    """When each rank last wrote, by the clock of this process, which reads the files again: no other clock counts."""
 
     def __init__(self) -> None:
         self.heard: dict[int, tuple[float, float]] = {}  # by rank: what its file says, and when that was first seen
@@ -112,23 +114,26 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     states, wrong = states_of(ranks)
     traces, bad = calls.read_files(sorted(ranks.glob("*trace_rank_*"))[:_MOST_FILES])
-    newest_state = max(states.values(), key=lambda state: state.written, default=None)
-    world = (newest_state.world_size or 0) if newest_state else 0
+    newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
     alive = processes(states)
-    ages, copied = _ages(ranks, states)
+    written = {rank: state.written for rank, state in states.items()}
+    # files have the time of one clock, the file system's, unless the folder was copied: then it is not that of writing
+    modified = {rank: _modified(ranks / NAME.format(rank=rank)) for rank in states}
+    copied = any(abs(modified[rank] - when) > COPIED_SECONDS for rank, when in written.items())
+    times = written if copied else modified
+    last = max(times.values(), default=0.0)
+    ages = {rank: last - when for rank, when in times.items()}
     ages = ages if copied else beats.ages(states, ages)
     running = any(kind != "gone" for kind in alive.values())
-    last = max((state.written for state in states.values()), default=0.0)
     at = time.time()
-    # the newest file says when a rank last wrote, unless the folder was copied since
-    heard = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
-    silence = None if running or not states else at - (last if copied else heard)
+    silence = None if running or not states else at - last
     if silence is not None and beats.changed:
         silence = time.monotonic() - max(when for _, when in beats.heard.values())
     if silence is not None and silence < SILENT_RUN_SECONDS:
         running = True
-    facts = RunFacts(traces=traces, states=states, processes=alive, world=world or None, ages=ages, copied=copied,
-                     silence=silence, now=at if running else last or newest(traces))  # fmt: skip
+    facts = RunFacts(traces=traces, states=states, processes=alive, world=newest_state.world_size or None, ages=ages,
+                     copied=copied, silence=silence,
+                     now=at if running else newest_state.written or newest(traces))  # fmt: skip
     return facts, wrong + bad
 
 
@@ -137,18 +142,6 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _ages(folder: Path, states: Mapping[int, RankState]) -> tuple[dict[int, float], bool]:
-    """Seconds by which each rank's file is older than the newest, and whether only the ranks' own clocks tell.
-
-    Files have the time of one clock, the file system's, unless they have been copied: then it is not that of writing.
-    """
-    files = {rank: _modified(folder / NAME.format(rank=rank)) for rank in states}
-    copied = any(abs(files[rank] - state.written) > COPIED_SECONDS for rank, state in states.items())
-    times = {rank: state.written for rank, state in states.items()} if copied else files
-    newest_of_all = max(times.values(), default=0.0)
-    return {rank: newest_of_all - at for rank, at in times.items()}, copied
 
 
 def newest(traces: Mapping[int, calls.RankTrace]) -> float:
@@ -166,10 +159,9 @@ def request_dumps(folder: Path) -> bool:
 
 
 def watch(
-    folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, seconds: float = 5.0,
-    limit: float = BUSY_SECONDS, until: float | None = None,
+    folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, limit: float = BUSY_SECONDS
 ) -> Verdict:  # fmt: skip
-    """Diagnose a run again and again until it ends, or until `until`. Report and save each change of the verdict.
+    """Diagnose a run again and again until it ends. Report and save each change of the verdict.
 
     While a verdict is not "no fault found", ranks dump their calls every SUSPICION_SECONDS, for
     MOST_SUSPICION_SECONDS; otherwise ever more rarely.
@@ -178,7 +170,8 @@ def watch(
 
     def judge() -> tuple[Verdict, RunFacts]:
         facts = replace(read_run(folder, beats)[0], limit=limit)
-        return why.judge(facts), facts
+        verdict: Verdict = without_secrets(why.judge(facts))  # errors of the ranks are in it
+        return verdict, facts
 
     last: object = None
     requested_at = suspected_at = -MOST_SUSPICION_SECONDS
@@ -199,7 +192,7 @@ def watch(
             if not save_verdict(folder, verdict):
                 warn(f"cannot write {run_record.WHY} into {folder}")
             suspected_at = time.monotonic()
-        if over or verdict.state == "failed" or (until is not None and time.time() >= until):
+        if over or verdict.state == "failed":
             return verdict
         is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
         if is_suspicious and time.monotonic() - suspected_at < MOST_SUSPICION_SECONDS:
@@ -210,7 +203,7 @@ def watch(
                 warned = True
             requested_at = time.monotonic()
             pause = min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
-        time.sleep(seconds)
+        time.sleep(WATCH_SECONDS)
 
 
 def save_verdict(folder: Path, verdict: Verdict) -> bool:

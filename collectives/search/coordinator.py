@@ -1,7 +1,7 @@
-"""Hands out the rounds of a search: `python -m collectives.search.coordinator SETTINGS`, beside the first node's ranks.
+"""Runs the rounds of a search: `python -m collectives.search.coordinator SETTINGS`, on the first node.
 
-It holds the store that all ranks connect to, watches their signs of life, and writes a journal: one JSON line for the
-nodes, one for each round with its outcomes, and one for the result. A coordinator that finds a journal goes on with it.
+It serves the store that all ranks connect to, watches their signs of life, and writes a journal: one JSON line for the
+nodes, one for each round with its outcomes, and one for the result. A coordinator that finds a journal continues it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 import os
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ HANG_SILENCES = 4.0  # silences without any progress of a test, after which its 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the coordinator is asked to do."""
+    """The settings of the coordinator."""
 
     port: int
     nodes: int
@@ -42,38 +42,37 @@ class Fleet:
     def __init__(self, store: Any, settings: Settings) -> None:
         self._store, self._settings = store, settings
         self._beats: dict[str, tuple[list[Any], float, float]] = {}  # the last, when it changed, when progress changed
-        self.locals: dict[int, int] = {}
+        self.ranks: dict[int, int] = {}  # of each node that joined
 
     def gather(self) -> dict[int, dict[str, Any]]:
-        """Wait for the ranks of all nodes; returns what each node that came said of itself."""
+        """Wait for the ranks of all nodes; returns the description that each node which joined gave of itself."""
         until, joined = time.monotonic() + self._settings.wait_seconds, dict[int, dict[str, Any]]()
         while len(joined) < self._settings.nodes and time.monotonic() < until:
             for node in range(self._settings.nodes):
                 if node not in joined and self._store.check([f"join/{node}/0"]):
-                    said = json.loads(self._store.get(f"join/{node}/0"))
-                    if all(self._store.check([f"join/{node}/{local}"]) for local in range(said["locals"])):
-                        joined[node], self.locals[node] = said, said["locals"]
+                    row = json.loads(self._store.get(f"join/{node}/0"))
+                    if all(self._store.check([f"join/{node}/{local}"]) for local in range(row["ranks"])):
+                        joined[node], self.ranks[node] = row, row["ranks"]
             time.sleep(POLL_SECONDS)
         return joined
 
     def names(self, nodes: Sequence[int]) -> list[str]:
         """The ranks of these nodes."""
-        return [f"{node}/{local}" for node in nodes for local in range(self.locals[node])]
+        return [f"{node}/{local}" for node in nodes for local in range(self.ranks[node])]
 
-    def look(self, name: str) -> tuple[float, float, str]:
+    def read_beat(self, name: str) -> tuple[float, float, str]:
         """Seconds since the last sign of life, and since the last progress of a rank; and where it was."""
         now = time.monotonic()
-        beat = (
-            json.loads(self._store.get(f"beat/{name}")) if self._store.check([f"beat/{name}"]) else [-1, -1, "joining"]
-        )
+        has_beat = self._store.check([f"beat/{name}"])
+        beat = json.loads(self._store.get(f"beat/{name}")) if has_beat else [-1, -1, "joining"]
         before, lived, moved = self._beats.get(name, ([None, None, ""], now, now))
         lived, moved = (lived if beat[0] == before[0] else now), (moved if beat[1:] == before[1:] else now)
         self._beats[name] = (beat, lived, moved)
         return now - lived, now - moved, str(beat[2])
 
     def run(self, number: int, tests: Sequence[Test], run: str) -> list[Outcome]:
-        """Have the tests of a round run, and wait until each has ended or cannot end."""
-        self._store.set(f"round/{number}", json.dumps({"run": run, "tests": [asdict(test) for test in tests]}))
+        """Start the tests of a round, and wait until each has ended or cannot end."""
+        self._store.set(f"round/{number}", json.dumps({"run": run, "tests": cattrs.unstructure(tests)}))
         self._store.add("rounds", 1)
         waiting = {name: index for index, test in enumerate(tests) for name in self.names(test.nodes)}
         for name in waiting:
@@ -91,7 +90,7 @@ class Fleet:
                     waiting.pop(name)
                     last[index] = time.monotonic()
                     continue
-                silent, still, where = self.look(name)
+                silent, still, where = self.read_beat(name)
                 last[index] = max(last[index], time.monotonic() - still)
                 if silent > self._settings.silence_seconds:
                     lost[node] = f"no sign of life for {silent:.0f} s, last in {where}"
@@ -115,80 +114,85 @@ class Fleet:
 
 def _outcome(found: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hung: bool) -> Outcome:
     """Join what the ranks of a test measured: of several rails at once the slowest counts."""
-    rows: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    turns: dict[tuple[str, int, int], int] = defaultdict(int)
-    slowest: dict[tuple[int, int, int], dict[int, float]] = defaultdict(dict)
-    for name, posted in found.items():
+    slowest: dict[tuple[int, int, int, int], float] = defaultdict(float)  # source, target, rail, turn
+    for posted in found.values():
+        turns: Counter[tuple[int, int]] = Counter()
         for source, target, rail, seconds in posted.get("transfers", ()):
-            turn = turns[name, source, rail]
-            turns[name, source, rail] += 1
-            times = slowest[source, target, rail]
-            times[turn] = max(times.get(turn, 0.0), seconds)
-    for key, by_turn in slowest.items():
-        rows[key] += by_turn.values()
+            key = (source, target, rail, turns[source, rail])
+            slowest[key] = max(slowest[key], seconds)
+            turns[source, rail] += 1
     stuck = tuple(dict.fromkeys((s, t) for posted in found.values() for s, t in posted.get("stuck", ())))
     left = any(posted.get("left") for posted in found.values())
     return Outcome(
-        transfers=tuple((*key, seconds) for key, times in rows.items() for seconds in times),
+        transfers=tuple((source, target, rail, s) for (source, target, rail, _), s in slowest.items()),
         alone=tuple((int(name.partition("/")[0]), part, seconds)
                     for name, posted in found.items() for part, seconds in posted.get("alone", ())),
         stuck=stuck, lost=dict(lost), ended=not hung and not (left and not stuck and not lost),
     )  # fmt: skip
 
 
-class Journal:
-    """What the search has done so far, as JSON lines."""
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """Read the complete rows: the last one may still be written, or its writer may have died."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        self.rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        if lines and not lines[-1].endswith("\n"):  # the coordinator ended while it wrote
-            path.write_text("".join(lines[:-1]), encoding="utf-8")
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row, on the disk before this returns."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+def _write_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one row to the journal, on the disk before this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Search | None:
+    """Bring a search to where its journal ends; None where the planner now plans other rounds than the journal has."""
+    search = Search(header["domains"], header["models"], header["rails"])
+    search.lost.update({int(node): why for node, why in header["absent"].items()})
+    for row in rounds:
+        if search.next_round() != tuple(cattrs.structure(row["tests"], list[Test])):
+            return None
+        search.report(cattrs.structure(row["outcomes"], list[Outcome]))
+    return search
 
 
 def coordinate(settings: Settings, store: Any) -> None:
-    """Search to the end; the journal has the result."""
-    journal, fleet = Journal(Path(settings.journal)), Fleet(store, settings)
-    began, run = time.time(), os.urandom(4).hex()
-    came = fleet.gather()
-    header = next((row for row in journal.rows if "hosts" in row), None)
+    """Search to the end; the journal has the result. Exits where the journal is of another search."""
+    journal, fleet = Path(settings.journal), Fleet(store, settings)
+    rows, began, run = read_journal(journal), time.time(), os.urandom(4).hex()
+    rounds = [row for row in rows if "outcomes" in row]
+    if journal.exists():  # the last row is incomplete where a coordinator died while it wrote
+        os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
+    joined = fleet.gather()
+    names = [joined.get(node, {}).get("host", f"node {node}") for node in range(settings.nodes)]
+    absent = {node: f"did not join within {settings.wait_seconds:g} s" for node in range(settings.nodes)
+              if node not in joined}  # fmt: skip
+    header = next((row for row in rows if "hosts" in row), None)
     if header is None:
-        rows = [came.get(node, {}) for node in range(settings.nodes)]
+        described = [joined.get(node, {}) for node in range(settings.nodes)]
         header = {
-            "hosts": [row.get("host", f"node {node}") for node, row in enumerate(rows)],
-            "domains": [row.get("domain", "") for row in rows], "models": [row.get("model", "") for row in rows],
-            "rails": min(fleet.locals.values(), default=1), "began": began,
+            "hosts": names, "domains": [row.get("domain", "") for row in described], "absent": absent,
+            "models": [row.get("model", "") for row in described],
+            "rails": min(fleet.ranks.values(), default=1), "began": began,
         }  # fmt: skip
-        journal.write(header)
-    search = Search(header["domains"], header["models"], header["rails"])
-    absent = f"did not join within {settings.wait_seconds:g} s"
-    search.lost.update({node: absent for node in range(settings.nodes) if node not in came})
-    minutes = 0.0
-    for row in (row for row in journal.rows if "outcomes" in row):
-        again = search.next_round()
-        if json.dumps([asdict(test) for test in again]) != json.dumps(row["tests"]):
-            break
-        search.report(cattrs.structure(row["outcomes"], list[Outcome]))
-        minutes += row["node_minutes"]
+        _write_row(journal, header)
+    search = resume(header, rounds)
+    if search is None or len(header["hosts"]) != len(names) or any(
+        header["hosts"][node] not in (names[node], f"node {node}") for node in joined
+    ):  # fmt: skip
+        sys.exit(f"{journal} is of other nodes or of another version: give another --journal file")
+    search.lost = {**absent, **search.lost}
+    minutes = sum(row["node_minutes"] for row in rounds)
     while tests := search.next_round():
         started = time.monotonic()
         outcomes = fleet.run(int(store.add("rounds", 0)) + 1, tests, run)
         spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
         minutes += spent
-        journal.write({"tests": [asdict(test) for test in tests], "outcomes": [cattrs.unstructure(o) for o in outcomes],
-                       "node_minutes": spent})  # fmt: skip
+        row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent}
+        _write_row(journal, cattrs.unstructure(row))
         search.report(outcomes)
-    journal.write({"result": {
-        "verdicts": [cattrs.unstructure(verdict) for verdict in search.verdicts()],
-        "links": [cattrs.unstructure(link) for link in search.bad_links()],
+    _write_row(journal, {"result": {
+        "verdicts": cattrs.unstructure(search.verdicts()), "links": cattrs.unstructure(search.bad_links()),
         "lost": {str(node): why for node, why in search.lost.items()},
         "rounds": search.round, "tests": search.tests, "seconds": time.time() - header["began"],
         "node_minutes": minutes, "visible_loss": search.visible_loss(),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median, median_low
 from typing import Literal
@@ -132,7 +132,7 @@ class Search:
 
     def next_round(self) -> tuple[Test, ...]:
         """Give the tests to run at the same time; empty when the search is over."""
-        while self.round < MOST_ROUNDS and self.phase < 5:
+        while self.round < MOST_ROUNDS:
             self.phase = min(self.phase + 1, 4)
             planned = self._planned()
             planned, self._queue = [*self._queue, *planned], []
@@ -144,14 +144,14 @@ class Search:
                     self._queue.append(test)
                 elif len(nodes) > (test.kind != "alone"):
                     taken.update(nodes)
-                    tests.append(Test(kind=test.kind, nodes=nodes, repeats=test.repeats, rails=test.rails))
+                    tests.append(replace(test, nodes=nodes))
             if tests:
                 self.round += 1
                 self.tests += sum(test.kind != "alone" for test in tests)
                 self._now = tuple(tests)
                 return self._now
             if self.phase == 4:
-                self.phase = 5
+                break
         return ()
 
     def _planned(self) -> list[Test]:
@@ -164,7 +164,7 @@ class Search:
         free = [node for node in living if node not in broken and node not in again and node not in waiting]
         if self.phase == 2:
             return alone + [Test(kind="near", nodes=group) for group in self._near(free)]
-        if self.phase == 3:
+        if self.phase == 3 and self.nodes > 2:
             return alone + [Test(kind="far", nodes=group) for group in self._far(free)]
         return alone if self.phase == 1 else alone + (self._confirmations(set(again)) or self._rail_tests())
 
@@ -183,6 +183,7 @@ class Search:
         tests: list[Test] = []
         clean = sorted((node for node in range(self.nodes) if self._is_clean(node)), key=self._was_stuck)
         pools: dict[tuple[str, str], list[int]] = defaultdict(list)
+        open_links = self._open_links()
 
         def add(kind: str, nodes: Sequence[int], partners: Sequence[int], wanted: int) -> None:
             found = list(dict.fromkeys(node for node in partners if node not in busy and node not in nodes))[:wanted]
@@ -190,7 +191,7 @@ class Search:
             if busy.isdisjoint(group) and len(group) > 1:
                 busy.update(group)
                 repeats = max(LEAST_REPEATS, REPEATS // (len(group) - 1))
-                tests.append(Test(kind=kind, nodes=group, repeats=1 if self._is_plain(group) else repeats))
+                tests.append(Test(kind=kind, nodes=group, repeats=1 if self._is_plain(group, open_links) else repeats))
 
         for node in self._open(("near", "far")):
             kind = self._open_kind(node)
@@ -205,7 +206,7 @@ class Search:
                 # Without a clean one in the domain, its nodes are compared with those of other domains.
                 add(kind, group, mates or self._members[domain], max(PARTNERS, len(group)))
         links: list[int] = []
-        for link in self._open_links():
+        for link in open_links:
             if any(measure.what == "stuck" for measure in self._links[link]):
                 add(self._kind(*link), link, clean, 1)
             elif busy.isdisjoint(link):
@@ -213,20 +214,21 @@ class Search:
         for group in _parts(list(dict.fromkeys(links))):
             add("far", group, clean, 1 if len(group) == 2 else 0)
         held = busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
-        late = [node for node in range(self.nodes) if node not in held and not self._is_measured(node)]
-        late = late if self.round < 2 * TRIES else []
-        for group in _parts([node for node in late if self._state(node, KINDS)[0] == "clean"], GROUP // 2):
+        late = [node for node in range(self.nodes) if node not in held and not self._is_measured(node)
+                and self._state(node, KINDS)[0] == "clean"]  # fmt: skip
+        for group in _parts(late, GROUP // 2) if self.nodes > 2 and self.round < 2 * TRIES else ():
             add("far", group, clean, max(PARTNERS, len(group)))
         return tests + self._again(busy)
 
-    def _is_plain(self, nodes: Iterable[int]) -> bool:
-        """Whether all that is suspected of these nodes and their links is so slow that one transfer shows it."""
+    def _is_plain(self, nodes: Iterable[int], open_links: Iterable[Link]) -> bool:
+        """Whether each suspect among these nodes and their links has an excess so large that one transfer shows it.
+
+        One such excess of a node is enough: it decides the verdict, whatever else is suspected of the node.
+        """
         inside = set(nodes)
         found = [self._state(node, ("near", "far"))[1] for node in inside]
-        found += [
-            self._links[link] for link in self._links if inside.issuperset(link) and all(map(self._is_clean, link))
-        ]
-        return all(m.excess > PLAIN for measures in found for m in measures if m.is_slow(SIGMAS, LEAST[m.kind]))
+        found += [self._links[link] for link in open_links if inside.issuperset(link)]
+        return all(any(m.excess > PLAIN for m in measures) for measures in found if measures)
 
     def _again(self, busy: set[int]) -> list[Test]:
         """Repeat groups that ended early without the nodes that ended them, once these are known."""
@@ -268,7 +270,8 @@ class Search:
                 rows[self._kind(source, target)].append((source, target, seconds))
             self._learn_stuck(test, outcome)
             is_half = any(set(test.nodes) < set(other.nodes) for other in self._broken)
-            if test.kind != "alone" and test.repeats == 1 and not is_half and not _is_whole(outcome):
+            is_whole = outcome.ended and not outcome.stuck and not outcome.lost
+            if test.kind != "alone" and test.repeats == 1 and not is_half and not is_whole:
                 self._broken.append(test)
         scores: dict[tuple[str, int], float] = {}
         for kind, found in rows.items():
@@ -278,13 +281,9 @@ class Search:
             self._learn_links(kind, found, scores)
         self._now = ()
 
-    def _add(
-        self, node: int, kind: str, what: str, excess: float, sigma: float = 0.0, others: Iterable[int] = ()
-    ) -> None:
-        found = Measure(
-            round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, others=tuple(sorted(set(others)))
-        )
-        self._measures[node].append(found)
+    def _measure(self, kind: str, what: str, excess: float, sigma: float = 0.0, others: Iterable[int] = ()) -> Measure:
+        others = tuple(sorted(set(others)))
+        return Measure(round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, others=others)
 
     def _learn_alone(self, rows: Sequence[tuple[int, str, float]]) -> None:
         """Compare each part ("GPU3 matmul") with the same part ("matmul") of all nodes with the same model."""
@@ -294,7 +293,7 @@ class Search:
         for name, found in parts.items():
             middle, sigma = self._middle.setdefault(name, _spread([seconds for *_, seconds in found]))
             for node, what, seconds in found:
-                self._add(node, "alone", what, seconds / middle - 1, sigma / middle)
+                self._measures[node].append(self._measure("alone", what, seconds / middle - 1, sigma / middle))
 
     def _learn_transfers(self, kind: str, rows: Sequence[tuple[int, int, float]]) -> dict[tuple[str, int], float]:
         """Score each node by the lower quartile of its times: a few slow partners or links do not move it."""
@@ -311,6 +310,7 @@ class Search:
         partners = Counter(end for source, target in {row[:2] for row in rows}
                            for end in (("sends", source), ("receives", target)))  # fmt: skip
         scores = {key: sorted(values)[(len(values) - 1) // 4] for key, values in times.items() if partners[key] > 1}
+        sigmas = []
         for what in ("sends", "receives"):
             found = [score for (side, _), score in scores.items() if side == what]
             if found and (is_group or (kind, what) not in self._center):
@@ -319,12 +319,10 @@ class Search:
             for (side, node), score in scores.items():
                 if side == what:
                     one = QUARTILE * sigma / middle / math.sqrt(len(times[side, node]))
-                    self._add(node, kind, what, score / center - 1, max(one, spread) / center)
-        if is_group:
-            sigmas = [
-                m.sigma for one in self._measures.values() for m in one[-4:] if (m.round, m.kind) == (self.round, kind)
-            ]
-            self.sigma[kind] = median(sigmas or [self.sigma.get(kind, 0.0)])
+                    sigmas.append(max(one, spread) / center)
+                    self._measures[node].append(self._measure(kind, what, score / center - 1, sigmas[-1]))
+        if sigmas and (is_group or kind not in self.sigma):
+            self.sigma[kind] = median(sigmas)
         return scores
 
     def _learn_links(
@@ -338,14 +336,12 @@ class Search:
         for link, values in times.items():
             ends = max(scores.get(("sends", link[0]), 1.0), scores.get(("receives", link[1]), 1.0))
             one = sigma / middle / math.sqrt(len(values))
-            measure = Measure(
-                round=self.round, kind=kind, what="transfer", excess=median(values) / ends - 1, sigma=one
-            )  # fmt: skip
+            measure = self._measure(kind, "transfer", median(values) / ends - 1, one)
             if link in self._links or measure.is_slow(SIGMAS + self._more, LEAST_LINK):
                 self._links[link].append(measure)
 
     def _learn_stuck(self, test: Test, outcome: Outcome) -> None:
-        """Suspect whoever is an end of most stuck transfers; halve a group whose end nobody can explain.
+        """Suspect the nodes at an end of most stuck transfers; halve a group that ended without a known reason.
 
         In a confirmation only the node that is tested again is suspected. A link that is stuck once more says nothing
         new of its ends.
@@ -354,7 +350,7 @@ class Search:
         known = {link for link in links if any(m.what == "stuck" for m in self._links[link])}
         fresh = [link for link in links if link not in known or any(self._has_more_ways(end) for end in link)]
         for link in links:
-            self._links[link].append(Measure(round=self.round, kind=test.kind, what="stuck", excess=STUCK, sigma=0.0))
+            self._links[link].append(self._measure(test.kind, "stuck", STUCK))
         ends = Counter(end for link in fresh for end in link)
         suspects = {node for node, count in ends.items() if count == max(ends.values())}
         if not outcome.ended and not links and not outcome.lost:
@@ -369,7 +365,8 @@ class Search:
         for node in test.nodes:
             if node in suspects or (node in moved and node in before):
                 others = [end for link in fresh if node in link for end in link if end != node]
-                self._add(node, test.kind, "stuck", STUCK if node in suspects else 0.0, others=others)
+                excess = STUCK if node in suspects else 0.0
+                self._measures[node].append(self._measure(test.kind, "stuck", excess, others=others))
 
     def _has_more_ways(self, node: int) -> bool:
         """Whether it was stuck with several others, and has moved no byte since."""
@@ -378,7 +375,7 @@ class Search:
         return len({other for measure in stuck[len(stuck) - since :] for other in measure.others}) > 1
 
     def _learn_rails(self, test: Test, outcome: Outcome) -> None:
-        """Tell which rails of the first node are slower than the faster half of them."""
+        """Find the rails of the first node that are slower than the faster half of them."""
         times: dict[int, list[float]] = defaultdict(list)
         for *_, rail, seconds in outcome.transfers:
             times[rail].append(seconds)
@@ -391,7 +388,7 @@ class Search:
     # What follows for each node.
 
     def _state(self, node: int, kinds: Iterable[str]) -> tuple[str, list[Measure]]:
-        """Say "clean", "open", "bad" or "undecided" of one node's measures of these kinds, with those that are slow."""
+        """Judge a node by its measures of these kinds: "clean", "open", "bad" or "undecided", and the slow measures."""
         groups: dict[tuple[str, bool], list[Measure]] = defaultdict(list)
         for measure in self._measures[node]:
             if measure.what == "stuck" and not measure.excess:
@@ -464,7 +461,7 @@ class Search:
         return excess / (1 + excess)
 
     def verdicts(self) -> list[Verdict]:
-        """Say how each node ended, by node."""
+        """Give the verdict of each node, in the order of the nodes."""
         return [self._verdict(node) for node in range(self.nodes)]
 
     def _verdict(self, node: int) -> Verdict:
@@ -472,24 +469,22 @@ class Search:
             return Verdict(node=node, state="bad", reason="lost", loss=1.0)
         for kinds, reason in ((("alone",), "part"), (("near", "far"), "slow")):
             state, slow = self._state(node, kinds)
+            if state == "clean":
+                continue
             what = tuple(dict.fromkeys(measure.what for measure in slow))
-            excess = median(measure.excess for measure in slow) if slow else 0.0
-            loss = excess / (1 + excess)
-            if state == "bad":
-                reason = "stuck" if "stuck" in what else reason
-                rails = self._slow_rails.get(node, ())
-                return Verdict(
-                    node=node, state="bad", reason=reason, loss=loss, what=what, rails=rails, measures=tuple(slow)
-                )
-            if state != "clean":
-                return Verdict(
-                    node=node, state="not judged", reason="undecided", loss=loss, what=what, measures=tuple(slow)
-                )
-        visible = self.visible_loss()
+            is_bad = state == "bad"
+            return Verdict(
+                node=node, state="bad" if is_bad else "not judged", loss=_loss(slow), what=what, measures=tuple(slow),
+                reason="undecided" if not is_bad else "stuck" if "stuck" in what else reason,
+                rails=self._slow_rails.get(node, ()),
+            )  # fmt: skip
+        if self.nodes < 3:
+            return Verdict(node=node, state="not judged", reason="few")
         if not self._is_measured(node):
             return Verdict(node=node, state="not judged", reason="unmeasured")
-        if self.nodes < 3 or visible is None or visible > BLIND:
-            return Verdict(node=node, state="not judged", reason="few" if self.nodes < 3 else "noise")
+        visible = self.visible_loss()
+        if visible is None or visible > BLIND:
+            return Verdict(node=node, state="not judged", reason="noise")
         return Verdict(node=node, state="good")
 
     def bad_links(self) -> list[BadLink]:
@@ -498,9 +493,7 @@ class Search:
         found = []
         for link, measures in self._links.items():
             if self._link_state(link) == "bad" and good.issuperset(link):
-                excess = median(m.excess for m in measures if m.excess > 0)
-                loss = excess / (1 + excess)
-                found.append(BadLink(source=link[0], target=link[1], loss=loss, measures=tuple(measures)))
+                found.append(BadLink(source=link[0], target=link[1], loss=_loss(measures), measures=tuple(measures)))
         return found
 
 
@@ -526,8 +519,10 @@ def _state_of(measures: Sequence[Measure], more: float) -> tuple[str, list[Measu
     return ("open" if len({m.round for m in measures}) < TRIES else "undecided"), slow
 
 
-def _is_whole(outcome: Outcome) -> bool:
-    return outcome.ended and not outcome.stuck and not outcome.lost
+def _loss(measures: Iterable[Measure]) -> float:
+    """The share of the middle rate that is lost, from the middle excess of time."""
+    excess = median(measure.excess for measure in measures if measure.excess > 0)
+    return excess / (1 + excess)
 
 
 def _parts(nodes: Sequence[int], most: int = GROUP) -> list[tuple[int, ...]]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+ITERATIONS = 3  # of each transfer: their median counts
 CHUNKS = 16  # of a transfer: each one that arrives shows that bytes move
 BEAT_SECONDS = 1.0
 MATMUL_SIZE, MATMUL_SECONDS = {"cpu": 512, "cuda": 8192}, 1.0
@@ -26,18 +27,17 @@ ALL_REDUCE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which rank this is, and what the whole search uses; from the process that starts it."""
+    """Which rank this is, and the settings of the search."""
 
     store: str  # "host:port"
     node: int
     local: int
-    locals: int  # ranks of this node
+    ranks: int  # of this node
     host: str
     domain: str
     model: str
     backend: str
     bytes: int  # of one transfer
-    iterations: int  # of each transfer: their median counts
     silence_seconds: float  # without a byte, before a transfer is stuck
     wait_seconds: float  # for the coordinator to appear
 
@@ -85,10 +85,9 @@ class Ring:
             options = dist.ProcessGroupGloo._Options()
             name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
             make = dist.ProcessGroupGloo.create_device
-            device_of = (
-                make(interface=name, lazy_init=True) if name else dist.ProcessGroupGloo.create_default_device(True)
-            )
-            options._devices, options._timeout = [device_of], limit
+            default = dist.ProcessGroupGloo.create_default_device
+            network = make(interface=name, lazy_init=True) if name else default(True)
+            options._devices, options._timeout = [network], limit
             self._group: Any = dist.ProcessGroupGloo(store, me, size, options)
         else:
             self._group = dist.ProcessGroupNCCL(store, me, size, timeout=timedelta(hours=1))
@@ -102,7 +101,10 @@ class Ring:
         arrived: list[float] = []
         self._errors.clear()
         if self._place.backend == "gloo":
-            jobs: list[Callable[[], None]] = [lambda: self._receive(source, arrived), lambda: self._send(target)]
+            jobs: list[Callable[[], None]] = [
+                lambda: self._transfer(self._group.recv, self._in, source, arrived),
+                lambda: self._transfer(self._group.send, self._out, target, []),
+            ]
         else:
             jobs = [lambda: self._both(source, target, arrived)]
         threads = [threading.Thread(target=self._guarded, args=(job,), daemon=True) for job in jobs]
@@ -127,31 +129,22 @@ class Ring:
         except RuntimeError as error:
             self._errors.append(error)
 
-    def _receive(self, source: int, arrived: list[float]) -> None:
-        works = [self._group.recv([self._in], source, chunk) for chunk in range(CHUNKS)]
-        self._await(works, arrived)
-
-    def _send(self, target: int) -> None:
-        works = [self._group.send([self._out], target, chunk) for chunk in range(CHUNKS)]
-        self._await(works, [])
-
-    def _await(self, works: list[Any], arrived: list[float]) -> None:
-        for work in works:
+    def _transfer(self, start: Callable[..., Any], buffer: Any, other: int, arrived: list[float]) -> None:
+        for work in [start([buffer], other, chunk) for chunk in range(CHUNKS)]:
             work.wait(timedelta(seconds=self._place.silence_seconds))
             self._moved += 1
             arrived.append(time.perf_counter())
 
     def _both(self, source: int, target: int, arrived: list[float]) -> None:
-        """As one operation of NCCL for each chunk: apart, a send and a receive could wait for each other."""
+        """Exchange each chunk in one operation of NCCL: a separate send and receive could wait for each other."""
         import torch
 
         torch.cuda.set_device(self._device)
-        device = torch.device(self._device)
         for _ in range(CHUNKS):
-            self._group._start_coalescing(device)
+            self._group._start_coalescing()
             self._group.send([self._out], target, 0)
             self._group.recv([self._in], source, 0)
-            work = self._group._end_coalescing(device)
+            work = self._group._end_coalescing()
             while not work.is_completed():
                 time.sleep(0)
             self._moved += 1
@@ -161,9 +154,8 @@ class Ring:
         """Time the best of three sums over the group."""
         import torch
 
-        data = torch.zeros(
-            ALL_REDUCE_BYTES // (1 if "cuda" in self._device else 16), dtype=torch.uint8, device=self._device
-        )
+        count = ALL_REDUCE_BYTES if "cuda" in self._device else ALL_REDUCE_BYTES // 16
+        data = torch.zeros(count, dtype=torch.uint8, device=self._device)
         return min(_timed(lambda: self._group.allreduce([data]).wait(), self._device) for _ in range(3))
 
     def close(self) -> None:
@@ -183,18 +175,18 @@ class Rank:
         self._name = f"{place.node}/{place.local}"
 
     def start(self) -> None:
-        """Join, and show from now on that this process lives and how far it is."""
+        """Join, and report from now on that this process lives and how far it is."""
         import torch
 
         if self.place.backend == "nccl":
             self.device = f"cuda:{self.place.local}"
             torch.cuda.set_device(self.device)
-        said = {"host": self.place.host, "domain": self.place.domain, "model": self.place.model, "pid": os.getpid()}
-        self.store.set(f"join/{self._name}", json.dumps(said | {"locals": self.place.locals}))
+        described = {name: getattr(self.place, name) for name in ("host", "domain", "model", "ranks")}
+        self.store.set(f"join/{self._name}", json.dumps(described))
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        """Tell the coordinator how far this rank is; leave when it ends, start anew when it says so or is new."""
+        """Report the progress of this rank. Exit when the search ends; start anew on request or without coordinator."""
         store, count = self.store.clone(), 0
         while True:
             try:
@@ -203,7 +195,7 @@ class Rank:
                     time.sleep(2 * BEAT_SECONDS)
                     os._exit(0)
                 anew = store.check([f"anew/{self._name}"]) and store.delete_key(f"anew/{self._name}")
-            except RuntimeError:  # the coordinator is gone: another one goes on with its journal
+            except RuntimeError:  # the coordinator is gone: another one continues from its journal
                 anew = True
             if anew:
                 os.execv(sys.executable, [sys.executable, "-m", "collectives.search.rank", *sys.argv[1:]])  # noqa: S606
@@ -214,7 +206,7 @@ class Rank:
         """Take part in every round until the search ends."""
         number = int(self.store.add("rounds", 0)) + 1
         while True:
-            while not _comes(self.store, f"round/{number}"):
+            while not _wait_for(self.store, f"round/{number}"):
                 pass
             posted = json.loads(self.store.get(f"round/{number}"))
             for index, test in enumerate(posted["tests"]):
@@ -223,7 +215,6 @@ class Rank:
                     key = f"test/{posted['run']}/{number}/{index}"
                     found = self._alone(key) if test["kind"] == "alone" else self._exchange(key, test)
                     self.store.set(f"result/{number}/{self._name}", json.dumps(found))
-                    self.store.add(f"done/{number}", 1)
             number += 1
 
     def _alone(self, key: str) -> dict[str, Any]:
@@ -238,8 +229,8 @@ class Rank:
         while time.monotonic() < until:
             best = min(best, _timed(lambda: left @ left, self.device))
         parts = [(f"{'GPU' if kind == 'cuda' else 'rank '}{self.place.local} matmul", best)]
-        if self.place.locals > 1:
-            ring = Ring(self.place, PrefixStore(key, self.store), self.place.local, self.place.locals, self.device)
+        if self.place.ranks > 1:
+            ring = Ring(self.place, PrefixStore(key, self.store), self.place.local, self.place.ranks, self.device)
             seconds = ring.all_reduce()
             parts += [("node all_reduce", seconds)] if self.place.local == 0 else []
             ring.close()
@@ -253,19 +244,19 @@ class Rank:
         found: dict[str, Any] = {"transfers": [], "stuck": [], "left": ""}
         ring = Ring(self.place, PrefixStore(f"{key}/{self.place.local}", self.store), nodes.index(self.place.node),
                     len(nodes), self.device)  # fmt: skip
-        rails = range(self.place.locals) if test["rails"] else [-1]
+        rails = range(self.place.ranks) if test["rails"] else [-1]
         strides = [stride for stride in range(1, len(nodes)) for _ in range(test["repeats"])]
-        turns = range(self.place.iterations)
+        turns = range(ITERATIONS)
         steps = [(rail, stride, turn) for rail in rails for stride in strides for turn in turns]
         times: list[float] = []
         try:
             for number, (rail, stride, turn) in enumerate(steps):
                 if rail in (-1, self.place.local):
                     times = [*(times if turn else []), ring.exchange(stride)]
-                    if turn == self.place.iterations - 1:
+                    if turn == ITERATIONS - 1:
                         source = nodes[(nodes.index(self.place.node) - stride) % len(nodes)]
                         found["transfers"].append((source, self.place.node, rail, sorted(times)[len(times) // 2]))
-                if not self._in_step(f"{key}/{number}", len(nodes) * self.place.locals):
+                if not self._in_step(f"{key}/{number}", len(nodes) * self.place.ranks):
                     break
                 self.progress += 1
         except StuckError as error:
@@ -282,13 +273,13 @@ class Rank:
         if self.store.add(key, 1) == ranks:
             self.store.set(f"{key}/go", "go")
         stop = f"{key.rpartition('/')[0]}/stop"
-        while not _comes(self.store, f"{key}/go"):
+        while not _wait_for(self.store, f"{key}/go"):
             if self.store.check([stop]):
                 return False
         return bool(self.store.get(f"{key}/go") == b"go")
 
 
-def _comes(store: Any, key: str) -> bool:
+def _wait_for(store: Any, key: str) -> bool:
     """Wait a second for a key; RuntimeError where the store is gone."""
     from torch.distributed import DistStoreError
 

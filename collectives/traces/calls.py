@@ -69,7 +69,7 @@ class RankTrace:
     taken: float | None = None  # Unix seconds, where that is known: what was called later it does not hold
     written: float | None = None  # of the file, which a copy may have made later
     partial: bool = False  # a log's few lines: what they do not name may have been called
-    sizes: Mapping[str, int] = field(default_factory=dict)  # by group, how many members, where that alone is told
+    sizes: Mapping[str, int] = field(default_factory=dict)  # by group: its number of members, where they are not named
 
 
 _PEER = re.compile(r"^(send|recv) (\d+)(?:->|<-)(\d+)")
@@ -281,7 +281,7 @@ class _PlainUnpickler(pickle._Unpickler):
         self.append(self._take(form).decode("utf-8", errors="replace"))
 
     def load_number(self, form: str) -> None:
-        """Push a whole number of at most 64 bits; larger ones break whoever prints them."""
+        """Push a whole number of at most 64 bits; larger ones cannot be printed."""
         raw = self._take(form)
         if len(raw) > LONGEST_NUMBER:
             raise PickleError("a whole number of more than 64 bits")

@@ -54,8 +54,7 @@ def read_dockerfile(text: str) -> Script:
         elif each.name == "RUN":
             _run(each, stage.known, script)
         else:
-            target = each.rest.split()[-1]
-            script.inner += [Inner(text=body, target=target, line=line) for line, body in each.documents]
+            script.inner += [Inner(text=body, target=each.rest.split()[-1], line=line) for line, body in each.documents]
     script.add(_start(stage))
     return script
 

@@ -407,7 +407,7 @@ class Programs(Expander):
         """A text with its values put in is not followed."""
         text = call.words[0].text if call.words else ""
         if text == "-v":
-            self.gets(call)
+            self.assign_unknown(call)
         else:
             self.shell.write(OPEN if "%" in text else text.replace("\\n", "\n"), call.line)
 
@@ -424,7 +424,7 @@ class Programs(Expander):
         for target in [word.text for word in call.words if word.text[:1] != "-"][:1] if call.given.text else ():
             self.write_file(target, call.given)
 
-    def gets(self, call: Call) -> None:
+    def assign_unknown(self, call: Call) -> None:
         """read, mapfile, let, printf -v and the like: the values of their variables depend on the run."""
         self.assumed = False
         self.shell.status = None
@@ -439,9 +439,9 @@ class Programs(Expander):
     def shift(self, call: Call) -> None:
         """The arguments after the first ones."""
         if (given := self.items("@")) is not None:
-            self.give(given[number_of(call) :])
+            self.set_arguments(given[number_of(call) :])
 
-    def give(self, arguments: Sequence[Word] | None) -> None:
+    def set_arguments(self, arguments: Sequence[Word] | None) -> None:
         """Set the arguments of the script or function; None: unknown."""
         self.shell.variables.pop("@", None)
         if arguments is not None:
@@ -459,7 +459,7 @@ class Programs(Expander):
             if re.fullmatch(r"[-+][a-z]*a[a-z]*", text) or (text in ("-o", "+o") and after == "allexport"):
                 self.shell.exports_all = text[0] == "-"
         if "--" in texts:
-            self.give(call.words[texts.index("--") + 1 :])
+            self.set_arguments(call.words[texts.index("--") + 1 :])
 
 
 def content(settings: Settings) -> frozenset[tuple[str, str]]:

@@ -650,7 +650,7 @@ class _Reader(Programs):
         self._called.add(body.id)
         self.active.append(name)  # a function that calls itself ends here
         shell.hidden.append({"@": shell.variables.get("@")})
-        self.give(rest)
+        self.set_arguments(rest)
         ends = self._visit(body, [shell])
         for end in ends:
             end.left = "" if end.left == "return" else end.left
@@ -667,7 +667,7 @@ class _Reader(Programs):
         started, unread, shell = self.started, len(self.script.unread), self.shell
         given = {name: each for name, each in shell.variables.items() if each.exported}
         self.shell = Shell(given, choices=dict(shell.choices), turns=shell.turns)
-        self.give(rest)
+        self.set_arguments(rest)
         self.follow_text(text, line)
         self.shell = shell
         if not surely:
@@ -677,7 +677,7 @@ class _Reader(Programs):
 
     # -- built-ins that change the way through the script
 
-    def _leave(self, call: Call) -> None:
+    def _leave_block(self, call: Call) -> None:
         """exit, return, break and continue: nothing more runs here."""
         if call.program in ("exit", "return") and call.words:
             self.shell.status = number_of(call) == 0 if call.words[0].text.isdecimal() else None
@@ -745,14 +745,13 @@ _EACH: Mapping[str, Callable[[_Reader, Node, Shell], Shells]] = {
     **dict.fromkeys(("variable_assignment", "variable_assignments"), _Reader._assignments),
     **dict.fromkeys(("declaration_command", "unset_command"), _Reader._declaration),
 }  # fmt: skip
-_SIMPLE = ("command", "variable_assignment", "variable_assignments", "declaration_command", "unset_command")
 
 _BUILTINS: Mapping[str, Callable[[_Reader, Call], Shells | None]] = {
     "echo": _Reader.echo, "printf": _Reader.printf, "cat": _Reader.cat, "tee": _Reader.tee, "eval": _Reader._eval,
     **dict.fromkeys((".", "source"), _Reader._source), "shift": _Reader.shift, "set": _Reader.options_of_shell,
-    **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._leave),
+    **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._leave_block),
     "setenv": lambda reader, call: reader.unread(call.line, "setenv belongs to the C shell, which is not supported"),
     **dict.fromkeys((":", "true", "false"), _Reader._truth),
-    **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader.gets), "trap": _Reader.trap,
+    **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader.assign_unknown), "trap": _Reader.trap,
     **dict.fromkeys(_NAMES["declares"], lambda reader, call: reader.declare(call.program, call.words, call.line)),
 }  # fmt: skip

@@ -84,7 +84,7 @@ class NodeView:
         return tuple(gpu.model for gpu in self.topology.gpus if gpu.model) if self.topology else ()
 
     def amd_gpus(self) -> tuple[str, ...]:
-        """Bus ids of AMD's GPUs, by PCI class and vendor; a display of the CPU's own beside NVIDIA's is none to use."""
+        """Bus ids of AMD's GPUs, by PCI class and vendor; a CPU's own display next to NVIDIA's GPUs is left out."""
         facts = self.pci()
         return tuple(device.bus_id for device in amd_gpus(facts)) if facts is not None else self.amd_of_catalogue()
 

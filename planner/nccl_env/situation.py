@@ -139,7 +139,7 @@ def _version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Vers
 def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
     """Every probed node, and of the nodes that were not probed one of each kind: the others would answer the same.
 
-    Nodes are of one kind where they share their parts; what was probed of one of a kind stands for all of it.
+    Nodes are of one kind where they share their parts; what was probed of one node holds for all nodes of its kind.
     """
     topologies = {node.hostname: node for node in cluster.nodes}
     probed = {snapshot.hostname for snapshot in snapshots}

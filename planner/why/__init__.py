@@ -56,7 +56,7 @@ def judge(facts: RunFacts) -> Verdict:
 
 
 def _nothing(facts: RunFacts) -> Verdict:
-    """No fault was found: an answer, with what it rests on."""
+    """The verdict where no fault was found, with the questions that stay open."""
     unknown = []
     if not facts.traces:
         unknown.append(Unknown(what="which collectives the ranks are in", command="topoflight why --run DIR --watch"))

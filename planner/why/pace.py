@@ -223,13 +223,15 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
     looked at. Looks at long work (a checkpoint, an evaluation) are left out. `since` is the share of the run left out.
     """
     works: dict[int, tuple[float, int]] = {}
+    spans: dict[int, float] = {}  # marks are thinned out as a run grows, so their number does not tell its time
     for rank, state in facts.states.items():
         start = state.marks[int(since * len(state.marks))] if state.marks else Mark()
-        looks = {kind: n - start.moving.get(kind, 0) for kind, n in state.moving.items() if kind not in LONG_PHASES}
+        old = start.moving  # a file of a job's own may count otherwise
+        looks = {kind: max(0, n - old.get(kind, 0)) for kind, n in state.moving.items() if kind not in LONG_PHASES}
         taken = sum(looks.values())
         if taken < MIN_LOOKS:
             return []
-        works[rank] = 1 - looks.get("collective", 0) / taken, taken
+        works[rank], spans[rank] = (1 - looks.get("collective", 0) / taken, taken), state.written - start.at
     if len(works) < max(2, facts.world or 0):
         return []
     found = []
@@ -238,11 +240,9 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
         usual, least = median(share for share, _ in others), min(n for _, n in others)
         error = sqrt(_variance(work, taken) + OUTLIER**2 * _variance(usual, least))
         margin = _quantile(len(works)) * error
-        state = facts.states[rank]
         wait = (f"rank states: it is outside of collectives in {work:.0%} of {taken} looks, the others in {usual:.0%} "
                 f"(margin {margin:.0%})")  # fmt: skip
-        found.append(Lateness(rank=rank, work=work, usual=usual, margin=margin, sampling=margin,
-                              seconds=(1 - since) * (state.written - (state.marks[0].at if state.marks else 0.0)),
+        found.append(Lateness(rank=rank, work=work, usual=usual, margin=margin, sampling=margin, seconds=spans[rank],
                               wait=wait))  # fmt: skip
     return found
 

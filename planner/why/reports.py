@@ -227,7 +227,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
             bad = clean  # else the others are about to end too, or do what the last rank does alone, as an upload
     if not bad:
         return None
-    lost = [r for r, s in facts.states.items() if s.error and LOST_PEER.search(s.error) and r not in bad]
+    lost = sorted(lost_a_peer(facts) - set(bad))
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""
     causes = tuple(cause_of(rank, what[rank], facts, wait) for rank in sorted(bad))
     gone = any(cause.code == "rank.gone" for cause in causes)

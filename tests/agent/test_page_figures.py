@@ -240,7 +240,7 @@ def test_a_short_run_does_not_stand_for_its_network() -> None:
     (bars,) = by_network(found)
     assert [run.value for run in bars.runs] == [3.35, 0.45]
     assert [told.partition(": ")[2] for told in not_drawn(found)] == [
-        "0 of its 2 steps count beside warm-up and profiled ones, 3 are needed"
+        "0 of its 2 steps count (warm-up and profiled steps do not), 3 are needed"
     ] * 2
 
 

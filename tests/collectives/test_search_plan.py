@@ -1,13 +1,17 @@
-"""The planner accuses nobody who is well, misses no fault that its noise lets be seen, and needs few tests."""
+"""The planner accuses no node without a fault, misses no fault that is visible in its noise, and needs few tests."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
+import cattrs
 import pytest
 from rigs.tables import each_row
 
+from collectives.search.coordinator import read_journal, resume
 from collectives.search.plan import Outcome, Search
+from collectives.search.run import from_environment
 
 SOURCE = importlib.util.spec_from_file_location("search_bench", Path(__file__).parents[2] / "bench/search.py")
 bench = importlib.util.module_from_spec(SOURCE)
@@ -23,16 +27,18 @@ def test_simulated_fleets(share):
     faults = sum(score.faults + score.links for score in scores.values())
     missed = [line for score in scores.values() for line in (*score.missed, *score.links_missed)]
     assert len(missed) <= faults / 100, missed
-    assert sum(score.runs for score in scores.values()) >= 3000 * share
+    assert sum(len(score.tests) for score in scores.values()) >= 3000 * share
     for row, tests, rounds in (("healthy", 28, 7), ("5 slow nodes", 55, 7), ("5 bad nodes, any fault", 55, 7)):
         middle = [sorted(found)[len(found) // 2] for found in (scores[row].tests, scores[row].rounds)]
         assert middle[0] <= tests and middle[1] <= rounds, (row, middle)
 
 
-def run(domains, fleet, rails=1):
+def run(domains, fleet, rails=1, planned=None):
     """Search with the transfers that `fleet(source, target, rail)` gives: seconds, None where nothing moves."""
     found = Search(domains, rails=rails)
     while tests := found.next_round():
+        if planned is not None:
+            planned += tests
         outcomes = []
         for test in tests:
             rows = [(a, b, rail, fleet(a, b, rail)) for rail in (range(rails) if test.rails else [-1])
@@ -92,6 +98,77 @@ def test_small_fleets(domains, fleet, bad, links, unjudged):
 def test_the_slow_rail_of_a_slow_node_is_named():
     found = run([""] * 8, lambda a, b, rail: 2.0 if 3 in (a, b) and rail in (-1, 2) else 1.0, rails=4)
     assert [(v.node, v.rails) for v in found.verdicts() if v.state == "bad"] == [(3, (2,))]
+
+
+def test_two_nodes_are_tested_once_and_not_judged():
+    found = run(["", ""], lambda *_: 1.0)
+    assert [verdict.reason for verdict in found.verdicts()] == ["few", "few"]
+    assert (found.round, found.tests, found.visible_loss()) == (2, 1, None)
+
+
+PLAIN = [
+    # What is slow besides the sends of node 3, whether a confirmation repeats its transfers.
+    (lambda a, b: 1.0, False),
+    (lambda a, b: 1.5 if b == 3 else 1.0, False),  # its receives too: the sends decide
+    (lambda a, b: 1.5 if 6 in (a, b) else 1.0, True),  # node 6 is not plainly slow, and tested in the same group
+]
+
+
+@each_row("other, repeats", PLAIN)
+def test_transfers_of_a_plainly_slow_node_are_not_repeated(other, repeats):
+    planned = []
+    found = run([""] * 8, lambda a, b, _: 6.7 if a == 3 else other(a, b), planned=planned)
+    assert 3 in [verdict.node for verdict in found.verdicts() if verdict.state == "bad"]
+    assert any(test.repeats > 1 for test in planned) == repeats, planned
+
+
+def test_a_journal_resumes_after_a_node_was_lost(tmp_path):
+    header = {"domains": [""] * 8, "models": [""] * 8, "rails": 1, "absent": {"7": "did not join"}}
+    first, rows = resume(header, []), []
+    for outcome in ({"alone": tuple((node, "rank 0 matmul", 1.0) for node in range(7))},
+                    {"stuck": ((5, 6), (4, 5)), "lost": {5: "no sign of life for 20 s"}}):  # fmt: skip
+        tests = first.next_round()
+        outcomes = [Outcome(**outcome)] + [Outcome()] * (len(tests) - 1)
+        first.report(outcomes)
+        rows.append(cattrs.unstructure({"tests": tests, "outcomes": outcomes}))
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"tests": [')  # a row that is still written
+    before = journal.read_text()
+    again = resume(header, read_journal(journal))
+    assert again.lost == first.lost and again.lost.keys() == {5, 7}
+    assert again.next_round() == first.next_round() and again.round == 3
+    assert journal.read_text() == before, "a reader changes nothing"
+    assert resume(header, rows[1:]) is None, "a journal that the planner does not follow"
+
+
+ENVIRONMENTS = [
+    ({"JOB_COMPLETION_INDEX": "3"}, {}),  # --node-rank reads it
+    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "2007", "SLURM_STEP_NODELIST": "gpu-[07-09,12]",
+      "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}, {"nodes": 4, "node": 1, "rendezvous": "gpu-07:29407"}),
+    ({"WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu-07",
+      "MASTER_PORT": "29500"},
+     {"nodes": 2, "node": 1, "ranks": 8, "locals": (1,), "rendezvous": "gpu-07:29501"}),
+]  # fmt: skip
+
+
+@each_row("environment, found", ENVIRONMENTS)
+def test_launchers(environment, found):
+    assert from_environment(environment) == found
+
+
+def test_the_calls_of_nccl_are_those_of_torch(monkeypatch):
+    """Without a GPU only the signatures can be tried: gloo takes the same calls, and refuses to coalesce."""
+    import torch
+    from torch.distributed import HashStore
+
+    from collectives.search.rank import Place, Ring
+
+    place = Place(store="", node=0, local=0, ranks=1, host="", domain="", model="", backend="gloo", bytes=1 << 10,
+                  silence_seconds=10, wait_seconds=10)  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    ring = Ring(place, HashStore(), 0, 1, "cpu")
+    with pytest.raises(RuntimeError, match="oalescing"):
+        ring._both(0, 0, [])
 
 
 def test_a_lost_node_is_bad_and_its_neighbours_are_not():

@@ -183,7 +183,7 @@ def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> Ra
     ("looks", "named", "words"),
     [
         ([(90, 10), (45, 55), (45, 55)], (0,), "outside of collectives in 90% of 100 looks"),
-        ([(30, 10), (22, 18), (22, 18)], (), "not distinguishable yet"),  # forty looks are too few
+        ([(32, 8), (22, 18), (22, 18)], (), "not distinguishable yet"),  # forty looks are too few
         ([(60, 40), (55, 45), (57, 43)], (), "no fault found"),
         ([(20, 4), (4, 20), (4, 20)], (), "no fault found"),  # fewer than 30 looks
     ],
@@ -197,6 +197,26 @@ def test_a_late_rank_is_named_only_beyond_the_sampling_error(
     paused = {r: replace(s, moving={"compute": 20, "collective": 20}) for r, s in states.items()}  # one long pause
     assert judge(RunFacts(states=paused, world=3, now=START + 200)).ranks == ()
     assert words in found.line + " ".join(row for cause in found.causes for row in cause.evidence)
+
+
+def test_the_time_until_a_late_rank_is_distinguishable_is_that_of_the_looks_that_show_it() -> None:
+    """The same forty seconds, alone and at the end of a run whose older marks have been thinned out."""
+    rows = enumerate([(32, 8), (22, 18), (22, 18)])
+    alone = {rank: replace(looked_at(*row, f"h{rank}"), rank=rank) for rank, row in rows}
+    before = {"compute": 80, "collective": 80}
+    marks = (Mark(at=START), Mark(at=START + 160, samples=before, moving=before))
+    later = {
+        rank: replace(one, moving={kind: n + before[kind] for kind, n in one.moving.items()}, marks=marks,
+                      written=one.written + 160)
+        for rank, one in alone.items()
+    }  # fmt: skip
+    lines = {judge(RunFacts(states=one, world=3, now=START + 200)).line for one in (alone, later)}
+    assert len(lines) == 1 and "not distinguishable yet" in lines.pop()
+    restarted = {
+        rank: replace(one, moving=one.moving | {"compute": 200}, marks=(Mark(at=START, moving={"collective": 90}),))
+        for rank, one in alone.items()
+    }
+    assert judge(RunFacts(states=restarted, world=3, now=START + 200)).state == "fine", "counts that begin again"
 
 
 def ended(rank: int, error: str | None = None, ago: float = 70.0) -> RankState:
@@ -429,7 +449,7 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     ranks.mkdir()
     run_record.save(tmp_path / "run.json", RunRecord(status="failed", host="trainer-0"))
     for rank in range(3):
-        error = "ValueError: bad row" if rank == 2 else "RuntimeError: Connection closed by peer [10.0.0.2]:4"
+        error = "ValueError: bad row, password=hunter22" if rank == 2 else LOST
         state = RankState(rank=rank, world_size=3, written=time.time(), ended=True, error=error, host=f"trainer-{rank}")
         (ranks / NAME.format(rank=rank)).write_text(dumps(state))
     ended = topoflight("why", "--watch", "--run", tmp_path)
@@ -439,3 +459,4 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     assert kept["line"].split(": ")[0] in topoflight("why", tmp_path).output, "a run's folder among the logs"
     assert kept["line"] in ended.output
     assert run_record.read(tmp_path / "run.json").notes == [f"why: {kept['line']}"]
+    assert "hunter22" not in ended.output + "".join(path.read_text() for path in tmp_path.glob("*.json"))
