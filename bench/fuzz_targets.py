@@ -49,11 +49,12 @@ from collectives.nccl_log.reader import LogFileError
 from collectives.nccl_log.transport import ChannelCount, Evidence
 from collectives.traces import calls, ras, states, watchdog
 from contracts import job_plan as plans
+from contracts import plain
 from contracts import run_record as records
 from contracts.job_config import ConfigError, read_config
 from contracts.layout import Layout, LayoutError, values_of
 from planner import why
-from planner.forecast.calibration import CalibrationError, dump_calibration, load_calibration
+from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
 from planner.lint.sources import KINDS, EnvironmentTextError, read_text
@@ -437,7 +438,7 @@ def bench_result(data: bytes) -> object:
 def calibration(data: bytes) -> object:
     """A calibration file, and a forecast with it."""
     path = _scratch().file("calibration.json", _json(lambda: document_of("calibration"), data))
-    dump_calibration(load_calibration(path))
+    json.dumps(plain.write(load_calibration(path)))
     return answer(Request.of(model="tiny", calibration=path, ranks_per_node=2), (_scanned("cpu-only-vm"),))
 
 

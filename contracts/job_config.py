@@ -215,7 +215,8 @@ def parse_config(
     """
     _refuse_others(raw)
     notes: dict[str, None] = {}
-    note = notes.setdefault
+    of_trl: dict[str, None] = {}  # what has no effect in the built-in trainer has its effect in TRL's: not noted
+    note, own_note = notes.setdefault, (notes if only_trl is None else of_trl).setdefault
     refused: dict[str, None] = {}
 
     def attempt(read: typing.Callable[..., Any], *words: Any) -> Any:
@@ -228,7 +229,7 @@ def parse_config(
 
     whole = {str(key): value for key, value in raw.items()}
     raw = {key: value for key, value in whole.items() if key != "model_init_kwargs"}
-    attempt(trl.model_words, whole, raw, note)
+    attempt(trl.model_words, whole, raw, own_note)
     values: dict[str, Any] = {}
     layout: dict[str, Any] = attempt(_layout, raw.get("layout")) or {}
     written = {trl.option_names().renamed.get(name, name): name for name in raw}
@@ -238,7 +239,7 @@ def parse_config(
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
         refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None
     for name, value in _renamed({name: raw[name] for name in raw if name in known}, note, attempt).items():
-        attempt(_read, name, value, written.get(name, name), values, layout, note)
+        attempt(_read, name, value, written.get(name, name), values, layout, own_note)
     attempt(trl.precision, raw, layout)
     attempt(trl.checkpointing, raw, layout)
     attempt(trl.parallelism, raw, layout, note)  # degrees that it leaves away are FSDP's to set

@@ -37,8 +37,9 @@ class OnlyTrlError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """The values of an option that the built-in trainer accepts, why only these, and whether TRL takes any value."""
+    """The values of options that the built-in trainer accepts, why only these, and whether TRL takes any value."""
 
+    names: list[str]
     allowed: list[Any]
     why: str
     trl: bool = False
@@ -67,6 +68,7 @@ class OptionNames:
     fsdp: Mapping[str, list[str]]
     deepspeed: Mapping[str, Any]
     sections: Mapping[str, Section]
+    of_trl: Mapping[str, Any]  # what TRL's parser does not get, and the names that it has
 
 
 @functools.cache
@@ -74,8 +76,7 @@ def option_names() -> OptionNames:
     """Read trl.toml, once."""
 
     def only_of(rows: list[dict[str, Any]]) -> dict[str, Allowed]:
-        members = [({key: value for key, value in row.items() if key != "names"}, row["names"]) for row in rows]
-        return {name: Allowed(**row) for row, names in members for name in names}
+        return {name: allowed for allowed in (Allowed(**row) for row in rows) for name in allowed.names}
 
     data = dict(read_table(__file__, "trl.toml"))
     return OptionNames(
@@ -393,24 +394,14 @@ def model_words(raw: dict[str, Any], rest: dict[str, Any], note: Note) -> None:
             raise ConfigError(f"{where}={value!r}: {setting} has another value")
 
 
-# Settings that the layout holds, and those that TRL's parser does not have: finetune.sft_trl reads them of JobConfig.
-_NOT_OF_TRL = frozenset({
-    *IN_LAYOUT, "layout", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "fsdp", "fsdp_config",
-    "deepspeed", "parallelism_config", "torch_compile", "per_gpu_train_batch_size", "chat_template", "tokenizer_name",
-    "tokenizer_revision", "dataset_revision", "dataset_rows", "profile_steps", "export_merged", "use_liger",
-}) - {"use_liger_kernel"}  # fmt: skip
-_RENAMED_FOR_TRL = {
-    "max_seq_length": "max_length", "torch_dtype": "dtype", "evaluation_strategy": "eval_strategy",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-}  # fmt: skip
-
-
 def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The file for TRL's parser: today's names, and what its DeepSpeed section says (`values` of parse_config).
 
     What the layout holds is left out: the plan's layout says it.
     """
-    made = {_RENAMED_FOR_TRL.get(name, name): value for name, value in raw.items() if name not in _NOT_OF_TRL}
+    table = option_names().of_trl
+    left_out = {*IN_LAYOUT, *table["left_out"]}
+    made = {table["renamed"].get(name, name): value for name, value in raw.items() if name not in left_out}
     if (ratio := made.pop("warmup_ratio", None)) and not made.get("warmup_steps"):
         made["warmup_steps"] = ratio
     if truth(made.pop("group_by_length", None)):

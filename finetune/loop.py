@@ -197,24 +197,9 @@ class Trainer:
         if config.save_strategy != "no" or not checkpoint.list_checkpoints(self.store.folder):
             self.save(place)
         self.store.finish()
-        fullest = torch.tensor(self.recorder.peak_memory(), device=self.engine.device)
-        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
-        self.recorder.fullest = runs.Peak(*fullest.tolist())
-        for text in self._transports():
+        self.recorder.find_fullest_rank()
+        for text in verify.record_transports(self.recorder.record, self.plan):
             self.recorder.note(text)  # connected later, by a checkpoint say: the training is done
-
-    def _transports(self) -> list[str]:
-        """Record which transports the collectives take; the differences from the plan. All ranks ask together."""
-        record, plan = self.recorder.record, self.plan
-        effective = record.layout.effective
-        seen = list(effective.transports) if effective else []
-        wrong: list[str] = []
-        if effective and effective.backend == "nccl":
-            found, wrong = verify.nccl_channels(plan.environment, plan.transport)
-            record.nccl = found
-            seen += found.channels
-        record.transports = seen
-        return wrong
 
     def step(self, number: int, share: data.Share) -> Done:
         """One optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW."""
@@ -242,7 +227,8 @@ class Trainer:
     def _after(self, place: Place, done: Done, pace: float, bar: Any) -> None:
         """What follows a step: a line, a checkpoint, an evaluation, or the end."""
         config, step = self.config, place.step
-        if len(self.recorder.losses) == 1 and (wrong := self._transports()):  # what a step needs is connected now
+        is_first = len(self.recorder.losses) == 1  # what a step needs is connected now
+        if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
         if not bar.disable:
             bar.set_postfix(self.recorder.bar_words(done.loss, pace), refresh=False)

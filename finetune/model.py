@@ -62,18 +62,23 @@ def load_libraries(config: JobConfig) -> None:
         importlib.import_module(name)
 
 
+def usable_attention(kernel: str, note: Callable[[str], None]) -> str:
+    """The attention implementation that runs here: without flash-attn or a GPU, sdpa."""
+    if kernel == "flash_attention_2" and not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn")):
+        note("attn_implementation: flash_attention_2 is not here (flash-attn and a GPU); sdpa is used")
+        return "sdpa"
+    return kernel
+
+
 def build_model(config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None) -> Any:
     """The causal language model without values: parameters on meta (`weights.fill`), with LoRA where asked."""
     from accelerate import init_empty_weights  # type: ignore[import-untyped, unused-ignore]
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     name = config.model_name_or_path
-    kernel: str = config.attn_implementation
     if config.load_in_4bit:
         _check_four_bit(note)
-    if kernel == "flash_attention_2" and not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn")):
-        kernel = "sdpa"
-        note("attn_implementation: flash_attention_2 is not here (flash-attn and a GPU); sdpa is used")
+    kernel = usable_attention(config.attn_implementation, note)
     kernel = BY_DOCUMENT if kernel == "sdpa" else kernel
     preset = RANDOM.get(name.removeprefix("random:")) if name.startswith("random:") else None
     if preset is not None:

@@ -49,87 +49,77 @@ def experts_of(shape: Any) -> int:
 
 def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
-    why = []
+    ranks = layout.data_parallel * layout.tp * layout.pp
+    why = {
+        f"ep={layout.ep}: expert parallelism is not implemented; FSDP shards the experts' weights": layout.ep > 1,
+        "sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3":
+            layout.sharding == "zero1" and layout.dp_shard > 1,
+        f"precision={layout.precision!r}: fp32 and bf16 are implemented": layout.precision in ("fp16", *EIGHT_BITS),
+        "offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'":
+            layout.offload == "optimizer",
+        "offload='all': needs dp_shard > 1": layout.offload == "all" and ranks > 1 and layout.dp_shard == 1,
+    }  # fmt: skip
     if layout.cp > 1:
-        why += _context_parallel(layout, shape)
-    if layout.ep > 1:
-        why.append(f"ep={layout.ep}: expert parallelism is not implemented; FSDP shards the experts' weights")
-    if layout.sharding == "zero1" and layout.dp_shard > 1:
-        why.append("sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3")
-    if layout.precision in ("fp16", *EIGHT_BITS):
-        why.append(f"precision={layout.precision!r}: fp32 and bf16 are implemented")
-    if layout.offload == "optimizer":
-        why.append("offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'")
-    if layout.offload == "all" and layout.data_parallel * layout.tp * layout.pp > 1 and layout.dp_shard == 1:
-        why.append("offload='all': needs dp_shard > 1")
-    if layout.tp > 1 and experts_of(shape):
-        why.append(f"tp={layout.tp}: experts are stacked in one tensor, which is sharded by FSDP and not split over TP")
-    elif layout.tp > 1:
-        why += _tensor_parallel(layout, shape, lora)
+        why = {**_context_parallel(layout, shape), **why}
+    if layout.tp > 1:
+        why |= _tensor_parallel(layout, shape, lora)
     if layout.pp > 1:
-        why += _pipeline(layout, shape)
-    return why
+        why |= _pipeline(layout, shape)
+    return [text for text, holds in why.items() if holds]
 
 
-def _tensor_parallel(layout: Layout, shape: Any, lora: bool) -> list[str]:
-    why = []
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if heads % layout.tp or kv_heads % layout.tp or shape.intermediate_size % layout.tp:
-        why.append(
-            f"tp={layout.tp}: must divide {heads} heads, {kv_heads} key/value heads and "
-            f"intermediate size {shape.intermediate_size}"
-        )
-    if getattr(shape, "quantization_config", None) is not None:
-        why.append(f"tp={layout.tp} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split")
-    if layout.sequence_parallel and lora:
-        why.append("sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens")
-    if layout.sequence_parallel and getattr(shape, "_attn_implementation", None) == "eager":
-        why.append(
-            "sequence_parallel with attn_implementation='eager': its mask would be built for one rank's part of the "
-            "sequence"
-        )
-    return why
+def _tensor_parallel(layout: Layout, shape: Any, lora: bool) -> dict[str, bool]:
+    name = f"tp={layout.tp}"
+    if experts_of(shape):
+        return {f"{name}: experts are stacked in one tensor, which is sharded by FSDP and not split over TP": True}
+    heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
+    sequence, kernel = layout.sequence_parallel, getattr(shape, "_attn_implementation", None)
+    return {
+        f"{name}: must divide {heads} heads, {kv_heads} key/value heads and intermediate size {inner}":
+            any(size % layout.tp for size in (heads, kv_heads, inner)),
+        f"{name} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split": _is_quantised(shape),
+        "sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens":
+            sequence and lora,
+        "sequence_parallel with attn_implementation='eager': its mask would be built for one rank's part of the "
+        "sequence": sequence and kernel == "eager",
+    }  # fmt: skip
 
 
-def _context_parallel(layout: Layout, shape: Any) -> list[str]:
-    why = []
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if layout.tp > 1 or layout.pp > 1:
-        why.append(f"cp={layout.cp} with tp={layout.tp}, pp={layout.pp}: runs beside data parallelism alone")
-    if heads % layout.cp or kv_heads % layout.cp:
-        why.append(
-            f"cp={layout.cp}: must divide {heads} heads and {kv_heads} key/value heads, which its ranks share out; "
-            f"cp={most_ranks(layout.cp, heads, kv_heads)} runs"
-        )
+def _is_quantised(shape: Any) -> bool:
+    return getattr(shape, "quantization_config", None) is not None
+
+
+def _context_parallel(layout: Layout, shape: Any) -> dict[str, bool]:
+    name, heads, kv_heads = f"cp={layout.cp}", shape.num_attention_heads, shape.num_key_value_heads
     kernel = getattr(shape, "_attn_implementation", None)
-    if kernel in ("eager", "flash_attention_2"):
-        why.append(f"cp={layout.cp} with attn_implementation={kernel!r}: sdpa's has the exchange of heads")
-    if layout.compile:
-        why.append(f"cp={layout.cp} with compile=true: the exchange of heads is not compiled")
-    if getattr(shape, "quantization_config", None) is not None:
-        why.append(f"cp={layout.cp} with load_in_4bit: runs with LoRA and in full")
     rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type")
-    if rope in WHOLE_ROPE:
-        why.append(f"cp={layout.cp} with rope_type={rope!r}: its angles follow from the whole sequence's length")
-    return why
+    return {
+        f"{name} with tp={layout.tp}, pp={layout.pp}: CP runs only with data parallelism":
+            layout.tp > 1 or layout.pp > 1,
+        f"{name}: must divide {heads} heads and {kv_heads} key/value heads, which its ranks share out; "
+        f"cp={most_ranks(layout.cp, heads, kv_heads)} runs": bool(heads % layout.cp or kv_heads % layout.cp),
+        f"{name} with attn_implementation={kernel!r}: sdpa's has the exchange of heads":
+            kernel in ("eager", "flash_attention_2"),
+        f"{name} with compile=true: the exchange of heads is not compiled": layout.compile,
+        f"{name} with load_in_4bit: runs with LoRA and in full": _is_quantised(shape),
+        f"{name} with rope_type={rope!r}: its angles follow from the whole sequence's length": rope in WHOLE_ROPE,
+    }  # fmt: skip
 
 
-def _pipeline(layout: Layout, shape: Any) -> list[str]:
-    why = []
-    stages, layers = layout.pp * layout.virtual_stages, shape.num_hidden_layers
-    if layout.stage_layers and sum(layout.stage_layers) != layers:
-        why.append(f"stage_layers={layout.stage_layers}: add up to {sum(layout.stage_layers)}, the model has {layers}")
-    if stages > layers or 0 in layout.stage_layers:
-        why.append(f"{stages} pipeline stages: the model has {layers} layers, each stage needs one")
-    if layout.gradient_accumulation < layout.pp:
-        why.append(f"gradient_accumulation={layout.gradient_accumulation}: a pipeline needs at least pp={layout.pp}")
-    if layout.schedule == "interleaved" and layout.gradient_accumulation % layout.pp:
-        why.append(
-            f"gradient_accumulation={layout.gradient_accumulation}: interleaved needs a multiple of pp={layout.pp}"
-        )
-    if getattr(shape, "tie_word_embeddings", False):
-        why.append("pp with tied embeddings: first and last stage would each train their own copy")
-    return why
+def _pipeline(layout: Layout, shape: Any) -> dict[str, bool]:
+    stages, layers, times = layout.pp * layout.virtual_stages, shape.num_hidden_layers, layout.gradient_accumulation
+    given = sum(layout.stage_layers)
+    return {
+        f"stage_layers={layout.stage_layers}: add up to {given}, the model has {layers}":
+            bool(layout.stage_layers) and given != layers,
+        f"{stages} pipeline stages: the model has {layers} layers, each stage needs one":
+            stages > layers or 0 in layout.stage_layers,
+        f"gradient_accumulation={times}: a pipeline needs at least pp={layout.pp}": times < layout.pp,
+        f"gradient_accumulation={times}: interleaved needs a multiple of pp={layout.pp}":
+            layout.schedule == "interleaved" and times % layout.pp > 0,
+        "pp with tied embeddings: first and last stage would each train their own copy":
+            bool(getattr(shape, "tie_word_embeddings", False)),
+    }  # fmt: skip
 
 
 HEAVIER = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}

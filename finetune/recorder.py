@@ -281,6 +281,12 @@ class Recorder:
             return Peak(reserved, torch.cuda.max_memory_allocated(self.device))
         return Peak(max(0, self.peak or highest_rss_bytes() - self.baseline_rss), 0)
 
+    def find_fullest_rank(self) -> None:
+        """Exchange the peaks of all ranks, which call it together."""
+        peaks = torch.tensor(self.peak_memory(), device=self.device)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        self.fullest = Peak(*peaks.tolist())
+
     def exhausted(self, error: str) -> str:
         """What there was when an allocation failed, and what was forecast."""
         where = f"rank {os.environ.get('RANK', '0')}, " + (

@@ -114,7 +114,7 @@ def files_of_split(folder: Path, part: str | None, split: str, where: str) -> li
         raise
     except Exception as error:  # any kind: `datasets` passes on what YAML, pyarrow and its own code raise
         in_card = "README.md: " if (folder / "README.md").is_file() else ""
-        raise ConfigError(f"{where}: {in_card}{_first_line(error).replace(f'{folder}/', '')}") from error
+        raise ConfigError(f"{where}: {in_card}{first_line(error).replace(f'{folder}/', '')}") from error
     if split not in found:
         raise ConfigError(f"{where}: no split {split!r}: {part or 'it'} has {', '.join(sorted(map(str, found)))}")
     names = [Path(one).relative_to(folder).as_posix() for one in found[split] if Path(one).suffix in READERS]
@@ -135,14 +135,19 @@ def _check_card(card: Path, where: str) -> None:
             parse_mapping(text[3:].split("\n---", 1)[0].strip() or "{}", f"{where}: README.md")
 
 
+def reader_of(path: Path) -> str:
+    """The builder of `datasets` that reads a file. Raises ConfigError for another kind of file."""
+    if path.suffix not in READERS:
+        raise ConfigError(f"{path}: must be one of {', '.join(READERS)}")
+    return READERS[path.suffix]
+
+
 def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     """Stream the rows of one file; of parquet only the columns that the job reads."""
     import datasets
     import pyarrow.parquet
 
-    kind, number = READERS.get(path.suffix), 0
-    if kind is None:
-        raise ConfigError(f"{path}: must be one of {', '.join(READERS)}")
+    kind, number = reader_of(path), 0
     options: dict[str, Any] = {}
     datasets.logging.set_verbosity(logging.CRITICAL)  # its lines say less than the ConfigError
     try:
@@ -172,7 +177,7 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             raise
         if kind == "json":
             _check_json(path)
-        raise ConfigError(f"{path}: not {kind}, after row {number}: {_first_line(error)}") from error
+        raise ConfigError(f"{path}: not {kind}, after row {number}: {first_line(error)}") from error
 
 
 def _check_size(size: int, where: object) -> None:
@@ -210,7 +215,8 @@ def _check_json(path: Path) -> None:
         raise ConfigError(f"{path}: not JSON lines: line {number}: {error}") from None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
 
 
@@ -307,7 +313,7 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
             both = " and ".join(f"{name}={repr(row[name])[:100]}" for name in names)
             raise ConfigError(f"a row's {both}: must be two texts, or two lists of messages")
     if "question" in row and "answer" in row and "messages" not in row:
-        row = {"messages": [_message("user", row["question"]), _message("assistant", row["answer"])]}
+        row = as_messages(row)
     elif isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
         row = {"messages": [*row["prompt"], *row["completion"]]}
     if "messages" in row:
@@ -329,8 +335,10 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
     )
 
 
-def _message(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
+def as_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """A question and its answer as a conversation of two turns."""
+    turns = (("user", row["question"]), ("assistant", row["answer"]))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 def _templated(messages: Any, tokenizer: Any, **more: Any) -> str:

@@ -1,8 +1,8 @@
 """The second trainer: TRL's SFTTrainer under the same plan, for what the built-in trainer does not have.
 
-Surface: TRL 1.16, in the order of its scripts/sft.py. `finetune.train` starts it where plan.json has `trl`; what it is
-given is made in `trl_inputs`, what it leaves behind in `trl_callbacks`. Without a GPU accelerate has DDP alone,
-and the planner asks for nothing else there.
+Surface: TRL 1.16, in the order of its scripts/sft.py. `finetune.train` starts it where plan.json has `trl`.
+`trl_inputs` makes its arguments and its rows, `trl_callbacks` writes its record. Without a GPU accelerate runs DDP
+only, so the planner plans only DDP there. FSDP2, HSDP, TP and CP have never been run on a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 import trl
 from transformers.trainer_utils import get_last_checkpoint
@@ -21,7 +20,7 @@ from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import RunModel
 from finetune import hub, loop, recorder, rows, trl_inputs
-from finetune.trl_callbacks import Recording
+from finetune.trl_callbacks import Recording, text_shape
 
 
 class Run:
@@ -56,30 +55,34 @@ class Run:
         self.trainer.remove_callback(transformers.PrinterCallback)
         net, examples = self.trainer.model, self.trainer.train_dataset
         lengths = [len(row["input_ids"]) for row in examples.take(1000)]
-        self.length, mean = max(lengths), sum(lengths) / len(lengths)
-        made.flops = recorder.flops_per_token(*loop.multiplied(net), net.config, mean)
+        mean = sum(lengths) / len(lengths)
+        made.flops = recorder.flops_per_token(*loop.multiplied(net), text_shape(net), mean)
         trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
         made.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
         made.record.data = {"name": config.dataset_name, "mean_tokens": mean}
         made.note(f"trained by TRL {trl.__version__}'s SFTTrainer")
         made.write()
 
+    def _find_resume(self) -> str | None:
+        """The checkpoint to resume from: "auto" and true take the newest. Raises ConfigError if there is none."""
+        asked, newest = self.config.resume_from_checkpoint, get_last_checkpoint(self.args.output_dir)
+        found = newest if asked in ("auto", True) else str(asked) if asked else None
+        if asked and asked != "auto" and not (found and Path(found).is_dir()):
+            raise ConfigError(f"resume_from_checkpoint={asked!r}: there is no such checkpoint")
+        return found
+
     def train(self) -> None:
         """Run all remaining steps, and write the model."""
-        resume = self.config.resume_from_checkpoint
-        if resume == "auto":
-            resume = get_last_checkpoint(self.args.output_dir)
+        resume = self._find_resume()
         if resume:
-            self.recorder.note(f"resumed from {Path(str(resume)).name}")
+            self.recorder.note(f"resumed from {Path(resume).name}")
         try:
-            self.trainer.train(resume_from_checkpoint=resume or None)
+            self.trainer.train(resume_from_checkpoint=resume)
         finally:
             self.trainer.seen.close()
         trainer, record = self.trainer, self.recorder.record
         self.recorder.profile(self.trainer.seen.profiler.result)
-        fullest = torch.tensor(self.recorder.peak_memory(), device=self.device)
-        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
-        self.recorder.fullest = recorder.Peak(*fullest.tolist())
+        self.recorder.find_fullest_rank()
         record.checkpoint = get_last_checkpoint(self.args.output_dir)
         if trainer.seen.stopped and trainer.state.global_step < trainer.state.max_steps:
             raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to go on")
@@ -90,14 +93,14 @@ class Run:
 
 
 class _Trainer(trl.SFTTrainer):  # type: ignore[misc, unused-ignore]
-    """TRL's trainer, which adds up what each step computed."""
+    """TRL's trainer, which reports the loss and the tokens of each micro-batch to the callbacks."""
 
     seen: Recording
 
     def training_step(self, model: Any, inputs: dict[str, Any], *words: Any, **more: Any) -> torch.Tensor:
         """One micro-batch."""
-        kept = inputs.get("attention_mask", inputs["input_ids"])
-        tokens = kept.sum() if kept is not inputs["input_ids"] else kept.numel()
+        mask = inputs.get("attention_mask")
+        tokens = inputs["input_ids"].numel() if mask is None else mask.sum()
         loss: torch.Tensor = super().training_step(model, inputs, *words, **more)
         self.seen.add(loss, tokens)
         return loss

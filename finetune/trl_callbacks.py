@@ -1,4 +1,4 @@
-"""What TRL's trainer leaves behind, as callbacks: the record of each step, the evidence, the reasons to stop.
+"""Callbacks of TRL's trainer: they record each step and the evidence, and stop the run.
 
 Surface: transformers' TrainerCallback; accelerate's AcceleratorState.
 """
@@ -25,82 +25,84 @@ if TYPE_CHECKING:
 
 
 class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Each step into the run's record, as the built-in trainer has it; the reasons to stop; the evidence."""
+    """Writes the run's record as the built-in trainer does, and stops the run on SIGTERM or a loss that diverges."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.recorder, self.around = run, run.recorder, contextlib.ExitStack()
         self.profiler = parts.Profiler(0, 0, run.layout)
-        self.asked, self.stopped, self.began, self.is_profiled = False, False, 0.0, False
+        self.stop_requested, self.stopped, self.began, self.is_profiled = False, False, 0.0, False
         self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
 
     def add(self, loss: torch.Tensor, tokens: Any) -> None:
-        """One micro-batch more."""
+        """Add one micro-batch."""
         self.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
 
     def close(self) -> None:
-        """The profiler must not outlive the run."""
+        """Stop the profiler, which must not outlive the run."""
         self.around.close()
         self.profiler.close()
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """What was built is what the plan says."""
+        """Check that the layout which was built is the layout of the plan."""
         run = self.run
-        got = observe(run)
-        self.recorder.record.layout.effective = verify.check(run.layout, got, run.plan.environment)
+        self.recorder.record.layout.effective = verify.check(run.layout, observe(run), run.plan.environment)
         first = state.global_step + recorder.WARM_UP + 1
         self.profiler = parts.Profiler(run.config.profile_steps, first, run.layout)
         self.recorder.watch_memory()
 
     def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """The batch is there."""
+        """Start the clock: the batch has been read."""
         self.is_profiled = self.around.enter_context(self.profiler.at(state.global_step))
         self.began = time.perf_counter()
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The optimizer's step is over on this rank."""
+        """Record the step, agree on a stop, and check the transports after the first step."""
         if self.run.device.type == "cuda":
             torch.cuda.synchronize()
         seconds, layout = time.perf_counter() - self.began, self.run.layout
         self.around.close()
-        told = torch.cat([self.sums, torch.tensor([float(self.asked)], dtype=torch.float64)])
-        dist.all_reduce(told := told.to(self.run.device))
-        loss, tokens, asked = told.tolist()
+        sums = torch.tensor([*self.sums.tolist(), self.stop_requested], dtype=torch.float64, device=self.run.device)
+        dist.all_reduce(sums)
+        loss, tokens, stop = sums.tolist()
         self.sums.zero_()
         mean = loss / layout.world_size
         self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)), self.is_profiled,
                            self.profiler.result)  # fmt: skip
         self.recorder.record.steps_done = state.global_step
-        if self.run.device.type == "cuda" and len(self.recorder.losses) == 1:  # what a step needs is connected now
-            found, wrong = verify.nccl_channels(self.run.plan.environment, self.run.plan.transport)
-            self.recorder.record.nccl, self.recorder.record.transports = found, list(found.channels)
-            if wrong:
-                raise verify.mismatch(wrong)
+        is_first = len(self.recorder.losses) == 1  # what a step needs is connected now
+        if is_first and (wrong := verify.record_transports(self.recorder.record, self.run.plan)):
+            raise verify.mismatch(wrong)
         if not math.isfinite(mean):
             raise loop.DivergedError(f"step {state.global_step}: loss {mean}; checkpoints are kept")
-        if asked:
+        if stop:
             self.stopped = control.should_save = control.should_training_stop = True
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """A line of metrics."""
+        """Write a line of metrics."""
         self.recorder.log(state.global_step, {k: v for k, v in logs.items() if isinstance(v, int | float)})
         if "loss" in logs:
             recorder.print_once(f"step {state.global_step}/{state.max_steps}: loss {float(logs['loss']):.4f}")
 
     def on_evaluate(self, _args: Any, state: Any, _control: Any, metrics: dict[str, float], **_: Any) -> None:
-        """An evaluation."""
-        found = EvalLoss(step=state.global_step, loss=metrics["eval_loss"])
-        self.recorder.record.eval_loss.append(found)
+        """Record an evaluation."""
+        self.recorder.record.eval_loss.append(EvalLoss(step=state.global_step, loss=metrics["eval_loss"]))
 
     def on_save(self, *_: Any, **_words: Any) -> None:
-        """A checkpoint."""
+        """Write the record when a checkpoint is complete."""
         self.recorder.write()
 
 
+def text_shape(model: Any) -> Any:
+    """The configuration of the text model, which is a part of that of a model that also reads images (Gemma 3)."""
+    return model.config.get_text_config()
+
+
 def observe(run: Run) -> EffectiveLayout:
-    """What accelerate built."""
+    """The layout that accelerate built, read from its objects."""
     trainer = run.trainer
-    model, accelerator, number = trainer.model_wrapped, trainer.accelerator, trainer.model.config.num_hidden_layers
+    model, accelerator = trainer.model_wrapped, trainer.accelerator
+    number = text_shape(trainer.model).num_hidden_layers
     plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     cp = accelerator.parallelism_config.cp_size if accelerator.parallelism_config else 1
     is_sharded, is_copied = isinstance(model, FSDPModule), isinstance(model, DistributedDataParallel)

@@ -1,4 +1,4 @@
-"""What TRL's trainer is given: the arguments of its parser, from the plan, and the rows.
+"""The inputs of TRL's trainer: the arguments of its parser, from the plan, and the rows.
 
 Surface: TRL 1.16 (TrlParser and the dataclasses of its scripts/sft.py), accelerate 1.15 (FSDP2 plugin,
 ParallelismConfig), `datasets`, over the files that `finetune.rows` finds; alignment-handbook, src/alignment/data.py.
@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -22,34 +21,34 @@ from contracts import trl as names
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from finetune import rows
+from finetune import hub, rows
+from finetune.model import usable_attention
 
 
 def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: Any) -> tuple[Any, ...]:
-    """TRL's arguments of the plan: the file's settings, and the layout in accelerate's words. Raises ConfigError."""
+    """TRL's arguments for the plan: the file's settings, and the layout as accelerate names it. Raises ConfigError."""
     settings = {**(plan.trl or {}), "output_dir": config.output_dir, "model_revision": config.model_revision}
     os.environ.update({str(name): str(value) for name, value in (settings.pop("env", None) or {}).items()})
     settings.pop("dataset_mixture", None)
     settings.setdefault("disable_tqdm", not sys.stderr.isatty())
-    if settings.get("attn_implementation") == "flash_attention_2" and not (on_gpu and _is_here("flash_attn")):
-        settings["attn_implementation"] = "sdpa"
-        note("attn_implementation: flash_attention_2 is not here (flash-attn and a GPU); sdpa is used")
-    if settings.get("use_liger_kernel") and not (on_gpu and _is_here("liger_kernel")):
+    if "attn_implementation" in settings:
+        settings["attn_implementation"] = usable_attention(settings["attn_implementation"], note)
+    if settings.get("use_liger_kernel") and not (on_gpu and importlib.util.find_spec("liger_kernel")):
         del settings["use_liger_kernel"]
-        note("use_liger_kernel: Liger's kernel is not here (liger-kernel and a GPU); TRL's own loss is used")
+        note("use_liger_kernel: Liger's kernels are not here (liger-kernel and a GPU); the model's own are used")
     if "8bit" in str(settings.get("optim")) and not on_gpu:
         note(f"optim: {settings.pop('optim')} needs a GPU; adamw_torch_fused is used")
     if isinstance(targets := settings.get("report_to"), str | list):
-        wanted = [targets] if isinstance(targets, str) else targets
-        here = [one for one in wanted if one in ("none", "all", *get_available_reporting_integrations())]
-        for one in set(wanted) - set(here):
+        targets = [targets] if isinstance(targets, str) else targets
+        installed = [one for one in targets if one in ("none", "all", *get_available_reporting_integrations())]
+        for one in sorted({*targets} - {*installed}):
             note(f"report_to: {one} is not installed; metrics.jsonl holds the same numbers")
-        settings["report_to"] = here or "none"
+        settings["report_to"] = installed or "none"
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
     known = {action.dest for action in parser._actions}
     for name in [name for name in settings if name not in known]:
         if name not in names.option_names().no_effect:
-            raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has none of that name")
+            raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
         note(f"{name}: no effect, TRL {trl.__version__} has no such setting")
         del settings[name]
     parser.set_defaults_with_config(**settings, **_of_layout(layout, on_gpu))
@@ -57,10 +56,6 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
         return tuple(parser.parse_args_into_dataclasses(args=[]))
     except (ValueError, TypeError, ImportError, SystemExit) as error:
         raise ConfigError(f"TRL {trl.__version__} refuses the settings: {error}") from error
-
-
-def _is_here(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _of_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
@@ -84,7 +79,10 @@ def _of_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
 
 
 def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, tested: bool) -> tuple[Any, Any]:
-    """The rows to train and to evaluate on: a data set's splits, or a mixture as TRL or the alignment handbook has."""
+    """The rows to train and to evaluate on: a data set's splits, or a mixture as TRL or the alignment handbook has.
+
+    Raises ConfigError for rows that cannot be read.
+    """
     own = (plan.trl or {}).get("dataset_mixture")
     if own is None and not mixture.datasets:
         train = _split(config, config.dataset_train_split, script.dataset_streaming)
@@ -107,15 +105,16 @@ def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, teste
 
 
 def _split(config: JobConfig, split: str, streaming: bool) -> Any:
-    files = [str(path) for path in rows.find_files(config, split)]
-    kind = rows.READERS[Path(files[0]).suffix]
-    found = datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
+    files = rows.find_files(config, split)
+    kind, names = rows.reader_of(files[0]), [str(path) for path in files]
+    try:
+        found = datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming)
+    except datasets.exceptions.DatasetsError as error:
+        why = error.__cause__ or error
+        if isinstance(why, OSError) and why.errno in hub.DISK_ERRORS:
+            raise why from error
+        raise ConfigError(f"dataset_name={config.dataset_name!r}: not {kind}: {rows.first_line(why)}") from error
     found = found if config.dataset_rows is None else found.take(config.dataset_rows)
     if {"question", "answer"} <= set(found.column_names) and not {"messages", "prompt"} & set(found.column_names):
-
-        def talk(row: dict[str, Any]) -> dict[str, Any]:
-            turns = [("user", row["question"]), ("assistant", row["answer"])]
-            return {"messages": [{"role": role, "content": content} for role, content in turns]}
-
-        return found.map(talk, remove_columns=found.column_names)
+        return found.map(rows.as_messages, remove_columns=found.column_names)
     return found

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from contracts.job_config import EndedError
+from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from contracts.run_record import EffectiveLayout, NcclChannels
+from contracts.run_record import EffectiveLayout, NcclChannels, RunRecord
 from finetune import channels
 from finetune.parallel import COLUMN, ROW, Engine, shards
 
@@ -203,7 +204,7 @@ def mismatch(wrong: Sequence[str]) -> MismatchError:
 
 
 def _everyone(value: Any) -> list[Any]:
-    """What each rank tells, by rank."""
+    """The value of each rank, by rank."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -211,10 +212,24 @@ def _everyone(value: Any) -> list[Any]:
     return found
 
 
+def record_transports(record: RunRecord, plan: JobPlan) -> list[str]:
+    """Record which transports the collectives take, and return the differences from the plan.
+
+    All ranks call it together.
+    """
+    effective = record.layout.effective
+    record.transports = list(effective.transports) if effective else []
+    if effective is None or effective.backend != "nccl":
+        return []
+    record.nccl, wrong = nccl_channels(plan.environment, plan.transport)
+    record.transports += record.nccl.channels
+    return wrong
+
+
 def nccl_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> tuple[NcclChannels, list[str]]:
     """What each rank's NCCL log says of its channels, for the record, and each difference from the plan.
 
-    To be asked after a step: NCCL connects a communicator at its first collective, from 2.22 on the channels of each
+    It is called after a step: NCCL connects a communicator at its first collective, from 2.22 on the channels of each
     algorithm at the first one that takes it, and a mesh has a communicator per axis. A collective at the start would
     connect the world's alone.
     """

@@ -1,4 +1,4 @@
-"""Which of the two trainers runs a job: the built-in one, or TRL's for what that one does not have."""
+"""Which of the two trainers runs a job: the built-in one, or TRL's for what the built-in one does not support."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from probes.gpu.facts import GpuFacts
 _OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
 
 
-def choose(
+def choose_trainer(
     request: Request, config: Path | None, overrides: Sequence[str], wanted: str, found: Sequence[Snapshot]
 ) -> tuple[Recommendation, str, str]:
-    """The advice for the trainer that has what the file, the model and the layout ask for, its name, and why.
+    """The advice for the trainer that supports the file, the model and the layout; its name; a line with the reason.
 
-    `wanted`: "auto", or a trainer. Raises RequestError for what neither trainer has.
+    `wanted`: "auto", or a trainer. Raises RequestError for settings that neither trainer supports.
     """
     trainer, why = trainer_of(config, overrides, wanted)
-    advice = _advised(request, config, overrides, trainer, found)
+    advice = _advise_for(request, config, overrides, trainer, found)
     is_open = trainer == OURS and wanted == "auto"
     if advice.chosen is None and is_open and not any(row.rule == "memory-fits" for row in advice.rejected):
         assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
         measured = request.changed(length_histogram=advice.train.length_histogram)
-        other = _advised(measured, config, overrides, TRL, found)
+        other = _advise_for(measured, config, overrides, TRL, found)
         if other.chosen is None:
-            return advice, OURS, f"with TRL's trainer: {nothing(other)}"
+            return advice, OURS, f"with TRL's trainer: {describe_refusal(other)}"
         simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
         advice, trainer, why = other, TRL, simplest or advice.rejected[0].reason
     if trainer not in (OURS, TRL):  # another stack, which --engine names
         return advice, trainer, ""
     if trainer == OURS:
-        line = "trainer: the built-in one, which has all that the file and the layout ask for."
+        line = "trainer: the built-in one, which supports all that the file and the layout need."
         return advice, OURS, line if config and advice.chosen else ""
-    on_cpu = " Without a GPU it runs DDP, whatever layout the file names." if advice.backend == "gloo" else ""
+    on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
     reason = f", because the built-in one refuses: {why}." if why else ", as --trainer says."
     return advice, TRL, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
 
 
-def _advised(
+def _advise_for(
     request: Request, config: Path | None, overrides: Sequence[str], trainer: str, found: Sequence[Snapshot]
 ) -> Recommendation:
     settings = explicit_settings(config, overrides, trainer)
@@ -59,8 +59,8 @@ def _advised(
     return advise(request, lambda: found)
 
 
-def nothing(advice: Recommendation) -> str:
-    """Why nothing is launched, and what could be: the settings' own words, where they say what cannot run."""
+def describe_refusal(advice: Recommendation) -> str:
+    """Why nothing is launched, and which settings could be, if the settings themselves exclude every layout."""
     for row in advice.rejected[:1]:
         if row.what == AS_ASKED:
             could = f"; what can: {'; or '.join(advice.helps_most)}" if advice.helps_most else ""

@@ -41,7 +41,7 @@ def launch(
     """
     from agent.advice.advise import with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, base_request
-    from agent.advice.trainers import choose, nothing
+    from agent.advice.trainers import choose_trainer, describe_refusal
     from agent.base.hosts import snapshots
     from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS
@@ -56,7 +56,7 @@ def launch(
         raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     request = base_request(options)
-    advice, options["trainer"], why = choose(
+    advice, options["trainer"], why = choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], found
     )
     if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
@@ -68,7 +68,7 @@ def launch(
         from agent.terminal.advice import rejected
 
         rejected(console(), advice)
-        raise NothingFitsError("; ".join(filter(None, (nothing(advice), why))))
+        raise NothingFitsError("; ".join(filter(None, (describe_refusal(advice), why))))
     if why:
         print_text(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None

@@ -145,20 +145,20 @@ def train(
         how = f"rank {failed.rank} was ended by {failed.signal} while its Python was ending"
         done = replace(done, after_end=f"{how}. The script had run to its end on this rank, so its work was done")
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
-    left = _left(folder)
-    if done.exit_code and (error := _first_error(left, failed.rank if failed else None)) and not done.cut_short:
+    reports = _read_reports(folder)
+    if done.exit_code and (error := _first_error(reports, failed.rank if failed else None)) and not done.cut_short:
         done = replace(done, raised=error)
     record.reason = None if done.exit_code == 0 else done.ending
     record.ended_at = _now()
     log = plan.environment.get("NCCL_DEBUG_FILE")
     record.nccl = _channels(Path(log).parent if log else folder / "nccl", began)
     _take_state(record, plan.output_dir, began)
-    _take_left(record, left)
+    _add_reports(record, reports)
     run_record.save(path, record)
     return replace(done, record=record)
 
 
-def _left(folder: Path) -> dict[int, dict[str, Any]]:
+def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
     """What script_rank wrote, by rank."""
     found = {}
     for each in folder.glob(f"{script_rank.LEFT}*"):
@@ -175,7 +175,7 @@ def _first_error(left: Mapping[int, Mapping[str, Any]], failed: int | None) -> s
     return "" if rank is None else redact(f"rank {rank}: {' '.join(errors[rank].split())[:300]}")
 
 
-def _take_left(record: RunRecord, left: Mapping[int, Mapping[str, Any]]) -> None:
+def _add_reports(record: RunRecord, left: Mapping[int, Mapping[str, Any]]) -> None:
     """Step times and memory, as the ranks measured them themselves."""
     steps: list[float] = max((one.get("seconds") or [] for one in left.values()), key=len, default=[])
     if not left:

@@ -6,9 +6,8 @@ to 3.13 ends the thread at that point, and the process aborts with "terminate ca
 all of its work. Plain `python` aborts in the same way; here the threads are waited for.
 
 This file runs in the user's Python, so it needs the standard library alone. The variable ENDED holds the path, without
-the rank at its end, of a file that is written once the script has run to its end. Beside it `left.RANK` is written
-however the script ends in Python: the seconds of its optimizer steps, its peak memory, and the error that nobody
-caught.
+the rank at its end, of a file that is written once the script has run to its end. In the same folder `left.RANK` is
+written however the script ends in Python: the seconds of its optimizer steps, its peak memory, and its uncaught error.
 """
 
 from __future__ import annotations
@@ -91,27 +90,27 @@ class Watch:
         return spec
 
     def count(self, optimizer: object, *_: object) -> None:
-        """One step of an optimizer is over on this host."""
+        """Count a step that an optimizer has ended."""
         self.first = self.first or id(optimizer)
         if id(optimizer) == self.first:
             self.steps += 1
             if len(self.ends) <= MOST_STEPS:
                 self.ends.append(time.perf_counter())
 
-    def leave(self, error: BaseException | None) -> None:
-        """Write what there is to tell."""
+    def write_report(self, error: BaseException | None) -> None:
+        """Write `left.RANK`: step times, memory and the error."""
         memory, counts = max(0, _resident("VmHWM") - self.resident_before), "resident memory above that of its imports"
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized():
             memory, counts = cuda.max_memory_reserved(), "reserved by CUDA's allocator"
-        left = {
+        report = {
             "steps": self.steps, "seconds": [self.ends[i] - self.ends[i - 1] for i in range(1, len(self.ends))],
             "memory_bytes": memory, "memory_counts": counts, "rss_peak_bytes": _resident("VmHWM"),
             "error": None if error is None else f"{type(error).__name__}: {str(error)[:_MOST_ERROR]}",
         }  # fmt: skip
         with contextlib.suppress(KeyError, OSError):
             path = Path(os.environ[ENDED]).with_name(LEFT + os.environ.get("RANK", "0"))
-            path.write_text(json.dumps(left), encoding="utf-8")
+            path.write_text(json.dumps(report), encoding="utf-8")
 
 
 def _resident(name: str) -> int:
@@ -137,15 +136,13 @@ if __name__ == "__main__":
     atexit.register(wait_for_gloo)  # the first to be registered is the last to run
     watch = Watch()
     sys.meta_path.insert(0, watch)
+    failure: BaseException | None = None
     try:
         run(sys.argv[0])
-    except SystemExit as end:
-        watch.leave(end if end.code else None)
-        if not end.code:
+    except BaseException as raised:
+        failure = None if isinstance(raised, SystemExit) and not raised.code else raised
+        raise
+    finally:
+        watch.write_report(failure)
+        if failure is None:
             note_end()
-        raise
-    except BaseException as error:
-        watch.leave(error)
-        raise
-    watch.leave(None)
-    note_end()

@@ -115,11 +115,6 @@ def load_calibration(path: Path | str) -> Calibration:
     return parse_calibration(data)
 
 
-def dump_calibration(calibration: Calibration) -> str:
-    """The file's text."""
-    return json.dumps(plain.write(calibration), indent=2, sort_keys=True) + "\n"
-
-
 def _timed_model(timing: LayerTiming) -> ModelSpec:
     return model_from_config({
         "model_type": "llama", "hidden_size": timing.hidden, "num_attention_heads": timing.heads,

@@ -81,12 +81,6 @@ ENGINE = Trl(
     ddp_bucket_copies=True,  # accelerate leaves gradient_as_bucket_view at torch's default, which is off
 )
 
-_LAYER_CLASSES = {
-    "llama": "LlamaDecoderLayer", "mistral": "MistralDecoderLayer", "mixtral": "MixtralDecoderLayer",
-    "qwen2": "Qwen2DecoderLayer", "qwen3": "Qwen3DecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer",
-    "gemma": "GemmaDecoderLayer", "gemma2": "Gemma2DecoderLayer", "gpt2": "GPT2Block", "phi3": "Phi3DecoderLayer",
-}  # fmt: skip
-
 
 def _refusals(request: ExportRequest) -> dict[str, bool]:
     layout = request.layout
@@ -114,7 +108,7 @@ def _dtype(request: ExportRequest) -> str:
 def accelerate_yaml(request: ExportRequest) -> str:
     """accelerate's default_config.yaml for one machine; machine_rank differs on each."""
     refuse("accelerate", _refusals(request))
-    return yaml_from_template("accelerate.yaml", request, wrapped=_wrapped(request.layout), layers=_LAYER_CLASSES)
+    return yaml_from_template("accelerate.yaml", request, wrapped=_wrapped(request.layout))
 
 
 def trl_yaml(request: ExportRequest) -> str:

@@ -49,6 +49,12 @@ def test_its_layout_is_fsdp_over_all_ranks():
     assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)
 
 
+def test_trl_s_parser_gets_todays_names_and_nothing_that_the_layout_holds():
+    """Liger's older name too; what the plan's layout says is left out."""
+    raw = {"use_liger": True, "max_seq_length": 8, "bf16": True, "per_device_train_batch_size": 2, "warmup_ratio": 0.1}
+    assert trl.trl_settings(raw, {}) == {"use_liger_kernel": True, "max_length": 8, "warmup_steps": 0.1}
+
+
 @each_row(("raw", "words"), [*SETTINGS["wrong"], *SETTINGS["trl_only"]])
 def test_a_wrong_setting_is_named(raw, words):
     """The message names the setting, the value and what is allowed or close."""

@@ -8,23 +8,25 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 from rigs.hub import Hub
 from test_finetune_hub import model_at, parquet
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from contracts import run_record
-from contracts.job_config import JobConfig
-from contracts.job_plan import parse_layout, read
+from contracts.job_config import ConfigError, JobConfig
+from contracts.job_plan import JobPlan, parse_layout, read
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -116,6 +118,8 @@ def test_public_recipes_are_accepted(at_hub: Hub, tmp_path: Path) -> None:
             wrong.append((name, "recommend", asked, done.output))
         if {"bf16", "per_device_train_batch_size", "gradient_checkpointing"} & set(plan.trl):
             wrong.append((name, plan.trl))
+        if any("no effect" in note for note in plan.notes):  # in the built-in trainer; TRL's gets these settings
+            wrong.append((name, plan.notes))
     assert not wrong, wrong
 
 
@@ -133,6 +137,45 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
         if plan is not None or any(word not in said for word in told):
             wrong.append((settings, said[-600:]))
     assert not wrong, wrong
+
+
+def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an unknown kind or with a broken line; a checkpoint that is not there. None of them is a traceback."""
+    from finetune import sft_trl, trl_inputs
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    made, none = JobPlan(trl={}), SimpleNamespace(dataset_streaming=False, datasets=None)
+    for name, text, word in (
+        ("rows.txt", "a", "must be one of"),
+        ("rows.jsonl", '{"text": "a"}\n{"text":', "not json"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=word):
+            trl_inputs.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
+    newest = tmp_path / "checkpoint-3"
+    for asked, found in (("auto", None), (False, None), (True, ConfigError), (str(newest), ConfigError)):
+        run = SimpleNamespace(
+            config=JobConfig(resume_from_checkpoint=asked), args=SimpleNamespace(output_dir=str(tmp_path))
+        )
+        with pytest.raises(ConfigError, match="no such checkpoint") if found else nullcontext():
+            assert sft_trl.Run._find_resume(run) is None
+    newest.mkdir()
+    for asked in ("auto", True, str(newest)):
+        run.config = JobConfig(resume_from_checkpoint=asked)
+        assert sft_trl.Run._find_resume(run) == str(newest)
+
+
+def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:
+    """Gemma 3: its configuration has no layers of its own."""
+    from finetune import loop, recorder, trl_callbacks
+
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision))
+    assert recorder.flops_per_token(*loop.multiplied(net), trl_callbacks.text_shape(net), 8.0) > 0
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
@@ -166,6 +209,8 @@ def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
             wrong.append((name, record))
         if not record.comparison or record.layout.effective.wrapper != "DDP" or record.measured.memory_bytes is None:
             wrong.append((name, record.comparison, record.layout))
+        if not record.transports:
+            wrong.append((name, "no transports"))
         if (tmp_path / name / "out" / "ranks" / "state_rank_1.json").exists() is False:
             wrong.append((name, "no monitor"))
     assert not wrong, wrong

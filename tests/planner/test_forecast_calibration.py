@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +11,18 @@ import pytest
 
 from collectives.bench.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
 from collectives.bench.results import Measurement
+from contracts import plain
 from planner.forecast import machines
 from planner.forecast.calibration import (
+    LONG_CONTEXT_TOKENS,
+    Z80,
     Calibration,
     CalibrationError,
     LayerTiming,
     LinkTiming,
-    dump_calibration,
     load_calibration,
     parse_calibration,
+    widths,
     with_links,
 )
 from planner.forecast.links import links_of
@@ -78,15 +82,22 @@ def test_a_measured_step_moves_every_forecast_as_far() -> None:
     assert any("1.30 times its forecast" in line for line in after.forecast.inputs)
     assert after.forecast.step_seconds.mid == pytest.approx(1.3 * forecast, rel=1e-6)
     seconds, wide = after.forecast.step_seconds, before.forecast.step_seconds
+    assert seconds.high / seconds.low == pytest.approx(math.exp(2 * Z80 * widths().calibrated))
     assert seconds.high / seconds.low < wide.high / wide.low
+    long = replace(train, sequence_length=LONG_CONTEXT_TOKENS)  # of which least is known
+    wide, seconds = (
+        recommend(box, (), model, long, measured_step=step).chosen.forecast.step_seconds
+        for step in (None, (named, 9.0))
+    )
+    assert seconds.high / seconds.low < 0.9 * wide.high / wide.low
 
 
 def test_file_round_trip_and_errors(tmp_path: Path) -> None:
     """What is written is read; a wrong file is refused by the field's name."""
     file = tmp_path / "calibration.json"
-    file.write_text(dump_calibration(CPU))
+    file.write_text(json.dumps(plain.write(CPU)))
     assert load_calibration(file) == CPU
-    good = json.loads(dump_calibration(CPU))
+    good = json.loads(json.dumps(plain.write(CPU)))
     for change, says in (
         ({"schema_version": 7}, "schema_version=7"),
         ({"device": ""}, "device"),

@@ -88,7 +88,9 @@ def test_experts_are_divided_without_a_global_batch() -> None:
     """Expert parallelism is among what is tried for an engine that has it, whatever sharding it has."""
     for engine in ("megatron", "torchtitan"):
         best = found("dgx-h100", 8, "Mixtral-8x7B", TrainSpec(method="full", sequence_length=4096, engine=engine))
-        assert any(candidate.layout.ep > 1 for candidate in best), engine
+        assert min(best, key=lambda candidate: candidate.seconds).layout.ep > 1, engine
+        # for torchtitan the gain over a simpler layout is smaller than the error of comparing two forecasts
+        assert engine == "torchtitan" or best[0].layout.ep > 1
 
 
 def test_405b_on_576_gpus_is_as_fast_as_its_own_account_allows() -> None:
