@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from busbw_rows import MIB, PlaceError, Row, place, read
 
 from hardware.units import GIGA
-from topology.expected import FACTORS, Expected, Factors, Paths, expected, nvls_share
+from topology.expected import FACTORS, Expected, Factors, Paths, Unknown, expected, nvls_share
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
 FILES = ("published_busbw.csv", "collectives_intranode.csv")
@@ -186,7 +187,9 @@ def main(arguments: Sequence[str]) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("rows", nargs="*", type=Path, help="CSV files; default: the corpus beside the checkout")
-    parser.add_argument("--fit", action="store_true", help="print the factors that all rows give, for efficiency.py")
+    parser.add_argument(
+        "--fit", action="store_true", help="print the factors that all rows give, for topology/factors.toml"
+    )
     parser.add_argument("--each", action="store_true", help="print every row that is wrong")
     options = parser.parse_args(arguments)
     corpus = [path for path in (CORPUS / name for name in FILES) if path.exists()]
@@ -219,55 +222,31 @@ def placed(rows: Sequence[Row]) -> tuple[list[Placed], list[str]]:
     return found, unplaced
 
 
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """One class."""
-
-    ratios: list[float]
-    false_alarms: int = 0
-    caught: int = 0
-    missed: int = 0
-    unknown: int = 0
-    unclear: int = 0
+COUNTS = ("false alarms", "caught", "missed", "unclear", "unknown")
 
 
 def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, Factors], *, each: bool) -> None:
     """The table, and below it what is wrong."""
-    tallies: dict[str, Tally] = {}
+    ratios: dict[str, list[float]] = defaultdict(list)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     wrong = []
     for one in rows:
-        tally = tallies.setdefault(one.kind, Tally(ratios=[]))
         by = factors.get(one.row.source, FACTORS)
         found = expected(one.paths, one.row.op, one.row.bytes, one.ranks, factors=by)
-        healthy = one.row.healthy
-        tally.unclear += healthy not in ("yes", "no")
-        if not isinstance(found, Expected):
-            tally.unknown += 1
-            tally.missed += healthy == "no"
-            wrong.append(f"{one.row.machine}, {one.row.op}: {found.words()}")
-            continue
-        low = one.row.busbw < found.interval.low
-        if healthy == "yes":
-            tally.ratios.append(one.row.busbw / found.interval.mid)
-        tally.false_alarms += low and healthy == "yes"
-        tally.caught += low and healthy == "no"
-        tally.missed += not low and healthy == "no"
-        if low == (healthy == "yes") and healthy in ("yes", "no"):
-            what = "false alarm" if low else "missed"
-            measured = f"{one.row.busbw / GIGA:.4g}"
-            wrong.append(
-                f"{what}: {one.row.machine}, {one.row.nodes} x {one.row.gpus_per_node}, {one.row.op} of "
-                f"{one.row.bytes // MIB} MiB: {measured} of {found.words()} by {found.algorithm} ({one.row.source})"
-            )
-    print("| class | rows | median | least | most | false alarms | caught | missed | unclear | unknown |")
+        outcomes, words = judge(one, found)
+        wrong += [words] if words else []
+        for kind in (one.kind, "all"):
+            counts[kind].update(["rows", *outcomes])
+            if isinstance(found, Expected) and one.row.healthy == "yes":
+                ratios[kind].append(one.row.busbw / found.interval.mid)
+    print(f"| class | rows | median | least | most | {' | '.join(COUNTS)} |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    whole = Tally(ratios=[])
-    for kind, tally in tallies.items():
-        _print(kind, tally, sum(one.kind == kind for one in rows))
-        whole.ratios += tally.ratios
-        for name in ("false_alarms", "caught", "missed", "unclear", "unknown"):
-            setattr(whole, name, getattr(whole, name) + getattr(tally, name))
-    _print("all", whole, len(rows))
+    for kind in (*dict.fromkeys(one.kind for one in rows), "all"):
+        of = ratios[kind]
+        three = f"{statistics.median(of):.2f} | {min(of):.2f} | {max(of):.2f}" if of else " | | "
+        print(
+            f"| {kind} | {counts[kind]['rows']} | {three} | {' | '.join(str(counts[kind][name]) for name in COUNTS)} |"
+        )
     print(f"\nratios: measured over expected (usual value), of healthy rows. Not placed: {len(unplaced)}")
     for line in [*unplaced, *(wrong if each else wrong[:20])]:
         print(f"- {line}")
@@ -275,11 +254,23 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     print(f"\n{how}")
 
 
-def _print(kind: str, tally: Tally, rows: int) -> None:
-    ratios = tally.ratios
-    three = f"{statistics.median(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f}" if ratios else " | | "
-    counts = f"{tally.false_alarms} | {tally.caught} | {tally.missed} | {tally.unclear} | {tally.unknown}"
-    print(f"| {kind} | {rows} | {three} | {counts} |")
+def judge(one: Placed, found: Expected | Unknown) -> tuple[list[str], str]:
+    """What a row counts as, and what is wrong with it ("" for nothing)."""
+    row = one.row
+    outcomes = [] if row.healthy in ("yes", "no") else ["unclear"]
+    if not isinstance(found, Expected):
+        missed = ["missed"] if row.healthy == "no" else []
+        return [*outcomes, "unknown", *missed], f"{row.machine}, {row.op}: {found.words()}"
+    is_low = row.busbw < found.interval.low
+    if row.healthy == "no" and is_low:
+        return ["caught"], ""
+    if outcomes or (row.healthy == "yes" and not is_low):
+        return outcomes, ""
+    outcome = "false alarms" if is_low else "missed"
+    return [outcome], (
+        f"{outcome.removesuffix('s')}: {row.machine}, {row.nodes} x {row.gpus_per_node}, {row.op} of "
+        f"{row.bytes // MIB} MiB: {row.busbw / GIGA:.4g} of {found.words()} by {found.algorithm} ({row.source})"
+    )
 
 
 if __name__ == "__main__":
