@@ -9,6 +9,7 @@ as its machine should be.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -108,7 +109,7 @@ class _Instance:
 
 
 _RATES = r"(25|40|50|56|80|100|200|400|800)"
-_WORDS = {"xdr": 800, "ndr": 400, "hdr": 200, "edr": 100, "fdr": 56}
+INFINIBAND_GBPS = {"xdr": 800, "ndr": 400, "hdr": 200, "edr": 100, "fdr": 56}  # a port of four lanes
 
 
 def place(row: Row) -> Paths:
@@ -221,31 +222,29 @@ def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Inte
         # fewer GPUs than the machine has bring their share of its NICs
         gbps = instance.gbps * max(1, instance.nics * min(row.gpus_per_node, instance.gpus) // instance.gpus)
     if gbps is None:
-        word = next((each for each in _WORDS if re.search(rf"\b{each}", text)), None)
-        gbps = float(_WORDS[word]) if word else None
+        gbps = next((float(rate) for word, rate in INFINIBAND_GBPS.items() if re.search(rf"\b{word}", text)), None)
     if gbps is None:
         raise PlaceError(f"{row.machine}: nothing says what joins its {row.nodes} nodes")
     return kind, span(gbps * GIGA / 8)
 
 
+# How many NICs or ports a text counts, and the rate of each: their product is one host's.
+_COUNTS = (
+    rf"(\d+)\s*(?:x\s*)?dual-port\s*(?:nics?\s*)?(\d+)\s*x\s*{_RATES}",
+    rf"(\d+)\s*x\s*{_RATES}\b(?!\s*gb\b)",
+    rf"(\d+)\s*x\s*({'|'.join(INFINIBAND_GBPS)})",
+    rf"(\d+)\s*(?:nics?|hcas?|ports|connectx-?\d?|cx-?\d)\W+(?:of\s+|at\s+)?{_RATES}\b",
+)
+
+
 def _parse_gbps(text: str) -> float | None:
     """What the words themselves say of one host's NICs together."""
-    whole = re.search(r"([\d.]+)\s*tb(?:it)?/?p?s?\b", text)
-    dual = re.search(rf"(\d+)\s*(?:x\s*)?dual-port\s*(?:nics?\s*)?(\d+)\s*x\s*{_RATES}", text)
-    listed = re.search(rf"(\d+)\s*x\s*{_RATES}\b(?!\s*gb\b)", text)
-    named = re.search(r"(\d+)\s*x\s*(xdr|ndr|hdr|edr|fdr)", text)
-    counted = re.search(rf"(\d+)\s*(?:nics?|hcas?|ports|connectx-?\d?|cx-?\d)\W+(?:of\s+|at\s+)?{_RATES}\b", text)
-    single = re.search(r"([\d.]+)\s*(?:gb(?:e|it)?(?:/s|ps)?\b|(?=roce|ib\b|infiniband|ethernet|tcp|efa))", text)
-    if whole:
+    if whole := re.search(r"([\d.]+)\s*tb(?:it)?/?p?s?\b", text):
         return float(whole[1]) * 1000
-    if dual:
-        return float(dual[1]) * float(dual[2]) * float(dual[3])
-    if listed:
-        return float(listed[1]) * float(listed[2])
-    if named:
-        return float(named[1]) * _WORDS[named[2]]
-    if counted:
-        return float(counted[1]) * float(counted[2])
+    for pattern in _COUNTS:
+        if counted := re.search(pattern, text):
+            return math.prod(float(INFINIBAND_GBPS.get(part, part)) for part in counted.groups())
+    single = re.search(r"([\d.]+)\s*(?:gb(?:e|it)?(?:/s|ps)?\b|(?=roce|ib\b|infiniband|ethernet|tcp|efa))", text)
     if single and not re.search(rf"{re.escape(single[0])}\s*(hbm|vram|memory)", text) and float(single[1]) >= 1:
         return _card(float(single[1]), text)
     return None

@@ -159,11 +159,7 @@ def ask_all(port: int) -> int:
     for path in ENDPOINTS:
         expected = 404 if path == "/nowhere" else 400 if path.endswith("nobody") else 200
         one = load.Client(port, path)
-        for _ in range(PER_ENDPOINT):
-            one.ask()
-            while (status := one.take()) is None:
-                pass
-            wrong += status != expected
+        wrong += sum(one.fetch() != expected for _ in range(PER_ENDPOINT))
         one.socket.close()
     return wrong
 
@@ -193,7 +189,7 @@ def row(name: str, value: str, aim: str, held: bool) -> None:
     print(f"| {name} | {value} | {aim} | {'yes' if held else 'NO'} |", flush=True)
 
 
-def table(folder: Path, root: str, environment: Mapping[str, str], arguments: argparse.Namespace) -> None:
+def table(folder: Path, root: str, environment: Mapping[str, str]) -> None:
     """Measure, and print as it comes."""
     print("| what | measured | aim | met |\n|---|---|---|---|")
     (took, cpu), (_, bare) = help_seconds()
@@ -203,7 +199,7 @@ def table(folder: Path, root: str, environment: Mapping[str, str], arguments: ar
     best, middle = min(starts), statistics.median(wall for wall, _ in starts)
     row("start to /readyz, best of 5", f"{best[0]:.2f} s, of CPU {min(cpu for _, cpu in starts):.2f} s in two "
         f"processes (median {middle:.2f} s)", "1.5 s", best[0] < AIMS["ready_seconds"])  # fmt: skip
-    quiet, spent, paged = at_rest(folder, "--root", root, environment=environment, scans=arguments.rest)
+    quiet, spent, paged = at_rest(folder, "--root", root, environment=environment)
     row("agent and probes' child, shared pages once (PSS)", f"{quiet.pss:.1f} MiB", "90 MiB",
         quiet.pss <= AIMS["alone"])  # fmt: skip
     print(f"| resident, the agent's process; RSS of both | {quiet.resident:.1f}; "
@@ -214,8 +210,7 @@ def table(folder: Path, root: str, environment: Mapping[str, str], arguments: ar
     row(f"CPU of a scan each {SCAN_SECONDS:.0f} s", f"{spent / SCAN_SECONDS:.3%} of a core ({spent * 1e3:.0f} ms)",
         "0.2 %", spent / SCAN_SECONDS < AIMS["cpu_share"])  # fmt: skip
     with published(folder) as (words, more, begun):
-        loud, _, _ = at_rest(folder, "--root", root, *words, environment={**environment, **more}, scans=arguments.rest,
-                             begun=begun)  # fmt: skip
+        loud, _, _ = at_rest(folder, "--root", root, *words, environment={**environment, **more}, begun=begun)
     row("publishing: agent and probes' child, PSS", f"{loud.pss:.1f} MiB", "110 MiB", loud.pss <= AIMS["publishing"])
     print(f"| publishing: resident, the agent's process; RSS of both | {loud.resident:.1f}; "
           f"{loud.resident + loud.children:.1f} MiB | | |")  # fmt: skip
@@ -231,17 +226,11 @@ def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--long", action="store_true", help="10,000 scans and 100,000 requests")
-    parser.add_argument("--scans", type=int, default=300)
-    parser.add_argument("--requests", type=int, default=5000)
-    parser.add_argument("--rest", type=int, default=20, help="seconds of rest, each with a scan")
-    parser.add_argument("--steady-only", action="store_true")
-    arguments = parser.parse_args()
-    scans, requests = (10_000, 100_000) if arguments.long else (arguments.scans, arguments.requests)
+    scans, requests = (10_000, 100_000) if parser.parse_args().long else (300, 5000)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         root, environment = resident.restore(folder)
-        if not arguments.steady_only:
-            table(folder, root, environment, arguments)
+        table(folder, root, environment)
         found = steady(folder, root, environment, scans=scans, requests=requests)
     mib, descriptors = found.grown()
     print(f"\nOver {found.scans} scans and {found.requests} requests, {found.errors} of them wrong; from the first "

@@ -76,6 +76,7 @@ if dist.get_rank() == 0:
 """
 
 Row = tuple[str, str]
+Step = tuple[str, Callable[[], Iterator[Row]]]  # title, and what yields its rows
 
 
 def config_file(folder: Path, more: dict[str, Any], *, cpu: bool) -> Path:
@@ -104,8 +105,8 @@ class Tier:
         # Two ranks on one GPU meet over sockets: to NCCL they are two hosts.
         self.one_gpu = {} if cpu else {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"}
 
-    def steps(self) -> list[tuple[str, Callable[[], Iterator[Row]]]]:
-        """Title and step."""
+    def steps(self) -> list[Step]:
+        """All of them, in order."""
         runs = RUNS[:1] if self.cpu else RUNS
         return [
             ("Links against nvidia-smi", self.links),
@@ -232,13 +233,13 @@ def hardware() -> str:
     return ", ".join(words)
 
 
-def page(path: Path, head: str, done: list[tuple[str, list[Row]]], open_steps: list[str]) -> None:
-    """Write what there is so far."""
+def page(path: Path, head: str, done: list[tuple[str, list[Row]]], left: list[Step]) -> None:
+    """Write what there is so far, and which steps are left."""
     lines = ["# On a GPU", "", head, ""]
     for title, rows in done:
         lines += [f"## {title}", "", *(f"- {name}: {text}" if name else f"- `{text}`" for name, text in rows), ""]
-    if open_steps:
-        lines += ["## Not reached", "", *(f"- {title}" for title in open_steps), ""]
+    if left:
+        lines += ["## Not reached", "", *(f"- {title}" for title, _ in left), ""]
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -257,29 +258,24 @@ def main() -> int:
     command = f"`python bench/gpu.py{' --cpu' if arguments.cpu else ''}`"
     head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {command}, {hardware()}."
     done: list[tuple[str, list[Row]]] = []
-    whole = True
     with tempfile.TemporaryDirectory() as folder:
         tier = Tier(cpu=arguments.cpu, folder=Path(folder), ends=time.monotonic() + arguments.seconds)
-        steps = tier.steps()
-        for number, (title, step) in enumerate(steps):
-            if time.monotonic() >= tier.ends:
-                whole = False
-                page(arguments.page, head, done, [name for name, _ in steps[number:]])
-                break
+        left = tier.steps()
+        page(arguments.page, head, done, left)
+        while left and time.monotonic() < tier.ends:
+            (title, step), *left = left
             rows: list[Row] = []
             done.append((title, rows))
             try:
                 for row in step():
                     rows.append(row)
                     print(f"{title}: {row[0]}: {row[1]}", flush=True)
-                    page(arguments.page, head, done, [name for name, _ in steps[number + 1 :]])
+                    page(arguments.page, head, done, left)
             except Exception as error:  # noqa: BLE001 - the next step may tell more than this one's end
-                whole = False
                 rows.append(("failed", f"{type(error).__name__}: {str(error)[:300]}"))
                 print(f"{title}: failed: {error}", flush=True)
-            whole = whole and not any("failed" in text for _, text in rows)
-            page(arguments.page, head, done, [name for name, _ in steps[number + 1 :]])
-    return 0 if whole else 1
+            page(arguments.page, head, done, left)
+    return int(bool(left) or any("failed" in word for _, rows in done for row in rows for word in row))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,13 @@ class Client:
             self._status, self._left = int(found[1]), int(found[2]) - (len(self._head) - end - 4)
         return self._status if self._left == 0 else None
 
+    def fetch(self) -> int:
+        """Send the request and read the whole answer; its status."""
+        self.ask()
+        while (status := self.take()) is None:
+            pass
+        return status
+
     def _chunked(self, end: int) -> int | None:
         """node_exporter sends its longer answers so; the last chunk is empty."""
         if not _CHUNKED.search(self._head[:end]):
@@ -58,9 +65,7 @@ def latencies(port: int, path: str, scrapes: int, client: Client | None = None) 
     one, found = client or Client(port, path), []
     for _ in range(scrapes):
         began = time.perf_counter()
-        one.ask()
-        while (status := one.take()) is None:
-            pass
+        status = one.fetch()
         found.append(time.perf_counter() - began)
         if status != 200:
             raise RuntimeError(f"{path}: {status}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from busbw_rows import INFINIBAND_GBPS
 from shapes import ShapeError, is_mixture, shape_of
 from stacks import Stack, stack_matching
 
@@ -143,15 +144,11 @@ def read_gpu(raw: Raw) -> Gpu:
     """By the GPU's name, else by the machine's: "8x H100-SXM5-80GB", "DGX A100", "GB200 NVL72", "p5.48xlarge"."""
     for name in ("gpu", "system", "gpus"):
         text = raw.get(name) or ""
-        gpu = gpu_named(text) or gpu_named(text.replace("_", " "))
-        known = _machine(text)
-        if gpu or known:
-            return gpu or gpu_named(known.gpu if known else None) or _no_gpu(text)
-    return _no_gpu(raw.get("gpu") or raw.get("system") or "")
-
-
-def _no_gpu(text: str) -> Gpu:
-    raise UnreadError(f"GPU {text!r} is in no table")
+        machine = _machine(text)
+        for named in (text, text.replace("_", " "), machine.gpu if machine else None):
+            if (gpu := gpu_named(named)) is not None:
+                return gpu
+    raise UnreadError(f"GPU {raw.get('gpu') or raw.get('system') or ''!r} is in no table")
 
 
 def _machine(text: str) -> Known | None:
@@ -306,7 +303,6 @@ _RATE = re.compile(
 # NCCL's verbs over Omni-Path: a ring of 32 A100 on four nodes ran at 40.5 Gb/s through one port of 100 Gb/s
 # (bigscience-workshop/bigscience, experiments/bandwidth/all_reduce_bench-a100-n4.txt, NCCL 2.10.3).
 OMNI_PATH_SHARE = 0.405
-_INFINIBAND = {"hdr": 200, "ndr": 400, "xdr": 800, "edr": 100, "fdr": 56}
 
 
 def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
@@ -355,7 +351,7 @@ def _rate(text: str) -> float | None:
         best = max(best or 0.0, float(match[1] or 1) * float(match[3]))
     if best is None:
         found = re.search(r"(?:(\d{1,2})\s?x\s?)?\b([xnhef]dr)\b", text)
-        best = float(found[1] or 1) * _INFINIBAND[found[2]] if found else None
+        best = float(found[1] or 1) * INFINIBAND_GBPS[found[2]] if found else None
     return best
 
 
