@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import resource as limits
 import statistics
 import subprocess
@@ -168,16 +167,10 @@ def ask_all(port: int) -> int:
 def published(folder: Path) -> Iterator[tuple[tuple[str, ...], dict[str, str], Callable[[], bool]]]:
     """(words, environment, whether it has) that make the agent publish into the stand-in for the API server."""
     sys.path.insert(0, str(resident.ROOT / "tests" / "e2e"))
-    from api_server import ApiServer
+    from api_server import ApiServer, write_kubeconfig
 
     with ApiServer() as api:
-        config = folder / "kubeconfig"
-        config.write_text(json.dumps({
-            "apiVersion": "v1", "kind": "Config", "current-context": "here",
-            "clusters": [{"name": "here", "cluster": {"server": api.url}}],
-            "users": [{"name": "me", "user": {"token": "agent-token"}}],
-            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
-        }))  # fmt: skip
+        config = write_kubeconfig(folder / "kubeconfig", api.url)
         yield (
             ("--publish", "--token-review", "--node-name", "here"), {"KUBECONFIG": str(config)},
             lambda: any(method == "PATCH" for method, _ in api.requests),

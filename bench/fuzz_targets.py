@@ -36,17 +36,9 @@ from agent.http.access import read_tokens
 from agent.http.cluster import topology_document
 from agent.http.questions import read_form
 from agent.pages import render as pages
-from collectives.bench.results import (
-    BenchResult,
-    Latency,
-    Measurement,
-    Straggler,
-    result_from_json,
-    result_to_json,
-)
+from collectives.bench.results import result_from_json
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
-from collectives.nccl_log.transport import ChannelCount, Evidence
 from collectives.traces import calls, ras, states, watchdog
 from contracts import job_plan as plans
 from contracts import plain
@@ -256,25 +248,6 @@ def _machine() -> Any:
     return found
 
 
-@cache
-def _bench() -> Any:
-    made = Measurement(
-        op="all_gather", backend="nccl", ranks=(0, 1), hosts=("a", "b"), bytes=1 << 20, iteration_seconds=(0.01,),
-        median_seconds=0.01, spread_ratio=0.02, algbw_bytes_per_second=2e10, busbw_bytes_per_second=1e10,
-        expected_busbw_bytes_per_second=4e10, verified=True,
-    )  # fmt: skip
-    proved = Evidence(
-        inter_node_transport="IB", gdrdma="partial", send=ChannelCount(total=16, gdrdma=12), transports={"NET/IB/0": 4}
-    )
-    result = BenchResult(
-        measurements=(made,), world_size=2, backend="nccl", hosts=("a", "b"), environment={}, versions={},
-        started_at_seconds=1.79e9, seconds=30.0, evidence=proved,
-        latencies=(Latency(op="all_gather", alpha_seconds=2e-5, beta_bytes_per_second=4e10, points=11),),
-        stragglers=(Straggler(rank=1, host="b", late_seconds=0.1, iterations=20, share=0.9),),
-    )  # fmt: skip
-    return json.loads(json.dumps(result_to_json(result)))
-
-
 NCCL_LOG, ALIASES, ENVIRONMENT, LAYOUT_ERRORS = (
     seed("nccl.log"), seed("aliases.yaml"), seed("environment.env"), (LayoutError, RequestError),
 )  # fmt: skip
@@ -431,7 +404,9 @@ def _served(**more: Any) -> object:
 @reads(b"{}", errors=(ValueError,), stepped=True)
 def bench_result(data: bytes) -> object:
     """A benchmark's kept result, as the agent finds and shows it."""
-    return _served(bench=result_from_json(json.loads(_json(_bench, data))), bench_at_seconds=1.8e9)
+    return _served(
+        bench=result_from_json(json.loads(_json(lambda: document_of("bench"), data))), bench_at_seconds=1.8e9
+    )
 
 
 @reads(b"{}", errors=(CalibrationError, *LAYOUT_ERRORS), stepped=True)
