@@ -30,30 +30,14 @@ from agent.base.hosts import snapshots  # noqa: E402
 from agent.base.units import seconds as duration  # noqa: E402
 from collectives.bench import run as bench  # noqa: E402
 from contracts import run_record  # noqa: E402
+from contracts.tables import read_table  # noqa: E402
 from probes.registry import ALL  # noqa: E402
 from topology.build import build  # noqa: E402
 from topology.formats.text import parse  # noqa: E402
 from topology.graph import Pairs  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "gpu.md"
-# Llama 3.2 1B's published config.json, and one that a CPU trains in seconds.
-BIG = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-       "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}  # fmt: skip
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
-# What one GPU's seeds studied: method, checkpointing, packing, batch size, attention kernel.
-RUNS: list[tuple[str, dict[str, Any]]] = [
-    ("LoRA", {"use_peft": True}),
-    ("full", {}),
-    ("LoRA, checkpointing full", {"use_peft": True, "layout": {"checkpointing": "full"}}),
-    ("LoRA, checkpointing selective", {"use_peft": True, "layout": {"checkpointing": "selective"}}),
-    ("LoRA, packed", {"use_peft": True, "packing": True}),
-    ("QLoRA", {"use_peft": True, "load_in_4bit": True}),
-    *((f"LoRA, batch {n}", {"use_peft": True, "layout": {"micro_batch": n, "gradient_accumulation": 8 // n}})
-      for n in (1, 2, 4, 8)),
-    ("LoRA, eager attention", {"use_peft": True, "attn_implementation": "eager"}),
-    ("LoRA, flash_attention_2", {"use_peft": True, "attn_implementation": "flash_attention_2"}),
-]  # fmt: skip
+MODELS, RUNS = (read_table(__file__, "gpu.toml")[name] for name in ("model", "runs"))
 
 # The same collective as the benchmark measures, by nothing but torch: device events over 20 calls.
 BARE = """
@@ -83,7 +67,7 @@ def config_file(folder: Path, more: dict[str, Any], *, cpu: bool) -> Path:
     """A run's job.json in `folder`, with the model and the rows that it names."""
     model, rows = folder / "model", folder / "rows.jsonl"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({"model_type": "llama", **(SMALL if cpu else BIG)}))
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", **MODELS["cpu" if cpu else "gpu"]}))
     length = 64 if cpu else 2048
     rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
     settings = {
@@ -107,7 +91,7 @@ class Tier:
 
     def steps(self) -> list[Step]:
         """All of them, in order."""
-        runs = RUNS[:1] if self.cpu else RUNS
+        runs = list(RUNS.items())[: 1 if self.cpu else None]
         return [
             ("Links against nvidia-smi", self.links),
             ("NCCL, two ranks on one GPU", self.collectives),
