@@ -455,21 +455,19 @@ def token_file(data: bytes) -> object:
 
 @reads(
     seed("trace.json"), *(pickle.dumps(document_of("trace"), protocol=one) for one in (2, 4)),
-    errors=(calls.TraceError,),
+    errors=(calls.TraceError,), stepped=True,
 )  # fmt: skip
 def flight_recorder(data: bytes) -> object:
     """A dump, and the rules on it."""
-    steps = data[1:] if data[:1] == b"\1" else b""
-    raw = json.dumps(changed(document_of("trace"), steps)).encode() if steps else data
-    trace = calls.read(raw, rank=0)
+    trace = calls.read(_json(lambda: document_of("trace"), data), rank=0)
     return why.judge(why.RunFacts(traces={0: trace, 1: trace}, world=2))
 
 
-@reads(seed("ras.json"), seed("ras.txt"), errors=(ras.RasError,))
+@reads(seed("ras.json"), seed("ras.txt"), errors=(ras.RasError,), stepped=True)
 def ras_answer(data: bytes) -> object:
     """RAS's answer, and who is behind in it."""
-    raw = json.dumps(changed(document_of("ras"), data[1:])).encode() if data[:1] == b"\1" else data
-    return [ras.behind(comm) for comm in ras.read(raw).comms]
+    found = ras.read(_json(lambda: document_of("ras"), data))
+    return [ras.behind(comm) for comm in found.comms]
 
 
 @reads(b"{}", seed("watchdog.log"), seed("watched.log"))
@@ -483,8 +481,7 @@ def trace_lines(data: bytes) -> object:
 def rank_state(data: bytes) -> object:
     """A rank's own file, and the rules on it."""
     whole = {"rank": 1, "pid": 7, "phase": "data", "samples": {"data": 3}, "groups": {"0": [0, 1]}, "written": 1.5}
-    raw = json.dumps(changed(whole, data[1:])).encode() if data[:1] == b"\1" else data
-    state = states.read_state(_scratch().file("state_rank_1.json", raw))
+    state = states.read_state(_scratch().file("state_rank_1.json", _json(lambda: whole, data)))
     return why.judge(why.RunFacts(states={1: state, 0: state}, world=2, now=2.0))
 
 
