@@ -13,13 +13,15 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from collectives.search.plan import Outcome, Search, Test
+from contracts.tables import read_table
 
 NODE_SIGMA, RARE_TRANSFER, RARE_NODE = 0.004, 0.005, 0.002
 KINDS = ("slow", "slow", "slow", "stuck", "dies", "part", "opaque")
@@ -71,18 +73,19 @@ class Fleet:
         return (float("inf") if kind == "stuck" else excess if kind == "slow" else 0.0) if hit else 0.0
 
 
-def fleet(nodes: int, bad: int, links: int, domain: int, kinds: tuple[str, ...], seed: int) -> Fleet:
-    """Draw a fleet; `domain` is the nodes of a domain, 0 where none is known."""
-    draw = random.Random(f"{nodes} {bad} {links} {seed} {domain} {kinds}")
+def fleet(row: Mapping[str, Any], seed: int) -> Fleet:
+    """Draw a fleet of this row of search.toml."""
+    nodes, domain, kinds = row["nodes"], row["domain"], tuple(row.get("kinds", KINDS))
+    draw = random.Random(f"{nodes} {row['bad']} {row['links']} {seed} {domain} {kinds}")
     names = [f"rack-{node // domain}" if domain else "" for node in range(nodes)]
     made = Fleet(domains=names, sigma=draw.choice((0.005, 0.015, 0.05)), draw=draw)
     made.own = [max(0.9, draw.gauss(1, NODE_SIGMA)) for _ in range(nodes)]
-    for node in draw.sample(range(nodes), bad):
+    for node in draw.sample(range(nodes), row["bad"]):
         kind = draw.choice(kinds)
         excess = 10 ** draw.uniform(-1.5, 1) if kind == "slow" else draw.uniform(0.3, 2)  # 3 % to 10 times
         made.faults[node] = (kind, excess, draw.choice(("both", "sends", "receives")))
     groups = [group for group in Search(names)._near(range(nodes)) if len(group) > 2]
-    while len(made.links) < links:
+    while len(made.links) < row["links"]:
         pair = tuple(draw.sample(draw.choice(groups), 2))
         if made.faults.keys().isdisjoint(pair):
             made.links[pair[0], pair[1]] = draw.choice((float("inf"), draw.uniform(0.5, 5)))
@@ -127,32 +130,13 @@ def search(one: Fleet, name: str, score: Score) -> None:
     score.links_missed += [f"{name}: link {link} {one.links[link]}" for link in set(one.links) - links]
 
 
-# Nodes, bad nodes, bad links, nodes of a domain, kinds of faults, share of the runs.
-ROWS: tuple[tuple[str, int, int, int, int, tuple[str, ...], int], ...] = (
-    ("healthy", 232, 0, 0, 18, KINDS, 100),
-    ("5 slow nodes", 232, 5, 0, 18, ("slow",), 100),
-    ("5 bad nodes, any fault", 232, 5, 0, 18, KINDS, 100),
-    ("5 whose groups do not end", 232, 5, 0, 18, ("opaque",), 100),
-    ("no topology, 3 bad", 232, 3, 0, 0, KINDS, 100),
-    ("3 bad links", 232, 0, 3, 18, KINDS, 100),
-    ("16 nodes, 1 bad", 16, 1, 0, 0, KINDS, 800),
-    ("16 nodes, 1 bad link", 16, 0, 1, 0, KINDS, 500),
-    ("64 nodes, 3 bad, 1 link", 64, 3, 1, 18, KINDS, 600),
-    ("64 nodes, healthy", 64, 0, 0, 0, KINDS, 300),
-    ("256 nodes, 5 %, 2 links", 256, 13, 2, 16, KINDS, 250),
-    ("1,024 nodes, 2 %, 3 links", 1024, 20, 3, 18, KINDS, 40),
-    ("4,096 nodes, 5 %, 5 links", 4096, 205, 5, 18, KINDS, 8),
-    ("16,384 nodes, 1 %, 5 links", 16384, 164, 5, 72, KINDS, 2),
-)
-
-
 def simulate(share: float) -> Iterator[tuple[str, Score]]:
-    """Run each row `share` times its number of runs; a small share leaves out the largest fleets."""
-    for row, nodes, bad, links, domain, kinds, runs in ROWS:
+    """Run each fleet of search.toml `share` times its number of runs; a small share leaves out the largest fleets."""
+    for name, row in read_table(__file__, "search.toml")["fleets"].items():
         score = Score()
-        for seed in range(round(runs * share)):
-            search(fleet(nodes, bad, links, domain, kinds, seed), f"{row} #{seed}", score)
-        yield row, score
+        for seed in range(round(row["runs"] * share)):
+            search(fleet(row, seed), f"{name} #{seed}", score)
+        yield name, score
 
 
 def main() -> None:

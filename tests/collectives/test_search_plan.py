@@ -1,22 +1,15 @@
 """The planner accuses no node without a fault, misses no fault that is visible in its noise, and needs few tests."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import cattrs
 import pytest
 from rigs.tables import each_row
 
+from bench import search as bench
 from collectives.search.coordinator import read_journal, resume
 from collectives.search.plan import Outcome, Search
 from collectives.search.run import from_environment
-
-SOURCE = importlib.util.spec_from_file_location("search_bench", Path(__file__).parents[2] / "bench/search.py")
-bench = importlib.util.module_from_spec(SOURCE)
-sys.modules["search_bench"] = bench
-SOURCE.loader.exec_module(bench)
 
 
 @pytest.mark.parametrize("share", [0.05, pytest.param(1.0, marks=pytest.mark.nightly)])
