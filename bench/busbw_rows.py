@@ -195,7 +195,8 @@ def _inside(
         links = 0  # a bridge joins two cards; only SXM2 boards mesh more
     if gpu and links and not (through == "NVLink" and "without p2p" in text):
         if through == "NVLink" and capability == (7, 0) and not pair:
-            links = _mesh(row.gpus_per_node, 6)
+            # a ring over part of a hybrid cube mesh, in which two of a quad's pairs are double
+            links = {2: 2, 3: 2, 4: 4}.get(row.gpus_per_node, 6)
         return through, span(links * (nvlink_bytes_per_second(capability) or 0.0))
     # a NIC of 400 Gb/s needs a slot of generation 5, and GPUs behind the same switches have no less
     fast = wire is not None and re.search(r"x\s*400", text) is not None
@@ -204,11 +205,6 @@ def _inside(
     refused = "without p2p" in text or "(shm" in text or bool(instance and instance.virtual)
     direct = (gpu.peers if gpu else True) and not refused
     return "PCIe" if direct else "shared memory", span(rate or 0.0)
-
-
-def _mesh(gpus: int, links: int) -> int:
-    """NVLinks that a ring over part of a hybrid cube mesh has: two of a quad's pairs are double."""
-    return {2: 2, 3: 2, 4: 4}.get(gpus, links)
 
 
 def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Interval]:

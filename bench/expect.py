@@ -48,11 +48,6 @@ class Placed:
         return f"{hosts} {self.paths.inside or self.paths.between} {self.row.op}"
 
 
-def small(row: Row) -> bool:
-    """A sweep's small sizes in one host: preflight does not judge them."""
-    return row.nodes == 1 and row.bytes < LEAST_BYTES_PER_RANK * row.gpus_per_node
-
-
 def efficiency(each: Placed, factors: Factors) -> float | None:
     """The part of the plan that a result reached, its usual latency taken away; None where the bound is another."""
     paths, row = each.paths, each.row
@@ -210,10 +205,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def placed(rows: Sequence[Row]) -> tuple[list[Placed], list[str]]:
-    """Rows that are judged, and those that this reader cannot place."""
+    """Rows that are judged, and those that this reader cannot place. Preflight judges no small sizes in one host."""
     found, unplaced = [], []
     for row in rows:
-        if small(row) or row.op == "all_to_all":
+        is_small = row.nodes == 1 and row.bytes < LEAST_BYTES_PER_RANK * row.gpus_per_node
+        if is_small or row.op == "all_to_all":
             continue
         try:
             found.append(Placed(row=row, paths=place(row)))

@@ -22,7 +22,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import load
 import resident
 
 SCAN_SECONDS = 30.0  # between scans, unless the agent is told otherwise
@@ -157,7 +156,7 @@ def ask_all(port: int) -> int:
     wrong = 0
     for path in ENDPOINTS:
         expected = 404 if path == "/nowhere" else 400 if path.endswith("nobody") else 200
-        one = load.Client(port, path)
+        one = resident.Client(port, path)
         wrong += sum(one.fetch() != expected for _ in range(PER_ENDPOINT))
         one.socket.close()
     return wrong
@@ -208,9 +207,9 @@ def table(folder: Path, root: str, environment: Mapping[str, str]) -> None:
     print(f"| publishing: resident, the agent's process; RSS of both | {loud.resident:.1f}; "
           f"{loud.resident + loud.children:.1f} MiB | | |")  # fmt: skip
     with contextlib.suppress(FileNotFoundError), resident.exporter() as (pid, port):
-        load.latencies(port, "/metrics", 20)
+        resident.latencies(port, "/metrics", 20)
         other, before = resident.memory(pid), resident.cpu_seconds(pid)
-        load.latencies(port, "/metrics", 20)
+        resident.latencies(port, "/metrics", 20)
         scrape = (resident.cpu_seconds(pid) - before) / 20
         print(f"| node_exporter, same machine | {other.resident:.1f} MiB, {scrape * 1e3:.1f} ms of CPU a scrape | | |")
 

@@ -434,17 +434,14 @@ def same_job(row: Row) -> tuple[str, ...]:
     return tuple(row.raw.get(name) or "" for name in _SAME)
 
 
-def regrets(answers: Sequence[Answer]) -> list[tuple[float, str, int]]:
+def regrets(answers: Sequence[Answer]) -> list[tuple[float, str]]:
     """Per group of rows that differ only in their layout: how much slower the one ranked first is than the best."""
     out = []
     for key, members in groups_of(answers, lambda a: same_job(a.row)).items():
-        if len({m.row.layout for m in members}) < 2 or len(members) < 2:
-            continue
-        first = min(members, key=lambda m: m.seconds)
-        best = min(m.row.seconds or math.inf for m in members)
-        out.append(
-            ((first.row.seconds or math.inf) / best - 1.0, f"{key[0]}: {key[2]} on {key[7]} {key[6]}", len(members))
-        )
+        if len({m.row.layout for m in members}) > 1:
+            first = min(members, key=lambda m: m.seconds)
+            best = min(m.row.seconds or math.inf for m in members)
+            out.append(((first.row.seconds or math.inf) / best - 1.0, f"{key[0]}: {key[2]} on {key[7]} {key[6]}"))
     return out
 
 
@@ -501,12 +498,10 @@ def mean_of_sources(answers: Sequence[Answer], score: Callable[[Sequence[Answer]
 
 def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
     """What was read, and what was not and why."""
-    missed = Counter(u.source for u in unread)
-    groups = _by_source(answers)
+    missed, groups = Counter(u.source for u in unread), _by_source(answers)
     lines = [("source", "rows", "not placed", "time scored", "time set aside", "memory", "out of memory")]
-    for source in [*dict.fromkeys([*groups, *missed]), "all"]:
-        members = groups.get(source, []) if source != "all" else list(answers)
-        failed = missed[source] if source != "all" else len(unread)
+    parts = [(source, groups.get(source, []), missed[source]) for source in dict.fromkeys([*groups, *missed])]
+    for source, members, failed in [*parts, ("all", answers, len(unread))]:
         lines.append((
             source, str(len(members) + failed), str(failed), str(sum(a.scored for a in members)),
             str(sum(bool(a.row.seconds and a.row.set_aside) for a in members)),
@@ -534,8 +529,8 @@ def print_times(title: str, answers: Sequence[Answer], unread: Sequence[Unread],
     """The table of step times."""
     groups, missed = _by_source(answers), Counter(u.source for u in unread)
     lines = [("source", "rows", "not placed", "error", "median ratio", "in 80 %", "error, one scalar")]
-    for source, members in [*groups.items(), ("all", list(answers))]:
-        failed = missed[source] if source != "all" else len(unread)
+    parts = [(source, members, missed[source]) for source, members in groups.items()]
+    for source, members, failed in [*parts, ("all", answers, len(unread))]:
         middle = f"{statistics.median([m.ratio for m in members]):.3f}"
         lines.append((source, str(len(members)), str(failed), _percent(_time_error(members)), middle,
                       _percent(coverage(members, table, failed)), _percent(_scaled_error(members))))  # fmt: skip
@@ -630,7 +625,7 @@ def print_summary(
         "in the 80 % interval": _percent(
             mean_of_sources(scored, lambda m: coverage(m, table, missed[m[0].row.source]))
         ),
-        "regret, mean": _percent(statistics.mean(r for r, _, _ in found)) if found else "-",
+        "regret, mean": _percent(statistics.mean(r for r, _ in found)) if found else "-",
         "regret, worst": _percent(max(found)[0]) if found else "-",
         **{f"memory, {method}": memory(answers, method) for method in ("full", "lora", "qlora")},
         **{

@@ -184,20 +184,18 @@ def _dumps(value: Any) -> bytes:
         sys.set_int_max_str_digits(4300)
 
 
-class _Scratch:
-    """One file in memory, for readers that open files."""
-
-    def __init__(self) -> None:
-        shm = Path("/dev/shm")  # noqa: S108 - a file that is rewritten thousands of times a second
-        self._folder = tempfile.TemporaryDirectory(prefix="topoflight-fuzz-", dir=shm if shm.is_dir() else None)
-
-    def file(self, name: str, data: bytes) -> Path:
-        path = Path(self._folder.name) / name
-        path.write_bytes(data)
-        return path
+@cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder in memory, for readers that open files: one is rewritten thousands of times a second."""
+    shm = Path("/dev/shm")  # noqa: S108
+    return tempfile.TemporaryDirectory(prefix="topoflight-fuzz-", dir=shm if shm.is_dir() else None)
 
 
-_scratch = cache(_Scratch)
+def _file(name: str, data: bytes) -> Path:
+    path = Path(_scratch().name) / name
+    path.write_bytes(data)
+    return path
+
 
 # --- documents to start from
 
@@ -310,7 +308,7 @@ def batch_script(data: bytes) -> object:
 @reads(seed("config.json"), errors=(ModelError,), stepped=True)
 def model_config(data: bytes) -> object:
     """A model's config.json, by both ways to it."""
-    path = _scratch().file("config.json", _json(lambda: document_of("config"), data))
+    path = _file("config.json", _json(lambda: document_of("config"), data))
     with contextlib.suppress(RequestError):
         model_of(Request.of(model=str(path)))
     return model_from_file(path)
@@ -319,13 +317,13 @@ def model_config(data: bytes) -> object:
 @reads((ROOT / "contracts/default.yaml").read_bytes(), ALIASES, errors=(ConfigError,), stepped=True)
 def job_config(data: bytes) -> object:
     """The fine-tune job's YAML."""
-    return read_config(_scratch().file("job.yaml", _json(lambda: document_of("job"), data)))
+    return read_config(_file("job.yaml", _json(lambda: document_of("job"), data)))
 
 
 @reads(seed("plan.json"), errors=(ConfigError,), stepped=True)
 def job_plan(data: bytes) -> object:
     """plan.json of the fine-tune job."""
-    return plans.read(_scratch().file("plan.json", _json(lambda: document_of("plan"), data)))
+    return plans.read(_file("plan.json", _json(lambda: document_of("plan"), data)))
 
 
 @reads(
@@ -350,7 +348,7 @@ def manifest(data: bytes) -> object:
 def recording(data: bytes) -> object:
     """A recording from the file to the answer over HTTP: scan, topology, checks, metrics, JSON."""
     name = _SMALL[data[1] % len(_SMALL)] if len(data) > 1 else _SMALL[0]
-    host = load(_scratch().file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
+    host = load(_file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
     found = scan(host, ALL)
     view = build_view((found,))
     metrics.exposition(view, "")
@@ -376,7 +374,7 @@ def network_status(data: bytes) -> object:
 @reads(b'{"checks": []}', errors=(GateError,), stepped=True)
 def baseline(data: bytes) -> object:
     """A baseline: a report, or a recording."""
-    held = read_baseline(_scratch().file("report.json", _json(_report, data)))
+    held = read_baseline(_file("report.json", _json(_report, data)))
     return regressions((), held.statuses)
 
 
@@ -412,7 +410,7 @@ def bench_result(data: bytes) -> object:
 @reads(b"{}", errors=(CalibrationError, *LAYOUT_ERRORS), stepped=True)
 def calibration(data: bytes) -> object:
     """A calibration file, and a forecast with it."""
-    path = _scratch().file("calibration.json", _json(lambda: document_of("calibration"), data))
+    path = _file("calibration.json", _json(lambda: document_of("calibration"), data))
     json.dumps(plain.write(load_calibration(path)))
     return answer(Request.of(model="tiny", calibration=path, ranks_per_node=2), (_scanned("cpu-only-vm"),))
 
@@ -420,7 +418,7 @@ def calibration(data: bytes) -> object:
 @reads(b"{}", errors=(records.RecordError,), stepped=True)
 def run(data: bytes) -> object:
     """A fine-tune job's record, as launch and the agent read and show it."""
-    record = records.read(_scratch().file("run.json", _json(lambda: document_of("run"), data)))
+    record = records.read(_file("run.json", _json(lambda: document_of("run"), data)))
     return record.placements, records.compare(record), _served(runs=(record,))
 
 
@@ -448,7 +446,7 @@ def pci_config(data: bytes) -> object:
 @reads(b"# x\n" + b"a" * 32 + b"\n", errors=(ValueError,))
 def token_file(data: bytes) -> object:
     """The file of bearer tokens."""
-    path = _scratch().file("tokens", data)
+    path = _file("tokens", data)
     path.chmod(0o600)
     return read_tokens(path)
 
@@ -481,7 +479,7 @@ def trace_lines(data: bytes) -> object:
 def rank_state(data: bytes) -> object:
     """A rank's own file, and the rules on it."""
     whole = {"rank": 1, "pid": 7, "phase": "data", "samples": {"data": 3}, "groups": {"0": [0, 1]}, "written": 1.5}
-    state = states.read_state(_scratch().file("state_rank_1.json", _json(lambda: whole, data)))
+    state = states.read_state(_file("state_rank_1.json", _json(lambda: whole, data)))
     return why.judge(why.RunFacts(states={1: state, 0: state}, world=2, now=2.0))
 
 

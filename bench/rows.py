@@ -46,7 +46,6 @@ class UnreadError(Exception):
 class Unread:
     """A row that was not placed."""
 
-    row_id: str
     source: str
     why: str
     timed: bool  # it has a time, which therefore was not forecast
@@ -346,13 +345,10 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
 
 def _rate(text: str) -> float | None:
     """Gb/s of all ports that a text counts: "8x ConnectX-7 IB NDR 400Gb/s", "Omni-Path 4x100Gb", "4x HDR"."""
-    best = None
-    for match in _RATE.finditer(text):
-        best = max(best or 0.0, float(match[1] or 1) * float(match[3]))
-    if best is None:
-        found = re.search(r"(?:(\d{1,2})\s?x\s?)?\b([xnhef]dr)\b", text)
-        best = float(found[1] or 1) * INFINIBAND_GBPS[found[2]] if found else None
-    return best
+    rates = [float(match[1] or 1) * float(match[3]) for match in _RATE.finditer(text)]
+    if not rates and (found := re.search(r"(?:(\d{1,2})\s?x\s?)?\b([xnhef]dr)\b", text)):
+        rates = [float(found[1] or 1) * INFINIBAND_GBPS[found[2]]]
+    return max(rates, default=None)
 
 
 def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
@@ -569,7 +565,7 @@ def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
                     rows.append(read_row(columns))
                 except UnreadError as error:
                     unread.append(Unread(
-                        row_id=columns.get("row_id") or "?", source=columns.get("source") or "?", why=str(error),
+                        source=columns.get("source") or "?", why=str(error),
                         timed=any(number(columns, name) for name in _TIMES), mixture=is_mixture(columns),
                     ))  # fmt: skip
     return rows, unread

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe, Process
 from multiprocessing.connection import Connection
 
-from load import Client, latencies
+from resident import Client, latencies
 
 CLIENTS = 100
 ASKERS = 200  # of costly questions, from several addresses: one address has fewer connections
