@@ -56,9 +56,10 @@ def read(path: Path, bad: list[str] | None = None) -> list[Row]:
     with path.open(encoding="utf-8", newline="") as stream:
         for number, raw in enumerate(csv.DictReader(stream), 2):
             try:
-                rows.append(_row(raw))
-                if rows[-1].busbw <= 0 or rows[-1].bytes <= 0:
-                    raise ValueError(f"{rows.pop().busbw / GIGA:g} GB/s")
+                row = _row(raw)
+                if row.busbw <= 0 or row.bytes <= 0:
+                    raise ValueError(f"{row.bytes} bytes at {row.busbw / GIGA:g} GB/s")
+                rows.append(row)
             except (KeyError, ValueError, TypeError, AttributeError) as error:
                 words = f"{path.name}:{number}: not a row of results: {error}"
                 if bad is None:

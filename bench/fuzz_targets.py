@@ -390,10 +390,9 @@ def machine(data: bytes) -> object:
     return json.dumps(topology_document(fleet, now=9e9), allow_nan=False)
 
 
-def _served(**more: Any) -> object:
+def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: Any) -> object:
     """What the agent makes of it: metrics, page, JSON."""
-    bench, at_seconds = more.pop("bench", None), more.pop("bench_at_seconds", None)
-    view = with_bench(build_view(_view().snapshots, **more), bench, at_seconds)
+    view = with_bench(build_view(_view().snapshots, **more), bench, bench_at_seconds)
     metrics.exposition(view, "")
     pages.node_page(view, None, "", trouble=None)
     return document({"bench": view.bench, "runs": view.runs, "checks": view.checks})

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +169,10 @@ class Tier:
 
     def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
         """One short run through `launch`: forecast against measured, by quantity and by part."""
-        if more.get("attn_implementation") == "flash_attention_2" and not _has("flash_attn"):
+        if more.get("attn_implementation") == "flash_attention_2" and find_spec("flash_attn") is None:
             yield "step", "not run: flash_attn is not installed"
             return
-        if more.get("load_in_4bit") and not _has("bitsandbytes"):
+        if more.get("load_in_4bit") and find_spec("bitsandbytes") is None:
             yield "step", "not run: bitsandbytes is not installed"
             return
         out = self.folder / name.replace(" ", "-").replace(",", "")
@@ -196,12 +197,6 @@ class Tier:
             yield f"part {part.part}", f"{duration(part.measured_seconds)}{due}"
 
 
-def _has(module: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(module) is not None
-
-
 def _last(text: str) -> str:
     return (text.strip().splitlines() or ["no words"])[-1][:300]
 
@@ -221,7 +216,7 @@ def page(path: Path, head: str, done: list[tuple[str, list[Row]]], left: list[St
     """Write what there is so far, and which steps are left."""
     lines = ["# On a GPU", "", head, ""]
     for title, rows in done:
-        lines += [f"## {title}", "", *(f"- {name}: {text}" if name else f"- `{text}`" for name, text in rows), ""]
+        lines += [f"## {title}", "", *(f"- {name}: {text}" for name, text in rows), ""]
     if left:
         lines += ["## Not reached", "", *(f"- {title}" for title, _ in left), ""]
     path.write_text("\n".join(lines), encoding="utf-8")

@@ -90,19 +90,9 @@ def process(command: Sequence[str], environment: Mapping[str, str] | None = None
 def agent(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Iterator[tuple[int, int, float]]:
     """(pid, port, seconds to /readyz) of `topoflight serve` on the machine restored in `folder`."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "agent.cli",
-        "serve",
-        "--port",
-        str(port),
-        "--state",
-        str(folder / "state"),
-        *words,
-    ]
+    serve = ["-m", "agent.cli", "serve", "--port", str(port), "--state", str(folder / "state"), *words]
     began = time.perf_counter()
-    with process(command, environment, folder / "log") as one:
+    with process([sys.executable, *serve], environment, folder / "log") as one:
         wait(port, "/readyz", one)
         yield one.pid, port, time.perf_counter() - began
 
@@ -132,15 +122,12 @@ def wait(port: int, path: str, one: subprocess.Popen[bytes], seconds: float = 12
     raise TimeoutError(f"port {port} {path}: no answer 200 in {seconds:.0f} s; the last is {last}")
 
 
-def get(port: int, path: str, headers: Mapping[str, str] | None = None, timeout: float = 90.0) -> tuple[int, bytes]:
+def get(port: int, path: str) -> tuple[int, bytes]:
     """One request on a connection of its own."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
-    try:
-        connection.request("GET", path, headers=dict(headers or {}))
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=90)) as connection:
+        connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, answer.read()
-    finally:
-        connection.close()
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -489,45 +489,34 @@ def read_layout(raw: Raw, stack: Stack, model: ModelSpec, world: int, per_node: 
     ep = ep if model.experts and model.experts % ep == 0 else 1
     virtual = whole(raw, "vpp", 1) if pp > 1 else 1
     sp, compiled = words(raw, "seq_parallel"), words(raw, "compile")
-    try:
-        return Layout(
-            world_size=world, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
-            sharding=sharding,
-            sequence_parallel=tp > 1 and (sp in ("yes", "true", "1") or (sp not in ("no", "false", "0")
-                                                                         and stack.sequence_parallel)),
-            schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
-            gradient_accumulation=accumulation, checkpointing=read_checkpointing(raw) or "none", precision=precision,
-            offload=read_offload(raw),
-            compile=compiled in ("yes", "true", "1") or "torch.compile" in words(raw, "note")
-            or (stack.engine.compile and not compiled),
-            fused_cross_entropy=fused_loss(raw, stack),
-        )  # fmt: skip
-    except LayoutError as error:
-        raise UnreadError(str(error)) from error
-
-
-def layout_unknown(raw: Raw, stack: Stack, world: int) -> bool:
-    """No degree is published, of a stack that would not run one model on so many GPUs without any."""
-    if world == 1 or any(raw.get(name) for name in ("tp", "pp", "dp", "sharding")):
-        return False
-    return stack.default_sharding != "zero3"
+    return Layout(
+        world_size=world, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
+        sharding=sharding,
+        sequence_parallel=tp > 1 and (sp in ("yes", "true", "1") or (sp not in ("no", "false", "0")
+                                                                     and stack.sequence_parallel)),
+        schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
+        gradient_accumulation=accumulation, checkpointing=read_checkpointing(raw) or "none", precision=precision,
+        offload=read_offload(raw),
+        compile=compiled in ("yes", "true", "1") or "torch.compile" in words(raw, "note")
+        or (stack.engine.compile and not compiled),
+        fused_cross_entropy=fused_loss(raw, stack),
+    )  # fmt: skip
 
 
 def read_row(columns: Raw) -> Row:
-    """Build the question; `UnreadError` says why it cannot be asked."""
+    """Build the question. UnreadError, ShapeError and LayoutError say why it cannot be asked."""
     raw = with_words_of_note(columns)
     gpu = read_gpu(raw)
     stack = stack_matching(raw, gpu)
-    try:
-        model, sure = shape_of(raw, number)
-    except ShapeError as error:
-        raise UnreadError(str(error)) from error
+    model, sure = shape_of(raw, number)
     world = read_world(raw)
     sequence = read_sequence(raw, int(number(raw, "gbs") or 0) or None)
     precisions, stated = read_precisions(raw, gpu, stack)
     links, known = read_links(raw, gpu, world)
     layout = read_layout(raw, stack, model, world, links.ranks_per_node, precisions[0])
-    unknown = layout_unknown(raw, stack, world)
+    # no degree is published, of a stack that would not run one model on so many GPUs without any
+    unpublished = not any(raw.get(name) for name in ("tp", "pp", "dp", "sharding"))
+    unknown = unpublished and world > 1 and stack.default_sharding != "zero3"
     gaps = {"model": not sure, "precision": not stated, "network": not known, "layout": unknown}
     checkpointing = read_checkpointing(raw)
     seconds = read_seconds(raw, model, world, sequence, layout.global_batch)
@@ -563,7 +552,7 @@ def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
                 columns["note"] = added or columns.get("note", "")
                 try:
                     rows.append(read_row(columns))
-                except UnreadError as error:
+                except (UnreadError, ShapeError, LayoutError) as error:
                     unread.append(Unread(
                         source=columns.get("source") or "?", why=str(error),
                         timed=any(number(columns, name) for name in _TIMES), mixture=is_mixture(columns),
