@@ -49,6 +49,11 @@ class Row:
     nvls: str
     gdr: str
 
+    @property
+    def ranks(self) -> int:
+        """Of all its nodes."""
+        return self.gpus_per_node * self.nodes
+
 
 def read(path: Path, bad: list[str] | None = None) -> list[Row]:
     """The rows of either file. What is wrong with a row that cannot be read goes to `bad`; without it PlaceError."""
@@ -71,6 +76,8 @@ def read(path: Path, bad: list[str] | None = None) -> list[Row]:
 def _row(raw: dict[str, str]) -> Row:
     whole = "machine" in raw
     source = raw.get("source", "")
+    # The file of one box of L40S gives it 32 GB/s, and 4 and 8 of its GPUs reach 5 and 1.
+    is_doubtful = raw.get("system") == "l40s" and int(raw["n_gpus"]) > 2
     return Row(
         machine=raw["machine"] if whole else raw.get("device") or raw["system"],
         gpus_per_node=int(raw["gpus_per_node" if whole else "n_gpus"]),
@@ -78,7 +85,7 @@ def _row(raw: dict[str, str]) -> Row:
         op={"alltoall": "all_to_all"}.get(raw["op"], raw["op"]),
         bytes=int(raw["bytes"]),
         busbw=float(raw["busbw_GBps"]) * GIGA,
-        healthy=(raw.get("healthy") or ("unclear" if _doubtful(raw) else "yes")).strip().lower(),
+        healthy=(raw.get("healthy") or ("unclear" if is_doubtful else "yes")).strip().lower(),
         # a comment of a thread, a file of a repository: the same people with the same machines
         source=re.split(r"[\s@:]|#", source.removeprefix("github:"))[0] + "".join(re.findall(r"#\d+", source)[:1]),
         kind=raw.get("class") or "",
@@ -86,11 +93,6 @@ def _row(raw: dict[str, str]) -> Row:
         nvls=(raw.get("nvls") or "").lower(),
         gdr=raw.get("gdr") or "",
     )
-
-
-def _doubtful(raw: dict[str, str]) -> bool:
-    """The source's own file gives this box 32 GB/s, and 4 and 8 of its GPUs reach 5 and 1."""
-    return raw.get("system") == "l40s" and int(raw["n_gpus"]) > 2
 
 
 _SPEEDS = {3: 8e9, 4: 16e9, 5: 32e9}  # transfers per second
@@ -121,11 +123,10 @@ def place(row: Row) -> Paths:
     words = re.sub(rf"(x\s*{_RATES}) gb/s", r"\1", words)
     # Azure's NC sizes have the cards of the GPU that they name; racks and A4X say nothing of theirs
     gpu = gpu_named(re.sub(r"(nc\d+ads.*a100)", r"\1 pcie", text)) or (gpu_named(instance.gpu) if instance else None)
-    ranks = row.gpus_per_node * row.nodes
     between, wire = _network(row, words, instance) if row.nodes > 1 else (None, None)
     if gpu is None and row.gpus_per_node > 1 and "pcie" not in text:
         raise PlaceError(f"{row.machine}: no GPU that this reader knows")
-    if ranks < 2:
+    if row.ranks < 2:
         raise PlaceError(f"{row.machine}: one rank")
     if gpu is not None and gpu.links and nvlink_bytes_per_second(gpu.compute_capability) is None:
         raise PlaceError(f"{row.machine}: no model for the links of {gpu.name}")
@@ -174,7 +175,7 @@ def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tupl
     racked = gpu is not None and gpu.of_a_rack and (not plain or "mnnvl off" in text)
     if not racked or row.nodes == 1:
         return row.nodes, wire
-    groups = -(-row.gpus_per_node * row.nodes // _DOMAIN)
+    groups = -(-row.ranks // _DOMAIN)
     hosts = -(-row.nodes // groups)
     return groups, span(wire.mid * hosts) if wire else None
 

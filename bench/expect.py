@@ -35,11 +35,6 @@ class Placed:
     paths: Paths
 
     @property
-    def ranks(self) -> int:
-        """Of all its nodes."""
-        return self.row.gpus_per_node * self.row.nodes
-
-    @property
     def kind(self) -> str:
         """The file's own class, else one by fabric, hosts and operation."""
         if self.row.kind:
@@ -53,34 +48,33 @@ def efficiency(each: Placed, factors: Factors) -> float | None:
     paths, row = each.paths, each.row
     plan = paths.link if paths.groups == 1 else paths.wire
     passes = 2 if row.op == "all_reduce" else 1
-    moved = row.bytes * passes * (each.ranks - 1) / each.ranks
+    moved = row.bytes * passes * (each.row.ranks - 1) / each.row.ranks
     if plan is None or not moved:
         return None
-    steps = passes * (each.ranks - 1)
+    steps = passes * (each.row.ranks - 1)
     usual = factors.step_seconds if paths.groups == 1 else factors.step_seconds_between
     latency = factors.start_seconds[1] + steps * usual[1]
     if _by_nvls(each):
-        latency = each.ranks * factors.nvls_rank_seconds[1]
-        moved /= nvls_share(paths.ranks_per_group(each.ranks))
+        latency = each.row.ranks * factors.nvls_rank_seconds[1]
+        moved /= nvls_share(paths.ranks_per_group(each.row.ranks))
     left = moved / row.busbw - latency
     return moved / left / plan.mid if left > 0 and plan.mid > 0 else None
 
 
 def _by_nvls(each: Placed) -> bool:
-    found = expected(each.paths, each.row.op, each.row.bytes, each.ranks)
+    found = expected(each.paths, each.row.op, each.row.bytes, each.row.ranks)
     return isinstance(found, Expected) and found.algorithm == "NVLS"
 
 
 def fit(rows: Sequence[Placed]) -> Factors:
     """Factors from healthy rows. A factor that no row bears on keeps what NCCL's own model or arithmetic gives."""
-    made = PRIOR
     healthy = [each for each in rows if each.row.healthy == "yes" and each.row.op != "all_to_all"]
     linked = [e for e in healthy if e.paths.groups == 1 and e.paths.inside in ("NVSwitch", "NVLink")]
     rings = [e for e in linked if not _by_nvls(e) and not (e.row.op == "all_reduce" and e.paths.nvls is None)]
     later = [e for e in rings if (e.paths.capability or (0, 0)) >= (7, 5)]
     gather = _line([e for e in later if e.row.op != "all_reduce"], PRIOR.gather)
     reduce = _line([e for e in later if e.row.op == "all_reduce"], PRIOR.reduce)
-    made = replace(made, gather=gather, reduce=reduce)
+    made = replace(PRIOR, gather=gather, reduce=reduce)
     volta = [e for e in rings if (7, 0) <= (e.paths.capability or (0, 0)) < (7, 5)]
     if volta:
         made = replace(made, volta=round(statistics.median(_against(volta, made)), 2))
@@ -128,7 +122,7 @@ def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, fl
     for each in rows:
         found = efficiency(each, PRIOR)
         if found:
-            by_ranks.setdefault(each.ranks, []).append(found)
+            by_ranks.setdefault(each.row.ranks, []).append(found)
     points = [(1 / (n - 1), 1 / statistics.median(values)) for n, values in by_ranks.items()]
     if len(points) < 3:  # two unknowns, and one point more that could contradict them
         return prior
@@ -138,7 +132,7 @@ def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, fl
 
 def _against(rows: Sequence[Placed], factors: Factors) -> list[float]:
     return [
-        found / factors.ring(each.row.op, each.ranks)
+        found / factors.ring(each.row.op, each.row.ranks)
         for each in rows
         if (found := efficiency(each, factors)) is not None
     ]
@@ -174,8 +168,8 @@ def _wire_bound(each: Placed) -> bool:
     """Whether the wire, and not what is inside the hosts, decides; all-reduce of two groups may take a tree."""
     paths, row = each.paths, each.row
     inside = paths.link.low if paths.link and paths.inside in ("NVSwitch", "NVLink") else 0.0
-    wide = paths.ranks_per_group(each.ranks) == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
-    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= LEAST_BYTES_PER_RANK * each.ranks
+    wide = paths.ranks_per_group(each.row.ranks) == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
+    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= LEAST_BYTES_PER_RANK * each.row.ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -228,7 +222,7 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     wrong = []
     for one in rows:
         by = factors.get(one.row.source, FACTORS)
-        found = expected(one.paths, one.row.op, one.row.bytes, one.ranks, factors=by)
+        found = expected(one.paths, one.row.op, one.row.bytes, one.row.ranks, factors=by)
         outcomes, words = judge(one, found)
         wrong += [words] if words else []
         for kind in (one.kind, "all"):

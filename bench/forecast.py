@@ -509,12 +509,13 @@ def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
         ))  # fmt: skip
     _print_table("Rows", lines)
     print()
-    for why, count in Counter(re.sub(r"^model '.*?': ", "", u.why) for u in unread).most_common():
-        print(f"- not placed {count}: {why}")
-    for why, count in Counter(a.row.set_aside for a in answers if a.row.seconds and a.row.set_aside).most_common():
-        print(f"- time set aside {count}: {why}")
-    for gap, count in Counter(gap for a in answers for gap in a.row.assumed).most_common():
-        print(f"- assumed in {count}: {gap}")
+    for what, reasons in (
+        ("not placed", [re.sub(r"^model '.*?': ", "", u.why) for u in unread]),
+        ("time set aside", [a.row.set_aside for a in answers if a.row.seconds and a.row.set_aside]),
+        ("assumed in", [gap for a in answers for gap in a.row.assumed]),
+    ):
+        for reason, count in Counter(reasons).most_common():
+            print(f"- {what} {count}: {reason}")
 
 
 def _time_error(members: Sequence[Answer]) -> float:

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from planner.nccl_env.names import NcclName, Version, names, parse_version, version_text
 
@@ -45,8 +46,7 @@ _SECOND = re.compile(rb"\xbe(.{4})|\x48\xc7\xc6(.{4})|(\x31\xf6)|\x48\xbe(.{8})|
 _UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT (nccl.h)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class Section(NamedTuple):
     """One section of an ELF file."""
 
     address: int
@@ -246,13 +246,12 @@ def write_table() -> None:
         f"# libraries: {' '.join(version_text(version) for version in sorted(seen))}",
     ]
     rows = merged(names(), seen)
-    body = ["\t".join(_columns(rows[name])) for name in sorted(rows)]
+    body = []
+    for _, row in sorted(rows.items()):
+        first, last = (version_text(each) if each else "" for each in (row.first, row.last))
+        columns = (row.name, row.status, first, last, row.doc_class, row.kind, row.default, row.reader)
+        body.append("\t".join(columns))
     TABLE.write_text("\n".join((*head[:-1], *stamps, head[-1], *body)) + "\n", encoding="utf-8")
-
-
-def _columns(row: NcclName) -> tuple[str, ...]:
-    first, last = (version_text(each) if each else "" for each in (row.first, row.last))
-    return row.name, row.status, first, last, row.doc_class, row.kind, row.default, row.reader
 
 
 def main() -> None:
