@@ -244,11 +244,9 @@ def _parse_gbps(text: str) -> float | None:
             return math.prod(float(INFINIBAND_GBPS.get(part, part)) for part in counted.groups())
     single = re.search(r"([\d.]+)\s*(?:gb(?:e|it)?(?:/s|ps)?\b|(?=roce|ib\b|infiniband|ethernet|tcp|efa))", text)
     if single and not re.search(rf"{re.escape(single[0])}\s*(hbm|vram|memory)", text) and float(single[1]) >= 1:
-        return _card(float(single[1]), text)
+        # "80GB" after a GPU's name is memory; "100 Gb/s" and "25 GbE" are a network
+        rate = f"{float(single[1]):g}"
+        is_memory = re.search(rf"{rate}\s*gb\b(?!/s|ps)", text) is not None
+        is_network = re.search(rf"{rate}\s*gb\s*(ib|roce|ethernet|tcp)", text) is not None
+        return float(single[1]) if is_network or not is_memory else None
     return None
-
-
-def _card(gbps: float, text: str) -> float | None:
-    """ "80GB" after a GPU's name is memory; "100 Gb/s" and "25 GbE" are a network."""
-    memory = re.search(rf"{gbps:g}\s*gb\b(?!/s|ps)", text)
-    return None if memory and not re.search(rf"{gbps:g}\s*gb\s*(ib|roce|ethernet|tcp)", text) else gbps

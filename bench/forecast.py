@@ -15,24 +15,24 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import math
 import os
 import re
 import statistics
 import sys
-import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import TypeVar
 
 from rows import Row, Unread, read_rows
 from stacks import unknown_stack
-from widths import LEAST_ROWS, Sample, inside, learn, width, write
+from widths import LEAST_ROWS, Sample, inside, learn, width
 
 from contracts.finding import Interval
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
@@ -692,7 +692,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not file.is_file():
             print(f"{file}: no such file (set TOPOFLIGHT_CORPUS or name a CSV)", file=sys.stderr)
             return 2
-    started = time.perf_counter()
     rows, unread = read_rows(files)
     if options.fit:
         print_constants(Fit([(row, as_run(row)) for row in rows]).without(()))
@@ -703,10 +702,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report(rows, unread, result)
     print(text.getvalue())
     if options.write and result:
-        write(learned(result), INTERVALS)
+        table = learned(result)
+        data = asdict(table) | {"engines": sorted(table.engines)}
+        INTERVALS.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         tables = re.sub(r"^\|.*$", lambda line: re.sub(r" *\| *", "|", line[0]), text.getvalue(), flags=re.MULTILINE)
         PAGE.write_text(HEADER + re.sub(r"\|-[-|]*\|", lambda m: re.sub(r"-+", "-", m[0]), tables), encoding="utf-8")
-    print(f"\n{time.perf_counter() - started:.1f} s")
     return 0
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 CACHE = ROOT / ".cache" / "fuzz"
 SLOW_SECONDS = 10  # of CPU; on the clock twelve times as much, as the machine may have more to do
 MEMORY_MIB = 1024
@@ -114,7 +115,6 @@ def _turn(turn: str, seconds: float, runs: int) -> tuple[int, list[str]]:
 def _child(turn: str, rest: Sequence[str]) -> int:
     import atheris
 
-    sys.path.insert(0, str(ROOT))
     with atheris.instrument_imports(include=list(PACKAGES)):
         import fuzz_targets
 
@@ -148,7 +148,6 @@ def _child(turn: str, rest: Sequence[str]) -> int:
 
 
 def _replay(names: Sequence[str] | None, path: Path) -> int:
-    sys.path.insert(0, str(ROOT))
     import fuzz_targets
 
     if not names or len(names) != 1:

@@ -42,6 +42,11 @@ class Memory:
     pss: float
     descriptors: int
 
+    @property
+    def both(self) -> float:
+        """The resident sets of all of them."""
+        return self.resident + self.children
+
 
 def restore(folder: Path, machine: str = MACHINE) -> tuple[str, dict[str, str]]:
     """(root, environment) of the recorded machine, laid out below `folder`."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +156,6 @@ def main() -> None:
               f"| {len(score.links_missed)} of {score.links} |", flush=True)  # fmt: skip
         for line in (*score.accused[:5], *score.missed[:8], *score.links_missed[:5]):
             print(f"  {line}", file=sys.stderr)
-    print(f"\n{time.process_time():.0f} CPU s", file=sys.stderr)
 
 
 if __name__ == "__main__":

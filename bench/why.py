@@ -142,10 +142,8 @@ def started(fault: Fault, folder: Path) -> Iterator[Any]:
     with ExitStack() as stack:
         if fault.kind:
             environment = monitored({"WHY_AT": "300", **environment, "PYTHONPATH": ""}, folder)
-        rig = on_hosts(fault, folder, environment, stack) if fault.hosts else None
-        if rig is None:
-            torchrun(fault, folder, environment, stack)
-        yield rig
+        start = on_hosts if fault.hosts else torchrun
+        yield start(fault, folder, environment, stack)
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from planner.forecast.calibration import Z80, Widths, key_of
@@ -76,9 +74,3 @@ def learn(samples: Sequence[Sample], **others: Any) -> Widths:
         },
         **others,
     )
-
-
-def write(widths: Widths, file: Path) -> None:
-    """The file that the planner reads."""
-    data = asdict(widths) | {"engines": sorted(widths.engines)}
-    file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
