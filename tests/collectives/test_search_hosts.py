@@ -9,16 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from rigs.netns import hosts, missing
+from rigs.netns import RANKS_ON_HOSTS, hosts
 from rigs.tables import each_row
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.netns,
-    pytest.mark.usefixtures("forked_ranks"),
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(missing("tc") is not None, reason=str(missing("tc"))),
-]
+pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(1800), *RANKS_ON_HOSTS]
 
 ROOT = Path(__file__).parents[2]
 HOSTS, RATE, SLOW = 6, "100mbit", "15mbit"
