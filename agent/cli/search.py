@@ -17,11 +17,14 @@ from agent.base.output import Progress, console, print_text, render, write_resul
 @click.command()
 @with_options("search")
 def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
-    """Find the bad nodes and links of a fleet. Generates load; one at a time per host.
+    """Find the nodes and links that make jobs slow or hang. Generates load; one at a time per host.
 
-    Run it on every node: with srun (one task per node), torchrun, a Kubernetes Indexed Job, or with --node-rank.
-    Node 0 prints the result and ends with 0 if every node is good, 3 for a bad node or link, and 5 if none is bad and
-    some node was not judged. The other nodes end with 0.
+    The nodes exchange data in small groups, in several rounds with other partners, until it is clear which node or link
+    is slow, stuck or dead. Run the command on every node: with srun (one task per node), torchrun, a Kubernetes Indexed
+    Job, or by hand with --nodes, --node-rank and --rendezvous.
+
+    Node 0 prints the result. Its exit code is 0 if every node is good, 3 for a bad node or link, and 5 if none is bad
+    and some node was not judged. The other nodes end with 0.
     """
     from agent.base.hosts import snapshots
     from agent.cli.bench import stop_on_signals
@@ -45,10 +48,10 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
         progress.done()
     if not result:
         return
-    found = findings_of(result)
-    document = {**result, "findings": found, "summary": summary(result)}
+    found, lines = findings_of(result), summary(result)
+    document = {**result, "findings": found, "summary": lines}
     if form == "table":
-        first, *rest = summary(result)
+        first, *rest = lines
         print_text(first)
         findings(console(), found, everything=verbose)
         print_text("\n".join(rest))

@@ -46,7 +46,7 @@ def search(tmp_path, rate, prepare, disturb, absent):
     return json.loads(out), processes[0].returncode, said
 
 
-def to_processes(number, rig, host, module="search.rank"):
+def signal_processes(number, rig, host, module="search.rank"):
     """Send a signal to the processes of a module of the search in the network of this host."""
     network = os.stat(f"/proc/{rig.pids[host]}/ns/net").st_ino  # noqa: PTH116
     for path in Path("/proc").glob("[0-9]*"):
@@ -85,8 +85,8 @@ ROWS = {
         [(4, 5)],
         (3,),
     ),
-    "stopped": (RATE, None, lambda rig: to_processes(signal.SIGSTOP, rig, 3), (), {"host-3": "lost"}, [], (3,)),
-    "killed": (RATE, None, lambda rig: to_processes(signal.SIGKILL, rig, 3), (), {"host-3": "lost"}, [], (3,)),
+    "stopped": (RATE, None, lambda rig: signal_processes(signal.SIGSTOP, rig, 3), (), {"host-3": "lost"}, [], (3,)),
+    "killed": (RATE, None, lambda rig: signal_processes(signal.SIGKILL, rig, 3), (), {"host-3": "lost"}, [], (3,)),
     "cut off": (RATE, None, lambda rig: rig.cut(3, "eth0"), (), {"host-3": "lost"}, [], (3,)),
     "never starts": (RATE, None, None, (3,), {"node 3": "lost"}, [], (3,)),
 }
@@ -119,7 +119,7 @@ def check(name, tmp_path):
 
 def test_another_coordinator_goes_on_where_one_was_killed(tmp_path):
     def kill(rig):
-        to_processes(signal.SIGKILL, rig, 0, "search.coordinator")
+        signal_processes(signal.SIGKILL, rig, 0, "search.coordinator")
 
     result, code, said = search(tmp_path, RATE, lambda rig: rig.shape(2, "eth0", SLOW), kill, ())
     assert "another one continues from its journal" in said
