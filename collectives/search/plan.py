@@ -430,6 +430,11 @@ class Search:
         return node not in self.lost and self._is_measured(node) and self._state(node, KINDS)[0] == "clean"
 
     def _link_state(self, link: Link) -> str:
+        """Judge a link more strictly than a node: one measure that is not slow clears it.
+
+        A round measures so many links that some are slow in several by chance: judged as nodes are, simulated searches
+        accuse links without a fault.
+        """
         measures = self._links[link]
         slow = [measure for measure in measures if measure.is_slow(SIGMAS, LEAST_LINK)]
         if len(slow) < len(measures):
