@@ -2,9 +2,9 @@
 
 Surface: atheris (libFuzzer for Python). Targets take turns, one child process at a time, each with what it has found so
 far in .cache/fuzz/<target>. `--runs N` is that many inputs from the seeds alone, the same ones in each run, with all
-targets in one process, which is what a test needs. An input
-that takes 10 s of CPU, 1 GiB of memory or an exception that is not the reader's own ends the run with 1 and lies in
-.cache/fuzz/crashes; `--replay FILE` shows it. docs/measurements/fuzz.md holds what the long run found.
+targets in one process, which is what a test needs. An input that takes 10 s of CPU, 1 GiB of memory or an exception
+that is not the reader's own ends the run with 1 and lies in .cache/fuzz/crashes; `--replay FILE` shows it.
+docs/measurements/fuzz.md holds what the long run found.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--cpu", action="store_true", help="count seconds of CPU time, not of the clock")
     parser.add_argument("--target", action="append", choices=_names(), help="only these")
-    parser.add_argument("--runs", type=int, default=0, help="so many inputs, the same in each run; together")
+    parser.add_argument("--runs", type=int, default=0, help="so many inputs, the same in each run, of all targets in one process")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first finding")
     parser.add_argument("--replay", type=Path, help="run one input through --target")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -152,7 +152,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
     job.wait()
 
 
-def one(fault: Fault) -> Result:
+def run_fault(fault: Fault) -> Result:
     """Make it once, and ask until a cause is named."""
     with tempfile.TemporaryDirectory(prefix="why-") as name:
         folder = Path(name)
@@ -160,9 +160,9 @@ def one(fault: Fault) -> Result:
             _wait_for_ranks(fault, folder)
             if fault.act:
                 time.sleep(2)
-                act(fault, folder, rig)
+                make_fault(fault, folder, rig)
             began = time.monotonic()
-            result = _ask(fault, folder, began)
+            result = _diagnose(fault, folder, began)
             _restore_cgroup(folder)
             if (happened := folder / "happened").exists():
                 result.seconds = max(0.0, time.time() - happened.stat().st_mtime)
@@ -185,7 +185,7 @@ def _wait_for_ranks(fault: Fault, folder: Path) -> None:
         time.sleep(0.5)
 
 
-def _ask(fault: Fault, folder: Path, began: float) -> Result:
+def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
     verdict, requested_at = Verdict(state="fine", line=""), 0.0
     while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
         if now - requested_at > ranks.ASK_SECONDS:
@@ -209,7 +209,7 @@ def _ask(fault: Fault, folder: Path, began: float) -> Result:
     return Result(right, time.monotonic() - began, verdict)
 
 
-def act(fault: Fault, folder: Path, rig: Any) -> None:
+def make_fault(fault: Fault, folder: Path, rig: Any) -> None:
     """What is done to the culprit from outside."""
     state = ranks.states_of(folder / "ranks")[0][CULPRIT]
     if fault.act.startswith("SIG"):
@@ -259,7 +259,7 @@ def main() -> int:
     chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
     found: dict[str, list[Result]] = defaultdict(list)
     with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = {pool.submit(one, fault): fault for _ in range(options.times) for fault in chosen}
+        jobs = {pool.submit(run_fault, fault): fault for _ in range(options.times) for fault in chosen}
         for job in as_completed(jobs):
             fault = jobs[job]
             if job.exception() is not None:  # it was not made: the ranks did not meet, say

@@ -628,5 +628,5 @@ def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str
 )  # fmt: skip
 def test_a_fault_made_for_real(name: str) -> None:
     fault = next(one for one in table.FAULTS if one.name == name)
-    result = table.one(fault)
+    result = table.run_fault(fault)
     assert result.right, result.verdict
