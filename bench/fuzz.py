@@ -62,9 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--cpu", action="store_true", help="count seconds of CPU time, not of the clock")
     parser.add_argument("--target", action="append", choices=_names(), help="only these")
-    parser.add_argument(
-        "--runs", type=int, default=0, help="so many inputs, the same in each run, of all targets together"
-    )
+    parser.add_argument("--runs", type=int, default=0, help="so many inputs, the same in each run, all together")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first finding")
     parser.add_argument("--replay", type=Path, help="run one input through --target")
     parser.add_argument("--child", help=argparse.SUPPRESS)
