@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 HOSTS, RATE, SLOW = 6, "100mbit", "15mbit"
 
 
-def search(tmp_path, rate, prepare, disturb, absent):
-    """Search six hosts; `prepare` gets the rig first, `disturb` after round 2. Gives result, code and stderr."""
+def search(tmp_path, rate, prepare, disturb, absent, count=HOSTS):
+    """Search the hosts; `prepare` gets the rig first, `disturb` after round 2. Gives result, code and stderr."""
     journal, processes = tmp_path / "journal.jsonl", {}
-    with hosts(HOSTS, default_rate=rate) as rig:
+    with hosts(count, default_rate=rate) as rig:
         if prepare:
             prepare(rig)
-        for host in set(range(HOSTS)) - set(absent):
-            argv = [sys.executable, "-m", "agent.cli", "search", f"--nodes={HOSTS}", f"--node-rank={host}", "--ranks=1",
+        for host in set(range(count)) - set(absent):
+            argv = [sys.executable, "-m", "agent.cli", "search", f"--nodes={count}", f"--node-rank={host}", "--ranks=1",
                     f"--rendezvous={rig.address(0)}:29571", f"--host-name=host-{host}", "--size=2M", "--silence=10",
                     f"--wait={30 if absent else 150}", "-o", "json", "--no-advice", f"--journal={journal}"]  # fmt: skip
             own = {"TOPOFLIGHT_STATE": str(tmp_path / f"state-{host}"), "GLOO_SOCKET_IFNAME": "eth0"}
@@ -61,7 +63,7 @@ def signal_processes(number, rig, host, module="search.rank"):
 
 def shape_link(rig, slow_host, source, target):
     """Shape all hosts alike, `slow_host` less fast, and slow what `source` sends to `target` and nothing else."""
-    for host in range(HOSTS):
+    for host in range(len(rig.pids)):
         rig.run(host, ["tc", "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb", "default", "1"])
         for number, rate in (("1:1", SLOW if host == slow_host else RATE), ("1:3", SLOW)):
             shaped = ["htb", "rate", rate, "burst", "256kb"]
@@ -101,15 +103,26 @@ def test_who_is_at_fault_is_named_and_nobody_else(name, tmp_path):
 
 
 @pytest.mark.nightly
-@each_row("name", [name for name in ROWS if name not in QUICK])
-def test_further_faults(name, tmp_path):
-    check(name, tmp_path)
+@pytest.mark.timeout(4 * 3600)
+def test_each_fault_is_named_nine_times_of_ten_among_eight_hosts(tmp_path):
+    """With TOPOFLIGHT_SEARCH_TIMES=10 this prints the counts of docs/measurements/search.md; by default one each."""
+    times, wrong = int(os.environ.get("TOPOFLIGHT_SEARCH_TIMES", "1")), Counter()
+    for number, name in product(range(times), ROWS):
+        folder = tmp_path / f"{name}-{number}"
+        folder.mkdir()
+        try:
+            check(name, folder, 8)
+        except AssertionError as error:
+            wrong[name] += 1
+            print(error, flush=True)
+        print(f"{name}: {number + 1 - wrong[name]} of {number + 1}", flush=True)
+    assert not any(count > times / 10 for count in wrong.values()), wrong
 
 
-def check(name, tmp_path):
+def check(name, tmp_path, count=HOSTS):
     """Search with the faults of a row, and compare."""
     rate, prepare, disturb, absent, bad, links, codes = ROWS[name]
-    result, code, said = search(tmp_path, rate, prepare, disturb, absent)
+    result, code, said = search(tmp_path, rate, prepare, disturb, absent, count)
     found = {host: verdict["reason"] for host, verdict in zip(result["hosts"], result["verdicts"], strict=True)
              if verdict["state"] == "bad"}  # fmt: skip
     assert (found, [(link["source"], link["target"]) for link in result["links"]]) == (bad, links), (result, said)
