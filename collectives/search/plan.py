@@ -73,7 +73,7 @@ class Measure:
     what: str  # "sends", "receives", "stuck", or a part of the node
     excess: float
     sigma: float
-    others: tuple[int, ...] = ()  # the other ends of transfers that were stuck; none where a whole group was
+    links: tuple[Link, ...] = ()  # of the node that were stuck; none where a whole group was
 
     def is_slow(self, sigmas: float, least: float) -> bool:
         """Whether the excess is no chance, and large enough to count."""
@@ -198,7 +198,8 @@ class Search:
             if not self._was_stuck(node):
                 pools[kind, self._domains[node] if kind == "near" else ""].append(node)
                 continue
-            mates = [other for other in clean if self._kind(node, other) == kind]
+            tried = {end for link in self._stuck_links(node) for end in link}
+            mates = [other for other in clean if self._kind(node, other) == kind and other not in tried]
             add(kind, [node], [*mates, *clean], PARTNERS)
         for (kind, domain), pool in pools.items():
             mates = [node for node in clean if kind == "far" or self._domains[node] == domain]
@@ -281,9 +282,8 @@ class Search:
             self._learn_links(kind, found, scores)
         self._now = ()
 
-    def _measure(self, kind: str, what: str, excess: float, sigma: float = 0.0, others: Iterable[int] = ()) -> Measure:
-        others = tuple(sorted(set(others)))
-        return Measure(round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, others=others)
+    def _measure(self, kind: str, what: str, excess: float, sigma: float = 0.0, links: Iterable[Link] = ()) -> Measure:
+        return Measure(round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, links=tuple(links))
 
     def _learn_alone(self, rows: Sequence[tuple[int, str, float]]) -> None:
         """Compare each part ("GPU3 matmul") with the same part ("matmul") of all nodes with the same model."""
@@ -344,14 +344,17 @@ class Search:
         """Suspect the nodes at an end of most stuck transfers; halve a group that ended without a known reason.
 
         In a confirmation only the node that is tested again is suspected. A link that is stuck once more says nothing
-        new of its ends.
+        new of its ends, and no link says anything of a node that sent, or received, in the same test before.
         """
         links = [link for link in outcome.stuck if self.lost.keys().isdisjoint(link)]
         known = {link for link in links if any(m.what == "stuck" for m in self._links[link])}
-        fresh = [link for link in links if link not in known or any(self._has_more_ways(end) for end in link)]
+        fresh = [link for link in links if link not in known or any(len(self._stuck_links(end)) > 1 for end in link)]
         for link in links:
             self._links[link].append(self._measure(test.kind, "stuck", STUCK))
-        ends = Counter(end for link in fresh for end in link)
+        sent, received = ({row[side] for row in outcome.transfers} for side in (0, 1))
+        ends = Counter(
+            end for link in fresh for end, moved in zip(link, (sent, received), strict=True) if end not in moved
+        )
         suspects = {node for node, count in ends.items() if count == max(ends.values())}
         if not outcome.ended and not links and not outcome.lost:
             suspects = set(test.nodes)
@@ -361,18 +364,31 @@ class Search:
             half = len(test.nodes) // 2
             self._queue += [Test(kind=test.kind, nodes=nodes) for nodes in (test.nodes[:half], test.nodes[half:])]
             return
-        moved = {end for source, target, *_ in outcome.transfers for end in (source, target)}
         for node in test.nodes:
-            if node in suspects or (node in moved and node in before):
-                others = [end for link in fresh if node in link for end in link if end != node]
+            if node in suspects or (node in sent | received and node in before):
+                stuck = [link for link in fresh if node in link]
                 excess = STUCK if node in suspects else 0.0
-                self._measures[node].append(self._measure(test.kind, "stuck", excess, others=others))
+                self._measures[node].append(self._measure(test.kind, "stuck", excess, links=stuck))
 
-    def _has_more_ways(self, node: int) -> bool:
-        """Whether it was stuck with several others, and has moved no byte since."""
-        stuck = [measure for measure in self._measures[node] if measure.what == "stuck"]
-        since = next((place for place, m in enumerate(reversed(stuck)) if not m.excess), len(stuck))
-        return len({other for measure in stuck[len(stuck) - since :] for other in measure.others}) > 1
+    def _stuck_links(self, node: int) -> set[Link]:
+        """The links of a node that were stuck since it last moved a byte."""
+        found: set[Link] = set()
+        for measure in self._measures[node]:
+            if measure.what == "stuck":
+                found = found.union(measure.links) if measure.excess else set()
+        return found
+
+    def _ways(self, node: int) -> int:
+        """To how many others a node cannot send, or from how many it cannot receive: the larger number of the two.
+
+        Others that are stuck with further nodes do not count: they may be the cause themselves.
+        """
+        ways: Counter[int] = Counter()
+        for link in self._stuck_links(node):
+            side = link.index(node)
+            other = link[1 - side]
+            ways[side] += all(link == more or more[1 - side] != other for more in self._stuck_links(other))
+        return max(ways.values(), default=0)
 
     def _learn_rails(self, test: Test, outcome: Outcome) -> None:
         """Find the rails of the first node that are slower than the faster half of them."""
@@ -395,7 +411,8 @@ class Search:
                 groups.pop(("stuck", False), None)  # it moved bytes since then
             elif measure.kind in kinds:
                 groups[measure.what, measure.kind == "alone"].append(measure)
-        states: list[tuple[str, list[Measure]]] = [_state_of(found, self._more) for found in groups.values()]
+        ways = self._ways(node) if ("stuck", False) in groups else 0
+        states: list[tuple[str, list[Measure]]] = [_state_of(found, self._more, ways) for found in groups.values()]
         for word in ("bad", "open", "undecided"):
             if slow := [measure for state, found in states if state == word for measure in found]:
                 return word, slow
@@ -502,7 +519,7 @@ class Search:
         return found
 
 
-def _state_of(measures: Sequence[Measure], more: float) -> tuple[str, list[Measure]]:
+def _state_of(measures: Sequence[Measure], more: float, ways: int) -> tuple[str, list[Measure]]:
     """Judge the measures of one thing: slow in three rounds (stuck: in two), as often as not, and by alike amounts."""
     first = max((m for m in measures if m.is_slow(SIGMAS + more, LEAST[m.kind])), key=lambda m: m.excess, default=None)
     if first is None:
@@ -513,8 +530,7 @@ def _state_of(measures: Sequence[Measure], more: float) -> tuple[str, list[Measu
     fine = [m for m in measures if m not in slow and usual > (SIGMAS_AGAIN + 1) * m.sigma and m.kind == first.kind]
     rounds = len({m.round for m in slow})
     if first.what == "stuck":  # with two others, or two groups as a whole: one transfer may be the link's fault
-        ways = max(len({other for m in slow for other in m.others}), sum(not m.others for m in slow))
-        is_bad = rounds >= 2 and ways >= 2
+        is_bad = rounds >= 2 and max(ways, sum(not m.links for m in slow)) >= 2
     else:
         is_bad = rounds >= 3 and len(slow) > len(fine)
         # One round with a chance event, and a node's small deviation in the others, are no fault: what is visible must

@@ -1,6 +1,7 @@
 """The planner accuses no node without a fault, misses no fault that is visible in its noise, and needs few tests."""
 
 import json
+import random
 
 import cattrs
 import pytest
@@ -109,6 +110,27 @@ def test_a_chance_event_and_a_small_deviation_are_no_fault():
                 for test in tests]  # fmt: skip
         found.report(alone if tests[0].kind == "alone" else rows)
     assert found.round >= 4 and {verdict.state for verdict in found.verdicts()} == {"good"}
+
+
+STUCK = [
+    # Nodes that are stuck on one side, links that are stuck. Links share a node with each other and with a bad node.
+    ({2: "sends"}, [(7, 3)]),
+    ({2: "sends"}, [(3, 5)]),
+    ({2: "sends", 3: "receives"}, []),
+    ({2: "both", 3: "both"}, []),
+]
+
+
+@each_row("sides, links", STUCK)
+def test_a_node_beside_stuck_nodes_and_links_is_not_stuck(sides, links):
+    score = bench.Score()
+    fleet = bench.Fleet(
+        domains=[""] * 16, sigma=0.005, draw=random.Random(1), own=[1.0] * 16,
+        faults={node: ("stuck", 0.0, side) for node, side in sides.items()},
+        links=dict.fromkeys(links, float("inf")),
+    )  # fmt: skip
+    bench.search(fleet, "", score)
+    assert (score.accused, score.missed, score.links_missed) == ([], [], [])
 
 
 def test_two_nodes_are_tested_once_and_not_judged():
