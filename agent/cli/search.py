@@ -16,7 +16,7 @@ from agent.base.output import Progress, console, print_text, render, write_resul
 
 @click.command()
 @with_options("search")
-def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
+def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **options: Any) -> None:
     """Find the nodes and links that make jobs slow or hang. Generates load; one at a time per host.
 
     The nodes exchange data in small groups, in several rounds with other partners, until it is clear which node or link
@@ -26,17 +26,19 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
     Node 0 prints the result. Its exit code is 0 if every node is good, 3 for a bad node or link, and 5 if none is bad
     and some node was not judged. The other nodes end with 0.
     """
+    from agent.base import result_store
     from agent.base.hosts import snapshots
     from agent.cli.bench import stop_on_signals
-    from agent.jobs.search import findings_of, slurm_hosts, spec_of, summary
+    from agent.jobs import search as job
     from agent.terminal.findings import findings
     from collectives.search import run
+    from contracts import plain
     from probes.registry import ALL
 
     stop, got = stop_on_signals()
     progress = Progress()
     try:
-        spec = spec_of(options, snapshots((), ALL))
+        spec = job.spec_of(options, snapshots((), ALL))
         progress.step(f"search: {units.count(spec.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
         result = run.search(spec, progress.note, stop)
     except run.SearchError as error:
@@ -46,19 +48,20 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
         sys.exit(EXIT_INTERRUPTED)
     finally:
         progress.done()
-    if not result:
+    if result is None:
         return
-    found, lines = findings_of(result), summary(result)
-    document = {**result, "findings": found, "summary": lines}
+    found, lines, measured = job.findings_of(result), job.summary(result), plain.write(result)
+    result_store.save_search_result(measured)
+    document = {**measured, "findings": found, "summary": lines, "affinity": job.affinity(result)}
     if form == "table":
-        first, *rest = lines
-        print_text(first)
+        print_text(lines[0])
         findings(console(), found, everything=verbose)
-        print_text("\n".join(rest))
+        print_text("\n".join(lines[1:]))
     else:
-        print_text(slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
-    if save is not None:
-        write_result(save, render(document, "json"), named=f"--save {save}")
+        print_text(job.slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
+    for path, text, option in ((save, render(document, "json"), "--save"), (picture, job.picture(result), "--picture")):
+        if path is not None:
+            write_result(path, text, named=f"{option} {path}")
     if any(one.status in ("fail", "warn") for one in found):
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_UNKNOWN if found else EXIT_PASS)

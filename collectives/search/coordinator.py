@@ -193,13 +193,8 @@ def coordinate(settings: Settings, store: Any) -> None:
         row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent}
         _write_row(journal, cattrs.unstructure(row))
         search.report(outcomes)
-    _write_row(journal, {"result": {
-        "verdicts": cattrs.unstructure(search.verdicts()), "links": cattrs.unstructure(search.bad_links()),
-        "lost": {str(node): why for node, why in search.lost.items()},
-        "rounds": search.round, "tests": search.tests, "seconds": time.time() - header["began"],
-        "node_minutes": minutes, "visible_loss": search.visible_loss(),
-        "tested_pairs": len({tuple(sorted(link)) for link in search.tested}),
-    }})  # fmt: skip
+    found = search.result(header["hosts"], header["began"], time.time() - header["began"], minutes)
+    _write_row(journal, {"result": cattrs.unstructure(found)})
     store.set("end", "")
     time.sleep(3)  # for the ranks to see it
 

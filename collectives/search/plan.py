@@ -40,6 +40,7 @@ PLAIN = 1.0  # an excess that needs no repeats
 REPEATS, LEAST_REPEATS = 24, 4  # transfers of each node in a confirmation, and of each link
 HALVED = 5  # nodes of a group that did not end, from which on each is tested by itself
 TRIES = 5  # rounds in which one kind of measure of a node is repeated before the node is left undecided
+DRAWN = 64  # nodes of the picture at most: more rows and columns have no readable names
 BLIND = 0.5  # where the noise hides a loss of so much, no node is called good
 
 
@@ -87,6 +88,7 @@ class Verdict:
     node: int
     state: Literal["good", "bad", "not judged"]
     reason: str = ""  # "lost", "stuck", "part", "slow"; or why it was not judged
+    seen: str = ""  # how it was seen that the node is lost
     loss: float = 0.0  # of the rate of the middle node; 1.0: nothing moves
     what: tuple[str, ...] = ()  # "sends", "receives", or the parts of the node
     rails: tuple[int, ...] = ()  # the slow ones, where not all are
@@ -103,6 +105,33 @@ class BadLink:
     measures: tuple[Measure, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """How a search ended. A node is a place in `hosts`."""
+
+    hosts: tuple[str, ...]
+    domains: tuple[str, ...]  # by node, "" is unknown
+    began: float  # Unix time
+    seconds: float
+    verdicts: tuple[Verdict, ...]  # by node
+    links: tuple[BadLink, ...]
+    rounds: int
+    tests: int
+    node_minutes: float
+    visible_loss: float | None  # smallest share of its rate whose loss by a node the search could have seen
+    tested_pairs: int
+    drawn: tuple[int, ...]  # nodes of the picture
+    pairs: tuple[tuple[int, int, float], ...]  # from, to, excess of the time: what was measured between those
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the verdicts are not of all hosts, or a link or pair is of others."""
+        nodes = list(range(len(self.hosts)))
+        ends = {end for link in self.links for end in (link.source, link.target)}.union(self.drawn)
+        paired = {end for pair in self.pairs for end in pair[:2]}
+        if [v.node for v in self.verdicts] != nodes or not ends <= set(nodes) or not paired <= set(self.drawn):
+            raise ValueError("verdicts, links or pairs are not of the hosts")
+
+
 class Search:
     """Holds what was measured, and gives the tests of the next round."""
 
@@ -111,7 +140,7 @@ class Search:
         self.nodes = len(domains)
         self.round = self.tests = self.phase = 0
         self.lost: dict[int, str] = {}
-        self.tested: set[Link] = set()
+        self.excess: dict[Link, float] = {}  # of each transfer over the middle one, when it was last tested
         self.sigma: dict[str, float] = {}  # of a node in the groups, by kind: the noise
         self._domains, self._models, self._rails = list(domains), list(models or [""] * len(domains)), rails
         self._members: dict[str, list[int]] = defaultdict(list)
@@ -306,7 +335,6 @@ class Search:
         for source, target, seconds in rows:
             times["sends", source].append(seconds / middle)
             times["receives", target].append(seconds / middle)
-            self.tested.add((source, target))
         partners = Counter(end for source, target in {row[:2] for row in rows}
                            for end in (("sends", source), ("receives", target)))  # fmt: skip
         scores = {key: sorted(values)[(len(values) - 1) // 4] for key, values in times.items() if partners[key] > 1}
@@ -334,6 +362,7 @@ class Search:
         for source, target, seconds in rows:
             times[source, target].append(seconds / middle)
         for link, values in times.items():
+            self.excess[link] = median(values) - 1
             ends = max(scores.get(("sends", link[0]), 1.0), scores.get(("receives", link[1]), 1.0))
             one = sigma / middle / math.sqrt(len(values))
             measure = self._measure(kind, "transfer", median(values) / ends - 1, one)
@@ -350,6 +379,7 @@ class Search:
         known = {link for link in links if any(m.what == "stuck" for m in self._links[link])}
         fresh = [link for link in links if link not in known or any(len(self._stuck_links(end)) > 1 for end in link)]
         for link in links:
+            self.excess[link] = STUCK
             self._links[link].append(self._measure(test.kind, "stuck", STUCK))
         sent, received = ({row[side] for row in outcome.transfers} for side in (0, 1))
         ends = Counter(
@@ -482,13 +512,27 @@ class Search:
         )
         return excess / (1 + excess)
 
+    def result(self, hosts: Sequence[str], began: float, seconds: float, node_minutes: float) -> SearchResult:
+        """Sum the search up. The picture shows the nodes at fault first, then their partners, then others."""
+        verdicts, links = self.verdicts(), self.bad_links()
+        faulty = {v.node for v in verdicts if v.state != "good"}.union(*((link.source, link.target) for link in links))
+        partners = [end for link in self.excess if not faulty.isdisjoint(link) for end in link]
+        drawn = sorted(list(dict.fromkeys([*sorted(faulty), *partners, *range(self.nodes)]))[:DRAWN])
+        pairs = ((a, b, self.excess[a, b]) for a in drawn for b in drawn if (a, b) in self.excess)
+        return SearchResult(
+            hosts=tuple(hosts), domains=tuple(self._domains), began=began, seconds=seconds, verdicts=tuple(verdicts),
+            links=tuple(links), rounds=self.round, tests=self.tests, node_minutes=node_minutes,
+            visible_loss=self.visible_loss(), tested_pairs=len({tuple(sorted(link)) for link in self.excess}),
+            drawn=tuple(drawn), pairs=tuple(pairs),
+        )  # fmt: skip
+
     def verdicts(self) -> list[Verdict]:
         """Give the verdict of each node, in the order of the nodes."""
         return [self._verdict(node) for node in range(self.nodes)]
 
     def _verdict(self, node: int) -> Verdict:
         if node in self.lost:
-            return Verdict(node=node, state="bad", reason="lost", loss=1.0)
+            return Verdict(node=node, state="bad", reason="lost", seen=self.lost[node], loss=1.0)
         for kinds, reason in ((("alone",), "part"), (("near", "far"), "slow")):
             state, slow = self._state(node, kinds)
             if state == "clean":
