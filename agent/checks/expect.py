@@ -177,7 +177,7 @@ def read_file(path: Path) -> Expectation:
 def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
     for key, values in found.items():
         if key in KEYS and key not in _LISTS and len(values) != 1:
-            raise GateError(f"{where}: {key} stands {len(values)} times; only {', '.join(_LISTS)} may be repeated")
+            raise GateError(f"{where}: {key} is given {len(values)} times; only {', '.join(_LISTS)} may be repeated")
         if len(values) > MOST_NAMES:
             raise GateError(f"{where}: {key[:64]}: more than {MOST_NAMES} values")
     try:
