@@ -155,6 +155,7 @@ class Search:
         self._queue: list[Test] = []  # halves of groups that did not end
         self._broken: list[Test] = []  # groups that ended early
         self._now: tuple[Test, ...] = ()
+        self._states: dict[tuple[int, tuple[str, ...]], tuple[str, list[Measure]]] = {}  # since the last report
         self._more = FEW / max(self.nodes, 1)
 
     # What to test next.
@@ -310,6 +311,7 @@ class Search:
         for kind, found in rows.items():
             self._learn_links(kind, found, scores)
         self._now = ()
+        self._states.clear()
 
     def _measure(self, kind: str, what: str, excess: float, sigma: float = 0.0, links: Iterable[Link] = ()) -> Measure:
         return Measure(round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, links=tuple(links))
@@ -364,10 +366,9 @@ class Search:
         for link, values in times.items():
             self.excess[link] = median(values) - 1
             ends = max(scores.get(("sends", link[0]), 1.0), scores.get(("receives", link[1]), 1.0))
-            one = sigma / middle / math.sqrt(len(values))
-            measure = self._measure(kind, "transfer", median(values) / ends - 1, one)
-            if link in self._links or measure.is_slow(SIGMAS + self._more, LEAST_LINK):
-                self._links[link].append(measure)
+            excess, one = median(values) / ends - 1, sigma / middle / math.sqrt(len(values))
+            if link in self._links or excess > max(LEAST_LINK, (SIGMAS + self._more) * one):
+                self._links[link].append(self._measure(kind, "transfer", excess, one))
 
     def _learn_stuck(self, test: Test, outcome: Outcome) -> None:
         """Suspect the nodes at an end of most stuck transfers; halve a group that ended without a known reason.
@@ -433,8 +434,13 @@ class Search:
 
     # What follows for each node.
 
-    def _state(self, node: int, kinds: Iterable[str]) -> tuple[str, list[Measure]]:
+    def _state(self, node: int, kinds: tuple[str, ...]) -> tuple[str, list[Measure]]:
         """Judge a node by its measures of these kinds: "clean", "open", "bad" or "undecided", and the slow measures."""
+        if self._now or (node, kinds) not in self._states:  # while a round is reported, what was found may change
+            self._states[node, kinds] = self._judge(node, kinds)
+        return self._states[node, kinds]
+
+    def _judge(self, node: int, kinds: tuple[str, ...]) -> tuple[str, list[Measure]]:
         groups: dict[tuple[str, bool], list[Measure]] = defaultdict(list)
         for measure in self._measures[node]:
             if measure.what == "stuck" and not measure.excess:
@@ -442,7 +448,7 @@ class Search:
             elif measure.kind in kinds:
                 groups[measure.what, measure.kind == "alone"].append(measure)
         ways = self._ways(node) if ("stuck", False) in groups else 0
-        states: list[tuple[str, list[Measure]]] = [_state_of(found, self._more, ways) for found in groups.values()]
+        states = [_state_of(found, SIGMAS + self._more, self.sigma, ways) for found in groups.values()]
         for word in ("bad", "open", "undecided"):
             if slow := [measure for state, found in states if state == word for measure in found]:
                 return word, slow
@@ -563,9 +569,11 @@ class Search:
         return found
 
 
-def _state_of(measures: Sequence[Measure], more: float, ways: int) -> tuple[str, list[Measure]]:
+def _state_of(
+    measures: Sequence[Measure], sigmas: float, noise: Mapping[str, float], ways: int
+) -> tuple[str, list[Measure]]:
     """Judge the measures of one thing: slow in three rounds (stuck: in two), as often as not, and by alike amounts."""
-    first = max((m for m in measures if m.is_slow(SIGMAS + more, LEAST[m.kind])), key=lambda m: m.excess, default=None)
+    first = max((m for m in measures if m.is_slow(sigmas, LEAST[m.kind])), key=lambda m: m.excess, default=None)
     if first is None:
         return "clean", []
     slow = [m for m in measures if m.is_slow(SIGMAS_AGAIN, LEAST[m.kind] / 2)]
@@ -577,16 +585,15 @@ def _state_of(measures: Sequence[Measure], more: float, ways: int) -> tuple[str,
         is_bad = rounds >= 2 and max(ways, sum(not m.links for m in slow)) >= 2
     else:
         is_bad = rounds >= 3 and len(slow) > len(fine)
-        # One round with a chance event, and a node's small deviation in the others, are no fault: what is visible must
-        # be among the usual amounts.
-        is_visible = any(m.excess <= 2 * usual and m.is_slow(SIGMAS + more, LEAST[m.kind]) for m in slow)
-        if is_bad and not is_visible:
-            return "clean", []
-    if is_bad:
-        return "bad", slow
-    if len(fine) >= len(slow):
+    if not is_bad and len(fine) >= len(slow):
         return "clean", []
-    return ("open" if len({m.round for m in measures}) < TRIES else "undecided"), slow
+    if not is_bad and len({m.round for m in measures}) < TRIES:
+        return "open", slow
+    # What is usual must be visible in the noise of the groups: a chance event in one round and a small deviation in
+    # the others are no fault, and repeats tell nothing of noise that lasts for a whole test.
+    if first.what != "stuck" and usual <= max(LEAST[first.kind], sigmas * max(noise.get(first.kind, 0.0), first.sigma)):
+        return "clean", []
+    return ("bad" if is_bad else "undecided"), slow
 
 
 def _loss(measures: Iterable[Measure]) -> float:
