@@ -75,11 +75,15 @@ def podman(*words: str, check: bool = True, timeout: float = SECONDS) -> subproc
     return _engine("podman", *words, check=check, timeout=timeout)
 
 
-def build(kind: str) -> tuple[str, str, float]:
-    """Build an image as the Kubernetes page does. Returns its name, the build's log, and its seconds."""
+def build(kind: str, *, cached: bool = False) -> tuple[str, str, float]:
+    """Build an image as the Kubernetes page does. Returns its name, the build's log, and its seconds.
+
+    `cached` commits each step as a layer that the next build takes over; else each stage is committed once.
+    """
     tag, began = f"localhost/topoflight-{kind}:test", time.monotonic()
     done = _engine(
-        "buildah", "build", "--layers", "--isolation", "chroot", "--network", "host", *_pip_mounts(),
+        "buildah", "build", f"--layers={str(cached).lower()}", "--isolation", "chroot", "--network", "host",
+        *_pip_mounts(),
         "--build-arg", f"PYTHON_IMAGE={BASE}", "-f", f"deploy/images/Containerfile.{kind}", "-t", tag, ".",
         check=True, timeout=SECONDS,
     )  # fmt: skip
@@ -88,11 +92,12 @@ def build(kind: str) -> tuple[str, str, float]:
 
 def rebuild(kind: str, module: str) -> tuple[str, str, float]:
     """Build with another byte in a module: the log of the packages, that of the project, and the build's seconds."""
+    build(kind, cached=True)
     changed = ROOT / module
     text = changed.read_text()
     try:
         changed.write_text(f"{text}# another byte\n")
-        _, log, seconds = build(kind)
+        _, log, seconds = build(kind, cached=True)
     finally:
         changed.write_text(text)
     packages, _, project = log.partition("COPY README.md")
