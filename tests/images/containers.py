@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rigs.packages import CACHE, apt_installed, one_installs
+from rigs.packages import CACHE, apt_installed, debian_root, one_installs
 
 ROOT = Path(__file__).parent.parent.parent
 HOME = CACHE / "containers"
 BASE = "localhost/base:debian"
-PACKAGES = "python3,python3-venv,ca-certificates"
+PACKAGES = ("python3", "python3-venv", "ca-certificates")
 SECONDS = 900.0
 _CONFIGURATION = """\
 [engine]
@@ -40,25 +40,16 @@ network_config_dir = "{networks}"
 def ready() -> None:
     """Install the engine, and make the base image once; skips where it cannot be had."""
     apt_installed("podman", "podman", "runc", "catatonit", "netavark")  # the last three are recommended by it alone
-    for program in ("runc", "buildah", "mmdebstrap", "iptables"):  # netavark calls the last
+    for program in ("runc", "buildah", "iptables"):  # netavark calls the last
         apt_installed(program, program)
     HOME.mkdir(parents=True, exist_ok=True)
     (HOME / "containers.conf").write_text(_CONFIGURATION.format(networks=HOME / "networks"))
     with one_installs("base-image"):
         if podman("image", "exists", BASE, check=False).returncode:
             archive = HOME / "base.tar"
-            subprocess.run(
-                ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", _suite(), str(archive)],
-                check=True, timeout=SECONDS, capture_output=True, text=True,
-            )  # fmt: skip
+            debian_root(archive, PACKAGES)
             podman("import", "--quiet", str(archive), BASE)
             archive.unlink()
-
-
-def _suite() -> str:
-    """This Debian's own name; its archive is then known to be reachable."""
-    found = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.MULTILINE)
-    return found[1] if found else "stable"
 
 
 def _engine(program: str, *words: str, check: bool, timeout: float) -> subprocess.CompletedProcess[str]:
