@@ -96,7 +96,8 @@ def run(argv, environment, *, forked_ranks):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - as the interpreter does
+    except BaseException as error:  # noqa: BLE001 - as the interpreter does
+        sys.last_value = error  # where the rank monitor finds it
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
