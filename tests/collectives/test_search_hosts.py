@@ -119,6 +119,29 @@ def test_each_fault_is_named_nine_times_of_ten_among_eight_hosts(tmp_path):
     assert not any(count > times / 10 for count in wrong.values()), wrong
 
 
+@pytest.mark.nightly
+def test_torchrun_starts_two_ranks_on_each_of_three_hosts(tmp_path):
+    python, processes = str(Path(sys.prefix) / "bin/python"), []  # not the interpreter of `forked_ranks`
+    with hosts(3, default_rate=RATE) as rig:
+        rig.shape(1, "eth0", SLOW)
+        for host in range(3):
+            launch = ["-m", "torch.distributed.run", "--nnodes=3", f"--node-rank={host}", "--nproc-per-node=2",
+                      f"--master-addr={rig.address(0)}", "--master-port=29573", "-m", "agent.cli"]  # fmt: skip
+            argv = ["search", f"--host-name=host-{host}", "--size=1M", "--silence=20", "-o", "json", "--no-advice"]
+            own = {"TOPOFLIGHT_STATE": str(tmp_path), "GLOO_SOCKET_IFNAME": "eth0"}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+            processes.append(rig.popen(host, [python, *launch, *argv], own, **pipes))
+        try:
+            out, said = processes[0].communicate(timeout=600)
+        finally:
+            for process in processes:
+                process.kill()
+    assert out, said
+    result = json.loads(out)
+    assert result["hosts"] == ["host-0", "host-1", "host-2"]
+    assert [verdict["state"] == "bad" for verdict in result["verdicts"]] == [False, True, False], (result, said)
+
+
 def check(name, tmp_path, count=HOSTS):
     """Search with the faults of a row, and compare."""
     rate, prepare, disturb, absent, bad, links, codes = ROWS[name]
