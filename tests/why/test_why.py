@@ -617,18 +617,3 @@ def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str
     from finetune.rank_monitor import phase_of  # and with it torch
 
     assert phase_of(frames) == phase
-<<<<<<< HEAD
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name",
-    ["stopped", "other-collective", "exits", "ddp-killed", "ddp-exits", "ddp-raises", "ddp-stopped", "ddp-loader-fails",
-     "ddp-straggler", "trainer-raises", "ddp-generates", "ddp-pickles"],
-)  # fmt: skip
-def test_a_fault_made_for_real(name: str) -> None:
-    fault = next(one for one in table.FAULTS if one.name == name)
-    result = table.run_fault(fault)
-    assert result.right, result.verdict
-=======
->>>>>>> main
