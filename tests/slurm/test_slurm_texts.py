@@ -107,10 +107,12 @@ REFUSED = {
     ("--time-limit", "soon"): "--time-limit 'soon': must be MINUTES",
     ("--sbatch", "output=x"): "--sbatch output: the script sets this option itself",
     ("--sbatch", "comment=a b"): "--sbatch comment 'a b': must have no blanks",
+    ("--partition", "a b"): "--partition 'a b': must have no blanks",
     ("--sbatch", "x;y=1"): "no option of sbatch",
     ("--require", "gpu.nothing"): "--require gpu.nothing",
     ("--image", "x"): "--image and --api=slurm cannot be combined",
     ("--timeout", "5"): "--timeout and --api cannot be combined",
+    ("-o", "json"): "-o=json and --api=slurm cannot be combined: a batch script has no JSON form",
 }
 
 
@@ -159,6 +161,10 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     path.write_text(SCRIPT.replace("export", "#SBATCH --time=1\nexport"))
     late = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "line 6: sbatch ignores this option" in late.output, late.output
+    for shell in ("zsh", "ksh"):
+        path.write_text(f"#!/usr/bin/env {shell}\nfiles=(*(.))\nsrun train\n")
+        done = topoflight("wrap", path, "--machine", "p5.48xlarge")
+        assert done.exit_code == 0 and f"for {shell}, whose syntax is not checked" in done.stderr, done.output
     for message, script in BAD.items():
         path.write_bytes(script.encode())
         done = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
