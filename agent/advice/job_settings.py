@@ -66,11 +66,16 @@ def explicit_settings(config: Path | None, overrides: Iterable[str], trainer: st
     return settings(config, overrides, trainer)[1]
 
 
-def trainer_of(config: Path | None, overrides: Iterable[str], wanted: str) -> tuple[str, str]:
-    """The trainer of a file where `wanted` is "auto", and why it is TRL's. Raises RequestError for what neither has."""
+def trainer_of(config: Path | None, overrides: Iterable[str], requested: str) -> tuple[str, str]:
+    """The trainer of a file where `requested` is "auto", and why it is TRL's.
+
+    Raises RequestError for what neither trainer has.
+    """
     only_trl: dict[str, None] = {}
-    _parsed(config, overrides, None if wanted == OURS else only_trl)
-    return (wanted, "") if wanted != "auto" else (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
+    _parsed(config, overrides, None if requested == OURS else only_trl)
+    if requested != "auto":
+        return requested, ""
+    return TRL if only_trl else OURS, "; ".join(only_trl)
 
 
 def settings(
