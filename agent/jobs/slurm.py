@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import advise
-from agent.advice.job_settings import grace_notice, job_plan, to_save
+from agent.advice.job_settings import grace, grace_notice, job_plan
 from agent.advice.request import Request
 from agent.base.inputs import InputError
 from agent.base.output import write_atomic
@@ -24,7 +24,6 @@ from contracts import bounded
 from contracts.host_list import expand_host_list
 from contracts.job_plan import dumps
 from planner.advice import Recommendation
-from planner.forecast.memory import save_seconds
 from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
 from planner.slurm import (
     ScriptError,
@@ -75,7 +74,7 @@ def job_of(
     if left:
         raise SlurmJobError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
     rate = storage_rate(options["storage_rate"])
-    seconds = save_seconds(*to_save(advice), rate, SAVE_SECONDS)
+    seconds = grace(advice, rate, SAVE_SECONDS)
     more = dict(word.partition("=")[::2] for word in options["sbatch"])
     if options["partition"]:
         check_word("--partition", options["partition"])
