@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import CONFIG_MAPPING
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from contracts import run_record
+from contracts.job_config import JobConfig
 from contracts.job_plan import parse_layout, read
 
 HERE = Path(__file__).parent
@@ -172,3 +174,22 @@ def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
     ours, theirs = records["topoflight"].loss, records["trl"].loss
     assert (ours.first, ours.last) == pytest.approx((theirs.first, theirs.last), rel=1e-5)
     assert ours.last < 0.98 * ours.first
+
+
+def test_every_default_that_differs_from_trls_is_in_the_table() -> None:
+    """docs/reference/finetune-job.md, "What a file leaves out": each setting that both have, and only those."""
+    import trl
+
+    kinds = (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    theirs = {action.dest: action.default for action in trl.TrlParser(kinds)._actions}
+    same = ((), None), ("sdpa", None), (None, -1), ((), "none")  # ours and theirs, which mean the same
+    wrong = {name for name, value in plain_defaults().items()
+             if name in theirs and value != theirs[name] and (value, theirs[name]) not in same}  # fmt: skip
+    page = (ROOT / "docs" / "reference" / "finetune-job.md").read_text(encoding="utf-8")
+    rows = page.partition("## What a file leaves out")[2].partition("## Two trainers")[0].splitlines()
+    assert {row.split("`")[1] for row in rows if row.startswith("| `")} == wrong
+
+
+def plain_defaults() -> dict[str, Any]:
+    """The settings of the built-in trainer where a file says nothing."""
+    return {one.name: getattr(JobConfig(), one.name) for one in fields(JobConfig)}
