@@ -27,6 +27,7 @@ from agent.cli.recommend import recommend
 from contracts import run_record
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import JobPlan, parse_layout, read
+from finetune.data import Loader
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -183,10 +184,11 @@ def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
     lora = {"dataset_name": "own/sums", "use_peft": True, "logging_steps": 1, "max_steps": 4, "eval_strategy": "epoch",
             "per_device_train_batch_size": 8, "learning_rate": 1e-3}  # fmt: skip
     full = {"model_name_or_path": "own/llama", "dataset_name": "own/sums", "max_steps": 4, "learning_rate": 1e-3,
-            "per_device_train_batch_size": 32, "lr_scheduler_type": "constant", "completion_only_loss": True,
-            "gradient_checkpointing": True}  # fmt: skip
+            "per_device_train_batch_size": 32, "warmup_steps": 1, "gradient_checkpointing": True}  # fmt: skip
     jobs = {kind: {"model_name_or_path": f"own/{kind}", **lora} for kind in OTHERS}
     jobs["opt"] |= {"fsdp": "full_shard"}
+    epochs = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 12}  # the third step has 16 rows
+    jobs["gpt_neox"] |= epochs
     jobs |= {name: {**row["settings"], **row["ranks"]} for name, row in RECIPES.items() if "ranks" in row}
     plans, wrong = {}, []
     for name, settings in jobs.items():
@@ -216,6 +218,8 @@ def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
     assert not wrong, wrong
     assert "resumed from checkpoint-3" in records["falcon"].notes and records["falcon"].steps_done == 4
     assert [one.step for one in records["phi"].eval_loss] == [4]
+    loader = Loader(examples=[None] * 64, pad=0, micro_batch=12, micro_batches=1, rank=0, ranks=2)
+    assert records["gpt_neox"].steps_done == 2 * loader.steps == 6
     ours, theirs = records["topoflight"].loss, records["trl"].loss
     assert (ours.first, ours.last) == pytest.approx((theirs.first, theirs.last), rel=1e-5)
     assert ours.last < 0.98 * ours.first
