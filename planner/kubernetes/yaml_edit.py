@@ -206,7 +206,9 @@ def _is_quoted(node: Any) -> bool:
 
 def _flow(value: Any, is_quoted: bool) -> str:
     """The only member of a mapping or a list, as it is written between the brackets of a flow collection."""
-    made: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=1 << 20).strip()
+    made: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 20
+    ).strip()
     return (json.dumps(value) if is_quoted or "\n" in made else made)[1:-1]
 
 
