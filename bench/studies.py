@@ -22,9 +22,10 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "studies.
 _OF_LAYOUT = ("micro_batch",)  # members of the layout that a row may have
 HEADER = """# Published studies
 
-`make studies` forecasts these studies, row by row, and `python bench/studies.py --write` writes this page. Each row is a question as `topoflight recommend` takes
-it (`bench/studies.toml`). Nothing is fitted on these rows. Seconds are those of a step, the interval is the 80 % interval, and "x" is how often the first row of
-a study a row takes. "not published" means that the study shows a chart without figures.
+`make studies` forecasts these studies, row by row, and `python bench/studies.py --write` writes this page. Each row is
+a question as `topoflight recommend` takes it (`bench/studies.toml`). Nothing is fitted on these rows. Seconds are those
+of a step, the interval is the 80 % interval, and "x" is how often the first row of a study a row takes. "not published"
+means that the study shows a chart without figures.
 """
 
 

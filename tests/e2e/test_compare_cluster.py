@@ -46,7 +46,8 @@ class Cluster(ApiServer):
         if document.get("kind") == "Job":
             condition = {"type": self.state, "status": "True"}
             if self.state == "Failed":
-                condition |= {"reason": "BackoffLimitExceeded", "message": "Job has reached the specified backoff limit"}
+                condition["reason"] = "BackoffLimitExceeded"
+                condition["message"] = "Job has reached the specified backoff limit"
             document["status"] = {"conditions": [condition]}
         if document.get("kind") == "Pod" and name.endswith("-0"):
             network = name.removeprefix("sft-").removesuffix("-0")

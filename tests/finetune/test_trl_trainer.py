@@ -142,7 +142,7 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
 
 def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of an unknown kind or with a broken line; a checkpoint that is not there. None of them is a traceback."""
-    from finetune import sft_trl, trl_inputs
+    from finetune import sft_trl
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     made, none = JobPlan(trl={}), SimpleNamespace(dataset_streaming=False, datasets=None)
@@ -152,7 +152,7 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=word):
-            trl_inputs.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
+            sft_trl.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
     newest = tmp_path / "checkpoint-3"
     for asked, found in (("auto", None), (False, None), (True, ConfigError), (str(newest), ConfigError)):
         run = SimpleNamespace(
@@ -168,7 +168,7 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:
     """Gemma 3: its configuration has no layers of its own."""
-    from finetune import loop, recorder, trl_callbacks
+    from finetune import loop, recorder, sft_trl
 
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}  # fmt: skip
@@ -176,7 +176,7 @@ def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None
               "image_size": 28, "patch_size": 14}  # fmt: skip
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision))
-    assert recorder.flops_per_token(*loop.multiplied(net), trl_callbacks.text_shape(net), 8.0) > 0
+    assert recorder.flops_per_token(*loop.multiplied(net), sft_trl.text_shape(net), 8.0) > 0
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
