@@ -215,9 +215,20 @@ def _split(config: JobConfig, split: str, streaming: bool) -> Any:
             raise why from error
         raise ConfigError(f"dataset_name={config.dataset_name!r}: not {kind}: {rows.first_line(why)}") from error
     found = found if config.dataset_rows is None else found.take(config.dataset_rows)
+    _refuse_nulls(found, config)
     if {"question", "answer"} <= set(found.column_names) and not {"messages", "prompt"} & set(found.column_names):
         return found.map(rows.as_messages, remove_columns=found.column_names)
     return found
+
+
+def _refuse_nulls(found: Any, config: JobConfig) -> None:
+    """Raise ConfigError for the first row of a table in which a column that is trained on has nothing."""
+    there = set(found.column_names) if isinstance(found, datasets.Dataset) else set()
+    used = ({"messages"}, {"prompt", "completion"}, {"question", "answer"}, {config.dataset_text_field})
+    for name in sorted(next((each for each in used if each <= there), ())):
+        if (column := found.data.column(name)).null_count:
+            number = column.is_null().index(True).as_py() + 1
+            raise ConfigError(f"dataset_name={config.dataset_name!r}: row {number}: {name} is null")
 
 
 # What is recorded of the run, and what stops it.

@@ -378,8 +378,8 @@ def run(
         return replace(bar, why=why)
     record = next((found for pod in pods if (found := left(pod))), None)
     if record is None:
-        found = [text for pod in pods if (text := submission.how_failed(pod))] or submission.why_failed(now)
-        reason = "; ".join([*found, "no pod left a record"])
+        reasons = [text for pod in pods if (text := submission.how_failed(pod))] or submission.why_failed(now)
+        reason = "; ".join([*reasons, "no pod left a record"])
         return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
     return bar_of(bar, record, network.name, rdma=network.rdma)
 

@@ -149,6 +149,8 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for name, text, word in (
         ("rows.txt", "a", "must be one of"),
         ("rows.jsonl", '{"text": "a"}\n{"text":', "not json"),
+        ("nulls.jsonl", '{"text": "a"}\n{"text": null}', "row 2: text is null"),
+        ("pairs.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', "row 2: completion is null"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=word):
