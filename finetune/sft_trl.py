@@ -39,73 +39,72 @@ from finetune import hub, loop, parts, recorder, rows, verify
 from finetune.model import usable_attention
 
 
-class Run:
-    """One run of TRL's trainer."""
+def train(config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder) -> None:
+    """Run all remaining steps of TRL's trainer, and write the model."""
+    trainer = _make_trainer(config, layout, plan, device, made)
+    args, seen, record = trainer.args, trainer.seen, made.record
+    resume = find_resume(config.resume_from_checkpoint, args.output_dir)
+    if resume:
+        made.note(f"resumed from {Path(resume).name}")
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        seen.close()
+    made.profile(seen.profiler.result)
+    made.find_fullest_rank()
+    record.checkpoint = get_last_checkpoint(args.output_dir)
+    if seen.stopped and trainer.state.global_step < trainer.state.max_steps:
+        raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to go on")
+    trainer.save_model(args.output_dir)
+    setattr(record, "adapter" if config.use_peft else "saved_model", args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=config.dataset_name)
 
-    def __init__(
-        self, config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder
-    ) -> None:
-        self.config, self.layout, self.plan, self.recorder, self.device = config, layout, plan, made, device
-        script, self.args, model, mixture = parse(plan, config, layout, device.type != "cpu", made.note)
-        made.open_logs(())
-        train, test = load_data(plan, config, script, mixture, self.args.eval_strategy != "no")
-        transformers.set_seed(self.args.seed)
-        options = {"revision": config.model_revision, "trust_remote_code": self.args.trust_remote_code,
-                   "attn_implementation": model.attn_implementation, "dtype": model.dtype,
-                   "quantization_config": trl.get_quantization_config(model),
-                   **(self.args.model_init_kwargs or {})}  # fmt: skip
-        with hub.asking("model_name_or_path", model.model_name_or_path, config.model_revision):
-            net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
-        self.args.model_init_kwargs = None
-        counts = sum(map(loop.weights_in, net.parameters()))
-        seen = Recording(self)
-        try:
-            self.trainer = _Trainer(
-                model=net, args=self.args, train_dataset=train, eval_dataset=test,
-                processing_class=rows.load_tokenizer(config), peft_config=trl.get_peft_config(model),
-                callbacks=[seen],
-            )  # fmt: skip
-            self.trainer.seen = seen
-        except (ValueError, TypeError, ImportError, KeyError) as error:
-            raise ConfigError(f"TRL {trl.__version__} refuses the run: {error}") from error
-        self.trainer.remove_callback(transformers.PrinterCallback)
-        net, examples = self.trainer.model, self.trainer.train_dataset
-        lengths = [len(row["input_ids"]) for row in examples.take(1000)]
-        mean = sum(lengths) / len(lengths)
-        made.flops = recorder.flops_per_token(*loop.multiplied(net), text_shape(net), mean)
-        trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
-        made.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
-        made.record.data = {"name": config.dataset_name, "mean_tokens": mean}
-        made.note(f"trained by TRL {trl.__version__}'s SFTTrainer")
-        made.write()
 
-    def _find_resume(self) -> str | None:
-        """The checkpoint to resume from: "auto" and true take the newest. Raises ConfigError if there is none."""
-        asked, newest = self.config.resume_from_checkpoint, get_last_checkpoint(self.args.output_dir)
-        found = newest if asked in ("auto", True) else str(asked) if asked else None
-        if asked and asked != "auto" and not (found and Path(found).is_dir()):
-            raise ConfigError(f"resume_from_checkpoint={asked!r}: there is no such checkpoint")
-        return found
+def find_resume(requested: bool | str | None, output_dir: str) -> str | None:
+    """The checkpoint to resume from: "auto" and true take the newest. Raises ConfigError if there is none."""
+    newest = get_last_checkpoint(output_dir)
+    found = newest if requested in ("auto", True) else str(requested) if requested else None
+    if requested and requested != "auto" and not (found and Path(found).is_dir()):
+        raise ConfigError(f"resume_from_checkpoint={requested!r}: there is no such checkpoint")
+    return found
 
-    def train(self) -> None:
-        """Run all remaining steps, and write the model."""
-        resume = self._find_resume()
-        if resume:
-            self.recorder.note(f"resumed from {Path(resume).name}")
-        try:
-            self.trainer.train(resume_from_checkpoint=resume)
-        finally:
-            self.trainer.seen.close()
-        trainer, record = self.trainer, self.recorder.record
-        self.recorder.profile(self.trainer.seen.profiler.result)
-        self.recorder.find_fullest_rank()
-        record.checkpoint = get_last_checkpoint(self.args.output_dir)
-        if trainer.seen.stopped and trainer.state.global_step < trainer.state.max_steps:
-            raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to go on")
-        trainer.save_model(self.args.output_dir)
-        setattr(record, "adapter" if self.config.use_peft else "saved_model", self.args.output_dir)
-        if self.args.push_to_hub:
-            trainer.push_to_hub(dataset_name=self.config.dataset_name)
+
+def _make_trainer(
+    config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder
+) -> _Trainer:
+    """Load the model and the rows, and write what they are to the record. Raises ConfigError for what TRL refuses."""
+    script, args, model, mixture = parse(plan, config, layout, device.type != "cpu", made.note)
+    made.open_logs(())
+    train_rows, test_rows = load_data(plan, config, script, mixture, args.eval_strategy != "no")
+    transformers.set_seed(args.seed)
+    options = {"revision": config.model_revision, "trust_remote_code": args.trust_remote_code,
+               "attn_implementation": model.attn_implementation, "dtype": model.dtype,
+               "quantization_config": trl.get_quantization_config(model), **(args.model_init_kwargs or {})}  # fmt: skip
+    with hub.asking("model_name_or_path", model.model_name_or_path, config.model_revision):
+        net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
+    args.model_init_kwargs = None
+    counts = sum(map(loop.weights_in, net.parameters()))
+    seen = Recording(config, layout, plan, device, made)
+    try:
+        trainer = _Trainer(
+            model=net, args=args, train_dataset=train_rows, eval_dataset=test_rows,
+            processing_class=rows.load_tokenizer(config), peft_config=trl.get_peft_config(model), callbacks=[seen],
+        )  # fmt: skip
+    except (ValueError, TypeError, ImportError, KeyError) as error:
+        raise ConfigError(f"TRL {trl.__version__} refuses the run: {error}") from error
+    trainer.seen, seen.trainer = seen, trainer
+    trainer.remove_callback(transformers.PrinterCallback)
+    net, examples = trainer.model, trainer.train_dataset
+    lengths = [len(row["input_ids"]) for row in examples.take(1000)]
+    mean = sum(lengths) / len(lengths)
+    made.flops = recorder.flops_per_token(*loop.multiplied(net), text_shape(net), mean)
+    trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    made.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
+    made.record.data = {"name": config.dataset_name, "mean_tokens": mean}
+    made.note(f"trained by TRL {trl.__version__}'s SFTTrainer")
+    made.write()
+    return trainer
 
 
 class _Trainer(trl.SFTTrainer):  # type: ignore[misc, unused-ignore]
@@ -237,9 +236,13 @@ def _refuse_nulls(found: Any, config: JobConfig) -> None:
 class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Writes the run's record as the built-in trainer does, and stops the run on SIGTERM or a loss that diverges."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.recorder, self.around = run, run.recorder, contextlib.ExitStack()
-        self.profiler = parts.Profiler(0, 0, run.layout)
+    trainer: transformers.Trainer  # set before it trains: it takes its callbacks when it is made
+
+    def __init__(
+        self, config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder
+    ) -> None:
+        self.config, self.layout, self.plan, self.device, self.recorder = config, layout, plan, device, made
+        self.around, self.profiler = contextlib.ExitStack(), parts.Profiler(0, 0, layout)
         self.stop_requested, self.stopped, self.began, self.is_profiled = False, False, 0.0, False
         self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
@@ -255,10 +258,10 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Check that the layout which was built is the layout of the plan."""
-        run = self.run
-        self.recorder.record.layout.effective = verify.check(run.layout, observe(run), run.plan.environment)
+        observed = observe(self.trainer, self.device)
+        self.recorder.record.layout.effective = verify.check(self.layout, observed, self.plan.environment)
         first = state.global_step + recorder.WARM_UP + 1
-        self.profiler = parts.Profiler(run.config.profile_steps, first, run.layout)
+        self.profiler = parts.Profiler(self.config.profile_steps, first, self.layout)
         self.recorder.watch_memory()
 
     def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
@@ -268,11 +271,11 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the step, agree on a stop, and check the transports after the first step."""
-        if self.run.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds, layout = time.perf_counter() - self.began, self.run.layout
+        seconds, layout = time.perf_counter() - self.began, self.layout
         self.around.close()
-        sums = torch.tensor([*self.sums.tolist(), self.stop_requested], dtype=torch.float64, device=self.run.device)
+        sums = torch.tensor([*self.sums.tolist(), self.stop_requested], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         loss, tokens, stop = sums.tolist()
         self.sums.zero_()
@@ -281,7 +284,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
                            self.profiler.result)  # fmt: skip
         self.recorder.record.steps_done = state.global_step
         is_first = len(self.recorder.losses) == 1  # what a step needs is connected now
-        if is_first and (wrong := verify.record_transports(self.recorder.record, self.run.plan)):
+        if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
         if not math.isfinite(mean):
             raise loop.DivergedError(f"step {state.global_step}: loss {mean}; checkpoints are kept")
@@ -308,9 +311,8 @@ def text_shape(model: Any) -> Any:
     return model.config.get_text_config()
 
 
-def observe(run: Run) -> EffectiveLayout:
+def observe(trainer: transformers.Trainer, device: torch.device) -> EffectiveLayout:
     """The layout that accelerate built, read from its objects."""
-    trainer = run.trainer
     model, accelerator = trainer.model_wrapped, trainer.accelerator
     number = text_shape(trainer.model).num_hidden_layers
     plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
@@ -322,8 +324,8 @@ def observe(run: Run) -> EffectiveLayout:
     recomputes = trainer.model.is_gradient_checkpointing or (plugin and plugin.activation_checkpointing)
     compiled = accelerator.state.dynamo_plugin.backend.value != "NO"
     return EffectiveLayout(
-        **found, cp=cp, pp=1, world_size=dist.get_world_size(), stage_layers=[number], device=str(run.device),
-        wrapper="FSDP" if is_sharded else "DDP" if is_copied else "none", backend=verify.backend_of(run.device),
+        **found, cp=cp, pp=1, world_size=dist.get_world_size(), stage_layers=[number], device=str(device),
+        wrapper="FSDP" if is_sharded else "DDP" if is_copied else "none", backend=verify.backend_of(device),
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         reshard_after_forward=bool(plugin.reshard_after_forward) if plugin and is_sharded else None,
         checkpointed_layers=number if recomputes else 0, compiled_layers=number if compiled else 0,
