@@ -15,7 +15,7 @@ from typing import NamedTuple
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
 from planner.forecast.engine import NF4_BYTES, Question, Share, last_stage, share_of
-from planner.forecast.specs import Weights, document_length, expected_longest, mean_length, weights
+from planner.forecast.specs import ModelSpec, Weights, document_length, expected_longest, mean_length, weights
 
 COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send")
 
@@ -411,18 +411,28 @@ def _expert_parallel(step: _Step) -> float:
     layout, model = step.layout, step.job.model
     if layout.ep == 1:
         return 0.0
-    links, copies = step.job.links, float(model.experts_per_token)
-    if step.job.engine.sends_tokens_once:  # how many of the receivers have one of its k experts, at random
+    links, copies, spread = step.job.links, float(model.experts_per_token), None
+    if step.job.engine.sends_tokens_once:
         domains = layout.ep / max(links.island_size, links.ranks_per_node)
-        # a model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437)
-        receivers = max(1.0, (domains if domains > 1 else float(layout.ep)) * model.expert_groups)
-        copies = receivers * (1.0 - (1.0 - 1.0 / receivers) ** copies)
+        copies = each = _receivers(model, float(layout.ep))
+        if domains > 1:
+            copies = _receivers(model, domains)
+            spread = each / copies
     sent = step.share.element * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
     mixtures = 1.0 - model.dense_layers / model.layers
     interleaved = layout.virtual_stages > 1 and layout.checkpointing != "full"
     shown = 1.0 - step.job.engine.hidden_experts * interleaved
-    return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1)
+    return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1, spread)
+
+
+def _receivers(model: ModelSpec, of: float) -> float:
+    """How many `of` so many receivers have one of a token's k experts, at random.
+
+    A model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437).
+    """
+    among = max(1.0, of * model.expert_groups)
+    return among * (1.0 - (1.0 - 1.0 / among) ** float(model.experts_per_token))
 
 
 def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
