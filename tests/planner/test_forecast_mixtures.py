@@ -189,7 +189,7 @@ def test_an_interleaved_schedule_hides_a_part_of_the_tokens() -> None:
 
 
 def test_the_host_starts_experts_one_by_one_after_it_has_read_their_counts() -> None:
-    """Forward nothing hides it: 20 + 25 kernels of a layer, 2 products and 2 of biases of 16 experts, 4 casts in fp8."""
+    """Forward nothing hides it: 20 + 25 kernels a layer, 2 products and 2 of biases of 16 experts, 4 casts of fp8."""
     model, engine = replace(GPT_OSS, layers=4), engine_named("megatron")
     for layout, kernels in (
         (Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp"), 45 + 16 * 4),
