@@ -207,7 +207,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     gpu = gpu_named(job.rates.device)
     if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":
         add("fp8", gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)))
-    if layout.offload != "none" and job.train.host_threads == 1:
+    if layout.offload != "none":
         add("threads", gain_of(host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND))
     if layout.checkpointing != "none":
         add("memory", gain_of(replace(layout, checkpointing="none")))

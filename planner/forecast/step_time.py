@@ -72,11 +72,8 @@ class Job(Question):
 
     def sequence(self, micro_batch: int) -> float:
         """Tokens per sequence that are computed: packed to the full length, or padded to a micro-batch's longest."""
-        if not self.train.packing:
-            if self.train.mean_tokens is not None:
-                return self.train.mean_tokens
-            if self.train.length_histogram:
-                return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
+        if self.train.length_histogram and not self.train.packing:
+            return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
         return float(self.train.sequence_length)
 
     def attended(self, micro_batch: int) -> float:
@@ -88,7 +85,7 @@ class Job(Question):
 
     def real_tokens(self, micro_batch: int) -> float:
         """Tokens per sequence that are not padding."""
-        if self.train.length_histogram and not self.train.packing and self.train.mean_tokens is None:
+        if self.train.length_histogram and not self.train.packing:
             return mean_length(self.train.length_histogram, self.train.sequence_length)
         return self.sequence(micro_batch)
 
