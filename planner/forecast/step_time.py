@@ -229,6 +229,17 @@ class _Step:
         return (2.0 if self.job.engine.ends_apart else 1.0) if self.sharded else 0.0
 
     @property
+    def accumulation(self) -> float:
+        """Seconds of a micro-batch in which its gradients are added to those before: two read, one written."""
+        engine, share = self.job.engine, self.share
+        micro_batches = self.layout.gradient_accumulation
+        if engine.adds_in_products:
+            return 0.0
+        here = share.part(share.trained, share.routed_trained, sharded=engine.shards_gradients(share))
+        moved = 3.0 * engine.state_bytes(share).gradients * here
+        return moved / self.job.rates.hbm * (micro_batches - 1) / micro_batches
+
+    @property
     def hooks(self) -> float:
         """Seconds of the hooks of one unit and pass."""
         hooked = self.sharded or (self.job.engine.hooks_one_rank and self.layout.sharding == "zero3")
@@ -282,7 +293,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     return StepParts(
         gemm=m * (layers * (cost.gemm * passes + cost.merged) + micro.head_gemm * passes),
         attention=m * layers * cost.attention * 3.5,
-        elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + exchange.copied),
+        elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + step.accumulation + exchange.copied),
         dequantize=m * layers * layer.dequantize,
         recompute=m * layers * layer.recompute,
         host=m * (layers * layer.host + host_ends),
@@ -441,9 +452,10 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
     again = layer.recompute + layer.dequantize - once
     backward = layer.backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host
     last = last_stage(step.job.model, step.layout)
+    added = step.accumulation
     if step.layers * (forward + backward) > last * (forward + backward) + head:
-        return _Micro(step.layers, step.layers * forward, step.layers * backward, 0.0, 0.0, 0.0)
-    return _Micro(last, last * forward, last * backward + head, head, head_gemm, head_loss)
+        return _Micro(step.layers, step.layers * forward, step.layers * backward + added, 0.0, 0.0, 0.0)
+    return _Micro(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
 
 
 def _sharded(step: _Step, micro: _Micro) -> _Exchange:

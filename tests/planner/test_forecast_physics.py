@@ -128,6 +128,24 @@ def test_an_optimizer_step_reads_and_writes_what_the_stack_stores() -> None:
         assert engine_named(engine).step_bytes(share) == each, engine
 
 
+def test_gradients_of_several_micro_batches_are_added_up_in_memory() -> None:
+    """Of 4 micro-batches 3 add theirs: 4 bytes read twice and written once, of the shard where gradients are sharded.
+
+    Megatron's products add to the buffer themselves (gradient_accumulation_fusion).
+    """
+    one = job(links(1))
+    ddp = Layout(world_size=8, dp_replicate=8, sharding="ddp", gradient_accumulation=4)
+    fsdp = Layout(world_size=8, dp_shard=8, gradient_accumulation=4)
+    for layout, share in ((ddp, 1), (fsdp, 8)):
+        took, fused = (
+            step_parts(replace(one, engine=replace(one.engine, adds_in_products=added)), layout).elementwise
+            for added in (False, True)
+        )
+        by_hand = 3 * 3.0 * 4.0 * weights(MODEL).total / share / one.rates.hbm
+        assert took - fused == pytest.approx(by_hand), layout.family
+    assert engine_named("megatron").adds_in_products
+
+
 def test_shards_that_cross_the_network_hide_less_well() -> None:
     """Gathers and reductions of a group on one node lose little, those between nodes twice as much; so do replicas'."""
     wide = Layout(world_size=16, dp_shard=16, micro_batch=2)
