@@ -440,7 +440,7 @@ def _receivers(model: ModelSpec, of: float) -> float:
     A model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437).
     """
     among = max(1.0, of * model.expert_groups)
-    return among * (1.0 - (1.0 - 1.0 / among) ** float(model.experts_per_token))
+    return float(among * (1.0 - (1.0 - 1.0 / among) ** model.experts_per_token))
 
 
 def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
