@@ -161,7 +161,10 @@ SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others
 SIGMA_ASSUMED = 0.55  # a CPU or a GPU without measurements
 SIGMA_MEMORY_CPU = 0.25
 Z80 = 1.2816
-SIGMA_LINK_ASSUMED = 0.5  # of the share of a step that crosses a link of unknown speed
+SIGMA_LINK_ASSUMED = 0.5  # of the speed of a network that was not measured
+# Of PCIe between GPUs: 1.2 GB/s (8 L40S), 4.7 (4 L40S), 20 (2 L40S) and 25 (8 RTX PRO 6000) were measured, all of links
+# of 32 GB/s and more (aws-samples and ai-dynamo/aiconfigurator).
+SIGMA_PCIE_ASSUMED = 1.0
 
 FILE = Path(__file__).with_name("intervals.json")
 LONG_CONTEXT_TOKENS = 16384
