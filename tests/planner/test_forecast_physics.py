@@ -139,7 +139,7 @@ def test_a_link_that_nobody_measured_widens_the_interval_by_what_it_may_show() -
         sigmas.append(sigma_of_links(one, layout, step_parts(one, layout)))
     shown = step_parts(job(replace(links(1), island_size=1, island=pcie, node=pcie)), layout)
     assert shown.communication < 0.25 * shown.total
-    assert sigmas[0] > 5 * sigmas[1] > 0.1 and sigmas[2] == 0.0  # at a third of the speed little is hidden
+    assert sigmas[0] > 2 * sigmas[1] > 0.05 and sigmas[2] == 0.0  # at a third of the speed little is hidden
     alone = job(replace(links(1), island_size=1, island=pcie, node=pcie))
     replicas = Layout(world_size=1, micro_batch=2)
     assert sigma_of_links(alone, replicas, step_parts(alone, replicas)) == 0.0
