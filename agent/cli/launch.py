@@ -40,8 +40,7 @@ def launch(
     required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
     """
     from agent.advice.advise import with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, base_request
-    from agent.advice.trainers import choose_trainer, describe_refusal
+    from agent.advice.job_settings import EMBEDDED_MODEL, base_request, choose_trainer, describe_refusal
     from agent.base.hosts import snapshots
     from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS

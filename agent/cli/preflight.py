@@ -74,7 +74,7 @@ def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
     if not runs:
         return ()
     from agent.base import result_store
-    from agent.pages.charts import not_drawn
+    from agent.terminal.measured import not_drawn
 
     return not_drawn(result_store.read_runs(runs))
 
@@ -190,7 +190,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     if whole.run is not None:
         measured.run(out, whole.run)
         measured.comparison(out, whole.run)
-    measured.by_network(out, whole)
+    measured.networks(out, whole.runs)
     if verbose:
         out.print("\n[bold]Findings[/bold]")
         findings(out, whole.checks, everything=everything)

@@ -86,7 +86,7 @@ def recommend(**options: object) -> None:
 
 def _of_file(request: Request, config: Path, found: Sequence[Snapshot]) -> Recommendation:
     """The advice for a file of a job's settings, with the line that says which trainer would run it."""
-    from agent.advice.trainers import choose_trainer
+    from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
     advice, _, why = choose_trainer(request, config, (), request.train.engine if typed else "auto", found)

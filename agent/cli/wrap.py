@@ -45,7 +45,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     networks, and the forecast if the arguments of the command give the layout. Existing settings stay.
     """
     from agent.jobs.slurm import wrapped_script
-    from agent.jobs.wrapped import wrapped
+    from agent.jobs.script import wrapped
     from planner.slurm import is_batch_script
     from probes.registry import ALL
 

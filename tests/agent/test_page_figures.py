@@ -26,7 +26,7 @@ from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages import report
-from agent.pages.charts import bench_bars, by_network, not_drawn, transport_of
+from agent.terminal.measured import bench_bars, by_network, not_drawn, transport_of
 from agent.terminal.findings import findings
 from collectives.bench.results import result_from_json
 from contracts.finding import Interval

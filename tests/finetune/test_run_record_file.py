@@ -12,7 +12,7 @@ from rigs.tables import each_row
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from agent.pages.charts import division
+from agent.terminal.measured import division
 from agent.pages.report import make_environment
 from contracts import run_record
 from contracts.job_config import JobConfig
