@@ -14,7 +14,7 @@ from pathlib import Path
 from agent.advice import advise
 from agent.advice.request import Request, cluster_of, model_of, price_of
 from agent.base import units
-from agent.base.inputs import InputError, RequestError
+from agent.base.options import InputError, RequestError
 from agent.checks.lint import lint_text
 from collectives.nccl_log.transport import Evidence
 from contracts import bounded

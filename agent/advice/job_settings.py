@@ -24,7 +24,7 @@ from urllib.parse import quote, urlsplit
 from agent.advice.advise import advise
 from agent.advice.request import Request, for_whole_run, with_rows
 from agent.base import units
-from agent.base.inputs import RequestError
+from agent.base.options import RequestError
 from agent.base.output import document
 from agent.checks.host_checks import gdrdma_possible
 from contracts import bounded, plain

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from agent.base import units
-from agent.base.inputs import InputError
-from agent.base.options import with_options
+from agent.base.options import InputError, with_options
 from agent.base.output import emit
 from contracts.tables import read_table
 

@@ -25,7 +25,7 @@ def scan(
     hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
 ) -> None:
     """Inspect this host and print its devices and findings. Reads only. NAME selects one node, device or code."""
-    from agent.checks.view import build_view, named
+    from agent.checks.verdict import build_view, named
     from agent.terminal.hosts import scan as show
     from probes.registry import ALL
 
@@ -45,7 +45,7 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 @click.pass_context
 def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
-    from agent.checks.view import build_view
+    from agent.checks.verdict import build_view
     from agent.terminal.hosts import scan as show
     from probes.registry import ALL
 

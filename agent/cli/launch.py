@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS
-from agent.base.inputs import InputError, NothingFitsError, require_writable
-from agent.base.options import with_options
+from agent.base.options import InputError, NothingFitsError, require_writable, with_options
 from agent.base.output import Progress, console, print_text, render, waiting
 from agent.base.units import count
 from contracts import plain
@@ -329,8 +328,7 @@ def _gate(
 ) -> None:  # fmt: skip
     """Judge this host with the settings of the job. A required check that is unknown stops the job."""
     from agent.checks.measured import ALL_CODES, must_be_measured, with_bench
-    from agent.checks.verdict import judge, select
-    from agent.checks.view import build_view, with_environment
+    from agent.checks.verdict import build_view, judge, select, with_environment
 
     stopped = result.stopped_by or "" if result else ""
     view = with_bench(build_view([with_environment(one, settings) for one in here]), result)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from agent.base import inputs
-from agent.base.options import with_options
+from agent.base.options import read_input, with_options
 from agent.base.output import console, print_text, render
 from contracts import bounded
 
@@ -31,7 +30,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):
         text, kind = process_environment(source), "process"
     else:
-        raw = inputs.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
+        raw = read_input(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
         text = raw.decode("utf-8", errors="replace")
     machine = None
     if hosts:

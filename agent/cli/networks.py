@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.inputs import require_writable
-from agent.base.options import with_options
+from agent.base.options import require_writable, with_options
 from agent.base.output import Progress, emit, print_text, render, waiting, write_atomic
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
     from agent.base.hosts import snapshots
-    from agent.base.inputs import RequestError
+    from agent.base.options import RequestError
     from agent.cluster.client import connect
     from agent.jobs import cluster_job, networks, submission
     from planner.kubernetes.manifests import render as render_documents

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.inputs import require_writable
-from agent.base.options import with_options
+from agent.base.options import require_writable, with_options
 from agent.base.output import Progress, console, print_text, render, waiting, write_result
 from contracts.host_list import expand_host_list
 from contracts.plain import printable

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, cast
 import click
 from click.core import ParameterSource
 
-from agent.base import inputs, units
+from agent.base import units
 from agent.base.hosts import snapshots
-from agent.base.options import with_options
+from agent.base.options import NothingFitsError, RequestError, with_options
 from agent.base.output import emit, print_text, waiting, write_result
 from contracts.question import most
 
@@ -81,7 +81,7 @@ def recommend(**options: object) -> None:
         nearest = "; ".join(f"{row.what}: {row.reason}" for row in misses[:3])
         could = "".join(f"\n{line}" for line in advice.helps_most[:1])
         verb = "is judged" if advice.backend == "rccl" else "fits"
-        raise inputs.NothingFitsError(f"no layout of {advice.model.name} {verb} ({nearest}){could}")
+        raise NothingFitsError(f"no layout of {advice.model.name} {verb} ({nearest}){could}")
 
 
 def _of_file(request: Request, config: Path, found: Sequence[Snapshot]) -> Recommendation:
@@ -164,7 +164,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
             planned = scaled(planned, step)
         first, second = (forecast_named(planned, values_of(text)) for text in texts)
     except ValueError as error:
-        raise inputs.RequestError(str(error)) from None
+        raise RequestError(str(error)) from None
     rows = compare(first, second)
 
     def show(out: Console) -> None:

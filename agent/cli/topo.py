@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agent.base import EXIT_FAILED, EXIT_UNKNOWN, inputs
+from agent.base import EXIT_FAILED, EXIT_UNKNOWN
 from agent.base.hosts import snapshots
-from agent.base.options import with_options
+from agent.base.options import InputError, name_of, read_input, with_options
 from agent.base.output import emit, print_text
 from agent.base.units import count
 from contracts import bounded
@@ -94,10 +94,10 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
     compared = {"topology.conf": slurm.compare_topology, "gres.conf": slurm.compare_gres}
     there = {name: folder / name for name in compared if (folder / name).is_file()}
     if not there:
-        raise inputs.InputError(f"--slurm-conf {folder}: neither topology.conf nor gres.conf is in it")
+        raise InputError(f"--slurm-conf {folder}: neither topology.conf nor gres.conf is in it")
     wrong: list[str] = []
     for name, path in there.items():
-        text = inputs.read(str(path), _LIMIT_BYTES, hint="").decode(errors="replace")
+        text = read_input(str(path), _LIMIT_BYTES, hint="").decode(errors="replace")
         wrong += compared[name](text, placements)
     print_text(
         "\n".join(wrong) or f"{' and '.join(there)}: no difference from {count(len(placements), 'scanned node')}"
@@ -114,7 +114,7 @@ def _nodes(hosts: Sequence[Path], root: str = "/") -> list[NodeTopology]:
 
 def read_topology(source: str) -> NodeTopology:
     """A matrix, an XML file or a recording, told apart by content."""
-    name, raw = inputs.name_of(source), inputs.read(source, _LIMIT_BYTES, hint=", which no topology is")
+    name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", which no topology is")
     from topology.formats import TopologyFileError
     from topology.formats.text import parse
 
@@ -133,7 +133,7 @@ def read_topology(source: str) -> NodeTopology:
             return xml.parse(text, source=name)
         return parse(text, source=name)
     except TopologyFileError as error:
-        raise inputs.InputError(f"{name}: {error}") from None
+        raise InputError(f"{name}: {error}") from None
 
 
 def _recording(source: str, raw: bytes) -> NodeTopology:

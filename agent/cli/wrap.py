@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from agent.base import inputs
 from agent.base.hosts import snapshots
-from agent.base.options import with_options
+from agent.base.options import InputError, name_of, read_input, with_options
 from agent.base.output import difference, print_text, write_result
 from probes.api import Snapshot
 
@@ -44,18 +43,18 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     Prints a diff; -o or --apply writes the file. Also adds a place for the NCCL log, and to a manifest devices,
     networks, and the forecast if the arguments of the command give the layout. Existing settings stay.
     """
-    from agent.jobs.slurm import wrapped_script
     from agent.jobs.script import wrapped
+    from agent.jobs.slurm import wrapped_script
     from planner.slurm import is_batch_script
     from probes.registry import ALL
 
     if in_place and source == "-":
         raise click.UsageError("--apply writes over FILE and cannot be used with standard input.")
-    raw = inputs.read(source, _LIMIT_BYTES, hint="; give the job's manifest alone")
+    raw = read_input(source, _LIMIT_BYTES, hint="; give the job's manifest alone")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise inputs.InputError(f"{inputs.name_of(source)}: not UTF-8: {error}") from None
+        raise InputError(f"{name_of(source)}: not UTF-8: {error}") from None
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     if record:
         _record(text, found, options, record)

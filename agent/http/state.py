@@ -14,8 +14,7 @@ from agent.base import result_store
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.checks.history import History
 from agent.checks.measured import with_bench
-from agent.checks.verdict import GateError
-from agent.checks.view import View, build_view
+from agent.checks.verdict import GateError, View, build_view
 from agent.http.worker import ProblemError
 from collectives.bench.results import BenchResult
 from contracts.run_record import RunRecord

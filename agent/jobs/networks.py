@@ -25,7 +25,7 @@ from agent.advice.advise import answer, of_cluster, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, job_plan
 from agent.advice.request import Request, model_of
 from agent.base import units
-from agent.base.inputs import InputError
+from agent.base.options import InputError
 from agent.base.output import write_atomic
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission

@@ -20,15 +20,24 @@ from agent.advice.request import Request
 from agent.base import EXIT_PASS, units, version
 from agent.base import result_store as keep
 from agent.base.hosts import snapshots as read_snapshots
-from agent.base.inputs import InputError
+from agent.base.options import InputError
 from agent.base.output import Progress, document, write_atomic
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
 from agent.checks.groups import worst_first
 from agent.checks.measured import ALL_CODES, HOST_CODES
-from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
-from agent.checks.view import View, build_view, for_next_job, with_environment
+from agent.checks.verdict import (
+    FailOn,
+    Verdict,
+    View,
+    build_view,
+    for_next_job,
+    judge,
+    select,
+    unjudged,
+    with_environment,
+)
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import child
 from agent.jobs.child import ChildError

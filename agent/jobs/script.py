@@ -25,7 +25,7 @@ from agent.advice.advise import POD_ROLES, advise, in_pods
 from agent.advice.job_settings import grace, planned_for, run_forecast, shape_of
 from agent.advice.request import Request
 from agent.base import units
-from agent.base.inputs import InputError, RequestError
+from agent.base.options import InputError, RequestError
 from agent.checks.lint import lint_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select

@@ -23,8 +23,7 @@ from agent.checks import history
 from agent.checks.explain import point
 from agent.checks.groups import Group, grouped
 from agent.checks.measured import CLUSTER_CODES
-from agent.checks.verdict import Verdict, judge
-from agent.checks.view import View
+from agent.checks.verdict import Verdict, View, judge
 from agent.cluster.gate import Places, checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
 from agent.cluster.publish import records_of

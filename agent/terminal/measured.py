@@ -1,4 +1,4 @@
-"""Benchmarks and runs on the terminal, and those of one job side by side, each with its network, as pages show them too."""
+"""Benchmarks and runs on the terminal, and those of one job side by side, as the pages show them too."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from rigs.tables import each_row, rows_of
 from agent.advice.advise import advise, answer
 from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
 from agent.advice.request import Request
-from agent.base.inputs import RequestError
+from agent.base.options import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate
 from agent.http.posted import read_record

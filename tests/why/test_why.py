@@ -13,7 +13,6 @@ from rigs.tables import each_row, rows_of
 
 from agent.advice import causes
 from agent.advice.request import Request
-from agent.checks import causes
 from agent.cluster.node_facts import unpublished
 from agent.why import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
