@@ -391,7 +391,7 @@ def _launch_script(
 def _launch_here(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
 ) -> None:
-    from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice
+    from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice, job_plan
     from agent.base.result_store import store_run
     from agent.jobs import launch as launcher
     from agent.terminal import measured
@@ -408,10 +408,8 @@ def _launch_here(
     if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
         print_text(f"note: {notice}", err=True)
     try:
-        done = launcher.train(
-            advice, folder, config=options["config"], overrides=options["overrides"], timeout_seconds=timeout,
-            bytes_per_second=bytes_per_second, on_line=progress.note,
-        )  # fmt: skip
+        plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
+        done = launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=progress.note)
     finally:
         progress.done()
     if done.record is not None:

@@ -43,8 +43,10 @@ def preflight(
         print_text("\n".join(ALL_CODES))
         return
     targets = [_target(form) for form in forms] or [("table", None)]
+    from agent.advice.request import Request
     from agent.jobs.preflight import run, write_folder
     from agent.pages.report import report_page
+    from contracts import question
 
     folder: Path | None = options.pop("folder") or (Path("reports") if options["train"] else None)
     if options["train"]:
@@ -53,7 +55,10 @@ def preflight(
     if where["nodes"] or where["selector"]:
         report = _of_cluster(where, options)
     else:
-        report = run(_options(options, folder), Progress(quiet=quiet))
+        asked = {name: options[name] for name in question.fields() if name in options}
+        request = Request.of(hosts=options["hosts"], root=options["root"], **asked)
+        place = folder or Path("reports")
+        report = run({**options, "request": request, "output": place}, Progress(quiet=quiet))
         report = replace(report, notes=(*report.notes, *_not_drawn(options["runs"])))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
@@ -95,17 +100,6 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
         skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],
     )  # fmt: skip
     return replace(report, seconds=time.monotonic() - started)
-
-
-def _options(options: dict[str, Any], folder: Path | None) -> Any:
-    from agent.advice.request import Request
-    from agent.jobs.preflight import Options
-    from contracts import question
-
-    asked = {name: options.pop(name) for name in question.fields() if name in options}
-    request = Request.of(hosts=options["hosts"], root=options["root"], **asked)
-    timeout = options.pop("timeout")
-    return Options(request=request, timeout_seconds=timeout, output=folder or Path("reports"), **options)
 
 
 def _target(form: str) -> tuple[str, Path | None]:
