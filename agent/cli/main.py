@@ -40,9 +40,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "lint-env": ("agent.cli.lint_env", "Check NCCL environment variables in a script, manifest or running process."),
     "preflight": ("agent.cli.preflight", "Run all checks as a gate; the exit code is the verdict."),
     "launch": ("agent.cli.launch", "Launch a fine-tune with the recommended environment and layout."),
-    "run": ("agent.cli.wrap", "Run a training command with the rank monitor, which `why` reads."),
+    "run": ("agent.cli.launch", "Run a training command with the rank monitor, which `why` reads."),
     "compare-networks": ("agent.cli.networks", "Run one fine-tune over each network and compare them. Generates load."),
-    "wrap": ("agent.cli.wrap", "Add the checks and the environment to the manifest of your own job."),
+    "wrap": ("agent.cli.launch", "Add the checks and the environment to the manifest of your own job."),
     "serve": ("agent.http.serve", "Run the agent: HTTP pages, JSON and Prometheus metrics."),
     "explain": ("agent.cli.main", "Explain a finding, log problem, diagnosis or alert."),
 }
