@@ -1,11 +1,11 @@
 """What a person gives to a verb: its options, read from verbs/VERB.toml, and the files and values that they name.
 
-Each table of such a file is one option. Its key is the text that the user types, and its members are the parameters of
-click.option; `type` is a word of `_TYPES` or a range. Help texts show defaults. A table without members is the table of
-the same name in verbs/shared.toml or in contracts/question.toml; one with `shared = true` overrides members of that
-table, and its `without` lists those that it does not have. A table whose name does not begin with "-" includes all
-options of the file of that name, except those that its `without` lists; a later table with `shared = true` overrides
-members of an included one.
+`help` is the help of the verb. Each table of such a file is one option. Its key is what the user types, and its
+members are the parameters of click.option; `type` is a word of `_TYPES` or a range. Help texts show defaults. A table
+without members is the table of the same name in verbs/shared.toml or in contracts/question.toml; one with
+`shared = true` overrides members of that table, and its `without` lists those that it does not have. A table whose name
+does not begin with "-" includes all options of the file of that name, except those that its `without` lists; a later
+table with `shared = true` overrides members of an included one.
 
 `requires` lists options of which one must be given with this one, `excludes` options that cannot be given with it, and
 `allows` the only ones that can. A name may end with the values that count ("--api=job|jobset"). A verb whose options do
@@ -133,20 +133,20 @@ _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes
 _OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes", "allows")  # the others are click.option's
 
 
-def with_options(verb: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds the options of a verb, in their order.
+def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
+    """Return a decorator that makes the command of a verb, after whose arguments come its options in their order.
 
     The decorated function is called only with options that go together. An error class of this project that it raises
     ends the verb with one line: a ValueError is wrong usage, a RuntimeError is what this machine or a cluster refuses.
     """
     rows = _rows(verb)
 
-    def add(command: Any) -> Any:
-        @wraps(command)
+    def add(function: Any) -> click.Command:
+        @wraps(function)
         def run(*words: Any, **options: Any) -> Any:
             _check_combinations(click.get_current_context(), rows)
             try:
-                return command(*words, **options)
+                return function(*words, **options)
             except (ValueError, RuntimeError) as error:
                 if type(error).__module__.partition(".")[0] not in _PACKAGES:
                     raise
@@ -154,9 +154,12 @@ def with_options(verb: str) -> Callable[[Any], Any]:
                 raise kind(str(error)) from None
 
         decorated: Any = run
+        arguments = run.__dict__.pop("__click_params__", [])  # click takes the last of them first
         for key, row in reversed(rows.items()):
             decorated = _option(key, row)(decorated)
-        return decorated
+        decorated.__click_params__ += arguments
+        made: click.Command = click.command(verb, help=_table(verb)["help"], **settings)(decorated)
+        return made
 
     return add
 
@@ -165,6 +168,8 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
     """Return the members of each option of a file by its key, with what it includes and shares."""
     found: dict[str, dict[str, Any]] = {}
     for key, row in _table(name).items():
+        if key == "help":  # of the verb
+            continue
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
@@ -203,7 +208,7 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
             raise click.UsageError(f"{text} and {other} cannot be combined.")
 
 
-def _table(name: str) -> dict[str, dict[str, Any]]:
+def _table(name: str) -> dict[str, Any]:
     return read_table(__file__, f"verbs/{name}.toml")
 
 

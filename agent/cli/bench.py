@@ -10,10 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
-from agent.base.options import with_options
+from agent.base.options import command
 from agent.base.output import Progress, console, emit, print_text, render, write_result
 
 if TYPE_CHECKING:
@@ -22,14 +20,9 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
 
 
-@click.command()
-@with_options("bench")
+@command("bench")
 def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any) -> None:
-    """Benchmark NCCL or Gloo collectives on this host or across hosts. Generates load; one at a time per host.
-
-    --rdma measures only the RDMA network. Exit code 0: measured and verified. 3: wrong data, an incomplete run, or less
-    than half of what the links carry.
-    """
+    """Measure, compare with a baseline, print, and end with the exit code."""
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
     from agent.base.hosts import snapshots
@@ -151,8 +144,7 @@ def _bench_exit(result: BenchResult, well: bool) -> int:
     return EXIT_PASS if whole and well else EXIT_FAILED
 
 
-@click.command()
-@with_options("calibrate")
+@command("calibrate")
 def calibrate(
     model: str,
     sequence_length: int,

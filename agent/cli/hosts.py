@@ -10,7 +10,7 @@ import click
 
 from agent.base import units
 from agent.base.hosts import snapshots
-from agent.base.options import with_options
+from agent.base.options import command
 from agent.base.output import console, emit, print_text, waiting, write_result
 from agent.base.recordings import bundle_differences
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
 
 
-@click.command()
-@with_options("scan")
+@command("scan")
 @click.argument("name", required=False)
 def scan(
     hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
@@ -40,8 +39,7 @@ def scan(
 DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 
 
-@click.command()
-@with_options("demo")
+@command("demo")
 @click.pass_context
 def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
@@ -62,13 +60,9 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
         context.invoke(serve, **options, interval=3600.0)
 
 
-@click.command()
-@with_options("capture")
+@command("capture")
 def capture(root: str, target: Path | None) -> None:
-    """Record this host in a file that every command can read with --host.
-
-    The recording contains no environment variables except those of NCCL and related libraries, and no process names.
-    """
+    """Scan this host and write its recording."""
     from probes.registry import ALL
     from probes.scanner import Scanner
     from probes.wire import dumps
@@ -82,15 +76,11 @@ def capture(root: str, target: Path | None) -> None:
     print_text(f"{target}: {len(text)} bytes", err=True)
 
 
-@click.command()
-@with_options("bundle")
+@command("bundle")
 def bundle(
     root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
 ) -> None:
-    """Create a support bundle: recording, findings, versions, limits, devices of the kubelet, and logs.
-
-    Values that look like secrets are removed. Every command reads the file with `--host bundle.tgz`. Nothing is sent.
-    """
+    """Collect the files of the hosts and write them as one."""
     from agent.jobs import bundle as making
 
     if cluster:
@@ -116,14 +106,10 @@ def bundle(
         print_text(line, err=True)
 
 
-@click.command()
+@command("diff")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@with_options("diff")
 def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
-    """Show the differences between the recordings A and B that matter for training, worst first.
-
-    With --fleet DIR: show the nodes that differ from the others, and the groups of equal nodes.
-    """
+    """Read the recordings and print what differs."""
     from probes.registry import ALL
     from topology import diff as differ
 

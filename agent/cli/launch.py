@@ -14,7 +14,7 @@ import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.hosts import snapshots
-from agent.base.options import InputError, NothingFitsError, name_of, read_input, require_writable, with_options
+from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable
 from agent.base.output import Progress, console, difference, print_text, render, waiting, write_result
 from agent.base.units import count
 from contracts import plain
@@ -28,18 +28,13 @@ if TYPE_CHECKING:
 _MANIFEST_BYTES = 1 << 20
 
 
-@click.command()
-@with_options("launch")
+@command("launch")
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS...]")
 def launch(
     folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
     arguments: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
-    """Launch the fine-tune or your own --script with the recommended environment and layout, here or on a cluster.
-
-    Exit code 0: the run ended well, or the job was created. 3: a check or the run failed, or pods are refused. 5: a
-    required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
-    """
+    """Choose the layout, then launch here, on Slurm or on a cluster."""
     from agent.advice.advise import with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, base_request, choose_trainer, describe_refusal
     from planner.kubernetes.job import storage_rate
@@ -347,15 +342,10 @@ def _launch_here(
 # A user's own training command, and a user's own job for a cluster.
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@command("run", context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND...", nargs=-1, required=True)
-@with_options("run")
 def run(command: tuple[str, ...], folder: Path) -> None:
-    """Run a training command, such as `torchrun train.py`, with a monitor inside each rank.
-
-    The script needs no change. `topoflight why --run FOLDER` then diagnoses the run. The exit code is that of the
-    command.
-    """
+    """Become the command, in an environment that starts the monitor."""
     from agent.jobs.script import monitored
 
     try:
@@ -364,15 +354,10 @@ def run(command: tuple[str, ...], folder: Path) -> None:
         raise click.UsageError(f"{command[0]}: {error.strerror}") from None
 
 
-@click.command()
+@command("wrap")
 @click.argument("source", metavar="FILE|-")
-@with_options("wrap")
 def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **options: Any) -> None:
-    """Add checks and environment to an sbatch script, or to the manifest of a PyTorchJob, TrainJob, JobSet or Job.
-
-    Prints a diff; -o or --apply writes the file. Also adds a place for the NCCL log, and to a manifest devices,
-    networks, and the forecast if the arguments of the command give the layout. Existing settings stay.
-    """
+    """Read the file, print what would change, and write it if that was asked for."""
     from agent.jobs.script import wrapped
     from agent.jobs.slurm import wrapped_script
     from planner.slurm import is_batch_script

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.options import require_writable, with_options
+from agent.base.options import command, require_writable
 from agent.base.output import Progress, emit, print_text, render, waiting, write_atomic
 
 if TYPE_CHECKING:
@@ -20,15 +20,9 @@ if TYPE_CHECKING:
 DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 
 
-@click.command("compare-networks")
-@with_options("compare-networks")
+@command("compare-networks")
 def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
-    """Run the same fine-tune over each network, and compare time, cost and forecast. Generates load.
-
-    On this host it uses two network namespaces with one CPU rank each, and needs root. With --api it runs one job per
-    network of the cluster, one after another. The sockets of the ranks, or the NCCL log, prove which network a run
-    used. Exit code 0: all were run. 1: it cannot run here. 3: a run failed. 5: the network of a run was not proven.
-    """
+    """Run over each network, write the report, and end with the exit code."""
     from agent.jobs.namespaces import NamespaceError
     from agent.jobs.networks import picture
     from collectives.bench.processes import BusyError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.options import require_writable, with_options
+from agent.base.options import command, require_writable
 from agent.base.output import Progress, console, print_text, render, waiting, write_result
 from contracts.host_list import expand_host_list
 from contracts.plain import printable
@@ -26,17 +26,12 @@ if TYPE_CHECKING:
 FORMATS = ("table", "json", "yaml", "junit", "github", "slurm", "reason")
 
 
-@click.command()
-@with_options("preflight")
+@command("preflight")
 def preflight(
     list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Run all checks of this host, or of nodes of a cluster, as a gate. The exit code is the verdict.
-
-    Exit code 0: pass. 3: a check failed. 4: warnings, with --fail-on warn. 5: a required check is unknown. 75: ended by
-    SIGTERM; the report holds what was known by then. 1: an error of the tool. 2: wrong usage.
-    """
+    """Run the checks, write the results in each form, and end with the verdict."""
     if list_checks:
         from agent.checks.measured import ALL_CODES
 

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from agent.base import units
 from agent.base.hosts import snapshots
-from agent.base.options import NothingFitsError, RequestError, with_options
+from agent.base.options import NothingFitsError, RequestError, command
 from agent.base.output import emit, print_text, waiting, write_result
 from contracts.question import most
 
@@ -25,13 +25,9 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
 
 
-@click.command()
-@with_options("recommend")
+@command("recommend")
 def recommend(**options: object) -> None:
-    """Recommend the NCCL environment and the parallel layout, each with its reason.
-
-    Without --model it recommends only the environment. Exit code 3: no layout of the model fits.
-    """
+    """Ask the planner, and print the answer in the form that was asked for."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
     from agent.advice.request import Request
     from probes.registry import ALL

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
-
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
-from agent.base.options import with_options
+from agent.base.options import command
 from agent.base.output import Progress, console, print_text, render, write_result
 from agent.checks.measured import make_finding
 from agent.jobs.benchmark import gpu_processes, links_of, network_environment
@@ -41,15 +39,9 @@ WHY = {
 }
 
 
-@click.command()
-@with_options("search")
+@command("search")
 def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
-    """Find the bad nodes and links of a fleet. Generates load; one at a time per host.
-
-    Run it on every node: with srun (one task per node), torchrun, a Kubernetes Indexed Job, or with --node-rank.
-    Node 0 prints the result and ends with 0 if every node is good, 3 for a bad node or link, and 5 if none is bad and
-    some node was not judged. The other nodes end with 0.
-    """
+    """Take part in the search, and on node 0 print the result."""
     from agent.base.hosts import snapshots
     from agent.cli.bench import stop_on_signals
     from agent.terminal.findings import findings

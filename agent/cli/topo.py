@@ -16,7 +16,7 @@ import click
 
 from agent.base import EXIT_FAILED, EXIT_UNKNOWN
 from agent.base.hosts import snapshots
-from agent.base.options import InputError, name_of, read_input, with_options
+from agent.base.options import InputError, command, name_of, read_input
 from agent.base.output import emit, print_text
 from agent.base.units import count
 from contracts import bounded
@@ -31,15 +31,11 @@ _MATRIX_IN_JSON = re.compile(rb"GPU0(?:\\t|[\s\"'|])+(?:GPU1|NIC0|mlx|CPU)")
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
 
 
-@click.command()
-@with_options("topo")
+@command("topo")
 def topo(
     hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool, slurm_conf: Path | None
 ) -> None:
-    """Show how GPUs and NICs are connected: on this host, in a recording, or in a file (--from). -v shows the matrix.
-
-    Exit code 5: a matrix is incomplete. 3: with --slurm-conf, the files of Slurm differ from the nodes. 0: otherwise.
-    """
+    """Read the topology, and print it in the form that was asked for."""
     from topology.paths import with_expectations
 
     if slurm_conf is not None or form.startswith("slurm"):
