@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
+from agent.base.hosts import snapshots
 from agent.base.options import command
 from agent.base.output import Progress, console, emit, print_text, render, write_result
 
@@ -25,7 +26,6 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     """Measure, compare with a baseline, print, and end with the exit code."""
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
-    from agent.base.hosts import snapshots
     from agent.base.result_store import save_benchmark_result
     from agent.checks.baseline import against_baseline
     from agent.checks.baseline import read as read_baseline
@@ -85,7 +85,6 @@ def stop_on_signals() -> tuple[threading.Event, list[int]]:
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Write to the other host, or be written to; gives the exit code."""
-    from agent.base.hosts import snapshots
     from agent.checks.baseline import read as read_baseline
     from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
@@ -155,7 +154,6 @@ def calibrate(
     target: Path | None,
 ) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
-    from agent.base.hosts import snapshots
     from agent.jobs.child import calibration, default_ranks, has_gpu
     from probes.registry import ALL
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from agent.base.hosts import snapshots
 from agent.base.options import command, require_writable
 from agent.base.output import Progress, emit, print_text, render, waiting, write_atomic
 
@@ -52,7 +53,6 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     """Over namespaces of this host."""
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, job_request
     from agent.advice.request import Request
-    from agent.base.hosts import snapshots
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
     from agent.jobs.child import sigterm
@@ -103,7 +103,6 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.advise import answer, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
-    from agent.base.hosts import snapshots
     from agent.base.options import RequestError
     from agent.cluster.client import connect
     from agent.jobs import cluster_job, networks, submission
