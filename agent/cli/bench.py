@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
 from agent.base.hosts import snapshots
 from agent.base.options import command
-from agent.base.output import Progress, console, emit, print_text, render, write_result
+from agent.base.output import Progress, console, emit, print_text, render, save_document, write_result
 
 if TYPE_CHECKING:
-    from collectives.bench.results import BenchResult, RdmaResult
+    from collectives.bench.results import BenchResult
     from contracts.finding import Finding
     from probes.api import Snapshot
 
@@ -50,15 +49,8 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     result = against_baseline(result, before)
     save_benchmark_result(result)
     emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))
-    _save(result, save)
+    save_document(save, result)
     sys.exit(_bench_exit(result, _report_low(checks_of_bars(result, snapshots((), ALL)))))
-
-
-def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
-    from collectives.bench.results import result_to_json
-
-    if path is not None:
-        write_result(path, json.dumps(result_to_json(result), indent=1) + "\n", named=f"--save {path}")
 
 
 def _report_low(checks: Iterable[Finding]) -> bool:
@@ -120,7 +112,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
         progress.done()
     result = with_bars(result, found, before)
     emit(result, form, lambda out: measured.rdma(out, result))
-    _save(result, save)
+    save_document(save, result)
     well = _report_low([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
     if signal.SIGINT in got:
         return EXIT_INTERRUPTED

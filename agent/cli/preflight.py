@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base.options import command, require_writable
-from agent.base.output import Progress, console, print_text, render, waiting, write_result
+from agent.base.output import Progress, console, print_text, render, save_document, waiting, write_result
 from contracts.host_list import expand_host_list
 from contracts.plain import printable
 
@@ -57,8 +57,7 @@ def preflight(
         report = replace(report, notes=(*report.notes, *_not_drawn(options["runs"])))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
-    if save is not None:
-        write_result(save, render(report, "json"), named=f"--save {save}")
+    save_document(save, report)
     if folder is not None:
         try:
             written = write_folder(report, folder, report_page(report))

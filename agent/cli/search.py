@@ -11,7 +11,7 @@ from typing import Any
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.options import command
-from agent.base.output import Progress, console, print_text, render, write_result
+from agent.base.output import Progress, console, print_text, render, save_document
 from agent.checks.measured import make_finding
 from agent.jobs.benchmark import gpu_processes, links_of, network_environment
 from agent.jobs.child import has_gpu
@@ -72,8 +72,7 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
         print_text("\n".join(rest))
     else:
         print_text(slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
-    if save is not None:
-        write_result(save, render(document, "json"), named=f"--save {save}")
+    save_document(save, document)
     if any(one.status in ("fail", "warn") for one in found):
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_UNKNOWN if found else EXIT_PASS)
