@@ -158,8 +158,8 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
         for key, row in reversed(rows.items()):
             decorated = _option(key, row)(decorated)
         decorated.__click_params__ += arguments
-        made: click.Command = click.command(verb, help=_table(verb)["help"], **settings)(decorated)
-        return made
+        make: Callable[[Any], click.Command] = click.command(verb, help=_table(verb)["help"], **settings)
+        return make(decorated)
 
     return add
 
