@@ -10,7 +10,6 @@ HF_ENDPOINT names a hub, because the job will load the model that this hub has u
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import urllib.error
@@ -88,7 +87,6 @@ def _parsed(
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
         raise RequestError(f"--config {error}") from None
-    alone = copy.deepcopy(raw)
     words = list(overrides)
     for word in words:
         name, equals, value = word.partition("=")
@@ -99,17 +97,17 @@ def _parsed(
         made, explicit, notes = parse_config(raw, only_trl)
         dumps(JobPlan(config=made))  # what no rank would read is refused before any starts
     except ConfigError as error:
-        wrong = _wrong_alone(alone, only_trl)
+        wrong = _wrong_alone(config, only_trl)
         where = f"--config {config}:" if str(error) == wrong else f"--config {config} with --set:" if wrong else "--set"
         raise RequestError(f"{where} {error}") from None
     mixture = {name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name) and only_trl is not None}
     return raw, made, {**explicit, **mixture}, notes
 
 
-def _wrong_alone(raw: Mapping[str, Any], only_trl: dict[str, None] | None) -> str:
+def _wrong_alone(config: Path | None, only_trl: dict[str, None] | None) -> str:
     """Why the file itself cannot be read, without what `--set` puts over it."""
     try:
-        parse_config(raw, only_trl)
+        parse_config(read_file(config) if config is not None else {}, only_trl)
     except ConfigError as error:
         return str(error)
     return ""
@@ -208,19 +206,19 @@ _OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward",
 
 
 def choose_trainer(
-    request: Request, config: Path | None, overrides: Sequence[str], wanted: str, found: Sequence[Snapshot]
+    request: Request, config: Path | None, overrides: Sequence[str], requested: str, found: Sequence[Snapshot]
 ) -> tuple[Recommendation, str, str]:
     """The advice for the trainer that supports the file, the model and the layout; its name; a line with the reason.
 
-    `wanted`: "auto", or a trainer. Raises RequestError for settings that neither trainer supports.
+    `requested`: "auto", or a trainer. Raises RequestError for settings that neither trainer supports.
     """
     only_trl: dict[str, None] = {}
-    _parsed(config, overrides, None if wanted == OURS else only_trl)
-    trainer, why = wanted, ""
-    if wanted == "auto":
+    _parsed(config, overrides, None if requested == OURS else only_trl)
+    trainer, why = requested, ""
+    if requested == "auto":
         trainer, why = (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
     advice = _advise_for(request, config, overrides, trainer, found)
-    is_open = trainer == OURS and wanted == "auto"
+    is_open = trainer == OURS and requested == "auto"
     if advice.chosen is None and is_open and not any(row.rule == "memory-fits" for row in advice.rejected):
         assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
         measured = request.changed(length_histogram=advice.train.length_histogram)
@@ -232,7 +230,7 @@ def choose_trainer(
     if trainer not in (OURS, TRL):  # another stack, which --engine names
         return advice, trainer, ""
     if trainer == OURS:
-        line = "trainer: the built-in one, which supports all that the file and the layout need."
+        line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
         return advice, OURS, line if config and advice.chosen else ""
     on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
     reason = f", because the built-in one refuses: {why}." if why else ", as --trainer says."
@@ -453,9 +451,9 @@ def to_save(advice: Recommendation) -> tuple[float, float]:
     return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due
 
 
-def grace(advice: Recommendation, bytes_per_second: float | None) -> int:
-    """Seconds that a job on this host may take to save after SIGTERM."""
-    return save_seconds(*to_save(advice), bytes_per_second, least=GRACE_SECONDS)
+def grace(advice: Recommendation, bytes_per_second: float | None, least: int = GRACE_SECONDS) -> int:
+    """Seconds that a job may take to save after SIGTERM, at least those of a job on this host."""
+    return save_seconds(*to_save(advice), bytes_per_second, least)
 
 
 def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:

@@ -12,7 +12,7 @@ import click
 
 from agent.advice import job_settings
 from agent.advice.advise import in_pods
-from agent.advice.job_settings import job_plan, to_save
+from agent.advice.job_settings import grace, job_plan
 from agent.base.output import print_text
 from agent.base.units import count
 from agent.checks.measured import ALL_CODES
@@ -22,7 +22,6 @@ from agent.jobs import submission
 from contracts.job_plan import JobPlan, dumps
 from contracts.tables import read_texts
 from planner.advice import Recommendation
-from planner.forecast.memory import save_seconds
 from planner.kubernetes import manifests, networks
 from planner.kubernetes.job import (
     COMMAND,
@@ -63,7 +62,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
         "preflight_require": tuple(options["require"]),
         "measure": bool(options.get("measure")),
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
-        "save_seconds": save_seconds(*to_save(advice), storage_rate(options.get("storage_rate")), SAVE_SECONDS),
+        "save_seconds": grace(advice, storage_rate(options.get("storage_rate")), SAVE_SECONDS),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
         **({"device_classes": options["device_classes"]} if options.get("device_classes") else {}),
         "tolerate": tuple(options["tolerate"]),
