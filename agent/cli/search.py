@@ -7,25 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
-
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
-from agent.base.options import with_options
-from agent.base.output import Progress, console, print_text, render, write_result
+from agent.base.options import command
+from agent.base.output import Progress, console, print_text, render, save_document, write_result
 
 
-@click.command()
-@with_options("search")
+@command("search")
 def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **options: Any) -> None:
-    """Find the nodes and links that make jobs slow or hang. Generates load; one at a time per host.
-
-    The nodes exchange data in small groups, in several rounds with other partners, until it is clear which node or link
-    is slow, stuck or dead. Run the command on every node: with srun (one task per node), torchrun, a Kubernetes Indexed
-    Job, or by hand with --nodes, --node-rank and --rendezvous.
-
-    Node 0 prints the result. Its exit code is 0 if every node is good, 3 for a bad node or link, and 5 if none is bad
-    and some node was not judged. The other nodes end with 0.
-    """
+    """Take part in the search, and on node 0 print the result."""
     from agent.base import result_store
     from agent.base.hosts import snapshots
     from agent.cli.bench import stop_on_signals
@@ -59,9 +48,9 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
         print_text("\n".join(lines[1:]))
     else:
         print_text(job.slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
-    for path, text, option in ((save, render(document, "json"), "--save"), (picture, job.picture(result), "--picture")):
-        if path is not None:
-            write_result(path, text, named=f"{option} {path}")
+    save_document(save, document)
+    if picture is not None:
+        write_result(picture, job.picture(result), named=f"--picture {picture}")
     if any(one.status in ("fail", "warn") for one in found):
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_UNKNOWN if found else EXIT_PASS)
