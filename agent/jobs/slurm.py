@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from contracts import bounded
 from contracts.host_list import expand_host_list
-from contracts.job_plan import dumps
+from contracts.job_plan import RunForecast, dumps
 from planner.advice import Recommendation
 from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
 from planner.slurm import (
@@ -69,8 +70,15 @@ def job_of(
     """The job that the options describe, with the recommendation inside, and notes. Raises InputError or ValueError."""
     select((), require=options["require"], known=ALL_CODES)
     folder, nodes = folder.absolute(), options["nodes"] or 1
+    if options["over"]:
+        from agent.jobs.networks import over_tcp
+
+        check_word("--over", options["over"])
+        advice = over_tcp(advice, options["over"])
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
     assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
+    if options["over"]:  # the rate of this network is unknown
+        plan = replace(plan, forecast=RunForecast())
     ranks, left = divmod(plan.layout.world_size, nodes)
     if left:
         raise SlurmJobError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
@@ -171,7 +179,9 @@ def job_files(job_id: str) -> tuple[Path | None, tuple[Path, ...], str]:
         if logs:
             run = next((path for path in (log.parent, folder) if (path / "ranks").is_dir()), None) if log else None
             whose = f"which {knows} names" if folder in named else "the current folder"
-            return run, logs, f"job {job_id}: {units.count(len(logs), 'log')} in {folder}, {whose}"
+            state = fields.get("JobState", "").partition(" ")[0]
+            what = f"job {job_id}{f' ({state})' if state else ''}: {units.count(len(logs), 'log')}"
+            return run, logs, f"{what} in {logs[0].parent}, {whose}"
     known = f"{knows} knows the job" if fields else "neither the controller nor the accounting (sacct) knows the job"
     where = ", ".join(map(str, folders))
     raise SlurmError(f"job {job_id}: no file of it was found in {where}; {known}; give its logs, or --run FOLDER")

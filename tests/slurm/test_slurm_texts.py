@@ -97,6 +97,9 @@ def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
     assert "--require 'gpu.*'" in done.stdout and '"$restarts" -lt 5' in done.stdout and "ulimit -l" in done.stdout
     checked = subprocess.run(["bash", "-n"], input=done.stdout, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
+    over = topoflight(*LAUNCH, "--over", "ens5.7").stdout
+    assert "export NCCL_SOCKET_IFNAME=ens5.7\n" in over and "export NCCL_IB_DISABLE=1\n" in over
+    assert "export NCCL_NET=Socket\n" in over and "FI_" not in over and '"step_seconds": null' in over
     hosts = tmp_path / "hosts"
     hosts.write_bytes(b"n1\xff\n")
     for word, line in (
@@ -115,6 +118,7 @@ REFUSED = {
     ("--time-limit", "soon"): "--time-limit 'soon': must be MINUTES",
     ("--sbatch", "output=x"): "--sbatch output: the script sets this option itself",
     ("--sbatch", "comment=a b"): "--sbatch comment 'a b': must have no blanks",
+    ("--over", "eth0 eth1"): "--over 'eth0 eth1': must have no blanks",
     ("--partition", "a b"): "--partition 'a b': must have no blanks",
     ("--sbatch", "x;y=1"): "no option of sbatch",
     ("--require", "gpu.nothing"): "--require gpu.nothing",
@@ -181,13 +185,21 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
 
 
 SPLIT = "#!/bin/bash\nif true; then\n  echo one\nfi; srun train\n"
-SHOWN = (
-    "JobId=1239 ArrayJobId=1234 ArrayTaskId=5 JobName=a\n   WorkDir={folder}\n   StdOut={folder}/a.out\n"  # scontrol
+SHOWN = (  # of scontrol
+    "JobId=1239 ArrayJobId=1234 ArrayTaskId=5 JobName=a\n   JobState=PENDING Reason=BeginTime\n"
+    "   WorkDir={folder}\n   StdOut={folder}/a.out\n"
 )
 FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
 ROW = "1234|{folder}|sbatch --parsable {folder}/run/job.sbatch"
 JOBS = [  # id, what scontrol says, what sacct says, where the command runs, logs, words on where they were found
-    ("1234_5", SHOWN, "", "", ["a.out", "topoflight-1239/node01-7.log"], "2 logs in {folder}, which the controller"),
+    (
+        "1234_5",
+        SHOWN,
+        "",
+        "",
+        ["a.out", "topoflight-1239/node01-7.log"],
+        "1234_5 (PENDING): 2 logs in {folder}, which the controller",
+    ),
     ("1234", FORGOTTEN, ROW, "", ["run/slurm-1234.log"], "1 log in {folder}/run, which the accounting (sacct) names"),
     ("1234", FORGOTTEN, "", "run", ["slurm-1234.log"], "in {folder}/run, the current folder"),
     (
