@@ -76,9 +76,9 @@ def job_of(
         check_word("--over", options["over"])
         advice = over_tcp(advice, options["over"])
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
-    assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
     if options["over"]:  # the rate of this network is unknown
         plan = replace(plan, forecast=RunForecast())
+    assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
     ranks, left = divmod(plan.layout.world_size, nodes)
     if left:
         raise SlurmJobError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
