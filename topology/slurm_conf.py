@@ -14,6 +14,7 @@ from contracts.host_list import HostListError, compress_host_list, expand_host_l
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.interfaces.facts import InterfacesFacts
+from probes.limits.read import cluster_name
 from probes.rdma.facts import RdmaFacts
 
 MOST_FILES = 64  # that include each other; Slurm has no bound
@@ -110,9 +111,12 @@ def _lines(file: str, read: Read, names: list[str] | None = None) -> Iterator[tu
         place, words = f"{file}, line {number}", line.replace("\0", "").partition("#")[0].split()
         number += 1 + line.count("\0")  # of lines that a backslash continues
         if len(words) == 2 and words[0].lower() == "include":
-            if words[1] in names or len(names) == MOST_FILES:
-                raise SlurmConfError(f"{place}: {words[1]!r}: a file is read once, and at most {MOST_FILES} files are")
-            yield from _lines(words[1], read, names)
+            name = words[1]
+            if "%c" in name:  # slurm.conf(5), INCLUDE MODIFIERS
+                name = name.replace("%c", cluster_name(read("slurm.conf")))
+            if name in names or len(names) == MOST_FILES:
+                raise SlurmConfError(f"{place}: {name!r}: a file is read once, and at most {MOST_FILES} files are")
+            yield from _lines(name, read, names)
         elif any("=" not in word for word in words):
             raise SlurmConfError(f"{place}: {line.strip()[:80]!r} must consist of NAME=VALUE")
         elif words:

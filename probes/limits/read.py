@@ -84,12 +84,19 @@ def _of_other_process(host: Host, environment: Mapping[str, str]) -> str:
     return f"not judged: a Slurm job gets the limit of locked memory of {whose}, by {line} in {path}"
 
 
+def cluster_name(text: str) -> str:
+    """ClusterName of slurm.conf; empty where it has none."""
+    found = re.search(r"^[ \t]*ClusterName[ \t]*=[ \t]*([^\s#]+)", text, re.MULTILINE | re.IGNORECASE)
+    return found[1] if found else ""
+
+
 def _with_included(host: Host, path: str) -> str:
     """The text of slurm.conf and of the files that it includes, whose names are relative to its folder."""
     names, texts = [path], []
     for name in names:  # which grows
         texts.append(sysfs.text(host, name) or "")
-        included = (join(dirname(path), name) for name in _INCLUDE.findall(texts[-1]))
+        cluster = cluster_name(texts[0])
+        included = (join(dirname(path), name.replace("%c", cluster)) for name in _INCLUDE.findall(texts[-1]))
         names += [name for name in included if name not in names][: CONFIGURATION_FILES_MAX - len(names)]
     return "\n".join(filter(None, texts))
 

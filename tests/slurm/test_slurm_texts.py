@@ -255,8 +255,9 @@ def test_gres_conf_is_compared_with_the_gpus_that_were_found() -> None:
 
 def test_included_files_are_read(tmp_path: Path) -> None:
     """A file that is included stands at its place, and its own name is said; one that includes itself is refused."""
-    for text in ("Include rows.conf", "# x\n  include\trows.conf # y"):
-        assert compared(compare_gres, text, RAILS, rows="\nNodeName=n01 Name=gpu Count=7") == [
+    files = {"slurm": "ClusterName=ro\n"}
+    for text in ("Include rows.conf", "# x\n  include\trows.conf # y", "Include %cws.conf"):
+        assert compared(compare_gres, text, RAILS, rows="\nNodeName=n01 Name=gpu Count=7", **files) == [
             "rows.conf, line 2: 7 GPUs on n01, and 8 were found"
         ]
     with pytest.raises(SlurmConfError, match=r"rows.conf, line 1: 'gres.conf': a file is read once"):
