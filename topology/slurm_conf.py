@@ -10,11 +10,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
+from contracts.host_list import HostListError, cluster_name, compress_host_list, expand_host_list, slurm_name
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.interfaces.facts import InterfacesFacts
-from probes.limits.read import cluster_name
 from probes.rdma.facts import RdmaFacts
 
 MOST_FILES = 64  # that include each other; Slurm has no bound

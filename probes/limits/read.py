@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from posixpath import dirname, join
 
+from contracts.host_list import cluster_name
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.read import container, of_agent
@@ -82,12 +83,6 @@ def _of_other_process(host: Host, environment: Mapping[str, str]) -> str:
         return ""
     whose = "the shell that submits it" if propagates else "slurmd"
     return f"not judged: a Slurm job gets the limit of locked memory of {whose}, by {line} in {path}"
-
-
-def cluster_name(text: str) -> str:
-    """ClusterName of slurm.conf; empty where it has none."""
-    found = re.search(r"^[ \t]*ClusterName[ \t]*=[ \t]*([^\s#]+)", text, re.MULTILINE | re.IGNORECASE)
-    return found[1] if found else ""
 
 
 def _with_included(host: Host, path: str) -> str:
