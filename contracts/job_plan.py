@@ -121,7 +121,7 @@ def choose(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()
         made, _, notes = read_config(config, overrides)
         return JobPlan(config=made, notes=tuple(notes)), made
     if config is not None:
-        raise ConfigError(f"--config {config}: the plan holds the settings; leave one of --plan and --config away")
+        raise ConfigError(f"--config {config}: the plan holds the settings; use only one of --plan and --config")
     found = read(plan, overrides)
     return found, found.config or JobConfig()
 

@@ -23,7 +23,7 @@ _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, Path
 _NODE_IS_PHB = (
     " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
 )
-_NO_PXN = " NCCL's way through another GPU (PXN) is closed: no NVLink to one with a NIC at PXB or nearer."
+_NO_PXN = " NCCL cannot take the way through another GPU (PXN), because no NVLink leads to a GPU with a NIC at PXB or nearer."
 
 
 def check(

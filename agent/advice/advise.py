@@ -85,7 +85,7 @@ def steps_of(request: Request, chosen: RankedLayout) -> int:
         return max(1, math.ceil(request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)))
     rows = rows_of(request)
     if rows is None:
-        raise RequestError("epochs: how many rows the data has is not known; give rows, lengths or dataset")
+        raise RequestError("epochs: the number of rows is unknown; give rows, lengths or dataset")
     train = request.train
     if train.packing and train.length_histogram:  # rows are packed into sequences
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
@@ -311,7 +311,7 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
     if form in _RENDERERS:
         return _RENDERERS[form](advice.settings)
     if advice.model is None:
-        raise RequestError(f"format {form}: name a model, this is a format for layouts")
+        raise RequestError(f"format {form}: requires a model, because it exports a layout")
     world = advice.chosen.layout.world_size if advice.chosen else nodes
     try:
         return stacks.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))
@@ -344,13 +344,13 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
             names = [name for name in setting.value.lstrip("^=").split(",") if name not in inside]
             wrong = f"{', '.join(names)} is an interface of {where}, and pods have their own" if names else ""
         elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
-            wrong = f"it counts in the GID table of {where}, and a pod sees another"
+            wrong = f"it is an index into the GID table of {where}, and a pod sees another table"
         elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
             notes.append(
                 f"{setting.name}={setting.value} is a file of the node's image; the pod's image must have it too"
             )
         if wrong:
-            more = "a capture from a pod on the job's networks tells"
+            more = "a capture in a pod on the job's networks shows it"
             notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")
         else:
             kept.append(setting)

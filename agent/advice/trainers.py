@@ -42,7 +42,7 @@ def choose_trainer(
         line = "trainer: the built-in one, which supports all that the file and the layout need."
         return advice, OURS, line if config and advice.chosen else ""
     on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
-    reason = f", because the built-in one refuses: {why}." if why else ", as --trainer says."
+    reason = f", because the built-in one refuses: {why}." if why else ", as --trainer requests."
     return advice, TRL, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
 
 

@@ -60,7 +60,7 @@ def read(path: Path | None, needs: Sequence[str] = ()) -> Baseline:
         raise GateError(f"--baseline {path}: {error if isinstance(error, GateError) else repr(error)}") from None
     if needs and not any(getattr(found, name) for name in needs):
         words = " or ".join(_MEMBERS[name] for name in needs)
-        raise GateError(f"--baseline {path}: holds no {words}; give what --save of the same verb wrote")
+        raise GateError(f"--baseline {path}: contains no {words}; give a file that --save of the same command wrote")
     return found
 
 
@@ -159,7 +159,7 @@ def _judged(check: Finding, node: str, baseline: Mapping[Key, Status], passed: s
         return replace(check, status=Status.FAIL, message=f"passed in the baseline, not measured now: {check.message}")
     before = baseline.get((check.code, node, check.subject))
     if check.status in ("fail", "warn") and before is not None and _BETTER.index(before) >= _BETTER.index(check.status):
-        return replace(check, status=Status.INFO, message=f"stands in the baseline too: {check.message}")
+        return replace(check, status=Status.INFO, message=f"also in the baseline: {check.message}")
     return check
 
 

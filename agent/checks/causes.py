@@ -46,7 +46,7 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
     if verdict.state == "fine" and any(c.status == "fail" or c.code == "env.debug.leftover" for c in wrong):
         verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
     elif verdict.state == "fine" and causes:
-        verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
+        verdict = replace(verdict, line=f"fine except for its manifest: {causes[0].message}")
     if causes and not verdict.forecast:
         others = (*others, Unknown(what="the forecast after the change",
                                    command="topoflight recommend --model NAME --machine NAME --nodes N"))  # fmt: skip

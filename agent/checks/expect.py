@@ -391,7 +391,7 @@ def _memlock(snapshot: Snapshot, _topology: NodeTopology, wanted: int | str) -> 
 def _shm(snapshot: Snapshot, _topology: NodeTopology, wanted: int) -> Judgement:
     limits = snapshot.facts(LimitsFacts)
     if limits is not None and limits.of_agent:
-        return None, "what the agent's own pod has is not what a job's gets"
+        return None, "the agent's own pod does not have the limits of a job's pod"
     have = limits.shm_size_bytes if limits else None
     return _least(have, wanted), f"shared memory is {units.size(have)}"
 
@@ -453,7 +453,7 @@ def settled(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     }
     mild = {code for key, code in (("gpus", "gpu.device.not_given"), ("hcas", "rdma.port.down")) if key in met}
     return tuple(
-        replace(check, status=Status.INFO, required=False, message=f"{check.message} As many as expected are there.")
+        replace(check, status=Status.INFO, required=False, message=f"{check.message} The expected number is present.")
         if check.code in mild and check.status in ("fail", "warn", "unknown") and check.evidence
         else check
         for check in checks

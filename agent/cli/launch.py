@@ -53,7 +53,7 @@ def launch(
                        dry_run, options)  # fmt: skip
         return
     if arguments:
-        raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
+        raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     request = base_request(options)
     advice, options["trainer"], why = choose_trainer(
@@ -146,7 +146,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     if form:
         return
     if options["with_network"]:
-        raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
+        raise click.UsageError("--network: an administrator has to apply these resources; add --dry-run to print them")
     _create(documents, options)
 
 
@@ -201,7 +201,7 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
     for line in came.lines:
         print_text(line, err=True)
     if came.exit_code != EXIT_PASS:
-        print_text(f"{submission.named(job)} has been created: kubectl describe says more", err=True)
+        print_text(f"{submission.named(job)} has been created: kubectl describe shows its state", err=True)
         sys.exit(came.exit_code)
 
 
@@ -228,7 +228,7 @@ def _dra(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool
             return chosen
         if not why:
             words = cluster_job.dra_able(connect(options["context"], tries=2), advice, options)
-            print_text(f"DRA: used: {words}; --no-dra leaves it", err=True)
+            print_text(f"DRA: used: {words}; --no-dra turns it off", err=True)
             return {**chosen, "dra": True}
     except CannotError as error:
         if named:
@@ -259,7 +259,7 @@ def _compute_domain(advice: Recommendation, options: dict[str, Any], *, query_cl
             print_text(f"warning: unknown whether the cluster has ComputeDomains: {error}", err=True)
     if not why:
         return advice
-    print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL goes by the network, not by NVLink", err=True)
+    print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL uses the network, not NVLink", err=True)
     return replace(advice, needs=tuple(each for each in advice.needs if each is not need))
 
 
@@ -282,7 +282,7 @@ def _offered(advice: Recommendation, options: dict[str, Any], *, query_cluster: 
     for name in fixed:
         if name not in offered:  # an autoscaler may yet bring such nodes
             needed = f"{name} is needed on {count(options['nodes'] or 1, 'node')}"
-            print_text(f"warning: {needed}, and fewer offer it: the pods wait until as many do", err=True)
+            print_text(f"warning: {needed}, and fewer nodes offer it: the pods wait until enough nodes do", err=True)
     return offered
 
 
@@ -316,7 +316,7 @@ def _pass_gate(
 
     if options["no_preflight"]:
         return
-    progress.step("preflight: judging this host")
+    progress.step("preflight: checking this host")
     here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
     _gate(here, options, settings)
     if options["measure"]:

@@ -395,7 +395,7 @@ class LeftBehind:
                 return None
             log.info("history: no record of %s is read: %s", self._name, error)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("history: the record of %s holds none, it begins anew: %r", self._name, error)
+            log.warning("history: the record of %s has none, so it starts again: %r", self._name, error)
         self._read = True
         return found
 

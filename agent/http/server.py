@@ -108,7 +108,7 @@ def create(
         max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
         generate_unique_id_function=lambda route: route.name,  # of the operation: the handler's
         docs_url=None, redoc_url=None,  # both load scripts from elsewhere; there is a page of our own
-        description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
+        description="Topology-aware preflight for GPU training: devices, findings and recommendations for this node.",
     )  # fmt: skip
     answers.install(app)
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)

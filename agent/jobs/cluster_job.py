@@ -70,7 +70,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
     named = tuple(optional["limits"])
     if options["dra"]:
         if twice := [word for word in named if word.startswith(DEVICES)]:
-            raise JobError(f"--resource {twice[0]}: with --dra the claim takes GPU and NIC; leave one of the two away")
+            raise JobError(f"--resource {twice[0]}: with --dra the claim requests GPU and NIC; use only one of the two")
         kept = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
         advice = replace(advice, needs=tuple(kept))
     spec = from_advice(
@@ -120,7 +120,7 @@ def against_dra(advice: Recommendation, options: Mapping[str, Any]) -> str:
     for need in advice.needs:
         name, _, count = need.value.partition(": ")
         if need.name == "resource" and name.startswith(NICS) and int(count) > ranks:
-            return f"the plan's pods take {count} of {name}, the claim would one for each of {ranks} GPUs"
+            return f"the plan's pods take {count} of {name}, the claim would request one for each of {ranks} GPUs"
     return ""
 
 
@@ -270,7 +270,7 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
         raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
     if nodes > 1 and output is not None and not _on_claim(str(output)).startswith(f"{MOUNT}/"):
-        raise JobError(f"output_dir={output}: {nodes} nodes write one run: must be below {MOUNT}, where the claim is")
+        raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, where the claim is mounted")
 
 
 def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:

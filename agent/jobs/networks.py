@@ -122,11 +122,11 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
     if record is None:
         return replace(bar, status="failed", why=bar.why or "the job left no record of its run")
     if record.status != "complete":
-        return replace(bar, status="failed", why=record.reason or f"the run is not complete but {record.status}")
+        return replace(bar, status="failed", why=record.reason or f"the status of the run is {record.status}, not complete")
     proven, words = proof_of(record, interface, rdma=rdma)
     if not proven:
         transports = "; ".join(words) or "the record names no transport"
-        return replace(bar, status="unproven", proof=words, why=f"not seen to take {bar.network}: {transports}")
+        return replace(bar, status="unproven", proof=words, why=f"no proof that it used {bar.network}: {transports}")
     step, _memory = run_record.compare(record)
     if step.measured is None:
         return replace(bar, proof=words, why="its record has no step time")
@@ -364,7 +364,7 @@ def run(
     about = job["metadata"]
     while not (state := submission.job_state(submission.stored(client, job))):
         if clock() > until:
-            return replace(bar, why=f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on")
+            return replace(bar, why=f"{submission.named(job)} was not done within {seconds:.0f} s and is still running")
         sleep(POLL_SECONDS)
     query = {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}
     place = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)

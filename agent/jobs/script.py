@@ -208,7 +208,7 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     except (WrapError, EditError, YamlTextError) as error:
         raise InputError(str(error)) from None
     if len(jobs) != 1:
-        raise InputError(f"--record: a record is of one job; the manifest has {len(jobs)}")
+        raise InputError(f"--record: a record describes one job; the manifest has {len(jobs)}")
     advice, lines = advised(jobs[0], found, options)
     layout = advice.chosen.layout if advice.chosen else None
     plan = JobPlan(layout=layout, environment={each.name: each.value for each in advice.settings},
@@ -216,7 +216,7 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     record = RunRecord(plan=plan, layout=RunLayout(family=layout.family if layout else None))
     record.notes.append(f"read afterwards from what {jobs[0].kind}/{jobs[0].name} left in {folder}")
     if any(words not in text for words in forecast(advice).values()):
-        record.notes.append("forecast: made now; the manifest's annotations do not tell the same")
+        record.notes.append("forecast: made now; the manifest's annotations differ from it")
     record.nccl = _channels(folder, 0.0, f"nccl-{jobs[0].name}.*.log")
     if record.nccl is None:
         record.notes.append(f"transports: unknown: no nccl-{jobs[0].name}.*.log in {folder}")

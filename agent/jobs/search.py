@@ -29,7 +29,7 @@ DOMAIN_LABELS = (
 )  # fmt: skip
 WHY = {
     "undecided": "it was slow or stuck in some rounds, and fine in as many others",
-    "unmeasured": "no test with other nodes came to its end",
+    "unmeasured": "no test with other nodes finished",
     "few": "with fewer than three nodes the search cannot know which one is slow",
     "noise": "the noise of this network hides a loss of half the rate",
 }
@@ -121,7 +121,7 @@ def _finding(verdict: Mapping[str, Any], hosts: Sequence[str], lost: Mapping[str
 
 def _evidence(measures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     partners = {"alone": "alone", "near": "with nodes of its domain", "far": "with nodes of other domains"}
-    amount = ", {excess:.1%} more time than the middle node, noise {sigma:.1%}"
+    amount = ", {excess:.1%} more time than the median node, noise {sigma:.1%}"
     return tuple(
         f"round {m['round']}, {partners[m['kind']]}: {m['what']}{'' if m['what'] == 'stuck' else amount.format(**m)}"
         for m in measures

@@ -163,7 +163,7 @@ def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -
                     client.create(_path(client, document), document)
                     line = "created"
             except ApiError as error:
-                so_far = f"; made before it: {', '.join(done)}" if done else "; nothing was made"
+                so_far = f"; created before it: {', '.join(done)}" if done else "; nothing was created"
                 text = f"{name}: the API server says {error.status}: {error}{so_far}"
                 raise ApiError(error.status, text, reason=error.reason) from None
             if really or dry_run:
@@ -189,7 +189,7 @@ def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
         except ApiError as error:
             if error.status != 409:
                 raise
-            return "was there: left as it is"
+            return "already exists and was not changed"
         return "created"
     new, _ = client.apply(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
     return "created" if new else "was there: updated"
@@ -273,7 +273,7 @@ def wait(
             return Came(EXIT_PASS, (f"unknown whether its pods come: {error}",))
         late = time.monotonic() >= until
         if refused:
-            return Came(EXIT_FAILED, tuple(f"no pod comes: {text}" for text in refused))
+            return Came(EXIT_FAILED, tuple(f"no pod starts: {text}" for text in refused))
         if ended := [text for pod in pods if (text := how_failed(pod))]:
             return Came(EXIT_FAILED, tuple(ended))
         waiting = [text for pod in pods if (text := why_waiting(pod))]

@@ -44,14 +44,14 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
         for job in jobs:
             if job.without_gpus and not asks_for_gpus(resources):
                 notes.append(
-                    f"{job.kind}/{job.name}: its pods ask for no GPU: left alone; --resource NAME=COUNT adds one"
+                    f"{job.kind}/{job.name}: its pods request no GPU, so it is not changed; --resource NAME=COUNT adds one"
                 )
                 additions.append(None)
                 continue
             advice, said = advised(job, found, options)
             advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
             if any(_MPIRUN.search(word) for word in job.command):
-                said.append("ranks that mpirun starts on other nodes get of the environment only what its -x names")
+                said.append("mpirun passes only the variables that -x names to ranks on other nodes")
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
             additions.append(Additions(
                 settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),

@@ -107,7 +107,7 @@ def answer(sources: WhySources) -> Verdict:
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
-        verdict = replace(verdict, state="unknown", line="unknown: nothing was read that tells how a run stands")
+        verdict = replace(verdict, state="unknown", line="unknown: no source shows whether the run is stuck, slow or failed")
         if sources.run is not None:
             hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks",
                            command=f"topoflight run --folder {sources.run} -- torchrun train.py")  # fmt: skip
@@ -280,7 +280,7 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
         if moved or not counts:
             return _alike(verdict, report, earlier, counts, moved=moved)
         if earlier is None:
-            what = f"one answer of RAS does not tell slow from stuck: {counts}"
+            what = f"one answer of RAS does not show whether the run is slow or stuck: {counts}"
             return _left_open(verdict, f"{counts}, by one answer of RAS", what, _ASK_RAS_TWICE)
         if not late:  # the most are behind: they are not accused
             hint = Unknown(what="who of the most is behind", command="topoflight why --flight-recorder DIR")
@@ -324,7 +324,7 @@ def _alike(
         said = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {said}" if verdict.state == "fine" else verdict.line)
     if earlier is None or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
-        what = "whether the counts move, which one answer of RAS, and its text without a fault, do not tell"
+        what = "whether the counts move, which neither one answer of RAS nor its text without a fault shows"
         return _left_open(verdict, "", what, _ASK_RAS_TWICE) if report.total else verdict
     line = "no count moved between two answers of RAS, and all ranks have launched as many: they are all in one call, "
     line = f"{line}or between two" if verdict.state == "fine" else ""
@@ -426,7 +426,7 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     if verdict.state == "fine" and slow:
         return replace(verdict, state="slow", line=f"slow: {slow.message}", causes=causes)
     if verdict.state == "fine" and found.outcome == "finished":
-        verdict = replace(verdict, line="fine: the log says that the job came to its end")
+        verdict = replace(verdict, line="fine: the log shows that the job finished")
     elif verdict.state == "fine" and causes:
-        verdict = replace(verdict, line=f"fine but for the log: {causes[0].message}")
+        verdict = replace(verdict, line=f"fine except for a problem in the log: {causes[0].message}")
     return replace(verdict, causes=(*verdict.causes, *causes))

@@ -109,7 +109,7 @@ def attached(
     if not all(rails):
         return advice
     seen = f"net1 to net{len(networks)}: {', '.join(interfaces)}"
-    where = Reason(rule="A pod has GIDs of the rails alone that it has a network on", evidence=seen, source=_MULTUS)
+    where = Reason(rule="A pod has GIDs only of the rails to which it has a network", evidence=seen, source=_MULTUS)
     needs = [PodNeed(name="network", value=name, reason=where) for name in networks]
     if resource:
         needs.append(PodNeed(name="resource", value=f"{resource}: 1", reason=where))

@@ -251,7 +251,7 @@ def published(case: Situation, name: str) -> Setting | None:
     if any(name in (info.nccl_conf or {}) for node in probed if (info := node.hostinfo())):
         return None  # the machine's own file says it already, and may say it otherwise
     evidence = "; ".join(dict.fromkeys(_evidence(node, row) for node in probed))
-    rule = f"Published for {row.name}; nothing that a probe sees says it"
+    rule = f"Published for {row.name}; no fact of a probe confirms it"
     source = f"{recipe.source.name}, {recipe.source.date}"
     return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=source))
 

@@ -182,7 +182,7 @@ def _hca_evidence(choice: PortChoice, down: Sequence[PortView]) -> str:
     parts = [f"{interface} is on {device}" for device, interface in choice.secondary.items()]
     parts += [f"{_names(choice.chosen)}: {_fabric(choice.chosen)}"]
     parts += [f"left out {name}: {why}" for name, why in (choice.dropped | choice.far).items()]
-    parts += [f"{view.name} is {view.port.state}: NCCL passes over it until it is repaired" for view in down]
+    parts += [f"{view.name} is {view.port.state}: NCCL ignores it until it is repaired" for view in down]
     return "; ".join(parts)
 
 

@@ -67,7 +67,7 @@ def _nothing(facts: RunFacts) -> Verdict:
         hint = Unknown(what="whether it runs: its host's process table was not read", command="ps on its host")
         found = not_yet([f"rank {rank} {one.words}" for rank, one in mute], mute[0][1].grace)
         return replace(found, unknown=(*unknown, hint))
-    line = "no fault found: no rank is missing, late or gone, and no call waits for long"
+    line = "no fault found: no rank is missing, late or dead, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"
     return Verdict(state="fine", line=line, unknown=tuple(unknown))

@@ -318,7 +318,7 @@ def mismatch(rows: Mapping[int, Call], *, size: int | None) -> Cause:
     for rank, call in sorted(rows.items()):
         by_kind.setdefault(call.words, []).append(rank)
     each = ", ".join(f"{ranks_of(ranks)} call{'s' if len(ranks) == 1 else ''} {k}" for k, ranks in by_kind.items())
-    rest = "; no majority tells which of them is wrong"
+    rest = "; there is no majority, so it is unknown which of them is wrong"
     if size is None:
         rest = "; the log names no process group, so they may be of different groups"
     elif len(rows) < size <= MOST_RANKS:

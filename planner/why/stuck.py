@@ -156,7 +156,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
     if unseen and len(what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
         rows = [f"rank {rank} has not written since the others wait; {wait}" for rank in unseen]
         return not_yet(rows, facts.limit, waiting)
-    rest = f"whether {ranks_of(unseen)} came is not known" if unseen else "which rank has not come is not known"
+    rest = f"whether {ranks_of(unseen)} entered the call is unknown" if unseen else "the rank that has not entered the call is unknown"
     counts = tuple(
         f"{len(blocked.here[rank])} of the {size} ranks of group {blocked.waits[rank].group} are seen in number "
         f"{blocked.waits[rank].number}"
@@ -175,7 +175,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
     cause = cause_named("rank_unknown", waits=blocked.describe(waiting), rest=rest, evidence=evidence)
     how = ("topoflight why LOG_OF_EVERY_RANK --flight-recorder DIR; on the next run "
            "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
-    return open_verdict("stuck", cause, facts, waiting, "which rank has not come to the call", how)
+    return open_verdict("stuck", cause, facts, waiting, "which rank has not entered the call", how)
 
 
 def _age(blocked: BlockedCalls, facts: RunFacts, traces: Mapping[int, RankTrace]) -> str:
@@ -195,16 +195,16 @@ def _by_calls(
         return Activity("gpu", f"has called {describe(mine)}, and its GPU has not begun it: work before it still runs")
     if mine is not None:
         kind = "gpu" if rank in blocked.left else "unknown"
-        return Activity(kind, f"is still in {describe(mine)}, which the others have left")
+        return Activity(kind, f"is still in {describe(mine)}, which the others have finished")
     if rank in facts.states or rank in facts.processes or rank in facts.stacks:
         return None
     call = next(blocked.waits[one] for one, others in sorted(blocked.missing.items()) if rank in others)
     trace = traces[rank]
     last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
     newest = trace.enqueued.get(call.group) or (last.number if last else 0)
-    since = f"; its last there is number {newest}" if newest else "; it has called nothing there"
+    since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
     where = f", from {last.frames[0]}" if last and last.frames else ""
-    return Activity("unknown", f"has not come to {describe(call)}{since}{where}")
+    return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
 
 
 def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:

@@ -316,8 +316,8 @@ def _xids(gpu: Gpu) -> Iterator[Finding]:
 
 
 _LOG_UNREAD = (
-    "the kernel's log is not readable here, and NVML tells only of Xids that come from the first scan on: whether one "
-    "came before is not known"
+    "the kernel log is not readable here, and NVML reports only Xids after the first scan, "
+    "so earlier Xids are unknown"
 )
 
 

@@ -249,7 +249,7 @@ def test_what_is_in_no_comparison_says_why() -> None:
     found = records_of([record(["NET/IB/0"], 1.0, status="running"), record([], 1.0), record(["NET/Socket/0"], 1.0)])
     assert by_network(found) == ()
     told = "\n".join(not_drawn(found))
-    assert "not complete but running" in told and "names no transport" in told and "took one network" in told
+    assert "running, not complete" in told and "names no transport" in told and "took one network" in told
 
 
 def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal() -> None:
