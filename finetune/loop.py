@@ -249,7 +249,7 @@ class Trainer:
         if done.stop:
             self.save(place)
             self.store.finish()
-            raise StoppedError(f"SIGTERM: saved at step {step}; run the same command again to resume")
+            raise StoppedError(f"SIGTERM: saved at step {step}; start again to resume")
         if config.save_strategy == "steps" and step % config.save_steps == 0:
             self.save(place)
             self.recorder.write()

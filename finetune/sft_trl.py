@@ -85,7 +85,7 @@ class Run:
         self.recorder.find_fullest_rank()
         record.checkpoint = get_last_checkpoint(self.args.output_dir)
         if trainer.seen.stopped and trainer.state.global_step < trainer.state.max_steps:
-            raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; run the same command again to resume")
+            raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to resume")
         trainer.save_model(self.args.output_dir)
         setattr(record, "adapter" if self.config.use_peft else "saved_model", self.args.output_dir)
         if self.args.push_to_hub:

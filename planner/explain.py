@@ -170,7 +170,7 @@ def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
         return f"{slower:.1%} slower; {more / GIB:+.2f} GiB per rank"
     link = link_of(job.links, other.layout, worst) if worst in COMMUNICATION else None
     over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
-    return f"{slower:.1%} slower: {deltas[worst]:.3g} s more for {_WORDS[worst]}{over}"
+    return f"{slower:.1%} slower: {deltas[worst] * 1000:,.1f} ms more for {_WORDS[worst]}{over}"
 
 
 def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str, ...]:

@@ -101,7 +101,8 @@ def _rates(
             return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
         other = fallback_gpu()
         unknowns.append(
-            f"GPU {node.gpus[0].model!r} is not in the catalogue: the speed of {other.name} is assumed; run topoflight calibrate"
+            f"GPU {node.gpus[0].model!r} is not in the catalogue: the speed of {other.name} is assumed; "
+            "run topoflight calibrate"
         )
         rates = gpu_rates(other, train, engine, precision)
         memory = float(node.gpus[0].memory_bytes) if node.gpus[0].memory_bytes else None
@@ -273,9 +274,7 @@ def plan(
         unknowns.append("device memory unknown: nothing was rejected for its memory")
     lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
     if lost:
-        unknowns.append(
-            f"{', '.join(lost[:8])} cannot be used: repair it first; the layout is for the remaining GPUs"
-        )
+        unknowns.append(f"{', '.join(lost[:8])} cannot be used: repair it first; the layout is for the remaining GPUs")
     capability = _capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
         unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
@@ -348,7 +347,7 @@ def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
     due = forecast_named(planned, layout)
     ratio = seconds / due.forecast.step_seconds.mid
     rates = planned.job.rates
-    words = f"a step of {due.layout.family} took {seconds:.3g} s, {ratio:.2f} times its forecast: all forecasts are scaled by this ratio"
+    words = f"a step of {due.layout.family} took {seconds:.3g} s, {ratio:.2f} x its forecast: all forecasts are scaled"
     job = replace(planned.job, rates=replace(rates, inputs=(*rates.inputs, words)))
     return replace(planned, job=job, scale=planned.scale * ratio, calibrated=True)
 

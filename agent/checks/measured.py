@@ -169,7 +169,7 @@ def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Find
     found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
     fabric = result.evidence.fabric if result.evidence else ()
     lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
-    off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is disabled by configuration" in why), "")
+    off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by a setting" in why), "")
     if off:
         return make_finding(f"{NVLS} off", node, evidence=lines, why=off)
     expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]

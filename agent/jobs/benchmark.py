@@ -170,10 +170,10 @@ def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
     """Whether the ranks' library may reduce in the switch, and why not; None where its version is not known."""
     environment = row.get("environment") or {}
     if environment.get("NCCL_NVLS_ENABLE") == "0":
-        return False, ("NCCL_NVLS_ENABLE=0 in the environment: NVLS is disabled by configuration",)
+        return False, ("NCCL_NVLS_ENABLE=0 in the environment: NVLS is off by a setting",)
     algorithms = environment.get("NCCL_ALGO")
     if algorithms and not _allows_nvls(algorithms):
-        return False, (f"NCCL_ALGO={algorithms} in the environment: NVLS is disabled by configuration",)
+        return False, (f"NCCL_ALGO={algorithms} in the environment: NVLS is off by a setting",)
     version = re.match(r"(\d+)\.(\d+)", str((row.get("versions") or {}).get("nccl", "")))
     if version is None:
         return None, ()

@@ -270,7 +270,7 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
         raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
     if nodes > 1 and output is not None and not _on_claim(str(output)).startswith(f"{MOUNT}/"):
-        raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, where the claim is mounted")
+        raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, the claim")
 
 
 def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:

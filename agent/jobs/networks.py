@@ -122,7 +122,7 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
     if record is None:
         return replace(bar, status="failed", why=bar.why or "the job left no record of its run")
     if record.status != "complete":
-        return replace(bar, status="failed", why=record.reason or f"the status of the run is {record.status}, not complete")
+        return replace(bar, status="failed", why=record.reason or f"the run has the status {record.status}")
     proven, words = proof_of(record, interface, rdma=rdma)
     if not proven:
         transports = "; ".join(words) or "the record names no transport"

@@ -161,7 +161,7 @@ def _judged(
     view = measured.with_bench(build_view(found, expected=expected), result)
     view = replace(view, checks=for_next_job(view.checks, found))
     if result is None:
-        extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not requested; --measure measures it")
+        extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not requested; add --measure")
 
     progress.step("recommend: environment and layout")
     advice = _recommend(options, found, result, calibration)
@@ -183,7 +183,7 @@ def _judged(
         else:
             extra += measured.checks_of_run(record, found[0].hostname, why)
     else:
-        extra += measured.unmeasured(measured.RUN_CODES, "not requested; --train runs it")
+        extra += measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
     progress.done()
 
     stopped = "" if record is not None else _stopped_by(result, stop)

@@ -44,7 +44,8 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
         for job in jobs:
             if job.without_gpus and not asks_for_gpus(resources):
                 notes.append(
-                    f"{job.kind}/{job.name}: its pods request no GPU, so it is not changed; --resource NAME=COUNT adds one"
+                    f"{job.kind}/{job.name}: its pods request no GPU, so it is not changed; "
+                    "--resource NAME=COUNT adds one"
                 )
                 additions.append(None)
                 continue

@@ -107,7 +107,7 @@ def answer(sources: WhySources) -> Verdict:
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
-        verdict = replace(verdict, state="unknown", line="unknown: no source shows whether the run is stuck, slow or failed")
+        verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
         if sources.run is not None:
             hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks",
                            command=f"topoflight run --folder {sources.run} -- torchrun train.py")  # fmt: skip
@@ -417,7 +417,8 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end
         said = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
         return replace(verdict, causes=(*verdict.causes, *said))
-    verdict = replace(verdict, sources=(*verdict.sources, f"NCCL log: {found.lines_read} lines"))
+    read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}"
+    verdict = replace(verdict, sources=(*verdict.sources, read))
     if verdict.state == "fine" and found.outcome == "failed":
         causes = causes or tuple(_cause_of(p) for p in found.problems if p.code in _ENDS)[:1]
         first = causes[0].message if causes else "the log says so"

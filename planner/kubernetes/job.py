@@ -275,5 +275,5 @@ def _named(resource: str, allocatable: Sequence[str] | None) -> str:
     if len(found) == 1:
         return found[0]
     offered = f"the nodes offer {', '.join(found) or 'none'}"
-    detail = offered if allocatable is not None else "the cluster was not asked what its nodes offer (set KUBECONFIG or --context)"
+    detail = offered if allocatable is not None else "the cluster was not asked (set KUBECONFIG or --context)"
     raise JobError(f"resource {resource}: {detail}; name the one to use with --resource NAME=COUNT")

@@ -24,7 +24,7 @@ GATE = "preflight"
 _KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
 _BY_HAND = "what to add by hand: topoflight recommend -o env"
 _OTHERS = {
-    "MPIJob": "mpirun passes only the variables that -x names to its ranks: topoflight recommend -o env, each line with -x",
+    "MPIJob": "mpirun passes only what -x names to its ranks: topoflight recommend -o env, each line with -x",
     **dict.fromkeys(("RayJob", "RayCluster", "RayService"),
                     "Ray's workers take theirs from runtime_env's env_vars: topoflight recommend -o env"),
 }  # fmt: skip
@@ -229,8 +229,8 @@ class _Wrapper:
                 self._note(f"no claim of a ComputeDomain, and none is added: `launch` shows one ({reason})")
         self._gate()
         if part.restart == "Never":
-            self._note("restartPolicy is Never: no pod is recreated, neither after a failed gate nor after its node was "
-                      "lost; launch the job again to resume from its last checkpoint")  # fmt: skip
+            self._note("restartPolicy is Never: no pod is recreated, neither after a failed gate nor after its "
+                      "node was lost; launch the job again to resume from its last checkpoint")  # fmt: skip
         self._annotate(part.pod)
 
     @property
@@ -289,7 +289,7 @@ class _Wrapper:
                        if each.get("name") in claims and not each.get("readOnly")), None)  # fmt: skip
         self._variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
         if folder is None:
-            self._note("NCCL's log stays in the log of the pod, because no claim is mounted; `kubectl logs POD | topoflight evidence -`")
+            self._note("no claim is mounted, so NCCL's log is in the pod's: `kubectl logs POD | topoflight evidence -`")
             return
         log = f"{folder.rstrip('/')}/nccl-{self._job.name}.%h.%p.log"
         self._variable("NCCL_DEBUG_FILE", log, f"read by: topoflight evidence {log.split('%')[0]}*")
@@ -326,7 +326,7 @@ class _Wrapper:
                 if stands != count and quantity(stands) != quantity(count):
                     self._note(f"{there[0]}: {stands} is set in the manifest and stays; recommended is {count}")
             elif name.endswith("/*"):
-                self._note(f"needs {name}: {count}, but the name under which the nodes offer it is unknown: add --resource NAME=COUNT")
+                self._note(f"needs {name}: {count}, but its name on the nodes is unknown: add --resource NAME=COUNT")
             else:
                 self._limit(name, count, has)
         self._rdma({*has, *wanted})
@@ -547,7 +547,7 @@ def _job(document: Document, configs: dict[str, Any]) -> Job | None:
     except (AttributeError, TypeError) as error:
         raise WrapError(f"{kind}/{name}: is not built as a {kind} is: {error}") from None
     if not parts:
-        raise WrapError(f"{kind}/{name}: the container that trains is unknown: there is none, or there are several and none of them has GPUs")
+        raise WrapError(f"{kind}/{name}: no container, or several without GPUs, so the one that trains is unknown")
     parts = tuple(part for part in parts if part.gpus) or parts  # a driver without GPUs takes no part in collectives
     counted = [part.replicas for part in parts]
     nodes = sum(n or 0 for n in counted) if None not in counted else None

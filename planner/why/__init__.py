@@ -78,4 +78,4 @@ def _sources(facts: RunFacts) -> tuple[str, ...]:
         "flight recorder": facts.traces, "rank states": facts.states, "processes": facts.processes,
         "stacks": (*facts.stacks, *facts.unranked), "watchdog": facts.log.traces,
     }  # fmt: skip
-    return tuple(f"{name}: {len(rows)} ranks" for name, rows in counts.items() if rows)
+    return tuple(f"{name}: {len(rows)} rank{'s' * (len(rows) > 1)}" for name, rows in counts.items() if rows)

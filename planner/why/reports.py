@@ -180,7 +180,7 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
     if not rows or facts.states:
         return None
     cause = cause_named("in_vain", who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
-    return open_verdict("failed", cause, facts, tuple(rows), "which rank has not joined", _EVERY_LOG)
+    return open_verdict("failed", cause, facts, tuple(rows), "which rank has not entered the call", _EVERY_LOG)
 
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
@@ -254,7 +254,7 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
         message = (
             "every rank has ended; those that left an error had lost another"
             if whole
-            else (f"{ranks_of(ranks)} endedafter they lost the connection to another rank or timed out waiting for it; the others have not ended")
+            else f"{ranks_of(ranks)} ended after they lost a peer or timed out; the others have not ended"
         )
         action = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
     else:
@@ -275,7 +275,7 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
     who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
     rest = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
     line = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in rest)])
-    hint = Unknown(what="whether the ranks move: one stack of each does not show it", command="take the stacks once more "
+    hint = Unknown(what="whether the ranks move: one stack does not show it", command="take the stacks once more "
                    "some seconds later, or topoflight why --run DIR --watch")  # fmt: skip
     return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))
 

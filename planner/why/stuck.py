@@ -156,7 +156,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
     if unseen and len(what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
         rows = [f"rank {rank} has not written since the others wait; {wait}" for rank in unseen]
         return not_yet(rows, facts.limit, waiting)
-    rest = f"whether {ranks_of(unseen)} entered the call is unknown" if unseen else "the rank that has not entered the call is unknown"
+    rest = f"whether {ranks_of(unseen)} entered is unknown" if unseen else "the rank that has not entered is unknown"
     counts = tuple(
         f"{len(blocked.here[rank])} of the {size} ranks of group {blocked.waits[rank].group} are seen in number "
         f"{blocked.waits[rank].number}"

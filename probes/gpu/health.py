@@ -243,7 +243,7 @@ def _heat(gpu: Gpu) -> Iterator[Finding]:
     now, slowdown = gpu.temperature_celsius, gpu.temperature_slowdown_celsius
     limit = min(HOT_CELSIUS, slowdown or HOT_CELSIUS)
     if now is not None and now >= limit:
-        cut = f", and is cut at {slowdown:.0f} C" if slowdown else ""
+        cut = f", and again at {slowdown:.0f} °C" if slowdown else ""
         yield finding("gpu.thermal.hot", gpu, limit=limit, cut=cut)
     held: list[tuple[str, float, str]] = []  # code, the least that the clock loses, why
     if "hw_slowdown" in reasons and not reasons & (THERMAL | {"hw_power_brake"}):
@@ -316,8 +316,7 @@ def _xids(gpu: Gpu) -> Iterator[Finding]:
 
 
 _LOG_UNREAD = (
-    "the kernel log is not readable here, and NVML reports only Xids after the first scan, "
-    "so earlier Xids are unknown"
+    "the kernel log is not readable here, and NVML reports only Xids after the first scan, so earlier Xids are unknown"
 )
 
 

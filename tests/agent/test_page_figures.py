@@ -151,8 +151,8 @@ def test_the_matrix_follows_its_legend_and_names_every_nic(name: str, dense: boo
 
 def test_one_lost_gpu_does_not_hide_where_the_nics_of_the_others_are() -> None:
     html = pages.node_page(view("sick-h100-gpu-lost"), None, "", trouble=None)
-    assert "PIX for 7 GPUs, undecidable for 1 GPU" in html
-    assert "Nearest NIC of each GPU (undecidable for GPU5)" in html
+    assert "PIX for 7 GPUs, unknown for 1 GPU" in html
+    assert "Nearest NIC of each GPU (unknown for GPU5)" in html
 
 
 def test_the_page_may_load_nothing_but_its_own_inline_blocks() -> None:

@@ -240,7 +240,7 @@ def test_devices_that_cannot_be_chosen_are_named(kubeconfig: ApiServer) -> None:
         kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
     assert "the nodes offer rdma/x, rdma/y" in CliRunner().invoke(launch, words).output
     asked_nobody = CliRunner(env={"KUBECONFIG": None}).invoke(launch, words)
-    assert asked_nobody.exit_code == 2 and "the cluster was not asked what its nodes offer" in asked_nobody.output
+    assert asked_nobody.exit_code == 2 and "the cluster was not asked" in asked_nobody.output
 
 
 COLLECTIONS = {

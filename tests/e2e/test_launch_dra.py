@@ -86,7 +86,9 @@ def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does
     """A request of GPU and NIC for each rank, one PCIe root for each pair; the GPUs are not asked for twice."""
     two_nodes(cluster, EIGHT, EIGHT[::-1])
     done = run_job()
-    assert done.stderr == ("DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra turns it off\n")
+    assert done.stderr == (
+        "DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra turns it off\n"
+    )
     (template,) = cluster.of_kind("ResourceClaimTemplate")
     devices = template["spec"]["spec"]["devices"]
     assert len(devices["requests"]) == 16

@@ -320,7 +320,7 @@ def of_calls() -> Iterator[Row]:
            "stuck", (2,), "rank.stopped", ())  # fmt: skip
     yield ("a process that is gone", replace(waiting(phase="compute", for_seconds=3.0), processes={2: "gone"}),
            "failed", (2,), "rank.gone", ())  # fmt: skip
-    yield "nothing was read of a rank", unread, "stuck", (), TIMEOUT, ("whether rank 2 entered the call is unknown",)
+    yield "nothing was read of a rank", unread, "stuck", (), TIMEOUT, ("whether rank 2 entered is unknown",)
     yield ("a size of the job that cannot be true costs no memory", replace(waiting(), world=10**15), "stuck", (2,),
            BEHIND, ())  # fmt: skip
     yield "dumps alone", dumped(WAITS, WAITS, {}, WAITS), "stuck", (2,), BEHIND, (
@@ -328,7 +328,7 @@ def of_calls() -> Iterator[Row]:
     yield "dumps: not begun", dumped(WAITS, WAITS, {"started": False}, WAITS), "stuck", (2,), BEHIND, (
         "its GPU has not begun it", BY_FILES)  # fmt: skip
     yield "dumps of three", dumped(WAITS, WAITS, WAITS), "stuck", (), TIMEOUT, (
-        "whether rank 3 entered the call is unknown", BY_FILES)  # fmt: skip
+        "whether rank 3 entered is unknown", BY_FILES)  # fmt: skip
     yield "all have come", dumped(WAITS, WAITS, WAITS, WAITS), "stuck", (), NETWORK, (
         "every rank of the group has entered", BY_FILES)  # fmt: skip
     yield "the dumps count before the watchdog", replace(dumped(WAITS, WAITS, {}, WAITS), log=logged(
@@ -504,7 +504,7 @@ ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10:
         (NOTHING, SILENT, SILENT, ("stuck", (1,), "rank.silent"), ""),
         (NOTHING, replace(SILENT, timeouts=1), None, ("stuck", (1,), "rank.silent"), ""),
         (judge(LATE), ONE_LISTED, None, ("stuck", (2,), BEHIND), ""),
-        (judge(LATE), ras.RasReport(total=1, most=256), None, ("stuck", (), TIMEOUT), "which rank has not joined"),
+        (judge(LATE), ras.RasReport(total=1, most=256), None, ("stuck", (), TIMEOUT), "which rank has not entered"),
         (judge(waiting(phase="data")), counts("AllReduce", {r: 9 - (r == 0) for r in range(4)}), None,
          ("stuck", (2,), "rank.data"), "lists outliers"),  # it does not overrule the calls
     ],
