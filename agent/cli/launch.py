@@ -36,8 +36,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch the fine-tune or your own --script with the recommended environment and layout, here or on a cluster.
 
-    Exit code 0: the run ended well, or the job was created. 3: a check or the run failed, or pods are refused. 5: a
-    required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
+    Exit code 0: the run ended well, or the job was created. 3: a check or the run failed, or pods were rejected. 5:
+    a required check is unknown, or no pod started. 75: interrupted after a checkpoint; the same command resumes.
     """
     from agent.advice.advise import with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, base_request

@@ -32,7 +32,7 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
 @click.command()
 @with_options("serve")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
-    """Run the HTTP agent: page, JSON, metrics. Endpoints that make load stay closed without --token-file or -review.
+    """Run the HTTP agent: pages, JSON and metrics. POST requests need --token-file or --token-review.
 
     With --host it serves recordings instead of this host.
     """
