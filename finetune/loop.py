@@ -42,7 +42,7 @@ class DivergedError(EndedError):
 
 
 class StoppedError(EndedError):
-    """Somebody asked the run to stop; it goes on from its checkpoint."""
+    """The run was asked to stop; it resumes from its checkpoint."""
 
     code, status = RESUMABLE, "interrupted"
 

@@ -1,4 +1,4 @@
-"""The one function that answers: environment, layout, forecast, what was turned down, for one job on one cluster."""
+"""The one function that answers: environment, layout, forecast and rejected layouts, for one job on one cluster."""
 
 from __future__ import annotations
 
@@ -560,7 +560,7 @@ def _other_batches(planned: Planned) -> Iterator[int]:
 
 
 def _why_refused(planned: Planned, found: Found) -> Rejected:
-    """Of all that was turned down, the row that speaks of what the settings ask for."""
+    """Of all rejected layouts, the row about what the settings ask for."""
     families = [row for row in found.rejected if row.what.startswith("PP=")]
     short = [row for row in families if row.rule == "memory-fits"]
     row = next(iter(short or families or found.rejected), Rejected(what="", rule="asked", reason="no layout has them"))

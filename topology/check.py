@@ -158,8 +158,8 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
         if near.gpu in lone:
             yield _no_own_nic(node, near, len(lone))
         elif not near.local:
-            relay, beside = _relay(node, near), _same_numa_but_near(node, near)
-            where = f"nearer than SYS, though {beside} of its NUMA node has one" if beside else "on its own NUMA node"
+            relay, sibling = _relay(node, near), _same_numa_but_near(node, near)
+            where = f"nearer than SYS, though {sibling} of its NUMA node has one" if sibling else "on its own NUMA node"
             yield finding(
                 TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
                 _by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),

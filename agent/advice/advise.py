@@ -116,10 +116,10 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
         group for group in grouped(checks) if {check.code for check in group.checks if check.status == "fail"} - counted
     ]
     ends, left_out = "this fault ends the job", "the forecast does not count this fault"
-    said = tuple(f"{ends if ENDS & set(group.codes) else left_out}: {_fault(group)}" for group in groups[:_FAULTS_SAID])
-    more = len(groups) - len(said)
+    rows = tuple(f"{ends if ENDS & set(group.codes) else left_out}: {_fault(group)}" for group in groups[:_FAULTS_SAID])
+    more = len(groups) - len(rows)
     rest = (f"{more} more findings of failed checks: topoflight scan",) if more else ()
-    return replace(advice, unknowns=(*advice.unknowns, *said, *rest)) if advice.chosen else advice
+    return replace(advice, unknowns=(*advice.unknowns, *rows, *rest)) if advice.chosen else advice
 
 
 def findings_of(checks: Iterable[Finding]) -> Findings:
@@ -133,8 +133,8 @@ def findings_of(checks: Iterable[Finding]) -> Findings:
 
 def _fault(group: Group) -> str:
     on = f"on {group.subjects[0]}" if len(group.subjects) == 1 else group.places
-    said = "; ".join(dict.fromkeys(check.message for check in group.checks)) if group.trouble else group.message
-    return f"{', '.join(group.codes)}{on and ' '}{on}: {said}"
+    text = "; ".join(dict.fromkeys(check.message for check in group.checks)) if group.trouble else group.message
+    return f"{', '.join(group.codes)}{on and ' '}{on}: {text}"
 
 
 def answer(
@@ -252,8 +252,8 @@ def command(request: Request) -> str:
     words += [word for path in request.hosts for word in ("--host", str(path))]
     if request.train.length_histogram:
         words += ["--lengths", ",".join(f"{tokens}:{rows}" for tokens, rows in request.train.length_histogram)]
-    said = {"root": "--root", **question.fields(), "bench_file": "--bench", "calibration": "--calibration"}
-    for name, option in said.items():
+    options = {"root": "--root", **question.fields(), "bench_file": "--bench", "calibration": "--calibration"}
+    for name, option in options.items():
         value = _member(request, name)
         if value not in (None, False, _member(Request(), name)):
             words += [f"--{value}"] if name == "transport" else [option] if value is True else [option, str(value)]
@@ -337,7 +337,7 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
     inside = {name for name, seen in roles.items() if seen <= POD_ROLES}
     secondary = any("secondary" in roles[name] for name in inside)
     where = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
-    kept, notes = [], []
+    settings, notes = [], []
     for setting in advice.settings:
         wrong = ""
         if setting.name.endswith("_SOCKET_IFNAME"):
@@ -353,8 +353,8 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
             more = "a capture in a pod on the job's networks shows it"
             notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")
         else:
-            kept.append(setting)
-    return replace(advice, settings=tuple(kept)), notes
+            settings.append(setting)
+    return replace(advice, settings=tuple(settings)), notes
 
 
 # The same job on other machines, numbers of nodes and networks.

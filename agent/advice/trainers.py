@@ -54,8 +54,8 @@ def _advise_for(
     request = for_whole_run(with_rows(request, settings), settings)
     has_gpus = bool(request.machine) or any((facts := one.facts(GpuFacts)) and facts.gpus for one in found)
     if trainer == TRL and not has_gpus:
-        kept = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
-        request = request.changed(asked=tuple(kept))
+        remaining = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
+        request = request.changed(asked=tuple(remaining))
     return advise(request, lambda: found)
 
 

@@ -40,8 +40,8 @@ def tally(counts: Mapping[str, int]) -> str:
 
 def rest(word: str, counts: Mapping[str, int]) -> str:
     """The tally without what a verdict of that word says by itself: its own count, or of a pass the unknown checks."""
-    said = "unknown" if word == "pass" else word
-    return tally({status: number for status, number in counts.items() if status != said})
+    shown = "unknown" if word == "pass" else word
+    return tally({status: number for status, number in counts.items() if status != shown})
 
 
 def size(value: float | None) -> str:

@@ -86,9 +86,9 @@ def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
             subject for check in found[:8] if check.status == "fail" and check.subject
             and (subject := f"{check.node} {check.subject}") not in named
         ]  # fmt: skip
-        said = tuple(f"{check.node}: {check.code} {check.subject}: {check.message}"[:300] for check in found[:4])
+        evidence = tuple(f"{check.node}: {check.code} {check.subject}: {check.message}"[:300] for check in found[:4])
         action = found[0].remedy if found and found[0].remedy else cause.action
-        causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
+        causes.append(replace(cause, evidence=(*cause.evidence, *evidence), action=action))
     scanned = {check.node for check in checks}
     missing = tuple(
         Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")

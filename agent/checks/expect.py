@@ -403,7 +403,7 @@ def _interface(snapshot: Snapshot, _topology: NodeTopology, wanted: str) -> Judg
     mine = [link for link in facts.interfaces if fnmatchcase(link.name, wanted)]
     if not mine:
         return False, f"there are {', '.join(sorted(link.name for link in facts.interfaces)) or 'none'}"
-    bad = [f"{link.name} {lacks}" for link in mine if (lacks := _lacks(link))]
+    bad = [f"{link.name} {problem}" for link in mine if (problem := _lacks(link))]
     return not bad, ", ".join(bad) or f"{', '.join(link.name for link in mine)} up, with an address"
 
 

@@ -367,7 +367,7 @@ def _launch_script(
         raise InputError(f"--script {script}: {error.strerror}") from None
     found = snapshots(options["hosts"], ALL, root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
-    for line in plan.said:
+    for line in plan.notes:
         print_text(f"note: {line}", err=True)
     if dry_run:
         print_text(render(plain.write(plan.document), form or "yaml"), nl=False)

@@ -234,7 +234,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         """Layouts for a model on this machine or one of the catalogue, side by side."""
         view, query = state.current(), tuple(asked.model_dump().items())
         key = "/what-if", query
-        return respond(await rendered.asked(request, worker, view, key, "what_if", view=view, fields=query))
+        return respond(await rendered.compute(request, worker, view, key, "what_if", view=view, fields=query))
 
     @app.get("/why", tags=["page"], response_class=HTMLResponse, responses=problems())
     async def why_page() -> Response:
@@ -338,7 +338,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
             records = await cluster.records()
             return respond(await worker.ask(request, "recommendations_of_all", records=records, **parameters))
         key = "/recommendations", form, parameters["options"]
-        return respond(await rendered.asked(request, worker, view, key, "recommendations", view=view, **parameters))
+        return respond(await rendered.compute(request, worker, view, key, "recommendations", view=view, **parameters))
 
 
 def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:

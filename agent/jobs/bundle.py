@@ -131,12 +131,12 @@ def compared(report: Mapping[str, Any], checkpoint: str | Exception) -> dict[str
     try:
         if isinstance(checkpoint, Exception):
             raise checkpoint
-        kept = loads(checkpoint)["Data"]
-        registered = {str(name): [str(i) for i in ids or ()] for name, ids in kept["RegisteredDevices"].items()}
+        entries = loads(checkpoint)["Data"]
+        registered = {str(name): [str(i) for i in ids or ()] for name, ids in entries["RegisteredDevices"].items()}
         handed = [
             {"pod": each["PodUID"], "container": each["ContainerName"], "resource": each["ResourceName"],
              "devices": _ids(each["DeviceIDs"])}
-            for each in kept["PodDeviceEntries"] or ()
+            for each in entries["PodDeviceEntries"] or ()
         ]  # fmt: skip
     except (OSError, PlainError, BundleError, ValueError, KeyError, TypeError, AttributeError) as error:
         found["kubelet"] = f"unknown: {error}"

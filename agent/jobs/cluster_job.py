@@ -71,8 +71,8 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
     if options["dra"]:
         if twice := [word for word in named if word.startswith(DEVICES)]:
             raise JobError(f"--resource {twice[0]}: with --dra the claim requests GPU and NIC; use only one of the two")
-        kept = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
-        advice = replace(advice, needs=tuple(kept))
+        needs = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
+        advice = replace(advice, needs=tuple(needs))
     spec = from_advice(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
         allocatable=offered, named=named, config_map=f"{name}-config", command=COMMAND,
@@ -157,8 +157,8 @@ def for_pods(
     """The recommendation without what holds on a host and not in a pod, and a line for each setting left out."""
     # without --host this machine was scanned: a node's pod, or the administrator's own
     here = not options.get("hosts") and not options.get("machine")
-    kept, notes = in_pods(advice, found, here=here)
-    return _threads(kept, options), notes
+    settings, notes = in_pods(advice, found, here=here)
+    return _threads(settings, options), notes
 
 
 def _threads(advice: Recommendation, options: Mapping[str, Any]) -> Recommendation:

@@ -228,8 +228,8 @@ def _stopping(options: Options, found: Sequence[Finding], before: Baseline) -> s
 
 def _runs(options: Options) -> tuple[RunRecord, ...]:
     """This run and the earlier ones: those named, those below the report's folder, those the agent keeps."""
-    kept = keep.folder()
-    places = [*options.runs, options.output / "runs", *([kept / keep.RUNS_FOLDER] if kept else [])]
+    stored = keep.folder()
+    places = [*options.runs, options.output / "runs", *([stored / keep.RUNS_FOLDER] if stored else [])]
     return keep.read_runs(places) if options.train or options.runs else ()
 
 

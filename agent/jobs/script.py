@@ -52,7 +52,7 @@ class ScriptPlan:
     ranks: int
     document: JobPlan
     environment: dict[str, str]  # of the processes, whole
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
     output_dir: Path | None  # where the trainer says that it writes
     grace_seconds: int  # that it has to save after SIGTERM
 
@@ -62,10 +62,10 @@ def plan_of(
 ) -> ScriptPlan:
     """The torchrun line of this host, and the forecast where the arguments tell the layout."""
     ranks = options["ranks"] or default_ranks(found)
-    said = read_command(["torchrun", str(script), *arguments], _text)
-    output_dir = said.settings.get("output_dir")
+    command = read_command(["torchrun", str(script), *arguments], _text)
+    output_dir = command.settings.get("output_dir")
     request = Request(hosts=options["hosts"], root=options["root"], ranks_per_node=ranks)
-    advice, lines = forecast_of(said, request, found)
+    advice, lines = forecast_of(command, request, found)
     set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
                    for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
     settings = {s.name: s.value for s in advice.settings if s.name not in os.environ}
@@ -84,7 +84,7 @@ def plan_of(
             layout=advice.chosen.layout if advice.chosen else None, environment=settings,
             forecast=run_forecast(advice), notes=tuple(lines),
         ),
-        said=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
+        notes=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
         output_dir=Path(output_dir) if isinstance(output_dir, str) else None,
         grace_seconds=grace(advice, storage_rate(options["storage_rate"])),
     )  # fmt: skip
@@ -103,11 +103,11 @@ def _python() -> str:
     An environment is a folder with pyvenv.cfg or conda-meta, or one with torchrun. Raises InputError without torch.
     """
     python, torchrun = shutil.which("python") or shutil.which("python3"), shutil.which("torchrun")
-    beside = Path(torchrun).with_name("python") if torchrun else None
+    sibling = Path(torchrun).with_name("python") if torchrun else None
     if python and any((Path(python).parent.parent / mark).exists() for mark in ("pyvenv.cfg", "conda-meta")):
         chosen = python
     else:
-        chosen = str(beside) if beside and beside.exists() else sys.executable
+        chosen = str(sibling) if sibling and sibling.exists() else sys.executable
     seek = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     if chosen != sys.executable and subprocess.run([chosen, "-c", seek], check=False, capture_output=True).returncode:
         raise InputError(
@@ -201,7 +201,7 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     """The record of a wrapped job's run, from what its pods left in `folder`. Raises InputError.
 
     Complete is a run whose trainer_state.json has train_runtime, which transformers writes at its end; of any other
-    the end is unknown. The forecast is made anew for the manifest; where its annotations tell another, a note says so.
+    the end is unknown. The forecast is made again for the manifest; a note says if its annotations differ.
     """
     try:
         jobs = jobs_in(documents(text))

@@ -124,7 +124,7 @@ def serves(client: Client, group: str, version: str) -> None:
 def _devices(client: Client, api: str, driver: str) -> Iterator[tuple[str, Document]]:
     """(node, device) of the driver's slices; of each pool the newest generation counts."""
     newest: dict[str, int] = {}
-    kept: dict[str, list[tuple[str, Document]]] = {}
+    by_class: dict[str, list[tuple[str, Document]]] = {}
     for slices, _ in client.pages(path_of(api, "resourceslices"), {"fieldSelector": f"spec.driver={driver}"}):
         for spec in (each.get("spec") or {} for each in slices):
             pool, node = spec.get("pool") or {}, spec.get("nodeName")
@@ -132,17 +132,17 @@ def _devices(client: Client, api: str, driver: str) -> Iterator[tuple[str, Docum
             if spec.get("driver") != driver or not node or generation < newest.get(name, generation):
                 continue
             if generation > newest.get(name, generation):
-                kept[name] = []
+                by_class[name] = []
             newest[name] = generation
-            kept.setdefault(name, []).extend((str(node), device) for device in spec.get("devices") or ())
-    for devices in kept.values():
+            by_class.setdefault(name, []).extend((str(node), device) for device in spec.get("devices") or ())
+    for devices in by_class.values():
         yield from devices
 
 
 def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
     """Create the objects through the API, after the server has admitted each of them in a dry run.
 
-    The job, which is the last, must be new, or have failed: it is then deleted first, and the new one goes on from its
+    The job, which is the last, must be new, or have failed: it is then deleted first, and the new one resumes from its
     checkpoints. A claim that is there stays as it is; what else the job needs is applied over what an earlier launch
     left. Yields a line per object. ApiError says what the server refused, and what was made before it.
     """

@@ -49,16 +49,16 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
                 )
                 additions.append(None)
                 continue
-            advice, said = advised(job, found, options)
+            advice, settings = advised(job, found, options)
             advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
             if any(_MPIRUN.search(word) for word in job.command):
-                said.append("mpirun passes only the variables that -x names to ranks on other nodes")
-            notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
+                settings.append("mpirun passes only the variables that -x names to ranks on other nodes")
+            notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in settings)]
             additions.append(Additions(
                 settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),
                 gate_image=options["preflight_image"], log=advice.backend == "nccl", annotations=forecast(advice),
             ))  # fmt: skip
-        made, kept = wrap(text, additions)
+        made, unchanged = wrap(text, additions)
         notes += [*others_in(manifest), *_judged(text, jobs, found)]
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
         template = isinstance(error, YamlTextError) and "{{" in text
@@ -67,7 +67,7 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
         # the manifest is a user's, in any shape that YAML has: a member of another kind than its API knows
         raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
-    return made, list(dict.fromkeys([*notes, *kept]))
+    return made, list(dict.fromkeys([*notes, *unchanged]))
 
 
 def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[str]:
@@ -107,23 +107,23 @@ def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> 
         here = options["config"]
         return bounded.read_text(here, MAX_FILE_BYTES) if here is not None and here.name == Path(name).name else None
 
-    said = read_command(job.command, file)
-    nodes, ranks = job.nodes or said.nodes, job.ranks_per_node or said.ranks_per_node
+    settings = read_command(job.command, file)
+    nodes, ranks = job.nodes or settings.nodes, job.ranks_per_node or settings.ranks_per_node
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
-        said.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say")
-    return forecast_of(said, request, found)
+        settings.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say")
+    return forecast_of(settings, request, found)
 
 
-def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapshot]) -> tuple[Recommendation, list[str]]:
+def forecast_of(args: CommandSettings, request: Request, found: Sequence[Snapshot]) -> tuple[Recommendation, list[str]]:
     """The advice with the forecast of the trainer's own layout, where all of it could be read; and why not."""
-    advice, unknown = None, [f"forecast: unknown: {text}" for text in said.unknown]
-    if not unknown and "model_name_or_path" not in said.settings:
+    advice, unknown = None, [f"forecast: unknown: {text}" for text in args.unknown]
+    if not unknown and "model_name_or_path" not in args.settings:
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
     if not unknown:
         try:
-            config, settings, _ = parse_config(as_run(said))
+            config, settings, _ = parse_config(as_run(args))
             advice = advise(_question(request, config, settings), lambda: found)
             if advice.chosen is None:
                 why = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
@@ -135,7 +135,7 @@ def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapsho
     except RequestError as error:
         raise InputError(str(error)) from None
     words = [line for name, line in forecast(alone).items()] if alone.chosen else []
-    return alone, [*unknown, *(f"forecast {line}" for line in words), *said.notes]
+    return alone, [*unknown, *(f"forecast {line}" for line in words), *args.notes]
 
 
 def _question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:

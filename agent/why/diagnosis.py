@@ -321,8 +321,8 @@ def _alike(
 ) -> Verdict:  # fmt: skip
     """All ranks have launched as many, or the counts move: equal counts that stand still may be one call for ever."""
     if moved:
-        said = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
-        return replace(verdict, line=f"fine: {said}" if verdict.state == "fine" else verdict.line)
+        sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
+        return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
     if earlier is None or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
         what = "whether the counts move, which neither one answer of RAS nor its text without a fault shows"
         return _left_open(verdict, "", what, _ASK_RAS_TWICE) if report.total else verdict
@@ -415,8 +415,8 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     fails = {p.code for p in rows if p.severity == "fail"}
     causes = tuple(_cause_of(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
     if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end
-        said = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
-        return replace(verdict, causes=(*verdict.causes, *said))
+        shown = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
+        return replace(verdict, causes=(*verdict.causes, *shown))
     read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}"
     verdict = replace(verdict, sources=(*verdict.sources, read))
     if verdict.state == "fine" and found.outcome == "failed":

@@ -144,7 +144,7 @@ class Watch:
             self._on_event({"rank": state.rank, "host": state.host, **event})
 
     def explain(self, verdict: str | None, code: int, before: Mapping[int, str | None], log_tail: str) -> list[str]:
-        """Say what went wrong, who first; nothing when all ranks came to their end."""
+        """Say what went wrong, the first rank first; nothing if all ranks finished."""
         if verdict is None and code == 0 and self.states and all(s.last == "end" for s in self.states.values()):
             return []
         killed = verdict is not None and not verdict.startswith("a rank failed")

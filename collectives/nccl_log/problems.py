@@ -54,7 +54,7 @@ def _more_ranks_than_a_node(ledger: Ledger) -> bool:
 
 
 def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
-    """Ranks of the job that no line shows; a log of one worker alone does not tell what joins the nodes.
+    """Ranks of the job that no line shows; a log of one worker alone does not show what connects the nodes.
 
     Ranks are counted from 0, so what lies below the lowest that was seen is missing; what lies above the highest is
     only where a line states how many ranks there are.
@@ -220,7 +220,7 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
     _demote(found, "sharp_init_failed", notes)  # the channels that NCCL then makes are judged as any others
     for code in ("python_traceback", "gpu_out_of_memory", "cuda_failure", "nvls_bind_failed", "port_in_use"):
         if ledger.outlived(code):
-            _demote(found, code, notes)  # caught: the job came to its end
+            _demote(found, code, notes)  # caught: the job finished
     for code in codes_with("of_a_step"):
         if ledger.outlived(code, before_nccl=True):
             _demote(found, code, notes)  # of an earlier step of the job

@@ -47,7 +47,7 @@ class AsIs:
     power: float = 1.0  # of the sustained rate, by the power limit
     words: list[str] = field(default_factory=list)
 
-    def say(self, words: str) -> None:
+    def report(self, words: str) -> None:
         """Once each."""
         if words not in self.words:
             self.words.append(words)
@@ -95,7 +95,7 @@ def _sockets(now: AsIs, host: str, finding: Finding) -> None:
     if network.link.startswith("TCP over") and network.bytes_per_second <= slow.bytes_per_second:
         return
     now.links = replace(now.links, network=slow)
-    now.say(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
+    now.report(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
 def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - of every host alike
@@ -107,7 +107,7 @@ def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG0
         link=f"{network.link} through host memory", why="without GPUDirect 33 of 93 GB/s: NVIDIA/nccl issue 1412",
     )  # fmt: skip
     now.links = replace(now.links, network=slow)
-    now.say(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
+    now.report(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
 def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
@@ -120,7 +120,7 @@ def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
         return
     share = (min(sizes) / (min(sizes) + _HEADER_BYTES)) / (4096 / (4096 + _HEADER_BYTES))
     now.links = replace(now.links, network=replace(network, bytes_per_second=network.bytes_per_second * share))
-    now.say(f"{finding.code} on {finding.subject}: packets of {min(sizes)} bytes carry {share:.0%} of the rate")
+    now.report(f"{finding.code} on {finding.subject}: packets of {min(sizes)} bytes carry {share:.0%} of the rate")
 
 
 _HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, and 20 of preamble and gap on the wire
@@ -133,13 +133,13 @@ def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: AR
         return
     slow = min(links.node.bytes_per_second, links.host.bytes_per_second)
     now.links = replace(links, node=replace(links.node, bytes_per_second=slow, link="host memory"))
-    now.say(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
+    now.report(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
 
 
 def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - like nodes are told of once
     """The graph shows it: name it."""
     where = f" on {finding.subject}" if finding.subject else ""
-    now.say(f"{finding.code}{where}: {RULES[finding.code].shown}")
+    now.report(f"{finding.code}{where}: {RULES[finding.code].shown}")
 
 
 def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
@@ -231,7 +231,7 @@ def _clock(now: AsIs, host: str, finding: Finding) -> None:
         return
     now.clock = min(now.clock, read)
     at = f"at {gpu.sm_clock_hertz / 1e6:.0f} MHz, " if gpu is not None and gpu.sm_clock_hertz else ""
-    now.say(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
+    now.report(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
 
 
 def _power(now: AsIs, host: str, finding: Finding) -> None:
@@ -241,7 +241,7 @@ def _power(now: AsIs, host: str, finding: Finding) -> None:
         return
     share = clock_share(gpu.power_limit_watts, gpu.power_limit_default_watts)
     now.power = min(now.power, share)
-    now.say(
+    now.report(
         f"{finding.code} on {finding.subject}: {gpu.power_limit_watts:.0f} of {gpu.power_limit_default_watts:.0f} W, "
         f"{share:.0%} of the clock; all ranks wait for it"
     )

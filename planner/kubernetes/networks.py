@@ -155,8 +155,8 @@ def _hcas(snapshot: Snapshot, ports: Sequence[PortView]) -> str:
 
 def _ports(snapshot: Snapshot) -> list[tuple[str, PortView]]:
     """The RoCE ports that are recommended to NCCL, by the interface that a macvlan can stand on."""
-    kept = [view for view in choose_ports(_node(snapshot)).chosen if view.port.link_layer == "Ethernet"]
-    return [(name, view) for view in kept if (name := view.device.bond or view.port.netdev)]
+    ports = [view for view in choose_ports(_node(snapshot)).chosen if view.port.link_layer == "Ethernet"]
+    return [(name, view) for view in ports if (name := view.device.bond or view.port.netdev)]
 
 
 def _node(snapshot: Snapshot) -> NodeView:

@@ -260,9 +260,9 @@ class _Wrapper:
         container = self._part.container
         for entry in container.get("env") or ():
             if isinstance(entry, dict) and entry.get("name") == name:
-                stands = entry.get("value", "a value from elsewhere")
-                if stands != value:
-                    self._note(f"{name}={stands} is set in the manifest and stays; recommended is {value} ({reason})")
+                present = entry.get("value", "a value from elsewhere")
+                if present != value:
+                    self._note(f"{name}={present} is set in the manifest and stays; recommended is {value} ({reason})")
                 return
         if any(re.search(rf"(^|[\s;&]){re.escape(name)}=", word) for word in self._part.command):
             self._note(f"{name} is set in the command and stays; recommended is {value} ({reason})")
@@ -322,9 +322,9 @@ class _Wrapper:
         for name, count in wanted.items():
             there = family(name, list(has)) if name.endswith("/*") else [n for n in has if n == name]
             if there:
-                stands = str(has[there[0]])
-                if stands != count and quantity(stands) != quantity(count):
-                    self._note(f"{there[0]}: {stands} is set in the manifest and stays; recommended is {count}")
+                present = str(has[there[0]])
+                if present != count and quantity(present) != quantity(count):
+                    self._note(f"{there[0]}: {present} is set in the manifest and stays; recommended is {count}")
             elif name.endswith("/*"):
                 self._note(f"needs {name}: {count}, but its name on the nodes is unknown: add --resource NAME=COUNT")
             else:

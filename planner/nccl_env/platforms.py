@@ -164,7 +164,7 @@ CLOUDS = {"aws": "AWS", "azure": "Azure", "gcp": "Google Cloud", "oci": "OCI"}
 
 
 def cloud_of(info: HostinfoFacts) -> tuple[str, str] | None:
-    """The cloud a machine is of and the fact that tells: "oci", "chassis asset tag OracleCloud.com"; else None."""
+    """The cloud of a machine and the fact that shows it: "oci", "chassis asset tag OracleCloud.com"; else None."""
     tag, vendor, product = info.chassis_asset_tag or "", info.vendor or "", info.product or ""
     if tag in _ASSET_TAGS:
         return _ASSET_TAGS[tag], f"chassis asset tag {tag}"

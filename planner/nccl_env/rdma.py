@@ -136,12 +136,12 @@ def _setting_apart(node: NodeView, choice: PortChoice) -> str:
     if len(set(subnets.values())) > 1:
         parts.append("subnets: " + ", ".join(f"{name} {subnet}" for name, subnet in subnets.items()))
     facts = node.interfaces()
-    heard: dict[str | None, list[str]] = {}
+    ends: dict[str | None, list[str]] = {}
     for each in facts.interfaces if facts else ():
         if each.neighbour:
-            heard.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has its members' wires
+            ends.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has its members' wires
     wires = [
-        f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := heard.get(view.port.netdev))
+        f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := ends.get(view.port.netdev))
     ]
     if wires:
         parts.append("neighbours by LLDP: " + ", ".join(wires))

@@ -51,7 +51,7 @@ class Cause:
     evidence: tuple[str, ...] = ()
     action: str = ""
     cost: float | None = None  # share of the run's time that it takes while it lasts
-    price: str = ""  # the cost in words, and in hours and money where steps and prices are known
+    price: str = ""  # the cost as text, and in hours and currency if steps and prices are known
 
 
 def cause_named(

@@ -223,7 +223,7 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
     looked at. Looks at long work (a checkpoint, an evaluation) are left out. `since` is the share of the run left out.
     """
     works: dict[int, tuple[float, int]] = {}
-    spans: dict[int, float] = {}  # marks are thinned out as a run grows, so their number does not tell its time
+    spans: dict[int, float] = {}  # marks are thinned out as a run grows, so their number does not show its time
     for rank, state in facts.states.items():
         start = state.marks[int(since * len(state.marks))] if state.marks else Mark()
         old = start.moving  # a file of a job's own may count otherwise

@@ -175,7 +175,7 @@ def by_peer(facts: RunFacts) -> Verdict | None:
 
 
 def by_timeouts(facts: RunFacts) -> Verdict | None:
-    """Ranks that ended as they had waited for too long, where nothing tells more: gloo names neither call nor peer."""
+    """Ranks that ended after they had waited too long, if no source says more: gloo names neither call nor peer."""
     rows = {rank: error for rank, error in sorted(facts.log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None

@@ -208,7 +208,7 @@ def _by_calls(
 
 
 def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:
-    """The cause between ranks that have all come: a link or a node, by the pairs of hosts whose bytes wait.
+    """The cause if all ranks have entered the call: a link or a node, by the pairs of hosts whose bytes wait.
 
     `between` are in a call that does not move; for others the looks from `since` on count, Unix seconds: before it,
     the network was as it should be. A link or a node is named only where more looks saw bytes wait there than

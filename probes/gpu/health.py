@@ -172,7 +172,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
 
 
 def held_bytes(gpu: Gpu) -> int | None:
-    """Memory that others hold: used, without what a driver keeps for itself. None where NVML does not tell."""
+    """Memory that others hold: used, without what a driver keeps for itself. None if NVML does not report it."""
     if not gpu.memory_bytes or gpu.memory_used_bytes is None:
         return None
     reserved = max(RESERVED_BYTES, int(RESERVED_RATIO * gpu.memory_bytes))
@@ -219,7 +219,7 @@ FULL_CLOCK_RATIO = 0.9
 
 
 def _clock_loss(gpu: Gpu, least: float) -> float:
-    """The share of its highest clock that a GPU has lost: `least` where its clock does not tell, as of one at rest."""
+    """The share of its highest clock that a GPU has lost: `least` if its clock does not show it, as of one at rest."""
     if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
         return least
     return max(least, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)
