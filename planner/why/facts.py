@@ -268,7 +268,7 @@ def since_wait_began(rank: int, facts: RunFacts, begun: float) -> Activity:
     if total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
         return now
     busy = max(long, key=lambda one: long[one])
-    words = f"{DOING[busy]} in {long[busy] / total:.0%} of the looks at it since then; now it {DOING[now.kind]}"
+    words = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
     return Activity(busy, words, facts.limit)
 
 

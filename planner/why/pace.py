@@ -240,7 +240,7 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
         usual, least = median(share for share, _ in others), min(n for _, n in others)
         error = sqrt(_variance(work, taken) + OUTLIER**2 * _variance(usual, least))
         margin = _quantile(len(works)) * error
-        wait = (f"rank states: it is outside of collectives in {work:.0%} of {taken} looks, the others in {usual:.0%} "
+        wait = (f"rank states: it is outside collectives in {work:.0%} of {taken} samples, the others in {usual:.0%} "
                 f"(margin {margin:.0%})")  # fmt: skip
         found.append(Lateness(rank=rank, work=work, usual=usual, margin=margin, sampling=margin, seconds=spans[rank],
                               wait=wait))  # fmt: skip
@@ -271,8 +271,8 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     if more[kind] <= 2 * sqrt(0.25 / total + 0.25 / theirs):
         return Activity("unknown", "is late; what it does longer than the others is not known")
     share = mine.get(kind, 0) / total
-    return Activity(kind, f"{DOING[kind]} in {share:.0%} of the looks at it, {rest.get(kind, 0) / theirs:.0%} at the "
-                    "others")  # fmt: skip
+    return Activity(kind, f"{DOING[kind]} in {share:.0%} of its samples, {rest.get(kind, 0) / theirs:.0%} of those "
+                    "of the others")  # fmt: skip
 
 
 # Clocks of ranks, aligned by what both ends of a collective observed --------------------------------------------------

@@ -218,7 +218,7 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
     hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
     if len(hosts) == 2:  # only these two are in the call that does not move
         pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)})
-    rows = (*evidence, *(f"{a} to {b}: bytes wait to be sent in {n} looks" for (a, b), n in pairs.most_common(6)))
+    rows = (*evidence, *(f"{a} to {b}: bytes wait to be sent in {n} samples" for (a, b), n in pairs.most_common(6)))
     links: Counter[frozenset[str]] = Counter()
     for pair, n in pairs.items():
         links[frozenset(pair)] += n

@@ -182,7 +182,7 @@ def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> Ra
 @each_row(
     ("looks", "named", "words"),
     [
-        ([(90, 10), (45, 55), (45, 55)], (0,), "outside of collectives in 90% of 100 looks"),
+        ([(90, 10), (45, 55), (45, 55)], (0,), "outside collectives in 90% of 100 samples"),
         ([(32, 8), (22, 18), (22, 18)], (), "not distinguishable yet"),  # forty looks are too few
         ([(60, 40), (55, 45), (57, 43)], (), "no fault found"),
         ([(20, 4), (4, 20), (4, 20)], (), "no fault found"),  # fewer than 30 looks
