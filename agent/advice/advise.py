@@ -59,7 +59,7 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     budgets = {"steps": request.train.steps, **{name: getattr(request, name) for name in ("tokens", "hours", "epochs")}}
     budget_names = [name for name, value in budgets.items() if value is not None]
     if len(budget_names) > 1:
-        raise RequestError(f"{' and '.join(budget_names)}: give one budget")
+        raise RequestError(f"{' and '.join(budget_names)}: give only one of them")
     price = price_of(request)
     unknowns = (*advice.unknowns, request.unmeasured) if request.unmeasured else advice.unknowns
     advice = replace(advice, rows=rows_of(request), node_hour_price=price, unknowns=unknowns)

@@ -190,7 +190,7 @@ def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise GateError(f"{where}: {key[:64]}: no such expectation; one of {', '.join(KEYS)}{hint}")
+        raise GateError(f"{where}: {key[:64]}: unknown key; allowed are {', '.join(KEYS)}{hint}")
     shown = ",".join(found[key])[:64]
     raise GateError(f"{where}: {key}={shown}: must be {first['ctx']['error']}")
 
