@@ -109,7 +109,7 @@ def _late(facts: RunFacts) -> Verdict | None:
         else:
             cost = min(1.0, one.work - one.usual)
             causes.append(replace(cause_of(one.rank, what, facts, one.wait, share=one.share), cost=cost,
-                                  price=f"{cost:.0%} of the time of every other rank"))  # fmt: skip
+                                  price=f"every other rank loses {cost:.0%} of its time"))  # fmt: skip
     if causes:
         alone = causes[0].share is not None and causes[0].share >= EXPLAINS
         ranks = tuple(c.ranks[0] for c in causes[: 1 if alone else None])

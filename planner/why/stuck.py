@@ -138,7 +138,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
     """All of a group are in a call and nothing moves; groups wait for each other; or the missing rank is not known."""
     if blocked.met:
         inside = sorted(blocked.here[min(blocked.met)])
-        message = f"{ranks_of(inside)} are all in {describe(blocked.waits[min(blocked.met)])}: it does not move"
+        message = f"{ranks_of(inside)} are all in {describe(blocked.waits[min(blocked.met)])}, which does not progress"
         cause = network(facts, "transfers no data", wait, message, between=inside)
         return verdict_of("stuck", (cause,), facts, (), waiting)
     if circle := blocked.circle():
