@@ -254,7 +254,7 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
         message = (
             "every rank has ended; those that left an error had lost another"
             if whole
-            else f"{ranks_of(ranks)} ended after they lost a peer or timed out; the others have not ended"
+            else f"{ranks_of(ranks)} ended after the loss of a peer or a timeout; the others have not ended"
         )
         action = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
     else:
