@@ -133,7 +133,7 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
     boxes = re.findall(r'<li class="finding f-(?:fail|warn)">.*?</li>\n(?=<li class="finding|</ol>)', html, re.DOTALL)
     if name == "sick-h100-thermal":
         assert len(boxes) == 2
-        for words in ("GPU6", "88 C", "slowed down to 1050", "gpu.thermal.hot", "gpu.thermal.throttling", "too hot"):
+        for words in ("GPU6", "88 °C", "slowed down to 1050", "gpu.thermal.hot", "gpu.thermal.throttling", "too hot"):
             assert words in boxes[1], words
 
 

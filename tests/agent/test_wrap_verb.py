@@ -92,7 +92,7 @@ def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Pat
     for replica in job["spec"]["pytorchReplicaSpecs"].values():
         replica["template"]["spec"]["hostNetwork"] = True
     assert "fail env.interface.absent" in wrap(path, yaml.safe_dump_all([config, job], sort_keys=False)).stderr
-    assert "Master: restartPolicy is Never: no pod is made anew" in done.stderr
+    assert "Master: restartPolicy is Never: no pod is recreated" in done.stderr
     assert "NCCL_IB_HAC" in (tmp_path / "new.yaml").read_text()
     plain, _ = wrapped(tmp_path)
     assert "restartPolicy is Never:" not in plain.stderr and "env." not in plain.stderr

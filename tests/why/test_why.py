@@ -324,7 +324,7 @@ def of_calls() -> Iterator[Row]:
     yield ("a size of the job that cannot be true costs no memory", replace(waiting(), world=10**15), "stuck", (2,),
            BEHIND, ())  # fmt: skip
     yield "dumps alone", dumped(WAITS, WAITS, {}, WAITS), "stuck", (2,), BEHIND, (
-        "its last there is number 3", BY_FILES)  # fmt: skip
+        "its last call there is number 3", BY_FILES)  # fmt: skip
     yield "dumps: not begun", dumped(WAITS, WAITS, {"started": False}, WAITS), "stuck", (2,), BEHIND, (
         "its GPU has not begun it", BY_FILES)  # fmt: skip
     yield "dumps of three", dumped(WAITS, WAITS, WAITS), "stuck", (), TIMEOUT, (
@@ -348,8 +348,8 @@ def of_calls() -> Iterator[Row]:
     yield "two against two name no rank", of(TWO_AND_TWO), "stuck", (), "call.other", ("disagree",)
     yield "groups that wait for each other are a circle", circle(), "stuck", (0, 1), "call.circle", ()
     yield ("in a call that the others have left", left_behind(call(44, "all_gather", done=False, at=NOW - 60)),
-           "stuck", (2,), BEHIND, ("which the others have left",))  # fmt: skip
-    yield "it has called ahead as well", ahead(), "stuck", (2,), BEHIND, ("which the others have left",)
+           "stuck", (2,), BEHIND, ("which the others have finished",))  # fmt: skip
+    yield "it has called ahead as well", ahead(), "stuck", (2,), BEHIND, ("which the others have finished",)
     yield ("it may have left since it dumped", ahead(taken=NOW - 30), "stuck", (),
            NETWORK, ())  # fmt: skip
     yield ("of a reduce the others may have left before one comes", ahead(call(44)), "stuck", (1,),
