@@ -293,7 +293,7 @@ class _Wrapper:
         folder = self._lasting_folder()
         self._variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
         if folder is None:
-            self._note("no claim is mounted, so NCCL's log is in the pod's: `kubectl logs POD | topoflight evidence -`")
+            self._note("no claim is mounted; NCCL logs into the pod's log: `kubectl logs POD | topoflight evidence -`")
             return
         log = f"{folder}/nccl-{self._job.name}.%h.%p.log"
         self._variable("NCCL_DEBUG_FILE", log, f"read by: topoflight evidence {log.split('%')[0]}*")
