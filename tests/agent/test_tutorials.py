@@ -26,6 +26,7 @@ from rigs import crds
 from rigs.tables import each_row
 
 from agent.cli.main import cli
+from agent.cli.scan import DEMO
 from contracts import run_record
 from contracts.job_plan import JobPlan, read
 from contracts.run_record import Measured, NcclChannels, RunRecord
@@ -139,7 +140,7 @@ class Reader:
     def ours(self, words: list[str], given: str = "") -> list[str]:
         """A command of ours, run; nothing it prints is an error that the page does not show."""
         into = words[words.index(">") + 1] if ">" in words else None
-        words = words[: words.index(">")] if into else words
+        words = [str(DEMO) if word == "$DEMO" else word for word in words[: words.index(">") if into else None]]
         if words[0] == "capture":
             shutil.copy(MACHINES / f"{next(self.captured)}.json", self.folder / words[-1])
             return []
