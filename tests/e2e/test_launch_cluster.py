@@ -156,12 +156,12 @@ ONE = ["1" if word == "2" else word for word in NO_CLAIM]
         (GATED, "warning: no gate"), ([*GATED, "--no-preflight"], ""),
         ([*GATED, "--preflight-image", "registry.example/topoflight:1"], ""),
         # the nodes have eight HCAs; of a device plugin's resource, however it is called, one is enough to be sure
-        ([*WORDS, *DRY], "the pods ask for none"),
-        ([*WORDS, *DRY, "--resource", "rdma/hca=0"], "the pods ask for none"),
+        ([*WORDS, *DRY], "the pods request none"),
+        ([*WORDS, *DRY, "--resource", "rdma/hca=0"], "the pods request none"),
         *(([*WORDS, *DRY, "--resource", f"{name}=1"], "")
           for name in ("rdma/hca", "openshift.io/mlnx", "nvidia.com/hostdev")),
         # one pod needs no shared folder, and what it writes is gone with it
-        ([*ONE, *DRY], "end with the pod"), ([*ONE, *DRY, "--claim", "c"], ""),
+        ([*ONE, *DRY], "are lost with the pod"), ([*ONE, *DRY, "--claim", "c"], ""),
         # Azure's topology file lies in the node's image; a pod's is another
         ([*AZURE, *DRY, *WITH_RDMA], "NCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml is a file of the node"),
     ],
