@@ -175,6 +175,7 @@ def trl_python() -> str:
     return str(python)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:
