@@ -405,7 +405,7 @@ def words_of(bar: Bar, best: float) -> tuple[str, str]:
     """The two labels of a bar: the step and the whole run, then the forecast."""
     step = bar.step_seconds or 0.0
     factor = f" ({step / best:.2f} x)" if best and step > best else ""
-    money = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""
-    whole = f", {units.duration(bar.run_seconds)} in all{money}" if bar.run_seconds is not None else ""
+    cost = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""
+    whole = f", {units.duration(bar.run_seconds)} in all{cost}" if bar.run_seconds is not None else ""
     place = {True: "inside", False: "outside", None: ""}[bar.inside]
     return f"{units.seconds(step)} a step{factor}{whole}", f"forecast {units.interval(bar.forecast, 's')}: {place}"
