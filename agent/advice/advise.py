@@ -22,7 +22,7 @@ from agent.advice.request import (
     spans_nodes,
 )
 from agent.base import units
-from agent.base.inputs import RequestError, parse_version
+from agent.base.options import RequestError, parse_version
 from contracts import question
 from contracts.finding import Finding
 from contracts.layout import LayoutError
@@ -43,7 +43,7 @@ from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
     from agent.checks.groups import Group
-    from agent.checks.view import View
+    from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
 _RENDERERS = {"env": render_env, "shell": render_shell, "k8s": render_k8s}
@@ -74,15 +74,19 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
 
 
+_ROUNDING = 1e-9  # of floating point: a whole number of steps stays that number
+
+
 def steps_of(request: Request, chosen: RankedLayout) -> int:
     """Optimizer steps of the whole run, at least one. RequestError for epochs of an unknown number of rows."""
     forecast = chosen.forecast
     if request.train.steps is not None:
         return request.train.steps
     if request.hours is not None:
-        return int(request.hours * 3600 / forecast.step_seconds.mid)
+        return int(request.hours * 3600 / forecast.step_seconds.mid * (1.0 + _ROUNDING))
     if request.tokens is not None:
-        return max(1, math.ceil(request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)))
+        steps = request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)
+        return max(1, math.ceil(steps * (1.0 - _ROUNDING)))
     rows = rows_of(request)
     if rows is None:
         raise RequestError("epochs: the number of rows is unknown; give rows, lengths or dataset")
