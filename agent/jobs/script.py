@@ -304,9 +304,7 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
         jobs = jobs_in(manifest)
         for job in jobs:
             if job.without_gpus and not asks_for_gpus(resources):
-                notes.append(
-                    f"{job.kind}/{job.name}: its pods request no GPU, so it is not changed; --resource NAME=COUNT adds one"
-                )
+                notes.append(f"{job.kind}/{job.name}: not changed, as its pods request no GPU: --resource NAME=COUNT")
                 additions.append(None)
                 continue
             advice, said = advised(job, found, options)

@@ -25,8 +25,8 @@ from kustomization import helm, render
 from rigs import crds
 from rigs.tables import each_row
 
+from agent.cli.hosts import DEMO
 from agent.cli.main import cli
-from agent.cli.scan import DEMO
 from contracts import run_record
 from contracts.job_plan import JobPlan, read
 from contracts.run_record import Measured, NcclChannels, RunRecord
