@@ -22,7 +22,7 @@ from agent.advice.request import (
     spans_nodes,
 )
 from agent.base import units
-from agent.base.inputs import RequestError, parse_version
+from agent.base.options import RequestError, parse_version
 from contracts import question
 from contracts.finding import Finding
 from contracts.layout import LayoutError
@@ -43,7 +43,7 @@ from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
     from agent.checks.groups import Group
-    from agent.checks.view import View
+    from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
 _RENDERERS = {"env": render_env, "shell": render_shell, "k8s": render_k8s}

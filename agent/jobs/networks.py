@@ -26,7 +26,7 @@ from agent.advice.advise import answer, of_cluster, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, job_plan
 from agent.advice.request import Request, model_of
 from agent.base import units
-from agent.base.inputs import InputError
+from agent.base.options import InputError
 from agent.base.output import write_atomic
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission
@@ -64,7 +64,7 @@ _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 # RDMA, and it has no IPC_LOCK, device or network for RDMA. That the interface is there is still judged.
 _OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
-STEPS = 8  # beside warm-up and profiled ones three count (agent.pages.charts.LEAST_STEPS)
+STEPS = 8  # beside warm-up and profiled ones three count (agent.terminal.measured.LEAST_STEPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

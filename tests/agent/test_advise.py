@@ -17,7 +17,7 @@ from rigs.tables import each_row
 
 from agent.advice.advise import advise, answer, of_cluster
 from agent.advice.request import Request, cluster_of, dataset_settings, prices_of, with_rows
-from agent.base.inputs import InputError, RequestError
+from agent.base.options import InputError, RequestError
 from agent.cli.recommend import recommend
 from contracts import question
 from planner.advice import RankedLayout, Recommendation
