@@ -255,7 +255,7 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
 
 
 class Fit:
-    """Rows to fit on, each forecast anew only for constants that it depends on."""
+    """Rows to fit on, each forecast once for each set of values of the constants that it depends on."""
 
     def __init__(self, pairs: Sequence[tuple[Row, Layout]]) -> None:
         self.pairs = [
@@ -264,6 +264,15 @@ class Fit:
         self.sources = [row.source for row, _ in self.pairs]
         self.start = [self._error(i, PRIOR) for i in range(len(self.pairs))]
         self.touched = {name: self._touched(name) for name in FITTED}
+        members = {name: set(rows) for name, rows in self.touched.items()}
+        self.names = [[name for name in FITTED if i in members[name]] for i in range(len(self.pairs))]
+        self.known: dict[tuple[int, *tuple[float, ...]], float] = {}
+
+    def _once(self, i: int, constants: Constants) -> float:
+        key = (i, *(getattr(constants, name) for name in self.names[i]))
+        if key not in self.known:
+            self.known[key] = self._error(i, constants)
+        return self.known[key]
 
     def _error(self, i: int, constants: Constants) -> float:
         row, layout = self.pairs[i]
@@ -298,7 +307,7 @@ class Fit:
                     if name in ("tp_hidden", "overlap_loss", "overlap_loss_network") and value > 0.95:
                         continue
                     trial = replace(best, **{name: value})
-                    new = {i: self._error(i, trial) for i in touched[name]}
+                    new = {i: self._once(i, trial) for i in touched[name]}
                     gain = sum(cost(i, errors[i]) - cost(i, new[i]) for i in new)
                     # drawn to the starting values
                     gain += 0.02 * (_moved(best, name) - _moved(trial, name))

@@ -368,7 +368,9 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
     busbw = gpu.busbw_of(per_node)
     if not nvlink and gpu.interconnect != "PCIe":
         busbw = None
-    inside = Speed(bytes_per_second=busbw or ASSUMED_PCIE_BYTES_PER_SECOND, how="derived" if busbw else "assumed",
+    # As planner.forecast.links takes them: PCIe differs from box to box, whatever was measured on such GPUs elsewhere.
+    how = "derived" if nvlink and busbw else "assumed"
+    inside = Speed(bytes_per_second=busbw or ASSUMED_PCIE_BYTES_PER_SECOND, how=how,
                    link=gpu.interconnect if nvlink else "PCIe")  # fmt: skip
     network, known = read_network(raw, gpu, per_node) if nodes > 1 else (None, True)
     island = per_node if nvlink else 1
