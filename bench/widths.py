@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from planner.forecast.calibration import Z80, Widths, key_of
@@ -84,9 +82,3 @@ def _each(samples: Sequence[Sample], groups_of: Callable[[Sample], Sequence[Any]
     several = {group for group in found if len({s.source for s in groups[group]}) > 1}
     widest = max((found[group] for group in several), default=0.0)
     return {group: sigma if group in several else max(sigma, widest) for group, sigma in found.items()}
-
-
-def write(widths: Widths, file: Path) -> None:
-    """The file that the planner reads."""
-    data = asdict(widths) | {"engines": sorted(widths.engines)}
-    file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -6,16 +6,10 @@ import sys
 import time
 
 import pytest
-from rigs.netns import hosts, missing
+from rigs.netns import RANKS_ON_HOSTS, hosts
 from test_bench_hosts import ROOT, finish, start
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.netns,
-    pytest.mark.usefixtures("forked_ranks"),
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(missing("tc") is not None, reason=str(missing("tc"))),
-]
+pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(900), *RANKS_ON_HOSTS]
 
 # 8 MiB of each rank through 10 Mb/s: 6.7 s at least for an all-gather, more than twice the silence that ends a run
 SLOW = {
