@@ -65,12 +65,12 @@ def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
         )
     if count == len(node.gpus):
         return node
-    kept = usable[:count]
-    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in kept}
+    chosen = usable[:count]
+    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in chosen}
     pairs = tuple(pair for pair in node.pairs if pair.a not in dropped and pair.b not in dropped)
     nearest = tuple(near for near in node.nearest_nic if near.gpu not in dropped)
     return replace(
-        node, gpus=kept, pairs=pairs, islands=islands(kept, pairs), nearest_nic=nearest, rails=rails(nearest),
+        node, gpus=chosen, pairs=pairs, islands=islands(chosen, pairs), nearest_nic=nearest, rails=rails(nearest),
         expectations=(),
     )  # fmt: skip
 

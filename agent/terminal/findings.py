@@ -83,7 +83,7 @@ def finding(out: Console, group: Group, *, named: bool = False, brief: bool = Fa
 
 
 def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
-    """Every place: those that say the same share a line, and so do nodes with the same devices."""
+    """Every place that no message names; equal messages share a line, and so do nodes with the same devices."""
     by_message: dict[str, dict[str, dict[str, None]]] = {}
     for check in group.checks:
         words = check.message if len(group.checks) <= SHOWN else group.message
@@ -94,7 +94,8 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
         for node, subjects in by_node.items():
             shared.setdefault(tuple(filter(None, subjects)), []).append(node)
         for what, nodes in shared.items():
-            where = (list_names(nodes) if named else "", "" if one and not named else list_names(what))
+            known = (one and not named) or all(subject in words for subject in what)
+            where = (list_names(nodes) if named else "", "" if known else list_names(what))
             indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
     if len(group.checks) > SHOWN and not group.alike:
         indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")

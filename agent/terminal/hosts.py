@@ -200,7 +200,7 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
         families = Counter(code.split(".")[0] for code in unknown)
         each = ", ".join(f"{name} {number}" for name, number in families.items())
         quiet.append(f"{units.count(len(unknown), 'check')} unknown ({each})")
-    out.print(f"[dim]{'; '.join([*quiet, 'details: -v'])}[/dim]")
+    out.print(f"[dim]{'; '.join([*quiet, '-v shows details'])}[/dim]")
 
 
 def machine(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, str]]:

@@ -154,10 +154,10 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
         raise MachineError(f"network={network!r}: joins nodes, and this is one; name how many")
     if cluster.inter_node_transport == "nvlink":
         raise MachineError(f"network={network!r}: these {len(cluster.nodes)} nodes are one NVLink domain")
-    had = cluster.inter_node_transport
+    earlier = cluster.inter_node_transport
     return replace(
         cluster, inter_node_bytes_per_second=bytes_per_second,
-        inter_node_transport=transport or (had if had in ("rdma", "efa") else "tcp"),
+        inter_node_transport=transport or (earlier if earlier in ("rdma", "efa") else "tcp"),
     )  # fmt: skip
 
 

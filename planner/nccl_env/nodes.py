@@ -261,7 +261,7 @@ def p2p_level_effect(level: str, node: NodeView) -> str:
             "No effect: this node or pod has one GPU, so there is no peer to reach; everything goes over the network."
         )
     if level != "NVL":
-        return "It overrides NCCL's own limit (PXB); unset it unless a measurement speaks for it."
+        return "It overrides NCCL's own limit (PXB); unset it unless a measurement shows that it helps."
     if gpus and all_nvlink(node):
         return (
             "No effect here: it allows direct access between GPUs joined by NVLink, and all pairs of this node are. "
@@ -269,7 +269,7 @@ def p2p_level_effect(level: str, node: NodeView) -> str:
         )
     return (
         "It limits direct access to GPU pairs joined by NVLink; pairs on PCIe only then go through host memory, which "
-        "helps only where PCIe peer access is broken or slow. Unset it unless a measurement speaks for it."
+        "helps only where PCIe peer access is broken or slow. Unset it unless a measurement shows that it helps."
     )
 
 
