@@ -10,9 +10,10 @@ from contracts.tables import read_table
 from hardware.gpus import most_links, without_gdr
 from hardware.tables import is_of
 from probes.api import codes_of, finding
+from topology.derive import reference_of
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
-from topology.reference import departures, reference_of
+from topology.reference import departures
 
 TEXTS = read_table(__file__, "findings.toml")
 CODES = codes_of(TEXTS)
@@ -31,7 +32,7 @@ def check(
 ) -> tuple[Finding, ...]:
     """Every finding about this node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None where it sets none.
 
-    `gpus_on_bus` is what the PCI bus of a host shows (`probes.pci.facts.bare_metal_gpus`); None in a container or a
+    `gpus_on_bus` is what the PCI bus of a host shows (`probes.pci.probe.bare_metal_gpus`); None in a container or a
     guest, and where it was not read. `in_container` says that devices of the host may be hidden here.
     """
     farthest = farthest_gdr(gdr_level)

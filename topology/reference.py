@@ -1,4 +1,4 @@
-"""Which machine a node is recognised as (hardware/machines.toml), and how it departs from a healthy one.
+"""How a node departs from a healthy machine of its kind (hardware/machines.toml).
 
 Rows only cross-check: bandwidth is derived from the links found, never looked up here.
 """
@@ -6,29 +6,10 @@ Rows only cross-check: bandwidth is derived from the links found, never looked u
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from hardware.machines import Machine, recognised
+from topology.derive import reference_of
 from topology.graph import UNKNOWN, NodeTopology, rank
-
-
-def reference_of(node: NodeTopology) -> Machine | None:
-    """The row a node belongs to by GPU model, count and product name, None where no model is known or none fits."""
-    models = {gpu.model for gpu in node.gpus if gpu.model}
-    if len(models) != 1:
-        return None
-    (model,) = models
-    row = next((row for row in recognised() if _fits(row, node, model)), None)
-    return row if row and len(node.gpus) not in row.other_sizes else None
-
-
-def _fits(row: Machine, node: NodeTopology, model: str) -> bool:
-    if re.search(rf"\b(?:{row.gpu_pattern})", model) is None:
-        return False
-    if row.product is not None:
-        return node.product is not None and re.search(row.product, node.product) is not None
-    # A missing GPU must not turn a broken HGX into an unknown machine; one extra is a different machine.
-    return row.gpus == len(node.gpus) or (row.gpus == 8 and 4 < len(node.gpus) < 8)
 
 
 def candidates(node: NodeTopology) -> tuple[str, ...]:
@@ -51,12 +32,6 @@ def candidates(node: NodeTopology) -> tuple[str, ...]:
         and (row.gpu_nic is None or not near or not near.isdisjoint((row.gpu_nic, row.gpu_nic_farthest)))
         and (row.devices is None or len(node.nics) in (0, row.devices))
     )
-
-
-def recognise(node: NodeTopology) -> NodeTopology:
-    """The node with `sku` set where the table knows it."""
-    row = reference_of(node)
-    return replace(node, sku=row.called) if row else node
 
 
 _NO_ADAPTER = ("ethernet", "rxe", "siw")  # sockets, and RDMA in software

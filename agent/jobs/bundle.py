@@ -34,7 +34,7 @@ from contracts.tables import read_table
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
-from probes.pci.facts import gpus as on_the_bus
+from probes.pci.probe import gpus as on_the_bus
 from probes.wire import dumps
 
 LOG_LINES = 2000

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -94,22 +93,10 @@ def names() -> Mapping[str, NcclName]:
 
 
 @cache
-def _stamps() -> Mapping[str, str]:
-    """What the head of the table says of itself: `newest`, `read on`, `libraries`."""
-    text = (_DATA / "nccl_env_names.tsv").read_text(encoding="utf-8")
-    found = (line.removeprefix("# ").partition(": ") for line in text.splitlines() if line.startswith("# "))
-    return MappingProxyType({key: value for key, colon, value in found if colon})
-
-
-@cache
 def newest_read() -> Version:
     """The newest release the table was extracted from: a newer NCCL may read names that are not in it."""
-    return parse_version(_stamps()["newest"])
-
-
-def read_on() -> date:
-    """The day on which the table was extracted."""
-    return date.fromisoformat(_stamps()["read on"])
+    text = (_DATA / "nccl_env_names.tsv").read_text(encoding="utf-8")
+    return parse_version(text.partition("\n# newest: ")[2].partition("\n")[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
