@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from hardware.gpus import gpu_named
 from hardware.tables import read
 
 
@@ -106,10 +105,3 @@ def _fits(row: Machine, model: str, gpus: int, product: str | None) -> bool:
         return product is not None and re.search(row.product, product) is not None
     # A missing GPU must not turn a broken HGX into an unknown machine; one extra is a different machine.
     return row.gpus == gpus or (row.gpus == 8 and 4 < gpus < 8)
-
-
-def topology_series(gpu: str) -> str | None:
-    """Which of Azure's topology files is of machines with this GPU, as the driver names it; None: none is."""
-    wanted = gpu_named(gpu)
-    with_file = (row for row in machines() if row.topology_file)
-    return next((row.topology_file for row in with_file if wanted and gpu_named(row.gpu) == wanted), None)

@@ -60,29 +60,6 @@ def reference_of(node: NodeTopology) -> Machine | None:
     return machine_of_host(models.pop(), len(node.gpus), node.product) if len(models) == 1 else None
 
 
-def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
-    """The node as a job sees it that uses its first `count` usable GPUs only: the others' paths and rails are left out.
-
-    Raises ValueError where the node has fewer.
-    """
-    usable = tuple(gpu for gpu in node.gpus if gpu.usable)
-    if not 1 <= count <= len(usable):
-        raise ValueError(
-            f"ranks per node = {count}: must be from 1 to {len(usable)}, the usable GPUs of {node.hostname}; NCCL "
-            "takes one rank per GPU"
-        )
-    if count == len(node.gpus):
-        return node
-    kept = usable[:count]
-    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in kept}
-    pairs = tuple(pair for pair in node.pairs if pair.a not in dropped and pair.b not in dropped)
-    nearest = tuple(near for near in node.nearest_nic if near.gpu not in dropped)
-    return replace(
-        node, gpus=kept, pairs=pairs, islands=islands(kept, pairs), nearest_nic=nearest, rails=rails(nearest),
-        expectations=(),
-    )  # fmt: skip
-
-
 SYS_RANK = rank("SYS")
 
 

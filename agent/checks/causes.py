@@ -13,7 +13,8 @@ from contracts import bounded
 from contracts.finding import Finding
 from contracts.yaml_text import YamlTextError
 from planner.kubernetes.yaml_edit import documents
-from planner.lint.documents import DocumentError, missing_sources
+from planner.lint.documents import missing_sources
+from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import guess_kind
 from planner.why import Cause, Unknown, Verdict
 
@@ -60,7 +61,7 @@ def _named_elsewhere(text: str, file: str) -> list[str]:
         return []
     try:
         return missing_sources(documents(text))
-    except (YamlTextError, DocumentError):
+    except (YamlTextError, EnvironmentTextError):
         return []
 
 

@@ -18,7 +18,7 @@ from contracts.redaction import redact
 from contracts.tables import read_table
 from hardware.nics import fastest
 from planner.lint.environment import lint
-from planner.lint.machine import machine_of, recorded_environments
+from planner.lint.machine import machine_of
 from planner.lint.values import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
@@ -343,9 +343,10 @@ def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding,
         why = "the environment of this host was not read"
         return tuple(_unknown(snapshot.hostname, dict.fromkeys(ENVIRONMENT_CODES, why)))
     machine = machine_of(snapshot, node)
+    read = {"process": host.nccl_environment, "nccl.conf": host.nccl_conf or {}}
     findings = [
         finding
-        for named in recorded_environments(snapshot)
-        for finding in lint(named.environment, machine=machine, source=named.source)
+        for source, environment in read.items()
+        for finding in lint(environment, machine=machine, source=f"{snapshot.hostname} {source}")
     ]
     return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)

@@ -14,7 +14,8 @@ import click
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
 from agent.base.options import with_options
-from agent.base.output import Progress, console, emit, print_text, render, write_result
+from agent.base.output import console, emit, print_text, render, write_result
+from agent.base.progress import Progress
 
 if TYPE_CHECKING:
     from collectives.bench.results import BenchResult, RdmaResult

@@ -16,7 +16,8 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.inputs import InputError, NothingFitsError, require_writable
 from agent.base.options import with_options
-from agent.base.output import Progress, console, print_text, render, waiting
+from agent.base.output import console, print_text, render
+from agent.base.progress import Progress, waiting
 from agent.base.units import count
 from contracts import plain
 

@@ -14,7 +14,8 @@ import click
 
 from agent.base.inputs import require_writable
 from agent.base.options import with_options
-from agent.base.output import Progress, console, print_text, render, waiting, write_result
+from agent.base.output import console, print_text, render, write_result
+from agent.base.progress import Progress, waiting
 from contracts.host_list import expand_host_list
 from contracts.plain import printable
 
@@ -171,7 +172,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
 
     from agent.terminal import hosts, measured
     from agent.terminal.advice import recommendation
-    from agent.terminal.findings import findings, verdict
+    from agent.terminal.findings import findings
     from agent.terminal.topology import node
 
     one = whole.snapshots[0].hostname if len(whole.snapshots) == 1 else ""
@@ -199,7 +200,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     for note in whole.notes:
         out.print(f"· {escape(note)}")
     if verbose:
-        verdict(out, whole.verdict, whole.seconds)
+        hosts.last_line(out, whole.verdict, whole.seconds)
 
 
 def _kind(node: NodeRecord) -> str:

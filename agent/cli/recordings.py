@@ -11,7 +11,8 @@ import click
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
-from agent.base.output import emit, print_text, waiting, write_result
+from agent.base.output import emit, print_text, write_result
+from agent.base.progress import waiting
 from agent.base.recordings import bundle_differences
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ def capture(root: str, target: Path | None) -> None:
     The recording contains no environment variables except those of NCCL and related libraries, and no process names.
     """
     from probes.registry import ALL
-    from probes.scanner import Scanner
-    from probes.wire import dumps
+    from probes.scanner import Scanner, dumps
 
     with waiting("capture: asking this host"), Scanner(root, probes=ALL) as scanner:
         text = dumps(scanner.capture()[1])

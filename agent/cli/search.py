@@ -11,7 +11,8 @@ import click
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.options import with_options
-from agent.base.output import Progress, console, print_text, render, write_result
+from agent.base.output import console, print_text, render, write_result
+from agent.base.progress import Progress
 
 
 @click.command()

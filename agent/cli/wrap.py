@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import click
 from agent.base import inputs
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
-from agent.base.output import difference, print_text, write_result
+from agent.base.output import print_text, write_result
 from probes.api import Snapshot
 
 _LIMIT_BYTES = 1 << 20
@@ -61,7 +62,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
         _record(text, found, options, record)
         return
     made, notes = (wrapped_script if is_batch_script(text) else wrapped)(text, found, options)
-    print_text(difference(text, made, source, str(output or source)), nl=False)
+    print_text(_difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         print_text(f"note: {line}", err=True)
     if made == text:
@@ -82,3 +83,12 @@ def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folde
     print_text(f"{folder / 'run.json'}: {made.status}")
     for line in (*made.plan.notes, *made.notes):
         print_text(f"note: {line}", err=True)
+
+
+def _difference(before: str, after: str, source: str, target: str) -> str:
+    """As unified diff, which patch(1) and `git apply -p0` take; empty for the same text."""
+    old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
+    import difflib
+
+    rows = difflib.unified_diff(old, new, source, target)
+    return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)

@@ -44,7 +44,8 @@ from planner.nccl_env import environment as nccl_env
 from probes import wire
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort, nccl_gid_index
+from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
+from probes.rdma.probe import nccl_gid_index
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join

@@ -13,7 +13,6 @@ from agent.base.lines import SHOWN, indented, mark
 
 if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
     from agent.checks.groups import Group
-    from agent.checks.verdict import Verdict
     from contracts.finding import Finding
 
 
@@ -97,9 +96,3 @@ def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
         indented(out, escape(f"{where}{check.subject}: {check.message}" if prefixed else f"{where}{check.message}"))
     if len(group.checks) > SHOWN:
         indented(out, f"and {len(group.checks) - SHOWN} more")
-
-
-def verdict(out: Console, judged: Verdict, seconds: float) -> None:
-    """The last line."""
-    summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check))))
-    out.print(f"\n{mark(judged.word)} {escape(summary)} in {units.seconds(seconds)}")

@@ -233,6 +233,12 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
         indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")
 
 
+def last_line(out: Console, judged: Verdict, seconds: float) -> None:
+    """The verdict in one line, with the time that it took."""
+    summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check))))
+    out.print(f"\n{mark(judged.word)} {escape(summary)} in {units.seconds(seconds)}")
+
+
 def machine(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, str]]:
     """What a host has: GPUs, links, RDMA, sockets; a probe that gave nothing says why."""
     yield "GPUs", _gpus(snapshot, topology)

@@ -28,6 +28,10 @@ _JUDGED = re.compile(
 )
 
 
+class EnvironmentTextError(ValueError):
+    """A text that cannot be read as the kind it was said to be, or that is not the document it looks like."""
+
+
 @cache
 def words() -> Mapping[str, Mapping[str, frozenset[str]]]:
     """Words of commands and documents: data/words.toml as written."""

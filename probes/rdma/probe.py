@@ -31,8 +31,6 @@ from probes.rdma.facts import (
     RdmaPort,
     ipv4_of,
     is_link_local,
-    nccl_gid_index,
-    rocev2_gid_index,
 )
 
 TEXTS = read_table(__file__, "findings.toml")
@@ -43,6 +41,25 @@ ROCE_FULL_MTU_BYTES = 4096
 ROCE_WIRE_BYTES = 8 + 14 + 20 + 8 + 12 + 4 + 4 + 12  # IEEE 802.3; InfiniBand Architecture, annex A17 (RoCE v2)
 
 Ports = list[tuple[RdmaDevice, RdmaPort]]
+
+
+def nccl_gid_index(port: RdmaPort) -> int | None:
+    """The index NCCL 2.21 and newer takes with nothing set: IPv4 before IPv6, then RoCE v2 before v1, else entry 0.
+
+    None for InfiniBand, where the index has no such meaning, and where the table is unknown.
+    """
+    if port.link_layer != "Ethernet" or not port.gids_known or not port.gids:
+        return None
+    ipv4 = [gid for gid in port.gids if ipv4_of(gid)]
+    best = [gid for gid in ipv4 if gid.type == ROCE_V2] or ipv4
+    return best[0].index if best else 0
+
+
+def rocev2_gid_index(port: RdmaPort) -> int | None:
+    """The first RoCE v2 entry that can be routed: with IPv4, else a global IPv6, else link-local."""
+    routed = [gid for gid in port.gids if gid.type == ROCE_V2]
+    routed.sort(key=lambda gid: (ipv4_of(gid) is None, is_link_local(gid), gid.index))
+    return routed[0].index if routed else None
 
 
 def check(facts: RdmaFacts) -> Iterator[Finding]:
