@@ -241,9 +241,6 @@ _RANKS = {name: row["rank"] for name, row in _LABELS.items() if "rank" in row}
 FARTHEST = 99
 """Rank of an unknown label: never the nearest."""
 
-LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()) if "meaning" in row)
-"""nvidia-smi's own legend, printed under a rendered matrix so that other tools read it."""
-
 
 def nvlinks(label: str) -> int:
     """The count of an NV# label, 0 for any other."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from contracts.tables import read_table
 from topology.graph import (
-    LEGEND,
     SELF,
     UNKNOWN,
     ClusterTopology,
@@ -24,6 +24,9 @@ from topology.paths import with_expectations
 from topology.reference import candidates, departures
 
 Json = dict[str, Any]
+_LABELS = read_table(__file__, "labels.toml")
+_LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()) if "meaning" in row)
+"""nvidia-smi's own legend, printed under a matrix so that other tools read it."""
 
 
 # The matrix ---------------------------------------------------------------------------------------------------------
@@ -53,7 +56,7 @@ def render_matrix(node: NodeTopology) -> str:
         lines.append("\t".join((labels[device.name], *cells)) + _affinity(device, affinity))
     lines += ["", "Legend:", ""]
     shows_nvlink = node.nvlink_known or not node.source.endswith("-mp")
-    lines += [f"  {label:<4} = {meaning}" for label, meaning in LEGEND if label != "NV#" or shows_nvlink]
+    lines += [f"  {label:<4} = {meaning}" for label, meaning in _LEGEND if label != "NV#" or shows_nvlink]
     if UNKNOWN in "".join(lines[1 : len(labels) + 1]) and any(pair.label == UNKNOWN for pair in node.pairs):
         lines.append(f"  {UNKNOWN:<4} = Unknown: no probe could tell")
     named = [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]

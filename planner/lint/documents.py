@@ -158,9 +158,7 @@ class _Walk:
         if not isinstance(node, dict | list) or id(node) in self._seen:
             return
         if self._left < 0 or depth > _LIMIT_DEPTH:
-            raise EnvironmentTextError(
-                f"more than {_LIMIT_NODES} nodes or {_LIMIT_DEPTH} levels: no manifest is that large"
-            )
+            raise EnvironmentTextError(f"more than {_LIMIT_NODES} nodes or {_LIMIT_DEPTH} levels are not read")
         self._seen.add(id(node))
         if isinstance(node, list):
             self._list(node, source, depth, key)

@@ -43,13 +43,9 @@ class ProbedMachine:
 
     def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
         """Every contradiction between the environment and the machine it is for."""
-        yield from _interfaces(environment, self.node)
-        yield from _gloo(environment, self.node)
-        yield from _hcas(environment, self.node)
-        yield from _fabric(environment, self.node)
-        yield from _peers(environment, self.node)
+        for rule in (_interfaces, _gloo, _hcas, _fabric, _peers, _class):
+            yield from rule(environment, self.node)
         yield from _gids(environment, self.node, version)
-        yield from _class(environment, self.node)
 
 
 def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> ProbedMachine:

@@ -27,11 +27,8 @@ from planner.lint.script import (
 )
 from planner.nccl_env.names import is_read
 
-FORMS: Mapping[str, str] = {
-    "env": "env file", "shell": "shell script", "conf": "nccl.conf", "yaml": "YAML", "json": "JSON", "toml": "TOML",
-    "dockerfile": "Dockerfile", "log": "NCCL log", "process": "process",
-    "other": "no form that is read",
-}  # fmt: skip
+_PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
+FORMS: Mapping[str, str] = _PATTERNS["forms"]
 KINDS = tuple(kind for kind in FORMS if kind != "other")
 _DOCUMENTS = ("yaml", "json", "toml")
 _PROGRAMS = ("shell", "dockerfile")
@@ -39,7 +36,6 @@ _LIMITS = {"log": 16 << 20, **dict.fromkeys(("env", "conf", "process"), 8 << 20)
 _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign, all other forms
 _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
-_PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
