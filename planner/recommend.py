@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.trl import spelled
-from hardware.gpus import Gpu, fallback_gpu, gpu_named, of_board
+from hardware.gpus import Gpu, gpu_named, gpus, of_board
 from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import RankedLayout, Recommendation, Rejected
@@ -99,7 +99,7 @@ def _rates(
         known = [gpu for name in models if (gpu := gpu_named(name))]
         if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest model
             return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
-        other = fallback_gpu()
+        other = next(gpu for gpu in gpus() if gpu.is_fallback)
         unknowns.append(
             f"GPU {node.gpus[0].model!r} is in no table: its speed is assumed to be an {other.name}'s; calibrate"
         )

@@ -15,7 +15,8 @@ from agent.base.inputs import InputError, parse_version
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from planner.lint.environment import lint
-from planner.lint.sources import EnvironmentTextError, Reading, listed_lines, read_text, why_nothing
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import Reading, listed_lines, read_text, why_nothing
 
 if TYPE_CHECKING:
     from planner.lint.machine import ProbedMachine

@@ -14,10 +14,9 @@ from rigs.tables import each_row
 
 from agent.checks.host_checks import environment_checks
 from planner.lint.environment import lint
-from planner.lint.script import NamedEnvironment
+from planner.lint.script import EnvironmentTextError, NamedEnvironment
 from planner.lint.sources import (
     KINDS,
-    EnvironmentTextError,
     guess_kind,
     read_text,
 )
