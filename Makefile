@@ -74,7 +74,7 @@ test-nightly: export TOPOFLIGHT_TRACE := all
 test-nightly: export TOPOFLIGHT_PAIRS := all
 test-nightly: $(READY) drills
 	$(PYTEST) -q -m "nightly"
-	$(PYTEST) -q tests/finetune/test_finetune_traced.py tests/agent/test_http.py tests/probes/test_gpu_unread.py
+	$(PYTEST) -q tests/finetune/test_finetune_traced.py tests/agent/test_http.py tests/probes/test_gpu_unread.py tests/browser
 	$(BIN)/python bench/fuzz.py --seconds 3600
 
 # rewrite every golden file; read the difference before you commit it

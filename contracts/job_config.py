@@ -381,7 +381,8 @@ def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: s
             )
         note(f"{name}: null, so {_default(name)!r} is taken")
         return
-    if name == "report_to" and (others := set(_as(tuple, value) or ()) - {"tensorboard", "none"}):
+    trackers = _as(tuple, value) if name == "report_to" else ()
+    if trackers is not _MISFIT and (others := set(trackers) - {"tensorboard", "none"}):
         raise trl.OnlyTrlError(_trackers(sorted(map(str, others))[0]))
     try:
         values[name] = _convert(label, value, known[name])

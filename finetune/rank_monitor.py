@@ -408,3 +408,15 @@ def _sending() -> list[tuple[str, bool, bool]]:
             waits, again = found.get(str(peer[0]), (False, False))
             found[str(peer[0])] = (waits or queued > 0, again or is_resent)
     return [(address, *flags) for address, flags in found.items()]
+
+
+def copy_files(folder: Path) -> None:
+    """Copy what starts the monitor in another container's Python: this file and those that load it."""
+    top = Path(__file__).resolve().parents[1]
+    for name in ("finetune/autostart/sitecustomize.py", "finetune/rank_monitor.py", "contracts/import_hook.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((top / name).read_bytes())
+
+
+if __name__ == "__main__":  # python -m finetune.rank_monitor FOLDER
+    copy_files(Path(sys.argv[1]))

@@ -21,6 +21,7 @@ from planner.nccl_env.texts import Setting
 SIGNAL_SECONDS = 120  # before the time limit, at least
 END_SECONDS = 20  # from the checkpoint to the end of the script
 SAVE_SECONDS = SIGNAL_SECONDS - END_SECONDS  # for the checkpoint, at least
+MOST_OPTION_CHARACTERS = 65536  # of a line; the time that shlex takes grows with the square of a word's length
 _KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")
 _TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,5}-\d{1,2}(:\d{2}){0,2}|UNLIMITED")  # sbatch(1), --time
 _OPTION_OF_TEMPLATE = frozenset({
@@ -127,6 +128,8 @@ def nodes_of(text: str) -> int | None:
 
 def _check_option(number: int, rest: str) -> None:
     """ScriptError for a line of #SBATCH that holds no option."""
+    if len(rest) > MOST_OPTION_CHARACTERS:
+        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}...: longer than {MOST_OPTION_CHARACTERS} characters")
     try:
         words = shlex.split(rest, comments=True)
     except ValueError as error:

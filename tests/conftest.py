@@ -35,37 +35,16 @@ settings.load_profile("same")
 
 PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
 TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "triton"}  # those are in every tier
-# Files that take minutes start first, those that mostly wait before those that compute: one that started last would run
-# while the other workers are idle.
-LONGEST = (
-    "test_train.py",
-    "test_real_prometheus.py",
-    "test_bench_slow_networks.py",
-    "test_agent_image.py",
-    "test_softroce.py",
-    "test_slurm_cluster.py",
-    "test_finetune_pods.py",
-    "test_why.py",
-    "test_finetune_equivalence.py",
-    "test_launch_trl_files.py",
-    "test_compare_networks.py",
-    "test_finetune_hub.py",
-    "test_finetune_default.py",
-    "test_finetune_loading.py",
-    "test_finetune_compile.py",
-    "test_page_in_browser.py",
-    "test_bench_hosts.py",
-    "test_short_fuzz.py",
-    "test_finetune_traced.py",
-    "test_costly_questions.py",
-    "test_drills_kills.py",
-    "test_drills_bench.py",
-    "test_finetune_resume.py",
-    "test_finetune_survival.py",
-    "test_bench_ends.py",
-    "test_current_folder.py",
-    "test_lint_forms.py",
-)
+# Files that take half a minute or more start first, those that mostly wait before those that compute: one that started
+# last would run while the other workers are idle.
+SLOW = """
+train real_prometheus agent_image softroce slurm_cluster search_hosts why_runs bench_hosts bench_slow_networks
+finetune_pods finetune_equivalence trl_trainer finetune_compile finetune_hub short_fuzz finetune_loading page_in_browser
+lint_forms launch_trl_files compare_networks bench_ends hostile_clients costly_questions finetune_default
+forecast_memory_cpu current_folder run_post footprint finetune_traced finetune_memory wrap_verb drills_kills drills_scan
+bench_measures rendered_answers finetune_resume finetune_survival evidence_scale model_weights
+"""
+LONGEST = [f"test_{name}.py" for name in SLOW.split()]
 
 
 @cache

@@ -134,7 +134,7 @@ _NAMES = ("gpu", "interface")  # of these, a number or `on` without quotes in YA
 
 
 def parse(words: Sequence[str]) -> Expectation:
-    """`--expect KEY=VALUE,...`, as often as wanted; a repeated interface is one more. Raises GateError."""
+    """`--expect KEY=VALUE,...`, as often as expected; a repeated interface is one more. Raises GateError."""
     found: dict[str, list[str]] = {}
     for word in words:
         for part in filter(None, (piece.strip() for piece in word.split(","))):
@@ -177,7 +177,7 @@ def read_file(path: Path) -> Expectation:
 def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
     for key, values in found.items():
         if key in KEYS and key not in _LISTS and len(values) != 1:
-            raise GateError(f"{where}: {key} stands {len(values)} times; only {', '.join(_LISTS)} may be repeated")
+            raise GateError(f"{where}: {key} is given {len(values)} times; only {', '.join(_LISTS)} may be repeated")
         if len(values) > MOST_NAMES:
             raise GateError(f"{where}: {key[:64]}: more than {MOST_NAMES} values")
     try:
@@ -209,24 +209,24 @@ def expectation(words: Sequence[str], path: Path | None) -> Expectation | None:
 Judgement = tuple[bool | None, str]  # whether it is met, None where that is unknown; what the node has
 
 
-def checks_of(wanted: Expectation, snapshot: Snapshot, topology: NodeTopology, node: str) -> tuple[Finding, ...]:
+def checks_of(expected: Expectation, snapshot: Snapshot, topology: NodeTopology, node: str) -> tuple[Finding, ...]:
     """One check for each thing that is expected: met, absent (failed), or unknown and then required."""
     checks = []
-    for key, subject, value in _subjects(wanted):
+    for key, subject, value in _subjects(expected):
         probes, judge = _RULES[key]  # an expectation without a rule ends in an error, not in a pass
         met, have = judge(snapshot, topology, value)
         checks.append(_check(node, subject, met, have, next(filter(None, (_why(snapshot, one) for one in probes)), "")))
     return tuple(checks)
 
 
-def unread(wanted: Expectation, node: str, why: str) -> tuple[Finding, ...]:
+def unread(expected: Expectation, node: str, why: str) -> tuple[Finding, ...]:
     """The same checks of a node of which nothing is known."""
-    return tuple(_check(node, subject, None, why, "") for _, subject, _ in _subjects(wanted))
+    return tuple(_check(node, subject, None, why, "") for _, subject, _ in _subjects(expected))
 
 
-def _subjects(wanted: Expectation) -> Iterator[tuple[str, str, Any]]:
+def _subjects(expected: Expectation) -> Iterator[tuple[str, str, Any]]:
     """(key, "key=value" as one types it, value) of each thing that is expected."""
-    for key, value in wanted:
+    for key, value in expected:
         for one in value if isinstance(value, tuple) else (value,):
             if one is not None:
                 yield key, f"{key}={_TYPED.get(key, str)(one)}", one
@@ -268,14 +268,14 @@ def _gpu_count(snapshot: Snapshot) -> int | None:
     return count if visible is None else min(count, visible)
 
 
-def _gpus(snapshot: Snapshot, _topology: NodeTopology, wanted: int) -> Judgement:
+def _gpus(snapshot: Snapshot, _topology: NodeTopology, expected: int) -> Judgement:
     count = _gpu_count(snapshot)
-    return _least(count, wanted), f"{'an unknown number of' if count is None else count} GPUs answer"
+    return _least(count, expected), f"{'an unknown number of' if count is None else count} GPUs answer"
 
 
-def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, wanted: str) -> Judgement:
+def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: str) -> Judgement:
     """Whole words of the model's name count: L40 is no L40S."""
-    words = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}(?![a-z0-9])", re.IGNORECASE)
+    words = re.compile(rf"(?<![a-z0-9]){re.escape(expected)}(?![a-z0-9])", re.IGNORECASE)
     models = [gpu.name for gpu in _answering(snapshot)]
     odd = [model for model in models if not words.search(model or "")]
     unknown = _gpu_count(snapshot) is None or (not all(models) and not any(odd))
@@ -283,7 +283,7 @@ def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, wanted: str) -> Judg
     return met, ", ".join(dict.fromkeys(model or "unknown model" for model in models)) or "no GPU"
 
 
-def _nvlink(snapshot: Snapshot, topology: NodeTopology, wanted: int) -> Judgement:
+def _nvlink(snapshot: Snapshot, topology: NodeTopology, expected: int) -> Judgement:
     count = _gpu_count(snapshot)
     if count is None or (topology.gpus and not topology.nvlink_known):
         return None, "the NVLinks are unknown"
@@ -291,20 +291,20 @@ def _nvlink(snapshot: Snapshot, topology: NodeTopology, wanted: int) -> Judgemen
     links = [(f"{p.a}-{p.b}", p.label) for p in topology.pairs if p.a in usable and p.b in usable]
     if not links:
         return False, f"{count} GPUs: there is no pair to link"
-    short = [(pair, label) for pair, label in links if nvlinks(label) < wanted]
+    short = [(pair, label) for pair, label in links if nvlinks(label) < expected]
     unknown = [pair for pair, label in short if label == "N/A"]
     if unknown and len(unknown) == len(short):
         return None, f"the link of {', '.join(unknown[:4])} is unknown"
     if short:
         return False, units.some([f"{pair} {label}" for pair, label in short], most=4)
-    return True, f"{len(links)} pairs have NV{wanted} or more"
+    return True, f"{len(links)} pairs have NV{expected} or more"
 
 
-def _driver(snapshot: Snapshot, _topology: NodeTopology, wanted: str) -> Judgement:
+def _driver(snapshot: Snapshot, _topology: NodeTopology, expected: str) -> Judgement:
     facts = snapshot.facts(GpuFacts)
     if facts is None or facts.driver_version is None:
         return False if _gpu_count(snapshot) == 0 else None, "the driver is unknown"
-    have, least = (tuple(map(int, re.findall(r"\d+", text)[:4])) for text in (facts.driver_version, wanted))
+    have, least = (tuple(map(int, re.findall(r"\d+", text)[:4])) for text in (facts.driver_version, expected))
     return have >= least, f"the driver is {facts.driver_version}"
 
 
@@ -325,27 +325,27 @@ def _hca_ports(snapshot: Snapshot) -> dict[str, list[RdmaPort]] | None:
     }
 
 
-def _hcas(snapshot: Snapshot, _topology: NodeTopology, wanted: Selected) -> Judgement:
+def _hcas(snapshot: Snapshot, _topology: NodeTopology, expected: Selected) -> Judgement:
     ports = _hca_ports(snapshot)
     if ports is None:
         return None, "the RDMA devices are unknown"
-    have = [name for name, active in ports.items() if active and wanted.selects(name)]
-    named = f" of {wanted.pattern}" if wanted.pattern else ""
-    return len(have) >= wanted.value, f"{len(have)} RDMA devices{named} have an ACTIVE port"
+    have = [name for name, active in ports.items() if active and expected.selects(name)]
+    named = f" of {expected.pattern}" if expected.pattern else ""
+    return len(have) >= expected.value, f"{len(have)} RDMA devices{named} have an ACTIVE port"
 
 
-def _rates(snapshot: Snapshot, _topology: NodeTopology, wanted: Selected) -> Judgement:
+def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: Selected) -> Judgement:
     """Every ACTIVE device counts, or those selected; a device that is selected by name and is not ACTIVE is less."""
     ports = _hca_ports(snapshot)
     if ports is None:
         return None, "the RDMA devices are unknown"
     mine = {name: sum(port.rate_bytes_per_second or 0.0 for port in active) or None
-            for name, active in ports.items() if active and wanted.selects(name)}  # fmt: skip
-    slow = [f"{name} {units.bits(rate)}" for name, rate in mine.items() if rate is not None and rate < wanted.value]
+            for name, active in ports.items() if active and expected.selects(name)}  # fmt: skip
+    slow = [f"{name} {units.bits(rate)}" for name, rate in mine.items() if rate is not None and rate < expected.value]
     slow += [f"{name} has no ACTIVE port" for name, active in ports.items()
-             if not active and wanted.pattern and wanted.selects(name)]  # fmt: skip
+             if not active and expected.pattern and expected.selects(name)]  # fmt: skip
     if slow or not mine:
-        others = f" named {wanted.pattern}" if wanted.pattern else ""
+        others = f" named {expected.pattern}" if expected.pattern else ""
         return False, ", ".join(slow) or f"no RDMA device{others} has an ACTIVE port"
     unknown = [name for name, rate in mine.items() if rate is None]
     return (None, f"the rate of {', '.join(unknown)} is unknown") if unknown else (True, "every device is as fast")
@@ -378,29 +378,29 @@ def _has_gdr(snapshot: Snapshot, topology: NodeTopology) -> bool | None:
 # Limits, interfaces ------------------------------------------------------------------------------------------------
 
 
-def _memlock(snapshot: Snapshot, _topology: NodeTopology, wanted: int | str) -> Judgement:
+def _memlock(snapshot: Snapshot, _topology: NodeTopology, expected: int | str) -> Judgement:
     limits = snapshot.facts(LimitsFacts)
     if limits is None or not limits.memlock_known:
         return None, f"memlock is {units.size(None)}"
     have = limits.memlock_soft_bytes
     if have is None:
         return True, f"memlock is {UNLIMITED}"
-    return isinstance(wanted, int) and have >= wanted, f"memlock is {units.size(have)}"
+    return isinstance(expected, int) and have >= expected, f"memlock is {units.size(have)}"
 
 
-def _shm(snapshot: Snapshot, _topology: NodeTopology, wanted: int) -> Judgement:
+def _shm(snapshot: Snapshot, _topology: NodeTopology, expected: int) -> Judgement:
     limits = snapshot.facts(LimitsFacts)
     if limits is not None and limits.of_agent:
         return None, "what the agent's own pod has is not what a job's gets"
     have = limits.shm_size_bytes if limits else None
-    return _least(have, wanted), f"shared memory is {units.size(have)}"
+    return _least(have, expected), f"shared memory is {units.size(have)}"
 
 
-def _interface(snapshot: Snapshot, _topology: NodeTopology, wanted: str) -> Judgement:
+def _interface(snapshot: Snapshot, _topology: NodeTopology, expected: str) -> Judgement:
     facts = snapshot.facts(InterfacesFacts)
     if facts is None:
         return None, "the interfaces are unknown"
-    mine = [link for link in facts.interfaces if fnmatchcase(link.name, wanted)]
+    mine = [link for link in facts.interfaces if fnmatchcase(link.name, expected)]
     if not mine:
         return False, f"there are {', '.join(sorted(link.name for link in facts.interfaces)) or 'none'}"
     bad = [f"{link.name} {lacks}" for link in mine if (lacks := _lacks(link))]
@@ -415,8 +415,8 @@ def _lacks(link: Interface) -> str:
     return "" if link.addresses else "has no address"
 
 
-def _least(have: int | None, wanted: int) -> bool | None:
-    return None if have is None else have >= wanted
+def _least(have: int | None, expected: int) -> bool | None:
+    return None if have is None else have >= expected
 
 
 def _typed(value: int | str) -> str:

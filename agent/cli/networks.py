@@ -135,7 +135,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     for network in over:
         if network.rdma and not transport(advice, found):
             why = "no RDMA device was seen on the recorded hosts"
-            bars.append(networks.Bar(network="rdma", status="not had", why=why))
+            bars.append(networks.Bar(network="rdma", status="not available", why=why))
             continue
         taken = networks.over(advice, network, request, found)
         jobs.append((network, networks.documents(taken, network, options, found)))
@@ -198,7 +198,7 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
 def _verdict(found: NetworkBars, *, verbose: bool) -> str:
     """Which network is the fastest, and what to do."""
     ran = sorted((bar for bar in found.bars if bar.step_seconds), key=lambda bar: bar.step_seconds or 0.0)
-    wrong = [f"{bar.network} {bar.status}" for bar in found.bars if bar.status not in ("measured", "not had")]
+    wrong = [f"{bar.network} {bar.status}" for bar in found.bars if bar.status not in ("measured", "not available")]
     if wrong:
         return (
             f"{'✗' if found.exit_code == 3 else '?'} not every network was measured: {', '.join(wrong)} → the reasons"

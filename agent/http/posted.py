@@ -126,7 +126,7 @@ def store_record(state: State, lock: threading.Lock, record: RunRecord, who: str
                 if replace(known, posted_by=None) == replace(record, posted_by=None):
                     return False
                 raise ProblemError(409, f"another record of {str(record.host)[:64]}, started at "
-                                        f"{record.started_at}, is kept here")  # fmt: skip
+                                        f"{record.started_at}, is stored here")  # fmt: skip
         if result_store.store_run(replace(record, posted_by=who), folder) is None:
             raise ProblemError(507, "the record could not be written into the state folder; the agent's log says why")
     state.reread_runs()

@@ -71,7 +71,7 @@ class Bar:
 
     network: str  # "eth0", "net1", "RDMA"
     carries: str = ""  # what is known of it: "shaped to 200 Mbit/s", "default/net1"
-    status: str = "unknown"  # "measured", "not had", "failed", "unproven", "unknown"
+    status: str = "unknown"  # "measured", "not available", "failed", "unproven", "unknown"
     why: str = ""
     proof: tuple[str, ...] = ()  # the sockets' or NCCL's own words
     busbw_bytes_per_second: float | None = None  # of the all-gather over it, before the run
@@ -154,9 +154,9 @@ def rdma_here(found: Sequence[Snapshot]) -> Bar:
     """RDMA between namespaces of this host: never run, and why."""
     devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
     if not devices:
-        return Bar(network="RDMA", status="not had", why="no RDMA device on this host")
+        return Bar(network="RDMA", status="not available", why="no RDMA device on this host")
     named = ", ".join(devices[:4])
-    return Bar(network="RDMA", status="not had",
+    return Bar(network="RDMA", status="not available",
                why=f"{named} cannot be shared by two namespaces of one host; on a cluster: --api")  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import importlib.machinery
 import json
 import os
+import runpy
 import sys
 import time
 import types
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ENDED = "TOPOFLIGHT_SCRIPT_ENDED"
+_HOOK = Path(__file__).resolve().parents[2] / "contracts" / "import_hook.py"
 LEFT = "left."  # and the rank
 MOST_STEPS = 4096  # whose times are kept
 _MOST_ERROR = 2000  # characters
@@ -71,23 +72,10 @@ class Watch:
         self.steps = 0
         self.resident_before = 0
 
-    def find_spec(self, name: str, path: Any = None, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Find torch.optim.optimizer as Python does, to be run and then watched; nothing else."""
-        if name != "torch.optim.optimizer":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                load(module)
-                with contextlib.suppress(Exception):  # another torch: the record says less
-                    module.register_optimizer_step_post_hook(self.count)
-                    self.resident_before = _resident("VmRSS")
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    def begin(self, optimizers: Any) -> None:
+        """Watch torch.optim.optimizer, which has been imported. With another torch the record says less."""
+        optimizers.register_optimizer_step_post_hook(self.count)
+        self.resident_before = _resident("VmRSS")
 
     def count(self, optimizer: object, *_: object) -> None:
         """Count a step that an optimizer has ended."""
@@ -135,7 +123,7 @@ if __name__ == "__main__":
     del sys.argv[0]
     atexit.register(wait_for_gloo)  # the first to be registered is the last to run
     watch = Watch()
-    sys.meta_path.insert(0, watch)
+    runpy.run_path(str(_HOOK))["AfterImport"]("torch.optim.optimizer", watch.begin)
     failure: BaseException | None = None
     try:
         run(sys.argv[0])

@@ -34,6 +34,10 @@ _RENDERED = "; a template is wrapped as it is rendered: helm template CHART | to
 
 def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The manifest with what its jobs lack on these hosts, and notes. Raises InputError."""
+    if options["monitor"] and not options["preflight_image"]:
+        raise InputError(
+            "--monitor requires --preflight-image for a manifest: the monitor's files come from that image"
+        )
     try:
         resources = dict(_resource(word) for word in options["resources"])
         select((), require=options["require"], known=ALL_CODES)
@@ -55,7 +59,8 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
             additions.append(Additions(
                 settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),
-                gate_image=options["preflight_image"], log=advice.backend == "nccl", annotations=forecast(advice),
+                gate_image=options["preflight_image"], log=advice.backend == "nccl", monitor=options["monitor"],
+                annotations=forecast(advice),
             ))  # fmt: skip
         made, kept = wrap(text, additions)
         notes += [*others_in(manifest), *_judged(text, jobs, found)]

@@ -29,37 +29,22 @@ def _load(spec: Any, name: str) -> Any:
     return module
 
 
-class _StartOnImport:
-    """Wraps init_process_group once torch.distributed is imported, so that the monitor starts after it.
-
-    Whether a process is a rank is known only then: some launchers set RANK in the environment, others nowhere.
-    """
-
-    def find_spec(self, name: str, path: Any = None, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Find torch.distributed.distributed_c10d as Python does, to be run with the wrapper; nothing else."""
-        if name != "torch.distributed.distributed_c10d":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                run(module)
-                with contextlib.suppress(Exception):
-                    _wrap(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+def _load_file(name: str, file: str) -> Any:
+    return _load(importlib.util.spec_from_file_location(name, Path(__file__).resolve().parents[2] / file), name)
 
 
 def _wrap(c10d: Any) -> None:
-    """Load the monitor, and have init_process_group start it."""
-    name, file = "_topoflight_rank_monitor", Path(__file__).resolve().parent.parent / "rank_monitor.py"
-    monitor = _load(importlib.util.spec_from_file_location(name, file), name)
+    """Load the monitor, and have init_process_group start it.
+
+    Whether a process is a rank is known only then: some launchers set RANK in the environment, others nowhere.
+    """
+    monitor = _load_file("_topoflight_rank_monitor", "finetune/rank_monitor.py")
     c10d.init_process_group = monitor.starting(c10d.init_process_group, Path(os.environ["TOPOFLIGHT_RUN"]))
 
 
 if "TOPOFLIGHT_RUN" in os.environ:
-    sys.meta_path.insert(0, _StartOnImport())
+    with contextlib.suppress(Exception):
+        _load_file("_topoflight_import_hook", "contracts/import_hook.py").AfterImport(
+            "torch.distributed.distributed_c10d", _wrap
+        )
 _run_hidden(str(Path(__file__).resolve().parent))

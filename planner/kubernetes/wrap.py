@@ -20,7 +20,9 @@ from planner.kubernetes.yaml_edit import documents, extended
 from planner.nccl_env.texts import PodNeed, Setting
 
 PREFIX = "topoflight.io"  # of annotations
-GATE = "preflight"
+GATE, MONITOR = "preflight", "topoflight-monitor"
+_MONITOR_FOLDER = f"/{MONITOR}"  # of the files that finetune/rank_monitor.py copies
+_MONITOR_START = f"{_MONITOR_FOLDER}/finetune/autostart"
 _KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
 _BY_HAND = "what to add by hand: topoflight recommend -o env"
 _OTHERS = {
@@ -130,6 +132,7 @@ class Additions:
     gate_image: str | None = None
     require: tuple[str, ...] = ()
     log: bool = False  # NCCL's log to a file, where a claim is mounted
+    monitor: bool = False  # the rank monitor, from the gate's image
     annotations: dict[str, str] = field(default_factory=dict)  # of the job
 
 
@@ -208,6 +211,8 @@ class _Wrapper:
                 self._variable(setting.name, setting.value, f"{setting.reason.rule}: {setting.reason.evidence}")
             if wanted.log:
                 self._log()
+            if wanted.monitor:
+                self._monitor_ranks()
             if empty := ", ".join(name for name, count in part.limits.items() if count is None):
                 self._note(f"{empty} has no number: give one here and in the gate, if one runs")
             self._resources()
@@ -228,6 +233,8 @@ class _Wrapper:
             elif need.name == "compute_domain" and not (part.pod.get("spec") or {}).get("resourceClaims"):
                 self._note(f"no claim of a ComputeDomain, and none is added: `launch` shows one ({reason})")
         self._gate()
+        if wanted.monitor:
+            self._monitor_files(part.pod)
         if part.restart == "Never":
             self._note("restartPolicy is Never: no pod is made anew, neither after a failed gate nor after one that "
                       "was lost with its node; launched again, the trainer goes on where it saved")  # fmt: skip
@@ -283,25 +290,46 @@ class _Wrapper:
         self._reasons[name] = f"{value}: {reason}"
 
     def _log(self) -> None:
-        mounts = [each for each in self._part.container.get("volumeMounts") or () if isinstance(each, dict)]
-        claims = self._claims()
-        folder = next((str(each.get("mountPath")) for each in mounts
-                       if each.get("name") in claims and not each.get("readOnly")), None)  # fmt: skip
+        folder = self._lasting_folder()
         self._variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
         if folder is None:
             self._note("NCCL's log stays in the pod's: no claim is mounted; `kubectl logs POD | topoflight evidence -`")
             return
-        log = f"{folder.rstrip('/')}/nccl-{self._job.name}.%h.%p.log"
+        log = f"{folder}/nccl-{self._job.name}.%h.%p.log"
         self._variable("NCCL_DEBUG_FILE", log, f"read by: topoflight evidence {log.split('%')[0]}*")
 
-    def _claims(self) -> set[str]:
-        """Names of the pod's volumes that outlive it."""
-        body = (self._part.pod or {}).get("spec") or {}
-        if self._part.kind == "TrainJob":
-            runtime = next((p for p in self._job.parts if p.pod is not None), None)
-            body = ((runtime.pod if runtime else None) or {}).get("spec") or {}
-        return {str(v.get("name")) for v in body.get("volumes") or () if isinstance(v, dict) and
-                {"persistentVolumeClaim", "ephemeral"} & set(v)}  # fmt: skip
+    def _monitor_ranks(self) -> None:
+        """The variables with which each rank's Python starts the monitor (finetune/autostart)."""
+        folder = self._lasting_folder()
+        if folder is None:
+            self._note("--monitor adds nothing: the ranks write what they do into a volume that outlives the pod, and "
+                       "no claim is mounted")  # fmt: skip
+            return
+        if all(part.pod is None for part in self._job.parts):
+            self._note("--monitor adds nothing: the pods are described by a runtime that is not in this file")
+            return
+        written = (*(self._part.container.get("env") or ()), *self._part.command)
+        if any("TOPOFLIGHT_RUN" in str(each) for each in written):
+            return
+        if any("PYTHONPATH" in str(each) for each in written):
+            self._note("--monitor adds nothing: the manifest sets PYTHONPATH, which starts the monitor")
+            return
+        run = f"{folder}/topoflight-{self._job.name}"
+        self._variable("TOPOFLIGHT_RUN", run, f"read by: topoflight why --run {run}")
+        self._variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
+
+    def _lasting_folder(self) -> str | None:
+        """Where a volume that outlives the pod is mounted and can be written; a TrainJob's are its runtime's."""
+        part = self._part
+        if part.kind == "TrainJob":
+            part = next((each for each in self._job.parts if each.pod is not None), part)
+        volumes = ((part.pod or {}).get("spec") or {}).get("volumes") or ()
+        lasting = [
+            v.get("name") for v in volumes if isinstance(v, dict) and {"persistentVolumeClaim", "ephemeral"} & set(v)
+        ]
+        mounts = [each for each in part.container.get("volumeMounts") or () if isinstance(each, dict)]
+        return next((str(each.get("mountPath")).rstrip("/") for each in mounts
+                     if each.get("name") in lasting and not each.get("readOnly")), None)  # fmt: skip
 
     def _resources(self) -> None:
         wanted = dict(self._wanted.resources)
@@ -464,6 +492,22 @@ class _Wrapper:
             self._note_runtime(asks)
         if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
             self._note("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
+
+    def _monitor_files(self, pod: Document) -> None:
+        """An init container that copies the monitor from the gate's image into a volume of the training container."""
+        holder = self._job.parts[0].container if self._job.kind == "TrainJob" else self._part.container
+        start = {"name": "PYTHONPATH", "value": _MONITOR_START}
+        body = _inside(pod, "spec", {})
+        if start not in (holder.get("env") or ()) or MONITOR in [v.get("name") for v in body.get("volumes") or ()]:
+            return
+        mount = {"name": MONITOR, "mountPath": _MONITOR_FOLDER}
+        copy_files: Document = {"name": MONITOR, "image": self._wanted.gate_image, "volumeMounts": [mount],
+                                "command": ["python", "-m", "finetune.rank_monitor", _MONITOR_FOLDER]}  # fmt: skip
+        if self._part.container.get("securityContext"):
+            copy_files["securityContext"] = copy.deepcopy(self._part.container["securityContext"])
+        _inside(body, "initContainers", []).append(copy_files)
+        _inside(body, "volumes", []).append({"name": MONITOR, "emptyDir": {}})
+        _inside(self._part.container, "volumeMounts", []).append({**mount, "readOnly": True})
 
     def _note_runtime(self, asks: Part) -> None:
         """Say what the gate in a runtime means for the runtime's other TrainJobs; `asks` has the gate's resources."""

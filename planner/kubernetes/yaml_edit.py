@@ -53,16 +53,16 @@ def documents(text: str) -> list[Any]:
     return load_all(text, most_aliases=MOST_ALIASES)
 
 
-def extended(text: str, wanted: list[Any]) -> str:
-    """The text with what is new in `wanted`: new keys of mappings, new last items of lists.
+def extended(text: str, target: list[Any]) -> str:
+    """The text with what is new in `target`: new keys of mappings, new last items of lists.
 
-    Raises EditError where `wanted` differs in another way, or has something new where no line can be put in.
+    Raises EditError where `target` differs in another way, or has something new where no line can be put in.
     """
     before = documents(text)
     newline = "" if text.endswith("\n") else "\r\n" if "\r\n" in text else "\n"
     whole = text + newline
     edits, nodes = _Edits(whole), list(yaml.compose_all(whole, _Composer))
-    for node, old, new in zip(nodes, before, wanted, strict=True):
+    for node, old, new in zip(nodes, before, target, strict=True):
         edits.compare(node, old, new, "")
     if not edits:
         return text
@@ -71,7 +71,7 @@ def extended(text: str, wanted: list[Any]) -> str:
     made = edits.made()
     if newline and not edits.at_end:
         made = made.removesuffix(newline)
-    if not _same(documents(made), wanted):
+    if not _same(documents(made), target):
         raise EditError("the text cannot be changed line by line; write anchors, merges and long scalars of it out")
     return made
 

@@ -105,9 +105,9 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
 def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
     """The RoCE ports that NCCL takes under NCCL_IB_HCA."""
     hcas = environment.get("NCCL_IB_HCA")
-    wanted = NameList.parse(hcas) if hcas else None
+    name_list = NameList.parse(hcas) if hcas else None
     for view in node.default_ports():
-        named = wanted is None or wanted.takes(view.device.name, view.port.port)
+        named = name_list is None or name_list.takes(view.device.name, view.port.port)
         if named and view.port.link_layer == "Ethernet":
             yield view
 
@@ -118,14 +118,14 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
     facts = node.interfaces()
     if facts is None or len(value) <= 1:
         return
-    wanted, running = NameList.parse(value), running_interfaces(facts)
-    taken = [each for each in running if wanted.takes(each.name)]
+    name_list, running = NameList.parse(value), running_interfaces(facts)
+    taken = [each for each in running if name_list.takes(each.name)]
     evidence = f"running interfaces: {', '.join(each.name for each in running) or 'none'}"
     if not taken:
         yield finding("env.interface.absent", name, value, evidence)
         return
-    for entry, caught in _caught(wanted, [(each.name, None) for each in running]):
-        if entry in caught and len(caught) > 1 and not wanted.exact and not wanted.negated:
+    for entry, caught in _caught(name_list, [(each.name, None) for each in running]):
+        if entry in caught and len(caught) > 1 and not name_list.exact and not name_list.negated:
             more = ", ".join(each for each in caught if each != entry)
             yield finding("env.interface.prefix", name, value, evidence, entry=entry, more=more)
     yield from _unfit(value, taken, node)
@@ -137,10 +137,10 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
         )  # fmt: skip
 
 
-def _caught(wanted: NameList, present: Sequence[tuple[str, int | None]]) -> Iterator[tuple[str, list[str]]]:
+def _caught(name_list: NameList, present: Sequence[tuple[str, int | None]]) -> Iterator[tuple[str, list[str]]]:
     """Each entry of the list, and which of the names that are present it matches."""
-    for entry in wanted.entries:
-        yield entry[0], list(dict.fromkeys(name for name, port in present if wanted.hits(entry, name, port)))
+    for entry in name_list.entries:
+        yield entry[0], list(dict.fromkeys(name for name, port in present if name_list.hits(entry, name, port)))
 
 
 def _unfit(value: str, taken: list[Interface], node: NodeView) -> Iterator[Finding]:
@@ -181,20 +181,20 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     if not ports and (fabric := _libfabric(node)):
         yield finding("env.hca.efa", name, value, f"{fabric}, no HCA")
         return
-    wanted = NameList.parse(value)
+    name_list = NameList.parse(value)
     listed = ", ".join(view.name for view in ports) or "none"
     evidence = f"RDMA ports: {listed}" + ("" if facts is None else f" ({facts.source})")
-    matched = [view for view in ports if wanted.takes(view.device.name, view.port.port)]
+    matched = [view for view in ports if name_list.takes(view.device.name, view.port.port)]
     if not matched:
         yield finding("env.hca.absent", name, value, evidence)
         return
-    named = {entry[0] for entry in wanted.entries}
-    for entry, caught in _caught(wanted, [(view.device.name, view.port.port) for view in ports]):
+    named = {entry[0] for entry in name_list.entries}
+    for entry, caught in _caught(name_list, [(view.device.name, view.port.port) for view in ports]):
         more = [each for each in sorted(caught) if each not in named]
-        if not caught and not wanted.negated:
+        if not caught and not name_list.negated:
             yield finding("env.hca.absent/entry", name, value, evidence, entry=entry)
-        if not wanted.exact and entry in caught and more:
-            verb, right = ("leaves out", "^=") if wanted.negated else ("takes", "=")
+        if not name_list.exact and entry in caught and more:
+            verb, right = ("leaves out", "^=") if name_list.negated else ("takes", "=")
             right += value.lstrip("^=")
             yield finding(
                 "env.hca.prefix", name, value, evidence, entry=entry, verb=verb, more=", ".join(more), right=right
@@ -204,7 +204,7 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     states = [f"{view.name}: {view.port.state}" for view in down]
     if not active:
         yield finding("env.hca.down", name, value, *states)
-    elif down and not wanted.negated:
+    elif down and not name_list.negated:
         yield finding("env.hca.down/some", name, value, *states, ports=", ".join(view.name for view in down))
 
 

@@ -56,6 +56,8 @@ def test_a_diff_is_shown_and_nothing_written_until_asked(tmp_path: Path) -> None
     assert "forecast FSDP" in shown.stderr and "+    topoflight.io/forecast-step: step " in shown.stdout
     written, _ = wrapped(tmp_path, "-o", tmp_path / "new.yaml")
     applied, _ = wrapped(tmp_path, "--apply")
+    refused = topoflight("wrap", path, "--host", H100, "--monitor")
+    assert refused.exit_code == 2 and "--monitor requires --preflight-image" in refused.output
     assert written.stdout.splitlines()[2:] == applied.stdout.splitlines()[2:] == shown.stdout.splitlines()[2:]
     assert (tmp_path / "new.yaml").read_text() == path.read_text() != manifest(tmp_path)
     again = wrap(path, None, *IMAGE)
@@ -173,6 +175,7 @@ def trl_python() -> str:
     return str(python)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:

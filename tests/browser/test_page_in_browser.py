@@ -46,6 +46,10 @@ ROOT = Path(__file__).parent.parent.parent
 MEASURED = Path(__file__).parent / "measured"  # real results, written by our own tools
 SCREEN = 800  # pixels of a small laptop: what is seen without scrolling
 SICK = {fault.machine: fault for fault in FAULTS}  # what a newcomer has to read first
+# TOPOFLIGHT_PAIRS=all: every machine; what each page says is tested without a browser on all of them (tests/agent)
+SHOWN = NAMES if os.environ.get("TOPOFLIGHT_PAIRS") == "all" else (
+    "hgx-h100-8xH100-8hca", "cpu-only-vm", "gb200-nvl72-tray", "sick-h100-gpu-lost", "sick-h100-rdma-off"
+)  # fmt: skip
 
 
 def clean(tab: Tab, address: str) -> None:
@@ -78,7 +82,7 @@ def fault_is_first(tab: Tab, fault: Fault) -> None:
     assert tab.run("document.querySelector('.finding .remedy').getBoundingClientRect().bottom") < SCREEN
 
 
-@each_row("name", NAMES)
+@each_row("name", SHOWN)
 def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict[str, str], name: str) -> None:
     """No complaint, no request elsewhere; a fault is read first. Of those without one also axe-core and what-if."""
     address = machines[name]
@@ -94,15 +98,14 @@ def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict
         clean(tab, address)
 
 
-@each_row("name", ["sick-h100-rdma-off", "cpu-only-vm"])
-def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[str, str], name: str) -> None:
+def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
     """The dark colours hold the same contrast rules."""
     with chromium.tab(dark=True) as tab:
         for endpoint in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
-            tab.go(machines[name] + endpoint)
+            tab.go(machines["sick-h100-rdma-off"] + endpoint)
             assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 26)"
             accessible(tab, axe)
-        clean(tab, machines[name])
+        clean(tab, machines["sick-h100-rdma-off"])
 
 
 QUESTION = "what-if?model=Llama-3.1-8B&method=full&machine=p5.48xlarge&nodes=2"
@@ -397,6 +400,7 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
         fields = "document.querySelectorAll('.ask select, .ask input')"
         seen = tab.run(f"[...{fields}].filter(f => f.getBoundingClientRect().width).length")
         assert seen == 6, "a phone can ask whatever a screen can"
+        tab.go(console(64))  # axe-core takes ten seconds for 5,000 nodes, of which each is drawn as these are
         accessible(tab, axe)
     print(f"load: {one:.0f} ms with one node, {many:.0f} ms with 5,000")
     assert many < 20 * one

@@ -14,5 +14,5 @@ def programs() -> dict[str, str]:
     found = {name: shutil.which(name) or "" for name in ("prometheus", "promtool")}
     if all(found.values()):
         return found
-    folder = apt_unpacked("prometheus", "prometheus") / "usr" / "bin"
+    folder = apt_unpacked("usr/bin/prometheus", "prometheus") / "usr" / "bin"
     return {name: str(folder / name) for name in found}

@@ -109,6 +109,7 @@ def test_bench_rank_fills_its_output(ground: Ground) -> list[str]:
     return [*_result(process, "the ranks printed more than"), *ground.after()]
 
 
+@pytest.mark.nightly  # test_finetune_resume.py and test_launch_cut_short.py show its two halves
 @drill
 def test_sigterm_of_a_launch(ground: Ground) -> list[str]:
     """The job saves and ends; its record, and the exit code of the launch, say that it can be resumed."""

@@ -179,7 +179,7 @@ def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Cluster, tmp_path:
     words = [word if word != str(path_of()) else str(path_of("cpu-only-vm")) for word in WORDS]
     done = CliRunner().invoke(compare_networks, [*words, "--dry-run"])
     assert done.exit_code == 0, done.output
-    assert "rdma: not had: no RDMA device" in done.stderr
+    assert "rdma: not available: no RDMA device" in done.stderr
     assert "sft-rdma" not in done.stdout
     assert "GLOO_SOCKET_IFNAME" in done.stdout
 

@@ -69,7 +69,7 @@ def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_n
             for name in ("eth0", "net1")]  # fmt: skip
     found = priced(NetworkBars(
         title="<title> & more", where="here", nodes=2, steps=1000, node_hour_price=3.60,
-        bars=(*over, Bar(network="RDMA", status="not had", why="no RDMA device")),
+        bars=(*over, Bar(network="RDMA", status="not available", why="no RDMA device")),
     ))  # fmt: skip
     assert [bar.run_seconds for bar in found.bars] == [pytest.approx(1100.0)] * 2 + [None]
     assert [bar.cost for bar in found.bars] == [pytest.approx(2.2)] * 2 + [None]
@@ -143,7 +143,7 @@ def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
     assert eth0["busbw_bytes_per_second"] < 60e6 / 8 < net1["busbw_bytes_per_second"] < 150e6 / 8
     assert eth0["step_seconds"] > 1.5 * net1["step_seconds"]
     assert eth0["cost"] == pytest.approx(eth0["step_seconds"] * found["steps"] * 2 * 36 / 3600)
-    assert (rdma["status"], rdma["step_seconds"]) == ("not had", None)
+    assert (rdma["status"], rdma["step_seconds"]) == ("not available", None)
     assert (folder / "networks.svg").read_text().count("a step") >= 2
     left = [p for p in psutil.process_iter() if p.pid not in before and str(ROOT) in " ".join(cmdline(p))]
     assert not psutil.wait_procs(left, timeout=30)[1]  # the fork server ends after the verb

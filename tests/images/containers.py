@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rigs.packages import CACHE, apt_installed, one_installs
+from rigs.packages import CACHE, apt_installed, debian_root, one_installs
 
 ROOT = Path(__file__).parent.parent.parent
 HOME = CACHE / "containers"
 BASE = "localhost/base:debian"
-PACKAGES = "python3,python3-venv,ca-certificates"
+PACKAGES = ("python3", "python3-venv", "ca-certificates")
 SECONDS = 900.0
 _CONFIGURATION = """\
 [engine]
@@ -40,25 +40,16 @@ network_config_dir = "{networks}"
 def ready() -> None:
     """Install the engine, and make the base image once; skips where it cannot be had."""
     apt_installed("podman", "podman", "runc", "catatonit", "netavark")  # the last three are recommended by it alone
-    for program in ("runc", "buildah", "mmdebstrap", "iptables"):  # netavark calls the last
+    for program in ("runc", "buildah", "iptables"):  # netavark calls the last
         apt_installed(program, program)
     HOME.mkdir(parents=True, exist_ok=True)
     (HOME / "containers.conf").write_text(_CONFIGURATION.format(networks=HOME / "networks"))
     with one_installs("base-image"):
         if podman("image", "exists", BASE, check=False).returncode:
             archive = HOME / "base.tar"
-            subprocess.run(
-                ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", _suite(), str(archive)],
-                check=True, timeout=SECONDS, capture_output=True, text=True,
-            )  # fmt: skip
+            debian_root(archive, PACKAGES)
             podman("import", "--quiet", str(archive), BASE)
             archive.unlink()
-
-
-def _suite() -> str:
-    """This Debian's own name; its archive is then known to be reachable."""
-    found = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.MULTILINE)
-    return found[1] if found else "stable"
 
 
 def _engine(program: str, *words: str, check: bool, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -75,11 +66,15 @@ def podman(*words: str, check: bool = True, timeout: float = SECONDS) -> subproc
     return _engine("podman", *words, check=check, timeout=timeout)
 
 
-def build(kind: str) -> tuple[str, str, float]:
-    """Build an image as the Kubernetes page does. Returns its name, the build's log, and its seconds."""
+def build(kind: str, *, cached: bool = False) -> tuple[str, str, float]:
+    """Build an image as the Kubernetes page does. Returns its name, the build's log, and its seconds.
+
+    `cached` commits each step as a layer that the next build takes over; else each stage is committed once.
+    """
     tag, began = f"localhost/topoflight-{kind}:test", time.monotonic()
     done = _engine(
-        "buildah", "build", "--layers", "--isolation", "chroot", "--network", "host", *_pip_mounts(),
+        "buildah", "build", f"--layers={str(cached).lower()}", "--isolation", "chroot", "--network", "host",
+        *_pip_mounts(),
         "--build-arg", f"PYTHON_IMAGE={BASE}", "-f", f"deploy/images/Containerfile.{kind}", "-t", tag, ".",
         check=True, timeout=SECONDS,
     )  # fmt: skip
@@ -88,11 +83,12 @@ def build(kind: str) -> tuple[str, str, float]:
 
 def rebuild(kind: str, module: str) -> tuple[str, str, float]:
     """Build with another byte in a module: the log of the packages, that of the project, and the build's seconds."""
+    build(kind, cached=True)
     changed = ROOT / module
     text = changed.read_text()
     try:
         changed.write_text(f"{text}# another byte\n")
-        _, log, seconds = build(kind)
+        _, log, seconds = build(kind, cached=True)
     finally:
         changed.write_text(text)
     packages, _, project = log.partition("COPY README.md")

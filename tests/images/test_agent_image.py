@@ -189,6 +189,7 @@ def test_it_comes_back_after_a_kill(agent: Agent) -> None:
     eventually(lambda: is_back() and answers(agent.port, "/readyz?wait=40"), "it is ready again")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("folder", OVERLAYS, ids=lambda path: path.name)
 def test_the_pod_of_every_overlay_runs(folder: Path, agent_image: str, tmp_path: Path) -> None:
     """It starts, is ready, and publishes its node."""

@@ -33,10 +33,12 @@ LONGEST_SECONDS = 20.0  # a busy machine takes its time to start the process, wh
 IDLE_SECONDS = 6.0
 # The agent with two endpoints and its worker with two questions more: one that has no end, and one that has an error.
 ASKED_TOO = """
+import time
 from agent.http import questions
 def endless(known, number):
-    while True:
-        sum(range(1000))
+    while True:  # a quarter of a core
+        sum(range(1_000_000))
+        time.sleep(0.05)
 def wrong(known):
     raise ZeroDivisionError
 questions.QUESTIONS.update(endless=endless, wrong=wrong)

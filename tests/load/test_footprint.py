@@ -59,6 +59,7 @@ def test_help_costs_a_few_bare_interpreters() -> None:
     assert spent < 10 * bare
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_bench_of_speed_runs() -> None:
     """With little to do; `make bench` runs it and the benches whose parts other tests run."""

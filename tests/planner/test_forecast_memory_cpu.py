@@ -88,7 +88,7 @@ def test_on_a_cpu_everything_is_fp32_and_nothing_else_is_moved() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("method", "degrees"),
-    [("lora", {"world_size": 1}), ("full", {"world_size": 2, "dp_shard": 2})],
+    [pytest.param("lora", {"world_size": 1}, marks=pytest.mark.nightly), ("full", {"world_size": 2, "dp_shard": 2})],
     ids=["LoRA, one rank", "full, FSDP"],
 )
 def test_a_run_of_a_larger_model_needs_what_was_forecast(

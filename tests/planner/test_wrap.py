@@ -50,7 +50,7 @@ def additions(row: dict[str, Any]) -> Additions:
     if added == "all":
         return ADDED
     words = {name: value for name, value in added.items() if name not in ("all", "needs")}
-    needs = tuple(PodNeed(name=name, value=value, reason=WHY) for name, value in added["needs"])
+    needs = tuple(PodNeed(name=name, value=value, reason=WHY) for name, value in added.get("needs", ()))
     return replace(ADDED if added.get("all") else Additions(), needs=needs, **words)
 
 

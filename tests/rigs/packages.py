@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def apt_installed(program: str, *packages: str) -> str:
     told = "needs root and apt"
     with one_installs("apt"):
         if shutil.which(program) is None and os.geteuid() == 0 and shutil.which("apt-get"):
-            for _ in _tries(lambda: shutil.which(program)):
+            for _ in tries(lambda: shutil.which(program)):
                 _apt("update")
                 told = _apt("install", "-y", "--no-install-recommends", *packages).stderr.strip()[-300:]
     found = shutil.which(program)
@@ -43,17 +44,20 @@ def apt_installed(program: str, *packages: str) -> str:
     return found
 
 
-def apt_unpacked(program: str, package: str) -> Path:
-    """The root folder of Debian's `package`, unpacked into .cache, where no service of it starts; else skips."""
+def apt_unpacked(file: str, package: str) -> Path:
+    """The root folder of Debian's `package`, unpacked into .cache, where no service of it starts; else skips.
+
+    `file` is one of its files, or a pattern for it, by which an unpacked package is known.
+    """
     folder, fresh, told = CACHE / package, CACHE / f"{package}.new", ""
     with one_installs("apt"):  # of all packages: apt-get itself refuses to run twice at once
-        if (folder / "usr" / "bin" / program).exists():
+        if list(folder.glob(file)):
             return folder
         if not shutil.which("apt-get"):
-            pytest.skip(f"no {program} on the PATH, and no apt-get to take Debian's {package} from")
+            pytest.skip(f"no apt-get to take Debian's {package} from")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-        for _ in _tries(lambda: list(fresh.glob(f"{package}_*.deb"))):
+        for _ in tries(lambda: list(fresh.glob(f"{package}_*.deb"))):
             if _apt("download", package, cwd=fresh).returncode:
                 _apt("update")
                 told = _apt("download", package, cwd=fresh).stderr.strip()[-300:]
@@ -63,6 +67,20 @@ def apt_unpacked(program: str, package: str) -> Path:
             fresh.rename(folder)  # whole, or not there
             return folder
     pytest.skip(f"Debian's {package} cannot be had: {told}")
+
+
+def debian_root(place: Path, packages: Sequence[str], *options: str) -> None:
+    """Make a root file system of this machine's Debian with these packages, as a folder or a .tar; else skips."""
+    apt_installed("mmdebstrap", "mmdebstrap")
+    found = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.MULTILINE)
+    command = ["mmdebstrap", "--quiet", "--variant=minbase", *options, f"--include={','.join(packages)}",
+               found[1] if found else "stable", str(place)]  # fmt: skip
+    errors = ["not tried"]  # of each try; the last one is empty where it was made
+    for _ in tries(lambda: not errors[-1]):
+        shutil.rmtree(place, ignore_errors=True)  # what a broken line has left
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+        errors.append(done.stderr[-2000:] or "failed" if done.returncode else "")
+    assert not errors[-1], errors[-1]
 
 
 def npm_installed(source: Path, cache: str) -> Path:
@@ -77,7 +95,7 @@ def npm_installed(source: Path, cache: str) -> Path:
             for name in ("package.json", "package-lock.json"):
                 shutil.copy(source / name, folder / name)
             told = ""
-            for _ in _tries(lambda: stamp.exists() and stamp.read_bytes() == lock):
+            for _ in tries(lambda: stamp.exists() and stamp.read_bytes() == lock):
                 command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier"]
                 done = subprocess.run(command, cwd=folder, timeout=COMMAND_SECONDS, capture_output=True, text=True)
                 told = done.stderr
@@ -87,7 +105,21 @@ def npm_installed(source: Path, cache: str) -> Path:
     return folder / "node_modules"
 
 
-def _tries(done: Callable[[], object]) -> Iterator[int]:
+def apt_dependency(package: str) -> str:
+    """The first package that Debian's `package`, which is empty itself, depends on; else skips."""
+    words: list[str] = []
+    with one_installs("apt"):
+        for _ in tries(lambda: words):
+            done = subprocess.run(["apt-cache", "depends", package], capture_output=True, text=True, timeout=60)
+            words.extend(re.findall(r"Depends: (\S+)", done.stdout))
+            if not words:
+                _apt("update")
+    if not words:
+        pytest.skip(f"Debian's {package} is not known here")
+    return words[0]
+
+
+def tries(done: Callable[[], object]) -> Iterator[int]:
     """Number the tries, until one has done it."""
     for number in range(TRIES):
         if number:

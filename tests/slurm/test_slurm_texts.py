@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.jobs.search import slurm_hosts
 from agent.jobs.slurm import job_files
@@ -27,40 +27,16 @@ from topology.slurm_conf import (
     topology_conf,
 )
 
-LISTS = {  # list as Slurm writes it: hosts
-    "node[01-04,07]": ["node01", "node02", "node03", "node04", "node07"],
-    "node[9,10-12]": ["node9", "node10", "node11", "node12"],
-    "login,login1": ["login", "login1"],
-    "gpu7": ["gpu7"],
-    "a[1-2]-ib": ["a1-ib", "a2-ib"],
-    "": [],
-}
-READ = {
-    "node[01-02],\n  gpu7 login": ("node01", "node02", "gpu7", "login"),
-    "r[1-2]n[01-02]": ("r1n01", "r1n02", "r2n01", "r2n02"),
-    "a,a,b": ("a", "b"),
-    "node[08-10]": ("node08", "node09", "node10"),
-}
-WRONG = (
-    "node[04-01]",
-    "node[1-",
-    "node]1[",
-    "a b;c",
-    "n[1-100001]",
-    "n[1-1000]m[1-1000]",
-    "n[x]",
-    "../n",
-    "n[1-9999999999]",
-)
+rows = rows_of(__file__)
 
 
 def test_host_lists_are_written_and_read_as_slurm_does() -> None:
     """Each list reads back as its hosts; what is none is refused with the part that is wrong."""
-    for text, hosts in LISTS.items():
+    for text, hosts in rows("lists")().items():
         assert (compress_host_list(reversed(hosts)), list(expand_host_list(text))) == (text, hosts), text
-    for text, found in READ.items():
-        assert expand_host_list(text) == found, text
-    for text in WRONG:
+    for text, found in rows("read")().items():
+        assert expand_host_list(text) == tuple(found), text
+    for text in rows("wrong")():
         with pytest.raises(HostListError, match=r"must be a number|is no host name|more than"):
             expand_host_list(text)
     names = ("gpu1.example.com", "gpu1", "10.0.0.1", "fd00::1")
@@ -101,54 +77,19 @@ def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
     assert "note: max_seq_length is now max_length" in noted and "note: a checkpoint is 788.5 GiB" in noted, noted
 
 
-REFUSED = {
-    ("--exclude", "node[3"): "is no host name",
-    ("--exclude", "/nowhere/hosts"): "--exclude /nowhere/hosts: No such file",
-    ("--time-limit", "soon"): "--time-limit 'soon': must be MINUTES",
-    ("--sbatch", "output=x"): "--sbatch output: the script sets this option itself",
-    ("--sbatch", "comment=a b"): "--sbatch comment 'a b': must have no blanks",
-    ("--sbatch", "x;y=1"): "no option of sbatch",
-    ("--require", "gpu.nothing"): "--require gpu.nothing",
-    ("--image", "x"): "--image and --api=slurm cannot be combined",
-    ("--timeout", "5"): "--timeout and --api cannot be combined",
-}
-
-
-@each_row("words", REFUSED)
-def test_a_wrong_option_is_refused_by_name(words: tuple[str, str]) -> None:
+@each_row(("words", "message"), rows("refused"))
+def test_a_wrong_option_is_refused_by_name(words: list[str], message: str) -> None:
     done = topoflight(*LAUNCH, *words)
-    assert done.exit_code == 2 and REFUSED[words] in done.output, done.output
-
-
-SCRIPT = """\
-#!/bin/bash
-#SBATCH -N 2 --gpus-per-node=8
-
-# srun would be here, and NCCL_NET too
-module load cuda   # stays
-export NCCL_DEBUG=WARN
-for seed in 1 2; do
-    srun --label torchrun train.py "$seed"
-done
-"""
-BAD = {  # what is wrong: script
-    "line 2: #SBATCH nodes=2: 'nodes=2' is no option": "#!/bin/bash\n#SBATCH nodes=2\nsrun x\n",
-    "line 4: syntax error": "#!/bin/bash\nif true; then\nsrun x\n",
-    "line 1: a DOS line break": "#!/bin/bash\r\nsrun x\r\n",
-    "line 1: sbatch takes only": "#SBATCH -N 2\nsrun x\n",
-    "line 1: '#!/usr/bin/python3' names no shell": "#!/usr/bin/python3\nprint()\n",
-    "line 3: no command of the script starts ranks": "#!/bin/bash\necho srun\nhostname\n",
-    'line 2: #SBATCH --comment="a: no closing': '#!/bin/bash\n#SBATCH --comment="a\nsrun x\n',
-}
+    assert done.exit_code == 2 and message in done.output, done.output
 
 
 def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     """Settings that the script has stay; the added lines are together, before the statement that starts ranks."""
-    path = tmp_path / "job.sbatch"
-    path.write_text(SCRIPT)
+    path, script = tmp_path / "job.sbatch", rows("script")()
+    path.write_text(script)
     done = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
     assert done.exit_code == 0, done.output
-    made, old = path.read_text().splitlines(), SCRIPT.splitlines()
+    made, old = path.read_text().splitlines(), script.splitlines()
     added = made[6 : len(made) - 3]
     assert made[:6] + made[-3:] == old and added[0].startswith("# Added by topoflight wrap")
     text = "\n".join(added)
@@ -156,14 +97,15 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     assert "preflight -q -o reason || exit" in text
     again = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
     assert again.exit_code == 0 and path.read_text().splitlines() == made and "wrapped before" in again.output
-    path.write_text(SCRIPT.replace("export", "#SBATCH --time=1\nexport"))
+    path.write_text(script.replace("export", "#SBATCH --time=1\nexport"))
     late = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "line 6: sbatch ignores this option" in late.output, late.output
-    for message, script in BAD.items():
-        path.write_bytes(script.encode())
+    long = {"longer than 65536 characters": f"#!/bin/bash\n#SBATCH --comment={'x' * 70_000}\nsrun x\n"}
+    for message, wrong in (rows("bad")() | long).items():
+        path.write_bytes(wrong.encode())
         done = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
         assert done.exit_code == 2 and message in done.output, (message, done.output)
-        assert path.read_bytes() == script.encode()
+        assert path.read_bytes() == wrong.encode()
 
 
 SPLIT = "#!/bin/bash\nif true; then\n  echo one\nfi; srun train\n"
@@ -238,17 +180,8 @@ def test_topology_conf_is_written_and_compared() -> None:
         compare_topology("SwitchName=a Nodes=n[", RAILS)
 
 
-GRES = {  # gres.conf: differences from RAILS, of eight GPUs each
-    "Name=gpu Type=h100 File=/dev/nvidia[0-7]": 0,
-    "AutoDetect=nvml\nNodeName=n01 Name=gpu": 0,
-    "NodeName=n[01-02] Name=gpu Count=7": 2,
-    "NodeName=n01 Name=gpu Type=a File=/dev/nvidia[0-3]\nNodeName=n01 Name=gpu Type=b File=/dev/nvidia[4-7]": 0,
-    "NodeName=n01 Name=nic Count=1\nNodeName=other Name=gpu Count=1": 0,
-}
-
-
 def test_gres_conf_is_compared_with_the_gpus_that_were_found() -> None:
-    for text, differences in GRES.items():
+    for text, differences in rows("gres")().items():
         assert len(compare_gres(text, RAILS)) == differences, text
     assert compare_gres("NodeName=n01 Name=gpu Count=7", RAILS) == [
         "gres.conf, line 1: 7 GPUs on n01, and 8 were found"

@@ -1,4 +1,4 @@
-"""Who is behind, by the rules; and a few faults made for real. bench/why.py makes them all."""
+"""Who is behind, by the rules. tests/why/test_why_runs.py makes a few faults for real, bench/why.py makes them all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import why as table
 from rigs.tables import each_row, rows_of
 
 from agent.advice import network_cost
@@ -618,15 +617,3 @@ def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str
     from finetune.rank_monitor import phase_of  # and with it torch
 
     assert phase_of(frames) == phase
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name",
-    ["stopped", "other-collective", "exits", "ddp-killed", "ddp-exits", "ddp-raises", "ddp-stopped", "ddp-loader-fails",
-     "ddp-straggler", "trainer-raises", "ddp-generates", "ddp-pickles"],
-)  # fmt: skip
-def test_a_fault_made_for_real(name: str) -> None:
-    fault = next(one for one in table.FAULTS if one.name == name)
-    result = table.one(fault)
-    assert result.right, result.verdict

@@ -76,6 +76,7 @@ def run(argv, environment, *, forked_ranks):
         for path in reversed([p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]):
             sys.path.insert(0, path)
         sys.executable = argv[0]
+        customise(environment)
         if forked_ranks:
             fork_ranks()
         words = [word for word in argv[1:] if word not in ("-u", "-P")]
@@ -95,7 +96,8 @@ def run(argv, environment, *, forked_ranks):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - as the interpreter does
+    except BaseException as error:  # noqa: BLE001 - as the interpreter does
+        sys.last_value = error  # where the rank monitor finds it
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
@@ -105,6 +107,18 @@ def run(argv, environment, *, forked_ranks):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def customise(environment):
+    """Start the monitor where a started interpreter would: in sitecustomize of finetune/autostart, on the path."""
+    if "TOPOFLIGHT_RUN" not in environment or "autostart" not in environment.get("PYTHONPATH", ""):
+        return
+    import sitecustomize
+    import torch.distributed
+
+    c10d = torch.distributed.distributed_c10d  # imported before, so that the hook on its import has not run
+    sitecustomize._wrap(c10d)
+    torch.distributed.init_process_group = c10d.init_process_group
 
 
 class Forked:

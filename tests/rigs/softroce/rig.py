@@ -114,7 +114,7 @@ def _start(cache: Path, folder: Path, rank: int, mtu: int, memory_mib: int) -> s
     command = [
         # What guests measure must not be what else the machine does; where that is not allowed `nice` goes on without.
         *("nice", "-n", "-10"),
-        *_qemu(cache),
+        "qemu-system-x86_64",
         *("-accel", accelerator, "-cpu", "max", "-M", "q35,hpet=off", "-smp", "1"),
         *("-m", str(memory_mib), "-nodefaults", "-display", "none", "-no-reboot", "-monitor", "none"),
         *("-kernel", f"{cache}/vmlinuz", "-initrd", f"{cache}/initramfs"),
@@ -131,23 +131,7 @@ def _start(cache: Path, folder: Path, rank: int, mtu: int, memory_mib: int) -> s
     ]
     (folder / f"output{rank}").touch()
     with (folder / f"qemu{rank}").open("wb") as words:
-        return subprocess.Popen(
-            command, env=_environment(cache), stdin=subprocess.DEVNULL, stdout=words, stderr=subprocess.STDOUT
-        )
-
-
-def _qemu(cache: Path) -> list[str]:
-    unpacked = cache / "tools/usr"
-    folders = ("share/qemu", "share/seabios", "lib/ipxe/qemu")
-    return [str(unpacked / "bin/qemu-system-x86_64"), *(w for f in folders for w in ("-L", str(unpacked / f)))]
-
-
-def _environment(cache: Path) -> dict[str, str]:
-    """Lets the unpacked QEMU find its own libraries; TMPDIR is where it keeps what the guests write."""
-    tools = cache / "tools"
-    libraries = [f"{tools}/usr/lib/x86_64-linux-gnu", f"{tools}/lib/x86_64-linux-gnu"]
-    modules = f"{tools}/usr/lib/x86_64-linux-gnu/qemu"
-    return {**os.environ, "LD_LIBRARY_PATH": ":".join(libraries), "QEMU_MODULE_DIR": modules}
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=words, stderr=subprocess.STDOUT)
 
 
 def _drive(name: str, path: str, options: str) -> list[str]:

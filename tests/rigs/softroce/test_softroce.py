@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import cattrs
-import guest_image
 import pytest
 import rig
 
@@ -27,7 +26,6 @@ HERE = Path(__file__).parent
 pytestmark = [
     pytest.mark.rdma,
     pytest.mark.timeout(6000),  # the first run downloads packages and builds the guest
-    pytest.mark.skipif(guest_image.obstacle() is not None, reason=str(guest_image.obstacle())),
 ]
 
 
