@@ -33,6 +33,7 @@ from planner.forecast.specs import (
 from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
+from planner.nccl_env.situation import situation
 from planner.nccl_env.texts import Note
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
@@ -421,10 +422,11 @@ def recommend(
 
     `findings` are what is known to be wrong with the nodes, by hostname; the answer for sound nodes is given as well.
     """
-    env = nccl_env.settings(
+    case = situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
         evidence=evidence, ranks_per_node=ranks_per_node,
     )  # fmt: skip
+    env = nccl_env.settings(case)
     answer = Recommendation(
         settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train
     )
