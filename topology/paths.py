@@ -1,7 +1,7 @@
 """What joins the ranks of a benchmark on these hosts: as it is, and as it should be.
 
 As it is: the links that were found. As it should be: those of the machine that the node was recognised as
-(topology/reference.py), else the best of its own: a GPU or NIC that has less than its equals has lost it. Ranks take
+(hardware/machines.toml), else the best of its own: a GPU or NIC that has less than its equals has lost it. Ranks take
 GPUs in their order, one each, as torchrun's local ranks do.
 """
 

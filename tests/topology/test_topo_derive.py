@@ -12,7 +12,7 @@ from topo_machines import topology
 from hardware.machines import recognised
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
-from topology.check import check
+from topology.check import check, departures
 from topology.derive import complete, reference_of
 from topology.formats.text import parse
 from topology.graph import (
@@ -30,7 +30,6 @@ from topology.graph import (
 )
 from topology.links import NvLinks, PciTree
 from topology.paths import with_expectations
-from topology.reference import departures
 
 rows = rows_of(__file__)
 
