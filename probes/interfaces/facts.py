@@ -1,8 +1,7 @@
-"""What is known of network interfaces, what each is for as a training pod sees it, and which one NCCL takes by itself.
+"""What is known of network interfaces, and which one NCCL takes by itself.
 
-Specification: rtnetlink(7); the Multus annotation k8s.v1.cni.cncf.io/network-status; NCCL user guide,
-NCCL_SOCKET_IFNAME; NCCL src/misc/socket.cc (order of the search, running interfaces only); getifaddrs(3) lists IPv4
-addresses before IPv6 ones, in the order of the interfaces' indices.
+Specification: rtnetlink(7); NCCL user guide, NCCL_SOCKET_IFNAME; NCCL src/misc/socket.cc (order of the search, running
+interfaces only); getifaddrs(3) lists IPv4 addresses before IPv6 ones, in the order of the interfaces' indices.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class InterfacesFacts:
 SOURCE = Source(name="interfaces", facts=InterfacesFacts)
 
 
-# Kinds that stand for another interface's wire, and kinds that end in software.
+# Kinds that stand for another interface's wire.
 ON_A_WIRE = {"macvlan", "ipvlan", "vlan", "bond", "ipoib", "team", "macvtap"}
 
 _LAST = ("docker", "lo", "virbr")  # NCCL takes these last, in this order; virbr since 2.28

@@ -1,7 +1,6 @@
-"""What is known of RDMA devices and ports, and which GID of a RoCE port carries RoCE v2 and would be NCCL's.
+"""What is known of RDMA devices and ports.
 
-Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; InfiniBand Architecture, Annex A17 (RoCEv2); NCCL
-src/transport/net_ib (choice of the GID index since 2.21).
+Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; InfiniBand Architecture, Annex A17 (RoCEv2).
 """
 
 from __future__ import annotations

@@ -12,7 +12,10 @@ from planner.lint.values import texts, values
 from planner.nccl_env.names import names, plugin_of, torch_names
 from planner.nccl_env.texts import texts as advice_texts
 
-OTHERS = {"CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE"}
+OTHERS = {
+    "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME",
+}  # fmt: skip
 
 
 def test_every_name_is_one_that_something_reads() -> None:
