@@ -1,4 +1,5 @@
-"""Reads links, addresses and routes through rtnetlink, and from /sys/class/net what it does not tell.
+"""Reads links, addresses and routes through rtnetlink, and from /sys/class/net what it does not tell; and says what
+each interface is for as a training pod sees it.
 
 Beside them two files that others left: the Multus annotation of the pod, written by the downward API (a fieldRef
 environment variable is fixed before the networks are attached, so a volume is the dependable way), and the switch port

@@ -5,7 +5,8 @@ Ports are compared with those of their own role: the rails of the GPUs, or what 
 
 Sources: InfiniBand Architecture (port states, link widths); NCCL user guide, Troubleshooting ("RoCE", "InfiniBand"),
 NCCL_IB_GID_INDEX and NCCL_IB_ADDR_FAMILY; NCCL src/transport/net_ib (only ACTIVE ports are listed, silently; a
-connection takes the smaller MTU of its ends; the GID index is chosen since 2.21); ibv_reg_mr(3); Linux include/rdma/ib_addr.h (the MTU of RoCE); NVIDIA,
+connection takes the smaller MTU of its ends; choice of the GID index since 2.21); ibv_reg_mr(3); Linux
+include/rdma/ib_addr.h (the MTU of RoCE); NVIDIA,
 "Recommended Network Configuration Examples for RoCE Deployment": a lossless fabric has PFC on one priority (3 by
 custom), a lossy one lives by ECN and selective repeat, which is a choice and no fault.
 """
