@@ -432,7 +432,7 @@ def _pair(a: str, b: str, label: str, evidence: str) -> Pair:
     return Pair(a=a, b=b, label=label, path=path_class(label), nvlinks=nvlinks(label), evidence=evidence)
 
 
-def _lower(first: str, second: str) -> str:
+def lower(first: str, second: str) -> str:
     """The worse of two labels the two directions of one pair were given: what really works both ways."""
     if UNKNOWN in (first, second):
         return second if first == UNKNOWN else first
@@ -443,7 +443,7 @@ def _agreed(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tu
     """The row and label to believe where both directions of a pair are there: the lower of two that differ."""
     known = [each for each in seen if each[1] != UNKNOWN] or seen
     labels = [label for _, label in known]
-    label = _lower(*labels) if len(labels) == 2 else labels[0]
+    label = lower(*labels) if len(labels) == 2 else labels[0]
     if len(set(labels)) == 2:
         matrix.warnings.append(f"{a} to {b} is {labels[0]}, {b} to {a} is {labels[1]}: {label} is taken, the lower one")
     return known[labels.index(label)][0], label
