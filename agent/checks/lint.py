@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -32,8 +32,7 @@ def process_environment(pid: str) -> str:
         raise InputError(f"process {pid}: {error.strerror}") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linted:
+class Linted(NamedTuple):
     """What was read of a text, and what is to be said of it."""
 
     read: str  # in words: how many variables, in which form

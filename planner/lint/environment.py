@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
@@ -60,8 +59,7 @@ _COSTLY = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO
 _ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
+class _Case(NamedTuple):
     """What the judgement of each variable of an environment depends on."""
 
     version: Version | None

@@ -84,8 +84,7 @@ Settings = dict[str, Assigned]
 """Variables by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inner:
+class Inner(NamedTuple):
     """Text of another form inside: a here-document, what echo writes into a file, JSON in an option."""
 
     text: str
@@ -93,8 +92,7 @@ class Inner:
     line: int  # of its first row; 0: unknown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Unread:
+class Unread(NamedTuple):
     """A line that the reader could not understand, or a setting that no started program gets."""
 
     line: int  # 0: unknown

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from contracts.tables import read_table
 from planner.lint.script import (
@@ -38,8 +38,7 @@ _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """All environments of one text, and what they were read as."""
 
     form: str

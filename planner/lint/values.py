@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
@@ -72,8 +71,7 @@ def strtoll(text: str) -> tuple[int, bool]:
     return -number if sign == "-" else number, match.end() == len(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameList:
+class NameList(NamedTuple):
     """NCCL_IB_HCA or NCCL_SOCKET_IFNAME as NCCL parses it."""
 
     negated: bool

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from contracts.tables import read_table
 
@@ -23,8 +23,7 @@ Version = tuple[int, int, int]
 Status = Literal["current", "removed", "other"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclName:
+class NcclName(NamedTuple):
     """One variable, who reads it and since when."""
 
     name: str
@@ -99,8 +98,7 @@ def newest_read() -> Version:
     return parse_version(text.partition("\n# newest: ")[2].partition("\n")[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginName:
+class PluginName(NamedTuple):
     """A variable, or with `prefix` a family of them, that a plugin or other software reads."""
 
     plugin: str
@@ -195,8 +193,7 @@ def replacement(name: str) -> str | None:
 # -- what platforms publish
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(NamedTuple):
     """Where a recipe is written, and the date of the revision that was read."""
 
     name: str
@@ -237,8 +234,7 @@ class Platform:
         return {name: (value, recipe) for recipe in self.recipes for name, value in recipe.values.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Platforms:
+class Platforms(NamedTuple):
     """The whole table."""
 
     rows: tuple[Platform, ...]
