@@ -4,7 +4,8 @@
     python bench/gpu.py --cpu --page /tmp/gpu.md --seconds 300   # what of it a CPU can run, on a tiny model
 
 Each step has a time limit and is a process of its own or bounded by the benchmark's; what was not reached, failed or
-has no counterpart here stands on the page as such. Nothing is fetched: weights are random, rows are made.
+has no counterpart here stands on the page as such. Nothing is fetched: weights are random, rows are made. The run of
+TRL's trainer with FSDP2 needs two GPUs; it has never been run.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
       for n in (1, 2, 4, 8)),
     ("LoRA, eager attention", {"use_peft": True, "attn_implementation": "eager"}),
     ("LoRA, flash_attention_2", {"use_peft": True, "attn_implementation": "flash_attention_2"}),
+    ("TRL, FSDP2 on two GPUs", {"fsdp": "full_shard", "lr_scheduler_type": "polynomial"}),
 ]  # fmt: skip
 
 # The same collective as the benchmark measures, by nothing but torch: device events over 20 calls.
@@ -85,14 +87,28 @@ def config_file(folder: Path, more: dict[str, Any], *, cpu: bool) -> Path:
     (model / "config.json").write_text(json.dumps({"model_type": "llama", **(SMALL if cpu else BIG)}))
     length = 64 if cpu else 2048
     rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
+    made_by_job = "random:" if ranks_of(more) == 1 else ""
     settings = {
-        "model_name_or_path": f"random:{model}", "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
+        "model_name_or_path": f"{made_by_job}{model}", "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
         "max_length": length, "max_steps": 12, "save_strategy": "no", "eval_strategy": "no",
         "layout": {"micro_batch": 4, "gradient_accumulation": 2}, **more,
     }  # fmt: skip
     path = folder / "job.json"
     path.write_text(json.dumps(settings))
     return path
+
+
+def ranks_of(more: dict[str, Any]) -> int:
+    """Ranks of a run: two where weights are sharded."""
+    return 2 if "fsdp" in more else 1
+
+
+def write_weights(model: Path) -> None:
+    """Random weights for the config.json in a folder: TRL's trainer makes none itself."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16).save_pretrained(model)
 
 
 class Tier:
@@ -189,10 +205,16 @@ class Tier:
         if more.get("load_in_4bit") and not _has("bitsandbytes"):
             yield "step", "not run: bitsandbytes is not installed"
             return
+        if ranks_of(more) == 2 and len([*Path("/dev").glob("nvidia[0-9]*")]) < 2:
+            yield "step", "not run: it needs two GPUs"
+            return
         out = self.folder / name.replace(" ", "-").replace(",", "")
+        file = config_file(self.folder, more, cpu=self.cpu)
+        if ranks_of(more) == 2:
+            write_weights(self.folder / "model")
         done = self.call(
-            sys.executable, "-m", "agent.cli", "launch", "--ranks", "1", "--no-preflight", "--config",
-            str(config_file(self.folder, more, cpu=self.cpu)), "--output", str(out), most=150,
+            sys.executable, "-m", "agent.cli", "launch", "--ranks", str(ranks_of(more)), "--no-preflight", "--config",
+            str(file), "--output", str(out), most=150,
         )  # fmt: skip
         try:
             record = run_record.read(out / "run.json")

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if plan.trl is not None:
             from finetune import sft_trl  # which imports TRL
 
-            sft_trl.Run(config, layout, plan, device, recorder).train()
+            sft_trl.train(config, layout, plan, device, recorder)
         else:
             trainer = Trainer(config, layout, plan, device, recorder)
             trainer.train()

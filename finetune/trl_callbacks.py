@@ -9,7 +9,7 @@ import contextlib
 import math
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,23 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from contracts.job_config import JobConfig
+from contracts.job_plan import JobPlan
+from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, EvalLoss
 from finetune import loop, parts, recorder, verify
-
-if TYPE_CHECKING:
-    from finetune.sft_trl import Run
 
 
 class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Writes the run's record as the built-in trainer does, and stops the run on SIGTERM or a loss that diverges."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.recorder, self.around = run, run.recorder, contextlib.ExitStack()
-        self.profiler = parts.Profiler(0, 0, run.layout)
+    trainer: transformers.Trainer  # set before it trains: it takes its callbacks when it is made
+
+    def __init__(
+        self, config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder
+    ) -> None:
+        self.config, self.layout, self.plan, self.device, self.recorder = config, layout, plan, device, made
+        self.around, self.profiler = contextlib.ExitStack(), parts.Profiler(0, 0, layout)
         self.stop_requested, self.stopped, self.began, self.is_profiled = False, False, 0.0, False
         self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
@@ -45,10 +49,10 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Check that the layout which was built is the layout of the plan."""
-        run = self.run
-        self.recorder.record.layout.effective = verify.check(run.layout, observe(run), run.plan.environment)
+        observed = observe(self.trainer, self.device)
+        self.recorder.record.layout.effective = verify.check(self.layout, observed, self.plan.environment)
         first = state.global_step + recorder.WARM_UP + 1
-        self.profiler = parts.Profiler(run.config.profile_steps, first, run.layout)
+        self.profiler = parts.Profiler(self.config.profile_steps, first, self.layout)
         self.recorder.watch_memory()
 
     def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
@@ -58,11 +62,11 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the step, agree on a stop, and check the transports after the first step."""
-        if self.run.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds, layout = time.perf_counter() - self.began, self.run.layout
+        seconds, layout = time.perf_counter() - self.began, self.layout
         self.around.close()
-        sums = torch.tensor([*self.sums.tolist(), self.stop_requested], dtype=torch.float64, device=self.run.device)
+        sums = torch.tensor([*self.sums.tolist(), self.stop_requested], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         loss, tokens, stop = sums.tolist()
         self.sums.zero_()
@@ -71,7 +75,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
                            self.profiler.result)  # fmt: skip
         self.recorder.record.steps_done = state.global_step
         is_first = len(self.recorder.losses) == 1  # what a step needs is connected now
-        if is_first and (wrong := verify.record_transports(self.recorder.record, self.run.plan)):
+        if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
         if not math.isfinite(mean):
             raise loop.DivergedError(f"step {state.global_step}: loss {mean}; checkpoints are kept")
@@ -98,9 +102,8 @@ def text_shape(model: Any) -> Any:
     return model.config.get_text_config()
 
 
-def observe(run: Run) -> EffectiveLayout:
+def observe(trainer: transformers.Trainer, device: torch.device) -> EffectiveLayout:
     """The layout that accelerate built, read from its objects."""
-    trainer = run.trainer
     model, accelerator = trainer.model_wrapped, trainer.accelerator
     number = text_shape(trainer.model).num_hidden_layers
     plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
@@ -112,8 +115,8 @@ def observe(run: Run) -> EffectiveLayout:
     recomputes = trainer.model.is_gradient_checkpointing or (plugin and plugin.activation_checkpointing)
     compiled = accelerator.state.dynamo_plugin.backend.value != "NO"
     return EffectiveLayout(
-        **found, cp=cp, pp=1, world_size=dist.get_world_size(), stage_layers=[number], device=str(run.device),
-        wrapper="FSDP" if is_sharded else "DDP" if is_copied else "none", backend=verify.backend_of(run.device),
+        **found, cp=cp, pp=1, world_size=dist.get_world_size(), stage_layers=[number], device=str(device),
+        wrapper="FSDP" if is_sharded else "DDP" if is_copied else "none", backend=verify.backend_of(device),
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         reshard_after_forward=bool(plugin.reshard_after_forward) if plugin and is_sharded else None,
         checkpointed_layers=number if recomputes else 0, compiled_layers=number if compiled else 0,

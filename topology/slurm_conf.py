@@ -7,7 +7,7 @@ and gres.conf(5) (NodeName, Name, Count, File, AutoDetect). LLDP tells which swi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
@@ -67,12 +67,10 @@ _HEAD = {
 
 def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) -> str:
     """The file of the tree plugin, or of the block plugin with a block for each NVLink domain."""
-    groups: dict[str, Sequence[str]] = {**groups_of(placements)}
+    groups: Mapping[str, Sequence[str]] = groups_of(placements)
     if has_blocks:
-        groups = {
-            key: [one.node for one in placements if one.clique == key] for key in {one.clique for one in placements}
-        }
-        groups.pop("", None)
+        cliques = {one.clique for one in placements if one.clique}
+        groups = {key: [one.node for one in placements if one.clique == key] for key in cliques}
     lines = [
         f"# topology.conf, written by `topoflight topo` from {len(placements)} scanned node(s).",
         _HEAD[has_blocks],

@@ -10,7 +10,6 @@ HF_ENDPOINT names a hub, because the job will load the model that this hub has u
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import urllib.error
@@ -66,11 +65,16 @@ def explicit_settings(config: Path | None, overrides: Iterable[str], trainer: st
     return settings(config, overrides, trainer)[1]
 
 
-def trainer_of(config: Path | None, overrides: Iterable[str], wanted: str) -> tuple[str, str]:
-    """The trainer of a file where `wanted` is "auto", and why it is TRL's. Raises RequestError for what neither has."""
+def trainer_of(config: Path | None, overrides: Iterable[str], requested: str) -> tuple[str, str]:
+    """The trainer of a file where `requested` is "auto", and why it is TRL's.
+
+    Raises RequestError for what neither trainer has.
+    """
     only_trl: dict[str, None] = {}
-    _parsed(config, overrides, None if wanted == OURS else only_trl)
-    return (wanted, "") if wanted != "auto" else (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
+    _parsed(config, overrides, None if requested == OURS else only_trl)
+    if requested != "auto":
+        return requested, ""
+    return TRL if only_trl else OURS, "; ".join(only_trl)
 
 
 def settings(
@@ -91,7 +95,6 @@ def _parsed(
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
         raise RequestError(f"--config {error}") from None
-    alone = copy.deepcopy(raw)
     words = list(overrides)
     for word in words:
         name, equals, value = word.partition("=")
@@ -102,17 +105,17 @@ def _parsed(
         made, explicit, notes = parse_config(raw, only_trl)
         dumps(JobPlan(config=made))  # what no rank would read is refused before any starts
     except ConfigError as error:
-        wrong = _wrong_alone(alone, only_trl)
+        wrong = _wrong_alone(config, only_trl)
         where = f"--config {config}:" if str(error) == wrong else f"--config {config} with --set:" if wrong else "--set"
         raise RequestError(f"{where} {error}") from None
     mixture = {name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name) and only_trl is not None}
     return raw, made, {**explicit, **mixture}, notes
 
 
-def _wrong_alone(raw: Mapping[str, Any], only_trl: dict[str, None] | None) -> str:
+def _wrong_alone(config: Path | None, only_trl: dict[str, None] | None) -> str:
     """Why the file itself cannot be read, without what `--set` puts over it."""
     try:
-        parse_config(raw, only_trl)
+        parse_config(read_file(config) if config is not None else {}, only_trl)
     except ConfigError as error:
         return str(error)
     return ""
@@ -397,9 +400,9 @@ def to_save(advice: Recommendation) -> tuple[float, float]:
     return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due
 
 
-def grace(advice: Recommendation, bytes_per_second: float | None) -> int:
-    """Seconds that a job on this host may take to save after SIGTERM."""
-    return save_seconds(*to_save(advice), bytes_per_second, least=GRACE_SECONDS)
+def grace(advice: Recommendation, bytes_per_second: float | None, least: int = GRACE_SECONDS) -> int:
+    """Seconds that a job may take to save after SIGTERM, at least those of a job on this host."""
+    return save_seconds(*to_save(advice), bytes_per_second, least)
 
 
 def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:

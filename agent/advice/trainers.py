@@ -19,15 +19,15 @@ _OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward",
 
 
 def choose_trainer(
-    request: Request, config: Path | None, overrides: Sequence[str], wanted: str, found: Sequence[Snapshot]
+    request: Request, config: Path | None, overrides: Sequence[str], requested: str, found: Sequence[Snapshot]
 ) -> tuple[Recommendation, str, str]:
     """The advice for the trainer that supports the file, the model and the layout; its name; a line with the reason.
 
-    `wanted`: "auto", or a trainer. Raises RequestError for settings that neither trainer supports.
+    `requested`: "auto", or a trainer. Raises RequestError for settings that neither trainer supports.
     """
-    trainer, why = trainer_of(config, overrides, wanted)
+    trainer, why = trainer_of(config, overrides, requested)
     advice = _advise_for(request, config, overrides, trainer, found)
-    is_open = trainer == OURS and wanted == "auto"
+    is_open = trainer == OURS and requested == "auto"
     if advice.chosen is None and is_open and not any(row.rule == "memory-fits" for row in advice.rejected):
         assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
         measured = request.changed(length_histogram=advice.train.length_histogram)
@@ -39,7 +39,7 @@ def choose_trainer(
     if trainer not in (OURS, TRL):  # another stack, which --engine names
         return advice, trainer, ""
     if trainer == OURS:
-        line = "trainer: the built-in one, which supports all that the file and the layout need."
+        line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
         return advice, OURS, line if config and advice.chosen else ""
     on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
     reason = f", because the built-in one refuses: {why}." if why else ", as --trainer says."

@@ -49,6 +49,8 @@ def launch(
     from probes.registry import ALL
 
     storage_rate(options["storage_rate"])  # refused before anything starts
+    if options["api"] == "slurm" and form == "json":
+        raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
     if script is not None:
         _launch_script(script, arguments, folder or Path("script-output"), timeout, form if dry_run else None,
                        dry_run, options)  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 from agent.advice import job_settings
 from agent.advice.advise import in_pods
-from agent.advice.job_settings import job_plan, to_save
+from agent.advice.job_settings import grace, job_plan
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import Client, path_of
@@ -18,7 +18,6 @@ from agent.jobs import submission
 from contracts.job_plan import JobPlan, dumps
 from contracts.tables import read_texts
 from planner.advice import Recommendation
-from planner.forecast.memory import save_seconds
 from planner.kubernetes import manifests, networks
 from planner.kubernetes.job import (
     COMMAND,
@@ -59,7 +58,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
         "preflight_require": tuple(options["require"]),
         "measure": bool(options.get("measure")),
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
-        "save_seconds": save_seconds(*to_save(advice), storage_rate(options.get("storage_rate")), SAVE_SECONDS),
+        "save_seconds": grace(advice, storage_rate(options.get("storage_rate")), SAVE_SECONDS),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
         **({"device_classes": options["device_classes"]} if options.get("device_classes") else {}),
         "tolerate": tuple(options["tolerate"]),

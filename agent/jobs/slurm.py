@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import advise
-from agent.advice.job_settings import grace_notice, job_plan, to_save
+from agent.advice.job_settings import grace, grace_notice, job_plan
 from agent.advice.request import Request
 from agent.base.inputs import InputError
 from agent.base.output import write_atomic
@@ -24,15 +24,14 @@ from contracts import bounded
 from contracts.host_list import expand_host_list
 from contracts.job_plan import dumps
 from planner.advice import Recommendation
-from planner.forecast.memory import save_seconds
-from planner.kubernetes.job import storage_rate
+from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
 from planner.slurm import (
-    SAVE_SECONDS,
     ScriptError,
     SlurmJob,
     SlurmJobError,
     batch_script,
     check_options,
+    check_word,
     nodes_of,
     wrap_script,
 )
@@ -75,9 +74,10 @@ def job_of(
     if left:
         raise SlurmJobError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
     rate = storage_rate(options["storage_rate"])
-    seconds = save_seconds(*to_save(advice), rate, SAVE_SECONDS)
+    seconds = grace(advice, rate, SAVE_SECONDS)
     more = dict(word.partition("=")[::2] for word in options["sbatch"])
     if options["partition"]:
+        check_word("--partition", options["partition"])
         more["partition"] = options["partition"]
     job = SlurmJob(
         name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dumps(plan), output=folder,
@@ -85,7 +85,7 @@ def job_of(
         exclude=_hosts(options["exclude"]), time_limit=options["time_limit"], options=more,
         gate=not options["no_preflight"], require=tuple(options["require"]), measure=options["measure"],
         ipc_lock=any(need.name == "memlock" for need in advice.needs),
-        restarts=3 if options["restarts"] is None else options["restarts"], save_seconds=seconds,
+        restarts=RESTARTS if options["restarts"] is None else options["restarts"], save_seconds=seconds,
     )  # fmt: skip
     return job, [*plan.notes, *filter(None, [grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, rate)])]
 
@@ -113,31 +113,35 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
         raise InputError("--resource and --preflight-image are for manifests; a batch script asks with #SBATCH")
     try:
         check_options(text)
-        _check_syntax(text)
+        unchecked = _check_syntax(text)
         nodes = nodes_of(text)
         request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes)
         advice = advise(request, lambda: found)
         made, notes = wrap_script(text, advice.settings, python=sys.executable, has_log=advice.backend == "nccl")
     except ScriptError as error:
         raise InputError(str(error)) from None
+    notes += unchecked
     if nodes is None:
         notes.append("unknown how many nodes the job has: no #SBATCH --nodes says; the environment is for one node")
     return made, notes
 
 
-def _check_syntax(text: str) -> None:
-    """ScriptError for a script that bash cannot read; bash only parses it. Without bash the syntax is not checked."""
+def _check_syntax(text: str) -> list[str]:
+    """Notes if the syntax is not checked. Raises ScriptError for a script that bash, which only parses it, refuses."""
+    if shell := re.match(r"#!.*\b([kz]sh)\b", text):
+        return [f"the script is for {shell[1]}, whose syntax is not checked"]
     try:
         done = subprocess.run(
             ["bash", "-n"], input=text, capture_output=True, text=True, errors="replace", timeout=SYNTAX_SECONDS,
             check=False, env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"},
         )  # fmt: skip
     except FileNotFoundError:
-        return
+        return ["this host has no bash, so the syntax of the script is not checked"]
     except subprocess.TimeoutExpired:
         raise ScriptError(f"line 1: bash did not read the script within {SYNTAX_SECONDS:.0f} s") from None
     if found := re.search(r"line (\d+): (.*)", done.stderr):
         raise ScriptError(f"line {found[1]}: {found[2]}")
+    return []
 
 
 def job_files(job_id: str) -> tuple[Path | None, tuple[Path, ...]]:

@@ -136,7 +136,8 @@ def headers() -> dict[str, str]:
 
 def _page(name: str, view: View, *, asked: Mapping[str, str] | None = None, **more: Any) -> str:
     asked = {**dict.fromkeys(FORM, ""), **(asked or {})}
-    return _rendered(name, view=view, models=models.known_names(), machines=machines.names(), asked=asked, **more)
+    known = [model.name for model in models.KNOWN]
+    return _rendered(name, view=view, models=known, machines=machines.names(), asked=asked, **more)
 
 
 def _rendered(name: str, **values: Any) -> str:

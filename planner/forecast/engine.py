@@ -200,7 +200,7 @@ class Engine:
     loads_quantised: bool = False  # weights that were quantised before, with adapters beside them
     copies_kv_heads: bool = False  # where there are fewer of them than tensor-parallel ranks
     # its kernels
-    fused: bool = False  # norms, activations, rope and bias fused (Transformer Engine, compile, Megatron's own kernels)
+    fused: bool = False  # Transformer Engine's kernels: norms, activations, rope and bias fused, experts by themselves
     liger: bool = False  # where its loss is fused, norms, rotary positions and gates are: transformers' Liger patch
     attention: AttentionKernel = "flash2"
     # its memory

@@ -47,8 +47,8 @@ class AsIs:
     power: float = 1.0  # of the sustained rate, by the power limit
     words: list[str] = field(default_factory=list)
 
-    def say(self, words: str) -> None:
-        """Once each."""
+    def add_note(self, words: str) -> None:
+        """Add a sentence on what slows the nodes, once."""
         if words not in self.words:
             self.words.append(words)
 
@@ -95,7 +95,7 @@ def _sockets(now: AsIs, host: str, finding: Finding) -> None:
     if network.link.startswith("TCP over") and network.bytes_per_second <= slow.bytes_per_second:
         return
     now.links = replace(now.links, network=slow)
-    now.say(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
+    now.add_note(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
 def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - of every host alike
@@ -107,7 +107,7 @@ def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG0
         link=f"{network.link} through host memory", why="without GPUDirect 33 of 93 GB/s: NVIDIA/nccl issue 1412",
     )  # fmt: skip
     now.links = replace(now.links, network=slow)
-    now.say(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
+    now.add_note(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
 def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
@@ -120,7 +120,7 @@ def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
         return
     share = (min(sizes) / (min(sizes) + _HEADER_BYTES)) / (4096 / (4096 + _HEADER_BYTES))
     now.links = replace(now.links, network=replace(network, bytes_per_second=network.bytes_per_second * share))
-    now.say(f"{finding.code} on {finding.subject}: packets of {min(sizes)} bytes carry {share:.0%} of the rate")
+    now.add_note(f"{finding.code} on {finding.subject}: packets of {min(sizes)} bytes carry {share:.0%} of the rate")
 
 
 _HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, and 20 of preamble and gap on the wire
@@ -133,13 +133,13 @@ def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: AR
         return
     slow = min(links.node.bytes_per_second, links.host.bytes_per_second)
     now.links = replace(links, node=replace(links.node, bytes_per_second=slow, link="host memory"))
-    now.say(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
+    now.add_note(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
 
 
 def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - like nodes are told of once
     """The graph shows it: name it."""
     where = f" on {finding.subject}" if finding.subject else ""
-    now.say(f"{finding.code}{where}: {RULES[finding.code].shown}")
+    now.add_note(f"{finding.code}{where}: {RULES[finding.code].shown}")
 
 
 def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
@@ -160,18 +160,17 @@ def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
 
 def _repair_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
     """A link runs as its slot can."""
-
-    def repaired(gpu: GpuNode) -> GpuNode:
-        mine = _named(finding, gpu.name, gpu.bus_id)
-        return replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if mine else gpu
-
     slow = {gpu.name for gpu in node.gpus if _named(finding, gpu.name, gpu.bus_id)}
+    gpus = tuple(
+        replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if gpu.name in slow else gpu
+        for gpu in node.gpus
+    )
     pairs = tuple(replace(p, running_bytes_per_second=None) if {p.a, p.b} & slow else p for p in node.pairs)
     nics = tuple(
         replace(nic, pcie_running_bytes_per_second=None) if _named(finding, nic.name, nic.bus_id) else nic
         for nic in node.nics
     )
-    return replace(node, gpus=tuple(repaired(gpu) for gpu in node.gpus), pairs=pairs, nics=nics)
+    return replace(node, gpus=gpus, pairs=pairs, nics=nics)
 
 
 def _repair_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
@@ -231,7 +230,7 @@ def _clock(now: AsIs, host: str, finding: Finding) -> None:
         return
     now.clock = min(now.clock, read)
     at = f"at {gpu.sm_clock_hertz / 1e6:.0f} MHz, " if gpu is not None and gpu.sm_clock_hertz else ""
-    now.say(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
+    now.add_note(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
 
 
 def _power(now: AsIs, host: str, finding: Finding) -> None:
@@ -241,7 +240,7 @@ def _power(now: AsIs, host: str, finding: Finding) -> None:
         return
     share = clock_share(gpu.power_limit_watts, gpu.power_limit_default_watts)
     now.power = min(now.power, share)
-    now.say(
+    now.add_note(
         f"{finding.code} on {finding.subject}: {gpu.power_limit_watts:.0f} of {gpu.power_limit_default_watts:.0f} W, "
         f"{share:.0%} of the clock; all ranks wait for it"
     )

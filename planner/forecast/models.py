@@ -60,11 +60,6 @@ _BY_KEY = {_key(spec.name): spec for spec in KNOWN}
 _BY_KEY.update({other: spec for spec in KNOWN for other in _TABLES["known"][spec.name].get("also", ())})
 
 
-def known_names() -> tuple[str, ...]:
-    """Names that `model_named` answers for."""
-    return tuple(spec.name for spec in KNOWN)
-
-
 def model_named(name: str) -> ModelSpec:
     """The shape of a model by its usual name; one with the hub's owner keeps it, so that its very weights are used."""
     spec = _BY_KEY.get(_key(name))

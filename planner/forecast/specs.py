@@ -7,7 +7,6 @@ micro-batch really computes when it is padded to its longest sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -229,14 +228,6 @@ class LengthsError(ValueError):
     """A histogram that cannot be used; the message says why."""
 
 
-def histogram_of(lengths: Sequence[int]) -> Histogram:
-    """Count the samples of each length."""
-    counts: dict[int, int] = {}
-    for length in lengths:
-        counts[length] = counts.get(length, 0) + 1
-    return check_histogram(tuple(sorted(counts.items())))
-
-
 def check_histogram(histogram: Histogram) -> Histogram:
     """The histogram itself, if every length and count is a whole positive number."""
     if len(histogram) > _MOST_BINS:
@@ -351,9 +342,7 @@ class TrainSpec:
     length_histogram: tuple[tuple[int, int], ...] = ()  # (tokens, samples): padding follows from the micro-batch
     packing: bool = False
     steps: int | None = None
-    engine: str = (
-        "topoflight"  # "topoflight", "trl", "deepspeed", "torchtitan", "megatron": what must be able to run it
-    )
+    engine: str = "topoflight"  # what must be able to run it: or "trl", "deepspeed", "torchtitan", "megatron"
     attention: str = "sdpa"  # "eager", "sdpa", "flash"
     dtype: str = "auto"  # what TRL's trainer loads the model in; auto: as computed with
     fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine has

@@ -31,7 +31,7 @@ CACHE = f"{MOUNT}/.cache"  # HF_HOME: one download for all pods, and for the nex
 RESTARTS = 3  # times that an interrupted job starts again by itself
 PEER_WAIT_SECONDS = 3600  # that pods wait for each other: as long as an image may take to pull
 SAVE_SECONDS = 100  # from SIGTERM to the checkpoint, at least
-END_SECONDS = 20  # from there to the end of the pod
+END_SECONDS = 20  # from there to the end of the pod, or of Slurm's batch script
 COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
 
 

@@ -8,7 +8,7 @@ import pytest
 from rigs.command import topoflight
 from rigs.tables import each_row
 
-from bench.gpu import RUNS, config_file
+from bench.gpu import RUNS, config_file, ranks_of
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "bench" / "gpu.py")]
@@ -36,7 +36,7 @@ def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
 def test_every_run_of_the_tier_can_be_launched_on_a_gpu(name, more, tmp_path):
     """Planned for one H100, with the model and the rows that the tier makes: nothing of it is refused."""
     host = ROOT / "tests" / "machines" / "hgx-h100-8xH100-8hca.json"
-    words = ["--api", "job", "--dry-run", "--image", "x", "--host", host, "--nodes", "1", "--ranks", "1"]
+    words = ["--api", "job", "--dry-run", "--image", "x", "--host", host, "--nodes", "1", "--ranks", ranks_of(more)]
     path = config_file(tmp_path, more, cpu=False)
     lengths = ["--lengths", "2048:256"] if more else []  # without them a process of the job's reads the rows
     done = topoflight("launch", *words, *lengths, "--no-preflight", "--config", path)

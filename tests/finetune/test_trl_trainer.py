@@ -154,15 +154,11 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
             trl_inputs.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
     newest = tmp_path / "checkpoint-3"
     for asked, found in (("auto", None), (False, None), (True, ConfigError), (str(newest), ConfigError)):
-        run = SimpleNamespace(
-            config=JobConfig(resume_from_checkpoint=asked), args=SimpleNamespace(output_dir=str(tmp_path))
-        )
         with pytest.raises(ConfigError, match="no such checkpoint") if found else nullcontext():
-            assert sft_trl.Run._find_resume(run) is None
+            assert sft_trl.find_resume(asked, str(tmp_path)) is None
     newest.mkdir()
     for asked in ("auto", True, str(newest)):
-        run.config = JobConfig(resume_from_checkpoint=asked)
-        assert sft_trl.Run._find_resume(run) == str(newest)
+        assert sft_trl.find_resume(asked, str(tmp_path)) == str(newest)
 
 
 def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:

@@ -11,12 +11,12 @@ from contracts.layout import Layout
 from planner.forecast import machines
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
-from planner.forecast.specs import LengthsError, TrainSpec, check_histogram, expected_longest, histogram_of, mean_length
+from planner.forecast.specs import LengthsError, TrainSpec, check_histogram, expected_longest, mean_length
 from planner.forecast.step_time import step_parts
 from planner.recommend import plan, recommend
 from planner.stacks import engine_named
 
-DIE = histogram_of([1, 2, 3, 4, 5, 6])
+DIE = tuple((tokens, 1) for tokens in range(1, 7))
 
 
 def test_expected_longest_is_that_of_dice() -> None:

@@ -100,6 +100,10 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     path.write_text(script.replace("export", "#SBATCH --time=1\nexport"))
     late = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "line 6: sbatch ignores this option" in late.output, late.output
+    for shell in ("zsh", "ksh"):
+        path.write_text(f"#!/usr/bin/env {shell}\nfiles=(*(.))\nsrun train\n")
+        done = topoflight("wrap", path, "--machine", "p5.48xlarge")
+        assert done.exit_code == 0 and f"for {shell}, whose syntax is not checked" in done.stderr, done.output
     long = {"longer than 65536 characters": f"#!/bin/bash\n#SBATCH --comment={'x' * 70_000}\nsrun x\n"}
     for message, wrong in (rows("bad")() | long).items():
         path.write_bytes(wrong.encode())
