@@ -22,7 +22,7 @@ from agent.base import version
 from agent.checks.history import PARTS
 from agent.checks.host_checks import gdrdma_possible
 from agent.checks.measured import is_judged_result, least_of
-from agent.checks.view import View
+from agent.checks.verdict import View
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Communication, RunRecord

@@ -23,13 +23,12 @@ from typing import Any
 from agent import metrics
 from agent.advice.advise import RequestError, answer
 from agent.advice.request import Request, histogram_of, model_of
-from agent.base.inputs import parse_version
+from agent.base.options import parse_version
 from agent.base.output import document
 from agent.checks.baseline import read as read_baseline
 from agent.checks.baseline import regressions
 from agent.checks.measured import with_bench
-from agent.checks.verdict import GateError
-from agent.checks.view import build_view
+from agent.checks.verdict import GateError, build_view
 from agent.cluster.node_facts import pack
 from agent.cluster.nodes import Fleet, from_resource
 from agent.http.access import read_tokens

@@ -22,7 +22,7 @@ from agent.advice.request import (
     spans_nodes,
 )
 from agent.base import units
-from agent.base.inputs import RequestError, parse_version
+from agent.base.options import RequestError, parse_version
 from contracts import question
 from contracts.finding import Finding
 from contracts.layout import LayoutError
@@ -44,7 +44,7 @@ from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
     from agent.checks.groups import Group
-    from agent.checks.view import View
+    from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
 _RENDERERS = {"env": render_env, "shell": render_shell, "k8s": render_k8s}
@@ -90,7 +90,8 @@ def steps_of(request: Request, chosen: RankedLayout) -> int:
     train = request.train
     if train.packing and train.length_histogram:  # rows are packed into sequences
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
-    return max(1, int((request.epochs or 1.0) * max(1, rows // chosen.layout.global_batch)))
+    per_epoch = max(1, math.ceil(rows / chosen.layout.global_batch))  # the last has the rows that are left
+    return max(1, math.ceil((request.epochs or 1.0) * per_epoch))
 
 
 def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.base.inputs import InputError, RequestError
+from agent.base.options import InputError, RequestError
 from contracts import bounded
 from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import values_of

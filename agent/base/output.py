@@ -114,3 +114,9 @@ def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, named: 
         write_atomic(path, content, mode)
     except OSError as error:
         raise click.ClickException(f"{named or path}: {error.strerror or error}") from None
+
+
+def save_document(path: Path | None, value: Any) -> None:
+    """Write what --save asks for as JSON; nothing where it is not given. ClickException says why it cannot."""
+    if path is not None:
+        write_result(path, render(value, "json"), named=f"--save {path}")

@@ -19,7 +19,7 @@ from typing import Any
 
 from agent.base import units
 from agent.base.output import write_atomic
-from collectives.bench.results import BenchResult
+from collectives.bench.results import BenchResult, read_result, result_to_json
 from contracts import bounded, plain
 from contracts.run_record import RecordError, RunRecord
 from contracts.run_record import read as read_record
@@ -44,8 +44,6 @@ def folder() -> Path | None:
 
 def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Path | None:
     """Leave the result as the last one, and a line of it in the history; not one that was stopped before any."""
-    from collectives.bench.results import result_to_json
-
     where = place or folder()
     if where is None or (result.stopped_by and not result.measurements):
         return None
@@ -54,6 +52,18 @@ def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Pat
     except OSError as error:
         left_out(where / HISTORY_FILE, error)
     return _write(where / BENCH_FILE, result_to_json(result))
+
+
+def last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:
+    """The last result, and the Unix time at which it was stored; None where there is none that can be read."""
+    path = place / BENCH_FILE
+    try:
+        return read_result(path), path.stat().st_mtime
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        left_out(path, error)
+        return None, None
 
 
 def store_run(record: RunRecord, place: Path | None = None) -> Path | None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agent.base.units import clock
-from agent.checks.verdict import judge
-from agent.checks.view import View
+from agent.checks.verdict import View, judge
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.api import Ok, Snapshot

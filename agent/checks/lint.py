@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
-from agent.base.inputs import InputError, parse_version
+from agent.base.options import InputError, parse_version
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from planner.lint.environment import lint

@@ -9,8 +9,7 @@ from typing import Any, Final
 from agent.base import units
 from agent.checks.groups import ORDER
 from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, without_secrets
-from agent.checks.verdict import judge
-from agent.checks.view import View
+from agent.checks.verdict import View, judge
 from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
 from contracts.run_record import Comparison, RunRecord, compare

@@ -25,8 +25,7 @@ from agent.base.result_store import line_of
 from agent.checks.groups import worst_first
 from agent.checks.history import SCANS_TO_RAISE, Event, HistoryState, Seen
 from agent.checks.host_checks import no_gpu_read
-from agent.checks.verdict import judge
-from agent.checks.view import View
+from agent.checks.verdict import View, judge
 from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.node_facts import clean

@@ -23,8 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from agent.checks.verdict import Verdict
-from agent.checks.view import View
+from agent.checks.verdict import Verdict, View
 from agent.http.worker import Answer, ProblemError, Worker, document
 from contracts.finding import Finding
 from contracts.redaction import without_secrets

@@ -22,8 +22,8 @@ from starlette.concurrency import run_in_threadpool
 from agent.advice import advise
 from agent.advice.request import Request
 from agent.base import units
-from agent.base.inputs import RequestError
-from agent.checks.view import View
+from agent.base.options import RequestError
+from agent.checks.verdict import View
 from agent.cluster.client import AGAIN, ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.gate import Places, published, read_places
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, row

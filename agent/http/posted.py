@@ -162,7 +162,7 @@ class Sources(question.model()):  # type: ignore[misc]  # its members are also t
 def judge_sources(body: bytes) -> Verdict:
     """The verdict on a posted body; called in the worker process. Raises RequestError."""
     from agent.advice.request import Request as Question
-    from agent.base.inputs import InputError, RequestError
+    from agent.base.options import InputError, RequestError
     from agent.why.diagnosis import WhySources, answer
 
     try:

@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base import EXIT_INTERRUPTED
-from agent.base.options import with_options
+from agent.base.options import command
 from agent.base.output import print_text
 
 log = logging.getLogger(__name__)
@@ -29,13 +29,9 @@ GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemo
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
 
-@click.command()
-@with_options("serve")
+@command("serve")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
-    """Run the HTTP agent: page, JSON, metrics. Endpoints that make load stay closed without --token-file or -review.
-
-    With --host it serves recordings instead of this host.
-    """
+    """Scan and listen until a signal says to end."""
     from agent.base.hosts import snapshots
     from agent.checks.history import History
     from agent.http.state import State

@@ -23,10 +23,9 @@ from starlette.routing import Route
 from agent import base, metrics
 from agent.advice import advise
 from agent.advice.request import Request as Question
-from agent.base.inputs import RequestError
+from agent.base.options import RequestError
 from agent.checks.groups import worst_first
-from agent.checks.verdict import FailOn
-from agent.checks.view import View, only
+from agent.checks.verdict import FailOn, View, only
 from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
 from agent.http import answers, posted

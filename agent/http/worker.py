@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.base.output import document as plain
 from agent.base.output import render
-from agent.checks.view import View
+from agent.checks.verdict import View
 from agent.cluster.nodes import NodeRecord
 from collectives.bench import processes
 from contracts.redaction import without_secrets

@@ -26,7 +26,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from agent.base.inputs import InputError
+from agent.base.options import InputError
 from collectives.bench import processes
 
 HOSTS = 2

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from agent.advice.advise import answer, of_cluster, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, job_plan
 from agent.advice.request import Request, model_of
 from agent.base import units
-from agent.base.inputs import InputError
+from agent.base.options import InputError
 from agent.base.output import write_atomic
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission
@@ -40,6 +41,7 @@ from contracts import run_record
 from contracts.finding import Interval
 from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
+from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
@@ -62,7 +64,7 @@ _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 # RDMA, and it has no IPC_LOCK, device or network for RDMA. That the interface is there is still judged.
 _OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
-STEPS = 8  # beside warm-up and profiled ones three count (agent.pages.charts.LEAST_STEPS)
+STEPS = 8  # beside warm-up and profiled ones three count (agent.terminal.measured.LEAST_STEPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +196,7 @@ class Local:
         path = output / "run.json"
         record = run_record.read(path) if path.exists() else None
         if any(codes) and (record is None or record.status in ("running", "complete")):
-            why = f"{_how_ended(codes, output)}; whole log: {output / 'rank0.log'}"
+            why = f"{_how_ended(codes, output)}; the logs of the ranks are in {output}"
             return replace(bar, status="failed", why=why)
         return replace(bar_of(bar, record, network.name), record=str(path))
 
@@ -241,9 +243,12 @@ def measure(rig: Rig, network: Shaped) -> BenchResult:
 
 
 def _how_ended(codes: Sequence[int], folder: Path) -> str:
-    """The ranks' exit codes, and the last line that rank 0 wrote."""
-    last_line = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
-    return f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(last_line)}"
+    """The ranks' exit codes, and the last words of the one that failed first: the others lose their connections."""
+    rank, code = max(enumerate(codes), key=lambda each: (each[1] > 1, each[1] < 0, each[1] != 0, -each[0]))
+    log = (folder / f"rank{rank}.log").read_text(errors="replace")
+    error = run_record.raised(log) or " ".join(log.strip().splitlines()[-1:])
+    how = f"rank {rank} was ended by {signal.Signals(-code).name}" if code < 0 else f"rank {rank} failed"
+    return f"the ranks ended with {', '.join(map(str, codes))}; {how}: {redact(error)[:300] or 'it printed nothing'}"
 
 
 def time_layer(rig: Rig, request: Request) -> Calibration:
@@ -362,16 +367,19 @@ def run(
         report(line)
     job, until = made[-1], clock() + seconds
     about = job["metadata"]
-    while not (state := submission.job_state(submission.stored(client, job))):
-        if clock() > until:
-            return replace(bar, why=f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on")
+    while not (state := submission.job_state(now := submission.stored(client, job))) and clock() <= until:
         sleep(POLL_SECONDS)
     query = {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}
     place = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)
     pods = [pod for page, _ in client.pages(place, query) for pod in page]
+    if not state:
+        waiting = "".join(f"; {text}" for pod in pods if (text := submission.why_waiting(pod)))
+        why = f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on{waiting}"
+        return replace(bar, why=why)
     record = next((found for pod in pods if (found := left(pod))), None)
     if record is None:
-        reason = "; ".join(filter(None, map(submission.how_failed, pods))) or "no pod left a record"
+        reasons = [text for pod in pods if (text := submission.how_failed(pod))] or submission.why_failed(now)
+        reason = "; ".join([*reasons, "no pod left a record"])
         return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
     return bar_of(bar, record, network.name, rdma=network.rdma)
 

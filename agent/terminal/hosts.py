@@ -12,8 +12,7 @@ from agent.base import units
 from agent.base.lines import SHOWN, headline, indented, mark
 from agent.base.tables import pairs, point, table
 from agent.checks.groups import ORDER, Group, grouped, unknown_ids
-from agent.checks.verdict import Verdict
-from agent.checks.view import View
+from agent.checks.verdict import Verdict, View
 from agent.terminal.findings import findings, heading, is_about_one, remedy
 from agent.terminal.topology import links
 from contracts.finding import Finding

@@ -11,11 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agent.advice.network_cost import with_price, with_record, with_sockets
+from agent.advice.causes import with_manifest, with_nodes, with_price, with_record, with_sockets
 from agent.advice.request import Request
 from agent.base.hosts import snapshots as replay
-from agent.base.inputs import InputError
-from agent.checks.causes import with_manifest, with_nodes
+from agent.base.options import InputError
 from agent.checks.host_checks import checks_of_scans
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence

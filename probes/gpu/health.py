@@ -182,7 +182,7 @@ def held_bytes(gpu: Gpu) -> int | None:
 def _held(gpu: Gpu) -> Iterator[Finding]:
     """A job that runs holds its memory too: a note, as its processes are. What holds it and rests is in the way.
 
-    For the job that a gate is about, full memory fails, whichever process uses it: `agent.checks.view.for_next_job`.
+    For the job that a gate is about, full memory fails, whichever process uses it: `agent.checks.verdict.for_next_job`.
     """
     held, size = held_bytes(gpu), gpu.memory_bytes or 0
     if held is None or held < HELD_RATIO * size:

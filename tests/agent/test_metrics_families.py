@@ -20,7 +20,7 @@ from rigs.tables import each_row
 from agent import metrics
 from agent.checks.history import Event
 from agent.checks.measured import with_bench
-from agent.checks.view import View, build_view
+from agent.checks.verdict import View, build_view
 from agent.cluster.client import Tally, reason_of
 from agent.http.cluster import samples as tallies
 from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS

@@ -19,15 +19,15 @@ from rigs.tables import each_row, rows_of
 from agent.advice.advise import for_view
 from agent.advice.request import Request
 from agent.base import result_store
-from agent.base.inputs import RequestError
-from agent.checks.view import build_view
+from agent.base.options import RequestError
+from agent.checks.verdict import build_view
 from agent.http.questions import read_form
 from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages import report
-from agent.pages.charts import bench_bars, by_network, not_drawn, transport_of
 from agent.terminal.findings import findings
+from agent.terminal.measured import bench_bars, by_network, not_drawn, transport_of
 from collectives.bench.results import result_from_json
 from contracts.finding import Interval
 from contracts.run_record import RunRecord, record_of

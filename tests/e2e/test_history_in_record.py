@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from agent.checks import history
 from agent.checks.history import Event, History, HistoryState, since_words
-from agent.checks.view import View, build_view
+from agent.checks.verdict import View, build_view
 from agent.cluster.client import ApiError, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, from_resource
 from agent.cluster.publish import MOST_CHANGES, LeftBehind, history_of_record, records_of, to_resource

@@ -21,7 +21,7 @@ from rigs.command import process, python
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
-from agent.base.inputs import RequestError
+from agent.base.options import RequestError
 from agent.base.recordings import BundleError, unpack_bundle
 from agent.checks.baseline import read as read_baseline
 from agent.checks.verdict import GateError

@@ -59,7 +59,8 @@ def topoflight(cluster: Slurm, *words: str, fails: bool = False) -> subprocess.C
 
 def submitted(cluster: Slurm, *words: str) -> str:
     """The id of a job that `launch` has submitted."""
-    done = topoflight(cluster, "launch", "--api", "slurm", "--nodes", "2", "--ranks", "1", "--no-preflight", *words)
+    small = ("--nodes", "2", "--ranks", "1", "--no-preflight", "--set", "use_peft=false")  # PEFT takes long to import
+    done = topoflight(cluster, "launch", "--api", "slurm", *small, *words)
     assert done.stdout.startswith("job ") and " submitted: " in done.stdout
     return done.stdout.split()[1]
 

@@ -12,7 +12,7 @@ from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row, rows_of
 
-from agent.jobs.search import slurm_hosts
+from agent.cli.search import slurm_hosts
 from agent.jobs.slurm import job_files
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
 from planner.slurm import wrap_script

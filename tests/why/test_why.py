@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from rigs.tables import each_row, rows_of
 
-from agent.advice import network_cost
+from agent.advice import causes
 from agent.advice.request import Request
-from agent.checks import causes
 from agent.cluster.node_facts import unpublished
 from agent.why import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
@@ -558,13 +557,13 @@ metadata: {{name: a, annotations: {{k8s.v1.cni.cncf.io/networks: '{}'}}}}
 def test_the_interface_of_rdma_is_named_by_who_knows_it(tmp_path: Path, networks: str, words: str) -> None:
     manifest = tmp_path / "job.yaml"
     manifest.write_text(NETWORKS.format(networks))
-    assert network_cost.rdma_of((), Evidence(), manifest) == words
-    assert network_cost.rdma_of((), Evidence(hcas=("mlx5_1:1/RoCE",)), manifest) == "mlx5_1"
+    assert causes.rdma_of((), Evidence(), manifest) == words
+    assert causes.rdma_of((), Evidence(hcas=("mlx5_1:1/RoCE",)), manifest) == "mlx5_1"
     port = RdmaPort(port=1, state="ACTIVE", netdev="net1")
     device = RdmaDevice(name="mlx5_1", kind="hca", ports=(port, replace(port, port=2, state="DOWN", netdev="net2")))
     scan = replace(unpublished("a", ""), outcomes={"rdma": Ok(facts=RdmaFacts(source="sysfs", devices=(device,)))})
-    assert network_cost.rdma_of((scan,), Evidence(), manifest) == "net1"
-    assert network_cost.rdma_of((), Evidence(), None) == ""
+    assert causes.rdma_of((scan,), Evidence(), manifest) == "net1"
+    assert causes.rdma_of((), Evidence(), None) == ""
 
 
 def test_a_cause_costs_its_share_of_all_steps() -> None:
@@ -572,10 +571,10 @@ def test_a_cause_costs_its_share_of_all_steps() -> None:
     assert slow.causes[0].cost == pytest.approx(0.5, abs=0.05)
     record = RunRecord(measured=Measured(step_seconds=2.0))
     request = Request(price="36", nodes=2).changed(steps=3600)
-    found = network_cost.with_price(slow, record, request, 0)
+    found = causes.with_price(slow, record, request, 0)
     assert "min of 2 h 0 min for 3600 steps, +68 of your prices" in found.causes[0].price
     assert found.forecast.startswith("without it: ")
-    assert network_cost.with_price(slow, RunRecord(), request, 0) == slow
+    assert causes.with_price(slow, RunRecord(), request, 0) == slow
 
 
 SOCKETS = """pod-0:1:2 [0] NCCL INFO NCCL version 2.21.5+cuda12.4
