@@ -25,6 +25,7 @@ from agent.checks.measured import is_judged_result, least_of
 from agent.checks.verdict import View
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
+from collectives.search.plan import SearchResult
 from contracts.run_record import Communication, RunRecord
 from contracts.tables import read_table
 from probes.api import Failed, Metric, Ok
@@ -39,7 +40,7 @@ KEPT_TRANSPORTS = 16
 KEPT_COLLECTIVES = 16  # kinds of collective in the step of a run
 
 _TABLE = read_table(__file__, "metrics.toml")
-_COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 2)}  # a fact is a probe, the benchmark or the run
+_COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 3)}  # or the benchmark, the search, the run
 
 FORBIDDEN_LABELS = frozenset(_TABLE["forbidden_labels"])
 SYMBOLS: dict[str, str] = _TABLE["symbols"]
@@ -146,6 +147,8 @@ def agent_values(view: View) -> Iterator[tuple[str, Values]]:
         yield from _bench_values(view.bench)
         if view.bench.evidence is not None:
             yield from _evidence_values(view.bench.evidence)
+    if view.search is not None:
+        yield from _search_values(view.search)
     if view.runs:
         yield from _run_values(view)
 
@@ -187,6 +190,8 @@ def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
                 times[name] = min(times.get(name, snapshot.taken_at_seconds), snapshot.taken_at_seconds)
     if view.bench is not None:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
+    if view.search is not None:
+        times["search"] = view.search.began + view.search.seconds
     if view.runs and (ended := _unix_time(view.runs[0].ended_at or view.runs[0].started_at)):
         times["run"] = ended
     for name, seconds in times.items():
@@ -286,6 +291,14 @@ def _evidence_values(found: Evidence) -> Iterator[tuple[str, Values]]:
     yield "transport_info", [(names, 1.0)]
     shown = Counter({(p.code, p.severity): p.count for p in found.problems})
     yield "log_problems", [(key, float(count)) for key, count in shown.items()]
+
+
+def _search_values(result: SearchResult) -> Iterator[tuple[str, Values]]:
+    count = Counter(verdict.state for verdict in result.verdicts)
+    yield "search_nodes", [((state,), float(count[state])) for state in ("good", "bad", "not judged")]
+    yield "search_bad_links", [((), float(len(result.links)))]
+    if result.visible_loss is not None:
+        yield "search_visible_loss_ratio", [((), result.visible_loss)]
 
 
 def _run_values(view: View) -> Iterator[tuple[str, Values]]:

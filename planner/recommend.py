@@ -16,7 +16,7 @@ from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
-from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device, with_links
+from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
 from planner.forecast.faults import Findings, apart, as_is, counted, repaired, repaired_links, slowed
@@ -30,7 +30,7 @@ from planner.forecast.specs import (
     longest_row,
     rows_are_assumed,
 )
-from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
+from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
 from planner.nccl_env.situation import situation
@@ -262,10 +262,8 @@ def plan(
     calibrated = False
     if calibration is not None:
         check_device(calibration, rates.device, forecast)
-        links = with_links(calibration, links)
         rates = apply_calibration(calibration, rates, engine, constants)
         calibrated = rates.how == "measured"
-    adam = min(train.host_threads * ADAM_THREAD_BYTES_PER_SECOND, ADAM_RANK_BYTES_PER_SECOND)
     capacity = rates.memory_bytes
     if has_gpu:
         sizes = _free_memory(cluster, snapshots, unknowns)
@@ -301,7 +299,7 @@ def plan(
         job=Job(
             model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
             host_memory_bytes=_host_memory(cluster, snapshots), rates=rates, constants=constants,
-            host_adam_bytes_per_second=adam,
+            host_adam_bytes_per_second=ADAM_THREAD_BYTES_PER_SECOND,
         ),
         world=world,
         global_batch=_batch(model, train, engine, world, requested, unknowns),

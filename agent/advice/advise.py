@@ -75,15 +75,19 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
 
 
+_ROUNDING = 1e-9  # of floating point: a whole number of steps stays that number
+
+
 def steps_of(request: Request, chosen: RankedLayout) -> int:
     """Optimizer steps of the whole run, at least one. RequestError for epochs of an unknown number of rows."""
     forecast = chosen.forecast
     if request.train.steps is not None:
         return request.train.steps
     if request.hours is not None:
-        return int(request.hours * 3600 / forecast.step_seconds.mid)
+        return int(request.hours * 3600 / forecast.step_seconds.mid * (1.0 + _ROUNDING))
     if request.tokens is not None:
-        return max(1, math.ceil(request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)))
+        steps = request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)
+        return max(1, math.ceil(steps * (1.0 - _ROUNDING)))
     rows = rows_of(request)
     if rows is None:
         raise RequestError("epochs: how many rows the data has is not known; give rows, lengths or dataset")

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _logged: set[str] = set()
 
 DEFAULT_FOLDER = Path("/var/lib/topoflight")
-BENCH_FILE = "bench.json"
+BENCH_FILE, SEARCH_FILE = "bench.json", "search.json"
 RUNS_FOLDER = "runs"
 STORED_RUNS = 50
 MOST_HELD_BYTES = 4 << 20  # as text, of which a byte takes up to twenty of memory; 50 records of 4096 steps take 3 MiB
@@ -52,6 +52,11 @@ def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Pat
     except OSError as error:
         left_out(where / HISTORY_FILE, error)
     return _write(where / BENCH_FILE, result_to_json(result))
+
+
+def save_search_result(result: dict[str, Any]) -> Path | None:
+    """Leave the result of a search for bad nodes as the last one, on the host that planned it."""
+    return None if (where := folder()) is None else _write(where / SEARCH_FILE, result)
 
 
 def last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from agent.checks.expect import Expectation
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult
+    from collectives.search.plan import SearchResult
     from contracts.run_record import RunRecord
 
 FailOn = Literal["fail", "warn", "unknown"]
@@ -181,6 +182,7 @@ class View:
     bench: BenchResult | None = None
     bench_at_seconds: float | None = None
     benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
+    search: SearchResult | None = None  # the last search for bad nodes that this host planned
     runs: tuple[RunRecord, ...] = ()  # newest first
     events: tuple[Event, ...] = ()  # the newest, oldest first; of the resident agent's own host
     since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
@@ -193,6 +195,7 @@ def build_view(
     runs: tuple[RunRecord, ...] = (),
     earlier: Sequence[Snapshot] = (),
     expected: Expectation | str | None = None,
+    search: SearchResult | None = None,
 ) -> View:
     """Derive topology, checks and verdict from snapshots; `earlier` ones of the same hosts show what rises.
 
@@ -209,6 +212,7 @@ def build_view(
         made_at_seconds=time.time(),
         benches=benches,
         runs=runs,
+        search=search,
     )
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import takewhile
 from typing import Any
 
 import cattrs
@@ -34,7 +35,7 @@ from agent.jobs.child import QUICK_SECONDS, answer, default_ranks
 from collectives.bench import processes
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
-from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SpecError, StepShape, parts, sweep
+from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SpecError, StepShape, parts
 from collectives.bench.results import Bar, RdmaResult, RdmaWrite, result_to_json
 from collectives.bench.run import run, visible_backend
 from contracts.finding import Finding, Status
@@ -210,7 +211,7 @@ def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     least = options["min_bytes"] or SWEEP_BYTES[0]
     most = max(options["max_bytes"] or SWEEP_BYTES[-1], least)
     ops = options["ops"] or spec.ops
-    sizes = options["sizes"] or sweep(least, most, 4)
+    sizes = options["sizes"] or tuple(takewhile(lambda size: size <= most, (least * 4**step for step in range(64))))
     if not named:
         sizes = tuple(dict.fromkeys(case.bytes for case in spec.cases))
     return replace(

@@ -28,6 +28,7 @@ from agent.checks.verdict import View, judge
 from agent.cluster.gate import Places, checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
 from agent.cluster.publish import records_of
+from agent.jobs import search
 from agent.pages.report import Row, by_name, digest, gpu_text, lines, make_environment, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
@@ -150,7 +151,8 @@ def _environment() -> Environment:
     made = make_environment()
     made.globals.update(
         field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.changed,
-        exports=EXPORTS,
+        exports=EXPORTS, search_summary=search.summary,
+        search_picture=lambda result: Markup(search.picture(result)),  # noqa: S704 - escaped there
     )  # fmt: skip
     return made
 

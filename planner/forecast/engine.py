@@ -210,6 +210,7 @@ class Engine:
     logits_bytes: float = 12.0  # live bytes per token and vocabulary entry around the loss
     bucket_bytes: float = 0.0  # flat communication buffers outside the parts, where there is data parallelism
     gradient_buffer: bool = False  # one buffer holds all gradients throughout the step
+    adds_in_products: bool = False  # each gradient to those of the micro-batches before, without a pass by itself
     ddp_bucket_copies: bool = False  # DDP's gradients are tensors beside its buckets, not views of them
     splits_heads: bool = False  # context parallelism exchanges tokens for heads (Ulysses) in place of a ring
     ends_apart: bool = False  # FSDP2 with the embedding and the head as units by themselves

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
 from planner.forecast.engine import NF4_BYTES, Question, Share, last_stage, share_of
-from planner.forecast.specs import Weights, document_length, expected_longest, mean_length, weights
+from planner.forecast.specs import ModelSpec, Weights, document_length, expected_longest, mean_length, weights
 
 COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send")
 
@@ -72,11 +72,8 @@ class Job(Question):
 
     def sequence(self, micro_batch: int) -> float:
         """Tokens per sequence that are computed: packed to the full length, or padded to a micro-batch's longest."""
-        if not self.train.packing:
-            if self.train.mean_tokens is not None:
-                return self.train.mean_tokens
-            if self.train.length_histogram:
-                return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
+        if self.train.length_histogram and not self.train.packing:
+            return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
         return float(self.train.sequence_length)
 
     def attended(self, micro_batch: int) -> float:
@@ -88,7 +85,7 @@ class Job(Question):
 
     def real_tokens(self, micro_batch: int) -> float:
         """Tokens per sequence that are not padding."""
-        if self.train.length_histogram and not self.train.packing and self.train.mean_tokens is None:
+        if self.train.length_histogram and not self.train.packing:
             return mean_length(self.train.length_histogram, self.train.sequence_length)
         return self.sequence(micro_batch)
 
@@ -232,6 +229,17 @@ class _Step:
         return (2.0 if self.job.engine.ends_apart else 1.0) if self.sharded else 0.0
 
     @property
+    def accumulation(self) -> float:
+        """Seconds of a micro-batch in which its gradients are added to those before: two read, one written."""
+        engine, share = self.job.engine, self.share
+        micro_batches = self.layout.gradient_accumulation
+        if engine.adds_in_products:
+            return 0.0
+        here = share.part(share.trained, share.routed_trained, sharded=engine.shards_gradients(share))
+        moved = 3.0 * engine.state_bytes(share).gradients * here
+        return moved / self.job.rates.hbm * (micro_batches - 1) / micro_batches
+
+    @property
     def hooks(self) -> float:
         """Seconds of the hooks of one unit and pass."""
         hooked = self.sharded or (self.job.engine.hooks_one_rank and self.layout.sharding == "zero3")
@@ -285,7 +293,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     return StepParts(
         gemm=m * (layers * (cost.gemm * passes + cost.merged) + micro.head_gemm * passes),
         attention=m * layers * cost.attention * 3.5,
-        elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + exchange.copied),
+        elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + step.accumulation + exchange.copied),
         dequantize=m * layers * layer.dequantize,
         recompute=m * layers * layer.recompute,
         host=m * (layers * layer.host + host_ends),
@@ -411,18 +419,28 @@ def _expert_parallel(step: _Step) -> float:
     layout, model = step.layout, step.job.model
     if layout.ep == 1:
         return 0.0
-    links, copies = step.job.links, float(model.experts_per_token)
-    if step.job.engine.sends_tokens_once:  # how many of the receivers have one of its k experts, at random
+    links, copies, spread = step.job.links, float(model.experts_per_token), None
+    if step.job.engine.sends_tokens_once:
         domains = layout.ep / max(links.island_size, links.ranks_per_node)
-        # a model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437)
-        receivers = max(1.0, (domains if domains > 1 else float(layout.ep)) * model.expert_groups)
-        copies = receivers * (1.0 - (1.0 - 1.0 / receivers) ** copies)
+        copies = each = _receivers(model, float(layout.ep))
+        if domains > 1:
+            copies = _receivers(model, domains)
+            spread = each / copies
     sent = step.share.element * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
     mixtures = 1.0 - model.dense_layers / model.layers
     interleaved = layout.virtual_stages > 1 and layout.checkpointing != "full"
     shown = 1.0 - step.job.engine.hidden_experts * interleaved
-    return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1)
+    return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1, spread)
+
+
+def _receivers(model: ModelSpec, of: float) -> float:
+    """How many `of` so many receivers have one of a token's k experts, at random.
+
+    A model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437).
+    """
+    among = max(1.0, of * model.expert_groups)
+    return float(among * (1.0 - (1.0 - 1.0 / among) ** model.experts_per_token))
 
 
 def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
@@ -434,9 +452,10 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
     again = layer.recompute + layer.dequantize - once
     backward = layer.backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host
     last = last_stage(step.job.model, step.layout)
+    added = step.accumulation
     if step.layers * (forward + backward) > last * (forward + backward) + head:
-        return _Micro(step.layers, step.layers * forward, step.layers * backward, 0.0, 0.0, 0.0)
-    return _Micro(last, last * forward, last * backward + head, head, head_gemm, head_loss)
+        return _Micro(step.layers, step.layers * forward, step.layers * backward + added, 0.0, 0.0, 0.0)
+    return _Micro(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
 
 
 def _sharded(step: _Step, micro: _Micro) -> _Exchange:

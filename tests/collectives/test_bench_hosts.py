@@ -7,17 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rigs.netns import hosts, missing
+from rigs.netns import RANKS_ON_HOSTS, hosts
 
 from collectives.bench import results
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.netns,
-    pytest.mark.usefixtures("forked_ranks"),
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(missing("tc") is not None, reason=str(missing("tc"))),
-]
+pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(1200), *RANKS_ON_HOSTS]
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_BYTES_PER_SECOND = 200e6 / 8  # what the rig lets through on eth0

@@ -1,0 +1,205 @@
+"""The search for bad nodes: what this node does in it, and its result as findings."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+
+from agent.base import units
+from agent.checks.measured import make_finding
+from agent.jobs.benchmark import gpu_processes, links_of, network_environment
+from agent.jobs.child import has_gpu
+from collectives.bench.plan import SpecError
+from collectives.bench.run import visible_backend
+from collectives.search.plan import STUCK, Measure, SearchResult, Verdict
+from collectives.search.rank import Place
+from collectives.search.run import SearchSpec, from_environment
+from contracts import bounded, plain
+from contracts.finding import Finding, by_loss
+from contracts.host_list import compress_host_list, list_names, slurm_name
+from probes.api import Snapshot
+from probes.gpu.facts import GpuFacts
+
+MOST_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: some 20 KB for each node
+# What a node shares with its neighbours, nearest first: GPU feature discovery, NVIDIA topograph and its older names.
+DOMAIN_LABELS = (
+    "nvidia.com/gpu.clique", "accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator",
+    "fabric.topograph.run/tier-0", "network.topology.nvidia.com/leaf",
+)  # fmt: skip
+# Colour of a transfer by the excess of its time over the middle one, the worst first.
+COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
+WHY = {
+    "undecided": "it was slow or stuck in some rounds, and fine in as many others",
+    "unmeasured": "no test with other nodes came to its end",
+    "few": "with fewer than three nodes the search cannot know which one is slow",
+    "noise": "the noise of this network hides a loss of half the rate",
+}
+
+
+def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec:
+    """Make the spec of this node from the command line and the launcher's environment. Raises SpecError."""
+    launched = from_environment(os.environ)
+    nodes = options["nodes"] or launched.get("nodes", 1)
+    node = launched.get("node", 0) if options["node_rank"] is None else options["node_rank"]
+    rendezvous = options["rendezvous"] or launched.get("rendezvous") or ("127.0.0.1:29400" if nodes == 1 else "")
+    host, _, port = rendezvous.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise SpecError(f"rendezvous: {rendezvous!r} is not allowed; allowed: host:port of node 0")
+    if not 0 <= node < nodes:
+        raise SpecError(f"node_rank: {node} is not allowed; allowed: 0 to {nodes - 1}")
+    gpus = facts.gpus if found and (facts := found[0].facts(GpuFacts)) else ()
+    ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(found) else 1)
+    backend = visible_backend()
+    name = options["host_name"] or (found[0].hostname if found else f"node {node}")
+    place = Place(
+        store=rendezvous, node=node, local=0, ranks=ranks, host=name, domain=_domain(options, name, found, ranks),
+        model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=options["silence"],
+        bytes=options["bytes"] or ((256 if backend == "nccl" else 32) << 20), wait_seconds=options["wait"],
+    )  # fmt: skip
+    return SearchSpec(
+        place=place, nodes=nodes, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=options["limit"],
+        journal=options["journal"], gpu_pids=gpu_processes(found), force=options["force"],
+        environment={} if options["no_advice"] or nodes == 1 else network_environment(found),
+    )  # fmt: skip
+
+
+def _domain(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> str:
+    """Name the domain of the node from the options, its labels, NVLink or Slurm's topology; "" is unknown."""
+    if options["domain"]:
+        return str(options["domain"])
+    if options["topology"]:
+        return labelled_domain(options["topology"], name)
+    if nvlink := links_of(found, ranks).get("nvlink_domain"):
+        return str(nvlink)
+    switches = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")  # "core.leaf3.gpu-07" (srun(1))
+    return switches[-2] if len(switches) > 1 else ""
+
+
+def labelled_domain(path: Path, name: str) -> str:
+    """The nearest domain that the labels of a node name, in the output of `kubectl get nodes -o json`."""
+    read = plain.loads(bounded.read_text(path, MOST_TOPOLOGY_BYTES))
+    for item in read.get("items", ()) if isinstance(read, dict) else ():
+        metadata = item.get("metadata", {})
+        if metadata.get("name") == name:
+            labels = metadata.get("labels", {})
+            return next((str(labels[label]) for label in DOMAIN_LABELS if labels.get(label)), "")
+    raise SpecError(f"topology: {path} has no node {name!r}; allowed: the output of `kubectl get nodes -o json`")
+
+
+# The result as findings, as text, as a picture, and for the schedulers.
+
+
+def findings_of(result: SearchResult) -> list[Finding]:
+    """One finding for each bad node, bad link, and node that was not judged."""
+    found = [_finding(verdict, result.hosts[verdict.node]) for verdict in result.verdicts if verdict.state != "good"]
+    for link in result.links:
+        ends = {"source": result.hosts[link.source], "target": result.hosts[link.target]}
+        found.append(make_finding(
+            "search.link.bad", ", ".join(ends.values()), by_loss(link.loss), evidence=_evidence(link.measures),
+            share=_share(link.loss), **ends,
+        ))  # fmt: skip
+    return found
+
+
+def _finding(verdict: Verdict, node: str) -> Finding:
+    evidence = _evidence(verdict.measures)
+    if verdict.state == "not judged":
+        return make_finding("search.node.unjudged", node, evidence=evidence, why=WHY[verdict.reason])
+    if verdict.reason == "lost":
+        return make_finding("search.node.lost", node, why=verdict.seen)
+    if verdict.reason == "stuck":
+        return make_finding("search.node.stuck", node, evidence=evidence)
+    key, subject = "search.node.slow", ""
+    if verdict.reason == "part":
+        key, subject = "search.node.part", verdict.what[0].partition(" ")[0]
+    named = ", ".join(map(str, verdict.rails))
+    return make_finding(
+        key, node, by_loss(verdict.loss), subject=subject, evidence=evidence, what=" and ".join(verdict.what),
+        share=_share(verdict.loss),
+        rails=f"; of its rails (ranks with the same local number) only {named}" if named else "",
+    )  # fmt: skip
+
+
+def _evidence(measures: Sequence[Measure]) -> tuple[str, ...]:
+    partners = {"alone": "alone", "near": "with nodes of its domain", "far": "with nodes of other domains"}
+    return tuple(
+        f"round {m.round}, {partners[m.kind]}: {m.what}"
+        + ("" if m.what == "stuck" else f", {m.excess:.1%} more time than the middle node, noise {m.sigma:.1%}")
+        for m in measures
+    )
+
+
+def _share(loss: float) -> str:
+    return f"{1 - loss:.0%}" if loss > 0.1 else f"{1 - loss:.1%}"
+
+
+def bad_nodes(result: SearchResult) -> list[str]:
+    """Names of the bad nodes."""
+    return [result.hosts[verdict.node] for verdict in result.verdicts if verdict.state == "bad"]
+
+
+def slurm_hosts(result: SearchResult) -> str:
+    """The bad nodes as a host list of Slurm, for --exclude."""
+    names = [slurm_name(host) for host in bad_nodes(result)]
+    return f"{compress_host_list(names)}\n" if names else ""
+
+
+def affinity(result: SearchResult) -> dict[str, Any]:
+    """The affinity of a pod that keeps it off the bad nodes; empty where there is none.
+
+    A field selector takes one value (Kubernetes API reference, NodeSelectorTerm), and all of a term must hold. By the
+    name of the node, as its label kubernetes.io/hostname may differ.
+    """
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in bad_nodes(result)]
+    terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}} if fields else {}
+
+
+def summary(result: SearchResult) -> list[str]:
+    """Name the bad nodes in the first line; then what the search did, and how to exclude the bad nodes from jobs."""
+    bad, count = bad_nodes(result), len(result.hosts)
+    open_count = sum(verdict.state == "not judged" for verdict in result.verdicts)
+    first = f"Bad nodes: {list_names(bad)}" if bad else "No bad node was found"
+    first += f"; {units.count(len(result.links), 'bad link')}" if result.links else ""
+    sight = "unknown" if result.visible_loss is None else f"{result.visible_loss:.1%}"
+    lines = [
+        f"{first}; {open_count} of {count} nodes were not judged" if open_count else first,
+        f"{units.count(count, 'node')}: {count - len(bad) - open_count} good, {len(bad)} bad, {open_count} "
+        f"not judged. {units.count(result.rounds, 'round')}, {units.count(result.tests, 'test')}, "
+        f"{units.seconds(result.seconds)}, {result.node_minutes:.1f} node-minutes.",
+        f"Smallest loss of a node that is visible in this noise: {sight}. {result.tested_pairs} of "
+        f"{count * (count - 1) // 2} pairs of nodes exchanged data; a fault between two others is not seen.",
+    ]
+    if bad:
+        lines += [
+            f"Slurm: --exclude={slurm_hosts(result).strip()}",
+            f"Kubernetes: kubectl cordon {' '.join(bad)}",
+            f"Kubernetes, affinity of a pod: {json.dumps(affinity(result))}",
+        ]
+    return lines
+
+
+def picture(result: SearchResult) -> str:
+    """The matrix of pairs as an `<svg>` with its own colours, for a file and for a page."""
+    places = {node: place for place, node in enumerate(result.drawn)}
+    links = {(link.source, link.target) for link in result.links}
+    cells = [
+        {"row": places[a], "column": places[b], "colour": next(c for least, c in COLOURS if excess >= least),
+         "bad": (a, b) in links, "words": "no byte moved" if excess >= STUCK else f"{excess:+.1%} time"}
+        for a, b, excess in result.pairs
+    ]  # fmt: skip
+    nodes = [
+        {"name": plain.printable(result.hosts[node]), "state": result.verdicts[node].state} for node in result.drawn
+    ]
+    title = f"{summary(result)[0]}. The picture shows {len(nodes)} of {units.count(len(result.hosts), 'node')}."
+    words = ("no byte moves", "twice the time and more", "10 % more time and more", "less")
+    legend = [(colour, text) for (_, colour), text in zip(COLOURS, words, strict=True)]
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    drawing = templates.get_template("search.svg.j2")
+    return drawing.render(title=plain.printable(title), nodes=nodes, cells=cells, legend=legend)
