@@ -26,7 +26,9 @@ _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, Path
 _NODE_IS_PHB = (
     " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
 )
-_NO_PXN = " NCCL's way through another GPU (PXN) is closed: no NVLink to one with a NIC at PXB or nearer."
+_NO_PXN = (
+    " NCCL cannot take the way through another GPU (PXN), because no NVLink leads to a GPU with a NIC at PXB or nearer."
+)
 
 
 def check(
@@ -159,13 +161,13 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
         if near.gpu in lone:
             yield _no_own_nic(node, near, len(lone))
         elif not near.local:
-            relay, beside = _relay(node, near), _same_numa_but_near(node, near)
-            where = f"nearer than SYS, though {beside} of its NUMA node has one" if beside else "on its own NUMA node"
+            relay, sibling = _relay(node, near), _same_numa_but_near(node, near)
+            where = f"nearer than SYS, though {sibling} of its NUMA node has one" if sibling else "on its own NUMA node"
             yield finding(
                 TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
                 _by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
                 near.gpu, (*_pair_evidence(node, near), *relay), where=where, nics=", ".join(near.nics[:4]), near=near,
-                are="is" if len(near.nics) == 1 else "are", closed=_NO_PXN * node.nvlink_known,
+                closed=_NO_PXN * node.nvlink_known,
             )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
             designed = _by_design(node, near)

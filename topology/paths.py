@@ -192,13 +192,13 @@ def _expectations(
 def _inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
     row = reference_of(node) if bar == "as it should be" else None
     names = tuple(gpu.name for gpu in gpus)
-    links, of, says = due.nvlinks, len(node.gpus), "asked for:"
+    links, of, words = due.nvlinks, len(node.gpus), "asked for:"
     if links is None and row is not None and row.links_per_pair and row.all_to_all:
-        links, of, says = max(row.links_per_pair), row.gpus, f"{row.called} has"
+        links, of, words = max(row.links_per_pair), row.gpus, f"{row.called} has"
     if links is not None:
         switched = links * (of - 1) > most_links()
         count = links if switched else links * (len(names) - 1)
-        return _nvlink(gpus, count, switched=switched, words=f"{says} NV{links} on every pair")
+        return _nvlink(gpus, count, switched=switched, words=f"{words} NV{links} on every pair")
     if not node.nvlink_known:
         return None, None, ("the source says nothing about NVLink",)
     known = Pairs(node.pairs)

@@ -60,7 +60,7 @@ def render_matrix(node: NodeTopology) -> str:
     shows_nvlink = node.nvlink_known or not node.source.endswith("-mp")
     lines += [f"  {label:<4} = {meaning}" for label, meaning in _LEGEND if label != "NV#" or shows_nvlink]
     if UNKNOWN in "".join(lines[1 : len(labels) + 1]) and any(pair.label == UNKNOWN for pair in node.pairs):
-        lines.append(f"  {UNKNOWN:<4} = Unknown: no probe could tell")
+        lines.append(f"  {UNKNOWN:<4} = Unknown: no probe could read it")
     named = [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]
     if named:
         lines += ["", "NIC Legend:", "", *(f"  {label}: {printable(name)}" for label, name in named)]

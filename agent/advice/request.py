@@ -203,7 +203,7 @@ def cluster_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | Non
     if request.network is not None:
         return machines.over_network(found, request.network, request.transport)
     if request.transport is not None:
-        raise RequestError(f"transport {request.transport}: of which network; name its speed too, as 100G")
+        raise RequestError(f"transport {request.transport}: requires the rate of the network too, for example 100G")
     return found
 
 

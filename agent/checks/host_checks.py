@@ -332,8 +332,8 @@ def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapsh
         )
     risen = with_passes(now.hostname, risen_since(past, now), ())
     raised = {check.code for check in risen}
-    kept = (check for check in checks if not (check.status == "pass" and check.code in raised))
-    return (*kept, *risen)
+    remaining = (check for check in checks if not (check.status == "pass" and check.code in raised))
+    return (*remaining, *risen)
 
 
 def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:

@@ -93,7 +93,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
         (found,) = snapshots((), ALL, stop=stop)
         ports = ports_of(found, options["devices"])
         if not ports:
-            print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
+            print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
             _report_low(_causes(found))
             return EXIT_FAILED
         named = ", ".join(map(str, ports))

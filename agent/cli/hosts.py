@@ -51,7 +51,7 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     print_text("This node is a built-in example with deliberate faults. It is not a real machine.")
     view = build_view(snapshots((DEMO,), ALL))
     show(console(), view, verbose=verbose, everything=False)
-    print_text(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")
+    print_text(f"Check your own node: topoflight preflight. Every command can read this one: --host {DEMO}")
     if page:
         root = context.find_root().command
         serve = root.get_command(context, "serve") if isinstance(root, click.Group) else None

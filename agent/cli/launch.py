@@ -51,7 +51,7 @@ def launch(
                        dry_run, options)  # fmt: skip
         return
     if arguments:
-        raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
+        raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     request = base_request(options)
     advice, options["trainer"], why = choose_trainer(
@@ -147,7 +147,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     if form:
         return
     if options["with_network"]:
-        raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
+        raise click.UsageError("--network: an administrator has to apply these resources; add --dry-run to print them")
     _create(documents, options)
 
 
@@ -202,7 +202,7 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
     for line in came.lines:
         print_text(line, err=True)
     if came.exit_code != EXIT_PASS:
-        print_text(f"{submission.named(job)} has been created: kubectl describe says more", err=True)
+        print_text(f"{submission.named(job)} has been created: kubectl describe shows its state", err=True)
         sys.exit(came.exit_code)
 
 
@@ -235,7 +235,7 @@ def _pass_gate(
 
     if options["no_preflight"]:
         return
-    progress.step("preflight: judging this host")
+    progress.step("preflight: checking this host")
     here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
     _gate(here, options, settings)
     if options["measure"]:
@@ -284,7 +284,7 @@ def _launch_script(
         raise InputError(f"--script {script}: {error.strerror}") from None
     found = snapshots(options["hosts"], ALL, root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
-    for line in plan.said:
+    for line in plan.notes:
         print_text(f"note: {line}", err=True)
     if dry_run:
         print_text(render(plain.write(plan.document), form or "yaml"), nl=False)

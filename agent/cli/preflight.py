@@ -143,7 +143,8 @@ def github(report: Report) -> str:
             if level:
                 words = (group.title if unmeasured else check.code, check.subject, f"on {check.node}" * named)
                 title = _escape(" ".join(filter(None, words)), attribute=True)
-                lines.append(f"::{level} title={title}::{_escape(f'{check.message} {check.remedy}'.strip())}\n")
+                text = _escape(". ".join(filter(None, (check.message.rstrip("."), check.remedy))))
+                lines.append(f"::{level} title={title}::{text}\n")
     return "".join(lines)
 
 

@@ -157,6 +157,6 @@ def show(out: Console, found: Verdict) -> None:
     if found.forecast:
         out.print(escape(found.forecast))
     for one in found.unknown:
-        out.print(f"unknown: {escape(one.what)}; {escape(one.command)}")
+        out.print(f"unknown: {escape(one.what)}. To see it: {escape(one.command)}")
     if found.sources:
-        out.print(f"[dim]read: {escape('; '.join(found.sources))}[/dim]")
+        out.print(f"[dim]sources read: {escape('; '.join(found.sources))}[/dim]")

@@ -175,7 +175,7 @@ class Cluster:
         self._of_view: View | None = None
         self._timer: threading.Timer | None = None
         self._requested = 0.0
-        self._places, self._places_at = Places(why="one agent knows of no place"), -PLACES_SECONDS
+        self._places, self._places_at = Places(why="a single agent does not know racks and switches"), -PLACES_SECONDS
 
     @property
     def source(self) -> str:

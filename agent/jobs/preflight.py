@@ -148,7 +148,7 @@ def _judged(
     view = measured.with_bench(build_view(found, expected=expected), result)
     view = replace(view, checks=for_next_job(view.checks, found))
     if result is None:
-        extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
+        extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not requested; add --measure")
 
     progress.step("recommend: environment and layout")
     advice = _recommend(options, found, result, calibration)
@@ -170,7 +170,7 @@ def _judged(
         else:
             extra += measured.checks_of_run(record, found[0].hostname, why)
     else:
-        extra += measured.unmeasured(measured.RUN_CODES, "not asked for: --train")
+        extra += measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
     progress.done()
 
     stopped = "" if record is not None else _stopped_by(result, stop)
@@ -215,8 +215,8 @@ def _stopping(options: Mapping[str, Any], found: Sequence[Finding], before: Base
 
 def _runs(options: Mapping[str, Any]) -> tuple[RunRecord, ...]:
     """This run and the earlier ones: those named, those below the report's folder, those the agent keeps."""
-    kept = keep.folder()
-    places = [*options["runs"], options["output"] / "runs", *([kept / keep.RUNS_FOLDER] if kept else [])]
+    stored = keep.folder()
+    places = [*options["runs"], options["output"] / "runs", *([stored / keep.RUNS_FOLDER] if stored else [])]
     return keep.read_runs(places) if options["train"] or options["runs"] else ()
 
 

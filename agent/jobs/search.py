@@ -36,7 +36,7 @@ DOMAIN_LABELS = (
 COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
 WHY = {
     "undecided": "it was slow or stuck in some rounds, and fine in as many others",
-    "unmeasured": "no test with other nodes came to its end",
+    "unmeasured": "no test with other nodes finished",
     "few": "with fewer than three nodes the search cannot know which one is slow",
     "noise": "the noise of this network hides a loss of half the rate",
 }
@@ -130,7 +130,7 @@ def _evidence(measures: Sequence[Measure]) -> tuple[str, ...]:
     partners = {"alone": "alone", "near": "with nodes of its domain", "far": "with nodes of other domains"}
     return tuple(
         f"round {m.round}, {partners[m.kind]}: {m.what}"
-        + ("" if m.what == "stuck" else f", {m.excess:.1%} more time than the middle node, noise {m.sigma:.1%}")
+        + ("" if m.what == "stuck" else f", {m.excess:.1%} more time than the median node, noise {m.sigma:.1%}")
         for m in measures
     )
 

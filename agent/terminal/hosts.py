@@ -200,7 +200,7 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
         families = Counter(code.split(".")[0] for code in unknown)
         each = ", ".join(f"{name} {number}" for name, number in families.items())
         quiet.append(f"{units.count(len(unknown), 'check')} unknown ({each})")
-    out.print(f"[dim]{'; '.join([*quiet, 'details: -v'])}[/dim]")
+    out.print(f"[dim]{'; '.join([*quiet, '-v shows details'])}[/dim]")
 
 
 def _finding_in_brief(out: Console, group: Group, *, named: bool) -> None:
@@ -215,7 +215,7 @@ def _finding_in_brief(out: Console, group: Group, *, named: bool) -> None:
 
 
 def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
-    """Every place: those that say the same share a line, and so do nodes with the same devices."""
+    """Every place that no message names; equal messages share a line, and so do nodes with the same devices."""
     by_message: dict[str, dict[str, dict[str, None]]] = {}
     for check in group.checks:
         words = check.message if len(group.checks) <= SHOWN else group.message
@@ -226,7 +226,8 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
         for node, subjects in by_node.items():
             shared.setdefault(tuple(filter(None, subjects)), []).append(node)
         for what, nodes in shared.items():
-            where = (list_names(nodes) if named else "", "" if one and not named else list_names(what))
+            known = (one and not named) or all(subject in words for subject in what)
+            where = (list_names(nodes) if named else "", "" if known else list_names(what))
             indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
     if len(group.checks) > SHOWN and not group.alike:
         indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")

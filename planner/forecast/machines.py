@@ -154,10 +154,10 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
         raise MachineError(f"network={network!r}: joins nodes, and this is one; name how many")
     if cluster.inter_node_transport == "nvlink":
         raise MachineError(f"network={network!r}: these {len(cluster.nodes)} nodes are one NVLink domain")
-    had = cluster.inter_node_transport
+    earlier = cluster.inter_node_transport
     return replace(
         cluster, inter_node_bytes_per_second=bytes_per_second,
-        inter_node_transport=transport or (had if had in ("rdma", "efa") else "tcp"),
+        inter_node_transport=transport or (earlier if earlier in ("rdma", "efa") else "tcp"),
     )  # fmt: skip
 
 
@@ -180,12 +180,12 @@ def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
         )
     if count == len(node.gpus):
         return node
-    kept = usable[:count]
-    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in kept}
+    chosen = usable[:count]
+    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in chosen}
     pairs = tuple(pair for pair in node.pairs if pair.a not in dropped and pair.b not in dropped)
     nearest = tuple(near for near in node.nearest_nic if near.gpu not in dropped)
     return replace(
-        node, gpus=kept, pairs=pairs, islands=islands(kept, pairs), nearest_nic=nearest, rails=rails(nearest),
+        node, gpus=chosen, pairs=pairs, islands=islands(chosen, pairs), nearest_nic=nearest, rails=rails(nearest),
         expectations=(),
     )  # fmt: skip
 

@@ -218,8 +218,8 @@ class Programs(Expander):
         named = {name for each in self.launches if each.sure for name in each.settings}
         ways: dict[tuple[str, ...], dict[frozenset[tuple[str, str]], Launch]] = {}
         for each in sorted(self.launches, key=lambda launch: not launch.sure):
-            kept = {name: one for name, one in each.settings.items() if each.sure or name not in named}
-            ways.setdefault(each.turns, {}).setdefault(content(kept), each._replace(settings=kept))
+            settings = {name: one for name, one in each.settings.items() if each.sure or name not in named}
+            ways.setdefault(each.turns, {}).setdefault(content(settings), each._replace(settings=settings))
         found: dict[frozenset[tuple[str, str]], Launch] = {}
         for launches in ways.values():
             for contents, each in launches.items():

@@ -682,7 +682,7 @@ class _Reader(Programs):
 
     # -- built-ins that change the way through the script
 
-    def _leave_block(self, call: Call) -> None:
+    def _end_block(self, call: Call) -> None:
         """exit, return, break and continue: nothing more runs here."""
         if call.program in ("exit", "return") and call.words:
             self.shell.status = number_of(call) == 0 if call.words[0].text.isdecimal() else None
@@ -754,7 +754,7 @@ _EACH: Mapping[str, Callable[[_Reader, Node, Shell], Shells]] = {
 _BUILTINS: Mapping[str, Callable[[_Reader, Call], Shells | None]] = {
     "echo": _Reader.echo, "printf": _Reader.printf, "cat": _Reader.cat, "tee": _Reader.tee, "eval": _Reader._eval,
     **dict.fromkeys((".", "source"), _Reader._source), "shift": _Reader.shift, "set": _Reader.options_of_shell,
-    **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._leave_block),
+    **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._end_block),
     "setenv": lambda reader, call: reader.unread(call.line, "setenv belongs to the C shell, which is not supported"),
     **dict.fromkeys((":", "true", "false"), _Reader._truth),
     **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader.assign_unknown), "trap": _Reader.trap,

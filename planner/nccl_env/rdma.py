@@ -154,12 +154,12 @@ def _setting_apart(node: NodeView, choice: PortChoice) -> str:
     if len(set(subnets.values())) > 1:
         parts.append("subnets: " + ", ".join(f"{name} {subnet}" for name, subnet in subnets.items()))
     facts = node.interfaces()
-    heard: dict[str | None, list[str]] = {}
+    ends: dict[str | None, list[str]] = {}
     for each in facts.interfaces if facts else ():
         if each.neighbour:
-            heard.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has its members' wires
+            ends.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has its members' wires
     wires = [
-        f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := heard.get(view.port.netdev))
+        f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := ends.get(view.port.netdev))
     ]
     if wires:
         parts.append("neighbours by LLDP: " + ", ".join(wires))
@@ -200,7 +200,7 @@ def _hca_evidence(choice: PortChoice, down: Sequence[PortView]) -> str:
     parts = [f"{interface} is on {device}" for device, interface in choice.secondary.items()]
     parts += [f"{_names(choice.chosen)}: {_fabric(choice.chosen)}"]
     parts += [f"left out {name}: {why}" for name, why in (choice.dropped | choice.far).items()]
-    parts += [f"{view.name} is {view.port.state}: NCCL passes over it until it is repaired" for view in down]
+    parts += [f"{view.name} is {view.port.state}: NCCL ignores it until it is repaired" for view in down]
     return "; ".join(parts)
 
 

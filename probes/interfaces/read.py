@@ -1,4 +1,4 @@
-"""Reads links, addresses and routes through rtnetlink, and from /sys/class/net what it does not tell; and says what
+"""Reads links, addresses and routes through rtnetlink, and from /sys/class/net what it does not contain, and says what
 each interface is for as a training pod sees it.
 
 Beside them two files that others left: the Multus annotation of the pod, written by the downward API (a fieldRef
@@ -367,9 +367,9 @@ def neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
                 content = host.read_bytes(f"{LLDP_FOLDER}/{index}", _BYTES_MAX)
             except OSError:
                 continue
-            heard = list(dict.fromkeys(filter(None, map(neighbour, frames(content)))))
-            if len(heard) == 1:  # several: there is a hub or a bridge in between, so the neighbour is unknown
-                found[name] = heard[0]
+            names = list(dict.fromkeys(filter(None, map(neighbour, frames(content)))))
+            if len(names) == 1:  # several: there is a hub or a bridge in between, so the neighbour is unknown
+                found[name] = names[0]
     return found
 
 

@@ -125,9 +125,9 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Lines and their numbers, without what is no part of the matrix; a string's own line breaks part its line."""
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         for part in _SPELLED_BREAK.sub("\n", line).split("\n"):
-            kept = part[:_MOST_LINE].replace("\xa0", " ").replace("&nbsp;", " ").rstrip("\r")
-            kept = _TAGS.sub("", _ESCAPES.sub("", kept)).replace("\\t", "\t")
-            yield number, _NOTES.sub("", kept.replace("|", " ").replace("**", ""))  # Markdown's table and bold type
+            plain = part[:_MOST_LINE].replace("\xa0", " ").replace("&nbsp;", " ").rstrip("\r")
+            plain = _TAGS.sub("", _ESCAPES.sub("", plain)).replace("\\t", "\t")
+            yield number, _NOTES.sub("", plain.replace("|", " ").replace("**", ""))  # Markdown's table and bold type
 
 
 def _header(number: int, line: str, source: str) -> _Matrix | None:

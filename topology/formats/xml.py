@@ -1,7 +1,7 @@
 """NCCL's topology XML, as NCCL_TOPO_DUMP_FILE writes it and NCCL_TOPO_FILE reads it.
 
 Specification: NCCL src/graph/xml.cc. Static files that cloud makers ship hold only ``<pci>`` elements; dumps also
-hold ``<gpu>``, ``<nvlink>``, ``<nic>`` and ``<net>``. NCCL does not tell PHB from NODE: both are one CPU element. A
+hold ``<gpu>``, ``<nvlink>``, ``<nic>`` and ``<net>``. NCCL does not separate PHB and NODE: both are one CPU element. A
 PCI element is a GPU by its class or a ``<gpu>`` below it, a NIC by its class or a ``<nic>`` below it; a ``<nic>``
 directly below ``<cpu>`` is a socket interface without hardware of its own. The text is a stranger's: no document
 type, no entities, bounded in size, depth and number of elements; expat's handlers see declarations before anything is
