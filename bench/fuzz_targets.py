@@ -48,7 +48,8 @@ from planner import why
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
-from planner.lint.sources import KINDS, EnvironmentTextError, read_text
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import KINDS, read_text
 from planner.slurm import ScriptError, wrap_script
 from probes.host.recording import RecordedHost, load
 from probes.interfaces.read import annotation, parse_network_status

@@ -39,7 +39,8 @@ from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
-from planner.lint.sources import EnvironmentTextError, read_text
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import read_text
 from planner.slurm import ScriptError, wrap_script
 from probes.host.recording import load, load_all
 from probes.interfaces.read import parse_network_status
