@@ -81,14 +81,14 @@ class Rendered:
 
     def __call__(self, view: View, accept: str, *, zipped: bool = False) -> tuple[bytes, str]:
         """As `exposition`, gzipped on request; another view clears the cache."""
-        of, kept = self._made
+        of, cache = self._made
         if view is not of:
-            self._made = of, kept = view, {}
+            self._made = of, cache = view, {}
         key = choose_encoder(accept)[1], zipped
         self._asked[key] = accept
-        if key not in kept:
-            kept[key] = exposition(view, accept, self._more(), zipped=zipped)[0]
-        return kept[key], key[0]
+        if key not in cache:
+            cache[key] = exposition(view, accept, self._more(), zipped=zipped)[0]
+        return cache[key], key[0]
 
     def prepare(self, view: View) -> None:
         """Render a new view, in the thread that made it, in the formats that were requested of the last one."""
@@ -257,7 +257,7 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     verified = [m for m in result.measurements if m.verified]
     sizes = sorted({m.bytes for m in verified})[-KEPT_SIZES:]
     # of one size measured in several groups the slowest is kept: it is what a job waits for
-    kept = {
+    slowest = {
         (m.op, str(m.bytes)): m
         for m in sorted(verified, key=lambda m: m.busbw_bytes_per_second, reverse=True)
         if m.bytes in sizes
@@ -266,15 +266,15 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     yield "bench_success", [((), float(whole))]
     yield "bench_duration_seconds", [((), result.seconds)]
     yield "bench_ranks", [((), float(result.world_size))]
-    yield "bench_algbw_bytes_per_second", [(k, m.algbw_bytes_per_second) for k, m in kept.items()]
-    yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in kept.items()]
+    yield "bench_algbw_bytes_per_second", [(k, m.algbw_bytes_per_second) for k, m in slowest.items()]
+    yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in slowest.items()]
     yield (
         "bench_expected_busbw_bytes_per_second",
-        [(k, v) for k, m in kept.items() if (v := m.expected_busbw_bytes_per_second)],
+        [(k, v) for k, m in slowest.items() if (v := m.expected_busbw_bytes_per_second)],
     )
-    least: Values = [(k, low) for k, m in kept.items() if is_judged_result(m) and (low := least_of(m)) is not None]
+    least: Values = [(k, low) for k, m in slowest.items() if is_judged_result(m) and (low := least_of(m)) is not None]
     yield "bench_least_busbw_bytes_per_second", least
-    yield "bench_spread_ratio", [(k, m.spread_ratio) for k, m in kept.items() if m.spread_ratio is not None]
+    yield "bench_spread_ratio", [(k, m.spread_ratio) for k, m in slowest.items() if m.spread_ratio is not None]
     yield "bench_latency_seconds", list({(fit.op,): fit.alpha_seconds for fit in result.latencies}.items())
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
     latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:KEPT_RANKS]

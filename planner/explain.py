@@ -179,14 +179,14 @@ def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
     if slower < 0:
         adds = [name for name in other.complications if name not in winner.complications] or [f"{more / GIB:+.2f} GiB"]
         error = math.expm1(difference_sigma(job, other, winner))
-        return f"{-slower:.1%} faster by forecast (error between two forecasts: {error:.0%}); adds {', '.join(adds)}"
+        return f"{-slower:.1%} faster by forecast, within the error of {error:.0%}, but adds {', '.join(adds)}"
     deltas = {n: getattr(other.parts, n) - getattr(winner.parts, n) for n in other.parts._fields}
     worst = max(deltas, key=lambda n: deltas[n])
     if deltas[worst] <= 0.005 * winner.seconds:
         return f"{slower:.1%} slower; {more / GIB:+.2f} GiB per rank"
     link = link_of(job.links, other.layout, worst) if worst in COMMUNICATION else None
     over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
-    return f"{slower:.1%} slower: {deltas[worst]:.3g} s more for {_WORDS[worst]}{over}"
+    return f"{slower:.1%} slower: {deltas[worst] * 1000:,.1f} ms more for {_WORDS[worst]}{over}"
 
 
 def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str, ...]:

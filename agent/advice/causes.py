@@ -26,7 +26,8 @@ from hardware.units import GIGA
 from planner.forecast import machines
 from planner.kubernetes.manifests import attached
 from planner.kubernetes.yaml_edit import documents
-from planner.lint.documents import DocumentError, missing_sources
+from planner.lint.documents import missing_sources
+from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import guess_kind
 from planner.recommend import forecast_named, plan
 from planner.why import Cause, Unknown, Verdict
@@ -116,11 +117,11 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
     if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
         times = measured / forecast.mid if forecast.mid else measured / forecast.high
-        said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
+        sentence = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
         parts = tuple(
             f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
         )
-        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
+        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(sentence, *parts),
                       cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip
         causes = (*verdict.causes, cause)
         return replace(
@@ -169,12 +170,12 @@ def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | Non
         if device.kind in ("hca", "efa") and port.state == "ACTIVE"
     ]  # fmt: skip
     names = names or [name.partition(":")[0] for name in found.hcas]
-    said = ""
+    origin = ""
     if not names and manifest is not None:
         with suppress(OSError, bounded.TooLargeError, YamlTextError):
             names = attached(documents(bounded.read_text(manifest, 16 << 20)))
-            said = " of the manifest's networks"
-    return units.some(list(dict.fromkeys(names)), most=4) + said if names else ""
+            origin = " of the manifest's networks"
+    return units.some(list(dict.fromkeys(names)), most=4) + origin if names else ""
 
 
 def _has_budget(request: Request) -> bool:
@@ -222,7 +223,7 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
     if verdict.state == "fine" and any(c.status == "fail" or c.code == "env.debug.leftover" for c in wrong):
         verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
     elif verdict.state == "fine" and causes:
-        verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
+        verdict = replace(verdict, line=f"fine except for its manifest: {causes[0].message}")
     if causes and not verdict.forecast:
         others = (*others, Unknown(what="the forecast after the change",
                                    command="topoflight recommend --model NAME --machine NAME --nodes N"))  # fmt: skip
@@ -236,7 +237,7 @@ def _named_elsewhere(text: str, file: str) -> list[str]:
         return []
     try:
         return missing_sources(documents(text))
-    except (YamlTextError, DocumentError):
+    except (YamlTextError, EnvironmentTextError):
         return []
 
 

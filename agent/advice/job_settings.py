@@ -233,7 +233,7 @@ def choose_trainer(
         line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
         return advice, OURS, line if config and advice.chosen else ""
     on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
-    reason = f", because the built-in one refuses: {why}." if why else ", as --trainer says."
+    reason = f", because the built-in one refuses: {why}." if why else ", as --trainer requests."
     return advice, TRL, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
 
 
@@ -337,7 +337,7 @@ def _fetched(name: str, revision: str, environment: Mapping[str, str]) -> Any:
     with urllib.request.build_opener(_SameHost).open(request, timeout=_SECONDS) as answer:
         body = answer.read(_MOST_BYTES + 1)
     if len(body) > _MOST_BYTES:
-        raise ValueError("config.json is larger than 1 MiB, which none is")
+        raise ValueError("config.json is larger than 1 MiB, which no config.json is")
     return plain.loads(body)
 
 
@@ -388,7 +388,7 @@ def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[st
     wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(made[name])]
     if wrong:
         raise RequestError(
-            f"{' and '.join(wrong)}: only the built-in trainer makes it; TRL's trainer takes files and hub ids"
+            f"{' and '.join(wrong)}: only the built-in trainer generates it; TRL's trainer reads files and hub ids"
         )
     return {name: value for name, value in planned.items() if not isinstance(value, tuple)}
 

@@ -79,11 +79,11 @@ def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
     runs = where / RUNS_FOLDER
     data = plain.write(record)
     content = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]  # several may come within one second
-    kept = _write(runs / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", data)
-    others = [path for path in runs.glob("*.json") if path != kept]  # a clock set back makes the new one look old
+    stored = _write(runs / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", data)
+    others = [path for path in runs.glob("*.json") if path != stored]  # a clock set back makes the new one look old
     for old in sorted(others, reverse=True)[STORED_RUNS - 1 :]:
         old.unlink(missing_ok=True)
-    return kept
+    return stored
 
 
 def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:
@@ -94,7 +94,9 @@ def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:
     found: dict[tuple[str, str], RunRecord] = {}
     held = 0
     for place in places:
-        files = [place] if place.is_file() else [*place.glob("*.json"), *place.glob("*/run.json")]
+        own = place / "run.json"  # the other documents in the folder of a run, such as plan.json, are no records
+        files = [place] if place.is_file() else [*([own] if own.is_file() else place.glob("*.json")),
+                                                 *place.glob("*/run.json")]  # fmt: skip
         for path in sorted(files, reverse=True)[:STORED_RUNS]:
             with contextlib.suppress(OSError):  # the reader of the file reports the error
                 held += path.stat().st_size

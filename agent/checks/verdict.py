@@ -64,23 +64,23 @@ def select(
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise GateError(f"{option} {pattern}: no such check; `topoflight preflight --list-checks` lists them")
-    kept = []
+    selected = []
     for check in checks:
         if any(fnmatchcase(check.code, pattern) for pattern in skip):
             continue
         required = check.required or any(fnmatchcase(check.code, pattern) for pattern in require)
-        kept.append(replace(check, required=required))
-    judged = {check.code for check in kept}
+        selected.append(replace(check, required=required))
+    judged = {check.code for check in selected}
     for pattern in require:
         for name in sorted(names - judged):
             if fnmatchcase(name, pattern) and not any(fnmatchcase(name, skipped) for skipped in skip):
                 judged.add(name)
-                kept.append(
+                selected.append(
                     Finding(
                         code=name, status=Status.UNKNOWN, node="", message="not measured in this run", required=True
                     )
                 )
-    return tuple(kept)
+    return tuple(selected)
 
 
 def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str = "") -> Verdict:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
 from agent.base.hosts import snapshots
 from agent.base.options import command
-from agent.base.output import Progress, console, emit, print_text, render, save_document, write_result
+from agent.base.output import console, emit, print_text, render, save_document, write_result
+from agent.base.progress import Progress
 
 if TYPE_CHECKING:
     from collectives.bench.results import BenchResult
@@ -92,7 +93,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
         (found,) = snapshots((), ALL, stop=stop)
         ports = ports_of(found, options["devices"])
         if not ports:
-            print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
+            print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
             _report_low(_causes(found))
             return EXIT_FAILED
         named = ", ".join(map(str, ports))

@@ -108,9 +108,9 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
         place = f" on {problem.place}" if problem.place else ""
         proof = [f"{_place(line)}: {line.text}" for line in problem.lines[:2]]
         block(out, problem.severity, problem.code, place + times, problem.message, proof, problem.action)
-    if not verbose:
-        out.print(f"[dim]{units.count(len(found.proof), 'line')} of proof: -v[/dim]")
-    elif found.proof:
+    if not verbose and found.proof:
+        out.print(f"[dim]-v shows {units.count(len(found.proof), 'line')} of proof[/dim]")
+    elif verbose and found.proof:
         out.print("[bold]Proof[/bold]")
     for line in found.proof[:8] if verbose else ():
         indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim] · {escape(line.proves)}", 2)

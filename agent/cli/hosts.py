@@ -11,7 +11,8 @@ import click
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import command
-from agent.base.output import console, emit, print_text, waiting, write_result
+from agent.base.output import console, emit, print_text, write_result
+from agent.base.progress import waiting
 from agent.base.recordings import bundle_differences
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     print_text("This node is a built-in example with deliberate faults. It is not a real machine.")
     view = build_view(snapshots((DEMO,), ALL))
     show(console(), view, verbose=verbose, everything=False)
-    print_text(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")
+    print_text(f"Check your own node: topoflight preflight. Every command can read this one: --host {DEMO}")
     if page:
         root = context.find_root().command
         serve = root.get_command(context, "serve") if isinstance(root, click.Group) else None
@@ -64,8 +65,7 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
 def capture(root: str, target: Path | None) -> None:
     """Scan this host and write its recording."""
     from probes.registry import ALL
-    from probes.scanner import Scanner
-    from probes.wire import dumps
+    from probes.scanner import Scanner, dumps
 
     with waiting("capture: asking this host"), Scanner(root, probes=ALL) as scanner:
         text = dumps(scanner.capture()[1])

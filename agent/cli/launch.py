@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -15,7 +16,8 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.hosts import snapshots
 from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable
-from agent.base.output import Progress, console, difference, print_text, render, waiting, write_result
+from agent.base.output import console, print_text, render, write_result
+from agent.base.progress import Progress, waiting
 from agent.base.units import count
 from contracts import plain
 
@@ -49,7 +51,7 @@ def launch(
                        dry_run, options)  # fmt: skip
         return
     if arguments:
-        raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
+        raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     request = base_request(options)
     advice, options["trainer"], why = choose_trainer(
@@ -68,7 +70,7 @@ def launch(
     if why:
         print_text(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
-    if shown != "brief":
+    if shown != "brief" and not options["over"]:
         _print_forecast(advice)
     folder = folder or _folder(options)
     if options["api"] == "slurm":
@@ -145,7 +147,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     if form:
         return
     if options["with_network"]:
-        raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
+        raise click.UsageError("--network: an administrator has to apply these resources; add --dry-run to print them")
     _create(documents, options)
 
 
@@ -200,7 +202,7 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
     for line in came.lines:
         print_text(line, err=True)
     if came.exit_code != EXIT_PASS:
-        print_text(f"{submission.named(job)} has been created: kubectl describe says more", err=True)
+        print_text(f"{submission.named(job)} has been created: kubectl describe shows its state", err=True)
         sys.exit(came.exit_code)
 
 
@@ -233,7 +235,7 @@ def _pass_gate(
 
     if options["no_preflight"]:
         return
-    progress.step("preflight: judging this host")
+    progress.step("preflight: checking this host")
     here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
     _gate(here, options, settings)
     if options["measure"]:
@@ -282,7 +284,7 @@ def _launch_script(
         raise InputError(f"--script {script}: {error.strerror}") from None
     found = snapshots(options["hosts"], ALL, root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
-    for line in plan.said:
+    for line in plan.notes:
         print_text(f"note: {line}", err=True)
     if dry_run:
         print_text(render(plain.write(plan.document), form or "yaml"), nl=False)
@@ -377,7 +379,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
         _record(text, found, options, record)
         return
     made, notes = (wrapped_script if is_batch_script(text) else wrapped)(text, found, options)
-    print_text(difference(text, made, source, str(output or source)), nl=False)
+    print_text(_difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         print_text(f"note: {line}", err=True)
     if made == text:
@@ -398,3 +400,12 @@ def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folde
     print_text(f"{folder / 'run.json'}: {made.status}")
     for line in (*made.plan.notes, *made.notes):
         print_text(f"note: {line}", err=True)
+
+
+def _difference(before: str, after: str, source: str, target: str) -> str:
+    """As unified diff, which patch(1) and `git apply -p0` take; empty for the same text."""
+    old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
+    import difflib
+
+    rows = difflib.unified_diff(old, new, source, target)
+    return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)

@@ -11,7 +11,8 @@ import click
 
 from agent.base.hosts import snapshots
 from agent.base.options import command, require_writable
-from agent.base.output import Progress, emit, print_text, render, waiting, write_atomic
+from agent.base.output import emit, print_text, render, write_atomic
+from agent.base.progress import Progress, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,8 +196,8 @@ def _verdict(found: NetworkBars, *, verbose: bool) -> str:
             f"{'✗' if found.exit_code == 3 else '?'} not every network was measured: {', '.join(wrong)} → the reasons"
         )
     if len(ran) < 2:
-        return f"? {len(ran)} network ran: nothing to compare → name another with --over"
+        return f"? {len(ran)} network ran: nothing to compare → add another with --over"
     first, *rest = ran
     times = ", ".join(f"{bar.network} {(bar.step_seconds or 0) / (first.step_seconds or 1):.3g} x" for bar in rest)
     more = "" if verbose else " (-v: the proof)"
-    return f"✓ {first.network} is the fastest ({times} as long) → give it to the job{more}"
+    return f"✓ {first.network} is the fastest ({times} as long) → use it for the job{more}"

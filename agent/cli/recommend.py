@@ -14,7 +14,8 @@ from click.core import ParameterSource
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import NothingFitsError, RequestError, command
-from agent.base.output import emit, print_text, waiting, write_result
+from agent.base.output import emit, print_text, write_result
+from agent.base.progress import waiting
 from contracts.question import most
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def recommend(**options: object) -> None:
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
     source = click.get_current_context().get_parameter_source("lora_rank")
     if source is ParameterSource.COMMANDLINE and options["method"] == "full":
-        raise click.UsageError(f"--lora-rank {options['lora_rank']}: --method full has no adapters; leave one out")
+        raise click.UsageError(f"--lora-rank {options['lora_rank']}: use only one of --lora-rank and --method full")
     config = options.pop("config")
     request = Request.of(**options)
     if options["dataset"]:

@@ -155,9 +155,9 @@ def _bare(value: Any) -> Any:
     if not is_dataclass(value) or isinstance(value, type):
         return value
     kind, changes = type(value), {}
-    kept = travelling(kind)
+    travel_names = travelling(kind)
     for field in fields(value):
-        if field.name in kept:
+        if field.name in travel_names:
             changes[field.name] = _bare(getattr(value, field.name))
         elif field.default_factory is not MISSING:
             changes[field.name] = field.default_factory()

@@ -134,10 +134,10 @@ class Rendered:
         """`value()` as JSON, made in a thread, or as YAML, which the worker makes of it: that takes long."""
         answer = await self.answer(view, key, lambda: document(value(), "json"))
         if form == "yaml":
-            answer = await self.asked(request, worker, view, (*key, form), "as_yaml", text=answer.body)
+            answer = await self.compute(request, worker, view, (*key, form), "as_yaml", text=answer.body)
         return respond(answer)
 
-    async def asked(
+    async def compute(
         self, request: Request, worker: Worker, view: View, key: Hashable, name: str, /, **given: Any
     ) -> Answer:
         """The stored answer, or the one that the worker gives to the question `name`."""

@@ -73,9 +73,9 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
     named = tuple(optional["limits"])
     if options["dra"]:
         if twice := [word for word in named if word.startswith(DEVICES)]:
-            raise JobError(f"--resource {twice[0]}: with --dra the claim takes GPU and NIC; leave one of the two away")
-        kept = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
-        advice = replace(advice, needs=tuple(kept))
+            raise JobError(f"--resource {twice[0]}: with --dra the claim requests GPU and NIC; use only one of the two")
+        needs = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
+        advice = replace(advice, needs=tuple(needs))
     spec = from_advice(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
         allocatable=offered, named=named, config_map=f"{name}-config", command=COMMAND,
@@ -123,7 +123,7 @@ def _against_dra(advice: Recommendation, options: Mapping[str, Any]) -> str:
     for need in advice.needs:
         name, _, count = need.value.partition(": ")
         if need.name == "resource" and name.startswith(NICS) and int(count) > ranks:
-            return f"the plan's pods take {count} of {name}, the claim would one for each of {ranks} GPUs"
+            return f"the plan's pods take {count} of {name}, the claim would request one for each of {ranks} GPUs"
     return ""
 
 
@@ -153,7 +153,7 @@ def with_dra(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) 
             raise submission.CannotError(why)
         if not (why or unknown):
             if not named:
-                print_text(f"DRA: used: {answer}; --no-dra leaves it", err=True)
+                print_text(f"DRA: used: {answer}; --no-dra turns it off", err=True)
             return {**chosen, "dra": True}
         why = why or f"unknown whether the cluster can: {unknown}"
     print_text(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
@@ -199,7 +199,7 @@ def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, a
             print_text(f"warning: unknown whether the cluster has ComputeDomains: {unknown}", err=True)
     if not why:
         return advice
-    print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL goes by the network, not by NVLink", err=True)
+    print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL uses the network, not NVLink", err=True)
     return replace(advice, needs=tuple(each for each in advice.needs if each is not need))
 
 
@@ -209,8 +209,8 @@ def for_pods(
     """The recommendation without what holds on a host and not in a pod, and a line for each setting left out."""
     # without --host this machine was scanned: a node's pod, or the administrator's own
     here = not options.get("hosts") and not options.get("machine")
-    kept, notes = in_pods(advice, found, here=here)
-    return _threads(kept, options), notes
+    settings, notes = in_pods(advice, found, here=here)
+    return _threads(settings, options), notes
 
 
 def _threads(advice: Recommendation, options: Mapping[str, Any]) -> Recommendation:
@@ -322,7 +322,7 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
         raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
     if nodes > 1 and output is not None and not _on_claim(str(output)).startswith(f"{MOUNT}/"):
-        raise JobError(f"output_dir={output}: {nodes} nodes write one run: must be below {MOUNT}, where the claim is")
+        raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, the claim")
 
 
 def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def resources_for(advice: Recommendation, options: Mapping[str, Any]) -> tuple[s
     for name in fixed:
         if name not in offered:  # an autoscaler may yet bring such nodes
             needed_on = f"{name} is needed on {count(options['nodes'] or 1, 'node')}"
-            print_text(f"warning: {needed_on}, and fewer offer it: the pods wait until as many do", err=True)
+            print_text(f"warning: {needed_on}, and fewer nodes offer it: the pods wait until enough nodes do", err=True)
     return offered
 
 

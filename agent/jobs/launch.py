@@ -31,7 +31,7 @@ from contracts.run_record import RunRecord
 RESUMABLE = run_record.RESUMABLE
 _TAIL_BYTES = 65536  # of the job's log: torchrun's report and the tracebacks before it
 _LAST_SECONDS = 1.0  # for processes that did not end on SIGTERM, or outlived torchrun
-_AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
+_AGAIN = "run the same command again to resume from the last checkpoint, if one was saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Launched:
     def ending(self) -> str:
         """How the job ended, in one sentence."""
         if self.exit_code == RESUMABLE:
-            ending = "the job saved and ended; the same command goes on from there"
+            ending = "the job saved and ended; run the same command again to resume"
         elif self.killed:
             ending = f"the job did not end within {self.grace_seconds} s of SIGTERM and was killed; " + _AGAIN
         elif self.cut_short and self.exit_code == 0:

@@ -106,7 +106,7 @@ class Rig:
     def run(
         self, network: Shaped, module: str, words: Sequence[Sequence[str]], folder: Path, *, seconds: float
     ) -> list[int]:
-        """One rank a host, each with its own words, over the network; logs to rankN.log in the folder. Exit codes."""
+        """Run one rank per host, each with its own arguments; logs to rankN.log. Returns the exit codes."""
         ranks = []
         for host in range(HOSTS):
             environment = {

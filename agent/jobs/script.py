@@ -66,7 +66,7 @@ class ScriptPlan:
     ranks: int
     document: JobPlan
     environment: dict[str, str]  # of the processes, whole
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
     output_dir: Path | None  # where the trainer says that it writes
     grace_seconds: int  # that it has to save after SIGTERM
 
@@ -76,10 +76,10 @@ def plan_of(
 ) -> ScriptPlan:
     """The torchrun line of this host, and the forecast where the arguments tell the layout."""
     ranks = options["ranks"] or default_ranks(found)
-    said = read_command(["torchrun", str(script), *arguments], _text)
-    output_dir = said.settings.get("output_dir")
+    command = read_command(["torchrun", str(script), *arguments], _text)
+    output_dir = command.settings.get("output_dir")
     request = Request(hosts=options["hosts"], root=options["root"], ranks_per_node=ranks)
-    advice, lines = forecast_of(said, request, found)
+    advice, lines = forecast_of(command, request, found)
     set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
                    for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
     settings = {s.name: s.value for s in advice.settings if s.name not in os.environ}
@@ -98,7 +98,7 @@ def plan_of(
             layout=advice.chosen.layout if advice.chosen else None, environment=settings,
             forecast=run_forecast(advice), notes=tuple(lines),
         ),
-        said=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
+        notes=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
         output_dir=Path(output_dir) if isinstance(output_dir, str) else None,
         grace_seconds=grace(advice, storage_rate(options["storage_rate"])),
     )  # fmt: skip
@@ -117,11 +117,11 @@ def _python() -> str:
     An environment is a folder with pyvenv.cfg or conda-meta, or one with torchrun. Raises InputError without torch.
     """
     python, torchrun = shutil.which("python") or shutil.which("python3"), shutil.which("torchrun")
-    beside = Path(torchrun).with_name("python") if torchrun else None
+    sibling = Path(torchrun).with_name("python") if torchrun else None
     if python and any((Path(python).parent.parent / mark).exists() for mark in ("pyvenv.cfg", "conda-meta")):
         chosen = python
     else:
-        chosen = str(beside) if beside and beside.exists() else sys.executable
+        chosen = str(sibling) if sibling and sibling.exists() else sys.executable
     seek = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     if chosen != sys.executable and subprocess.run([chosen, "-c", seek], check=False, capture_output=True).returncode:
         raise InputError(
@@ -215,14 +215,14 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     """The record of a wrapped job's run, from what its pods left in `folder`. Raises InputError.
 
     Complete is a run whose trainer_state.json has train_runtime, which transformers writes at its end; of any other
-    the end is unknown. The forecast is made anew for the manifest; where its annotations tell another, a note says so.
+    the end is unknown. The forecast is made again for the manifest; a note says if its annotations differ.
     """
     try:
         jobs = jobs_in(documents(text))
     except (WrapError, EditError, YamlTextError) as error:
         raise InputError(str(error)) from None
     if len(jobs) != 1:
-        raise InputError(f"--record: a record is of one job; the manifest has {len(jobs)}")
+        raise InputError(f"--record: a record describes one job; the manifest has {len(jobs)}")
     advice, lines = advised(jobs[0], found, options)
     layout = advice.chosen.layout if advice.chosen else None
     plan = JobPlan(layout=layout, environment={each.name: each.value for each in advice.settings},
@@ -230,7 +230,7 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     record = RunRecord(plan=plan, layout=RunLayout(family=layout.family if layout else None))
     record.notes.append(f"read afterwards from what {jobs[0].kind}/{jobs[0].name} left in {folder}")
     if any(words not in text for words in forecast(advice).values()):
-        record.notes.append("forecast: made now; the manifest's annotations do not tell the same")
+        record.notes.append("forecast: made now; the manifest's annotations differ from it")
     record.nccl = _channels(folder, 0.0, f"nccl-{jobs[0].name}.*.log")
     if record.nccl is None:
         record.notes.append(f"transports: unknown: no nccl-{jobs[0].name}.*.log in {folder}")
@@ -304,15 +304,13 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
         jobs = jobs_in(manifest)
         for job in jobs:
             if job.without_gpus and not asks_for_gpus(resources):
-                notes.append(
-                    f"{job.kind}/{job.name}: its pods ask for no GPU: left alone; --resource NAME=COUNT adds one"
-                )
+                notes.append(f"{job.kind}/{job.name}: not changed, as its pods request no GPU: --resource NAME=COUNT")
                 additions.append(None)
                 continue
             advice, said = advised(job, found, options)
             advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
             if any(_MPIRUN.search(word) for word in job.command):
-                said.append("ranks that mpirun starts on other nodes get of the environment only what its -x names")
+                said.append("mpirun passes only the variables that -x names to ranks on other nodes")
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
             additions.append(Additions(
                 settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),

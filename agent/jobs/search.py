@@ -36,7 +36,7 @@ DOMAIN_LABELS = (
 COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
 WHY = {
     "undecided": "it was slow or stuck in some rounds, and fine in as many others",
-    "unmeasured": "no test with other nodes came to its end",
+    "unmeasured": "no test with other nodes finished",
     "few": "with fewer than three nodes the search cannot know which one is slow",
     "noise": "the noise of this network hides a loss of half the rate",
 }
@@ -56,7 +56,7 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     gpus = facts.gpus if found and (facts := found[0].facts(GpuFacts)) else ()
     ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(found) else 1)
     backend = visible_backend()
-    name = options["host_name"] or (found[0].hostname if found else f"node {node}")
+    name = options["host_name"] or os.environ.get("SLURMD_NODENAME") or (found[0].hostname if found else f"node {node}")
     place = Place(
         store=rendezvous, node=node, local=0, ranks=ranks, host=name, domain=_domain(options, name, found, ranks),
         model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=options["silence"],
@@ -130,7 +130,7 @@ def _evidence(measures: Sequence[Measure]) -> tuple[str, ...]:
     partners = {"alone": "alone", "near": "with nodes of its domain", "far": "with nodes of other domains"}
     return tuple(
         f"round {m.round}, {partners[m.kind]}: {m.what}"
-        + ("" if m.what == "stuck" else f", {m.excess:.1%} more time than the middle node, noise {m.sigma:.1%}")
+        + ("" if m.what == "stuck" else f", {m.excess:.1%} more time than the median node, noise {m.sigma:.1%}")
         for m in measures
     )
 

@@ -250,7 +250,7 @@ def _job(record: RunRecord) -> str:
 def why_not_drawn(run: RunRecord) -> str:
     """What keeps a run from standing for its network; empty where nothing does."""
     if run.status != "complete":
-        return f"it is not complete but {run.status}"
+        return f"its status is {run.status}, not complete"
     if not run.model.name or not run.measured.step_seconds:
         return "its record names no model or no step time"
     if not transport_of(run):

@@ -51,7 +51,7 @@ class Times:
 def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -> float:
     """Measure one case in all its groups at once; returns the seconds of one iteration, the same on every rank.
 
-    The first iteration tells how many more `budget_seconds` hold. Where not even a verified round and a timed one fit
+    The first iteration shows how many fit into `budget_seconds`. Where not even a verified round and a timed one fit
     into `left_seconds`, those of the whole run, nothing is measured.
     """
     op = ops.OPS[case.op]

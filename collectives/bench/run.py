@@ -317,7 +317,7 @@ def name_stragglers(
                 late_seconds=lateness,
                 iterations=iterations,
                 share=times / iterations,
-                why=f"came last in {times} of {iterations} meetings; the others waited {lateness:.6f} s for it",
+                why=f"came last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it",
             )
         )
     return tuple(sorted(found, key=lambda straggler: -straggler.late_seconds))

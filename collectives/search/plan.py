@@ -62,7 +62,7 @@ class Outcome:
     alone: tuple[tuple[int, str, float], ...] = ()  # node, part ("GPU3 matmul"), seconds
     stuck: tuple[Link, ...] = ()  # transfers in which no byte moved for as long as is allowed
     lost: Mapping[int, str] = field(default_factory=dict)  # nodes without a sign of life, and how that was seen
-    ended: bool = True  # False: the group did not come to its end, and no transfer says why
+    ended: bool = True  # False: the group did not finish, and no transfer says why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

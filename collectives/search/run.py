@@ -46,7 +46,7 @@ class SearchSpec:
 def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event) -> SearchResult | None:
     """Take part until the search ends; gives the result on the first node, and None on all others.
 
-    Raises processes.BusyError where the node is in use, SearchError where the search did not come to its end.
+    Raises processes.BusyError where the node is in use, SearchError if the search did not finish.
     """
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     place, is_first = spec.place, 0 in spec.locals
@@ -76,7 +76,7 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
 def _start(module: str, settings: Settings | Place, output: Any, more: Mapping[str, str]) -> processes.Tree:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # NCCL: an init that does not come to its end must not block the process (PyTorch, "ProcessGroupNCCL environment").
+    # NCCL: an init that does not finish must not block the process (PyTorch, "ProcessGroupNCCL environment").
     environment = {
         "OMP_NUM_THREADS": "1",
         "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",

@@ -307,17 +307,17 @@ class Engine:
         h, columns = float(model.hidden), attention_columns(model)
         hidden, inner = self.stored_tensors(share)
         split = layout.tp if layout.sequence_parallel else 1
-        kept = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp
+        stored = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp
         # Each expert's input, and its result before the results of a token are summed.
         mixtures = (model.layers - model.dense_layers) / model.layers
-        kept += 2.0 * model.experts_per_token * mixtures * h / (layout.tp if layout.ep > 1 else split)
+        stored += 2.0 * model.experts_per_token * mixtures * h / (layout.tp if layout.ep > 1 else split)
         if self.fused and layout.precision in EIGHT_BITS:
             # Transformer Engine keeps what a product needs of its input in a byte: of two norms, and of the MLP.
-            kept -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
+            stored -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
         merged = 0.0
         if self.merges_expert_adapters and self.adapts_experts(share.train, model):  # saved for the inputs' gradients
             merged = share.element * weights(model).routed_per_layer * mixtures / max(layout.tp, layout.ep)
-        return share.tokens * share.element * kept + share.tokens * self.score_bytes(share) + merged
+        return share.tokens * share.element * stored + share.tokens * self.score_bytes(share) + merged
 
     def adapts_experts(self, train: TrainSpec, model: ModelSpec) -> bool:
         """Whether routed experts have adapters."""

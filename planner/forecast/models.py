@@ -333,7 +333,7 @@ def model_from_file(path: Path, *, any_type: bool = False) -> ModelSpec:
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return model_from_config(config, name=name, any_type=any_type)
     except bounded.TooLargeError as error:
-        raise ModelError(f"{path}: {error}, which no config.json is") from None
+        raise ModelError(f"{path}: {error}, so it is not a config.json") from None
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}") from None
     except ValueError as error:

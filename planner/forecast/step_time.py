@@ -206,11 +206,11 @@ class _Step:
         """
         if not self.job.engine.ends_apart or self.layout.pp > 1:
             return 0.0
-        kept = self.head_bytes
+        total = self.head_bytes
         if not self.full and self.count.head:
             embedding = self.share.element * self.count.embedding / self.layout.tp
-            kept += embedding * (1 - 1 / self.layout.gradient_accumulation)
-        return kept
+            total += embedding * (1 - 1 / self.layout.gradient_accumulation)
+        return total
 
     @property
     def head_bytes(self) -> float:
@@ -322,10 +322,10 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
     reduced, found = engine.reduced_bytes(job.train, layout), {}
     if step.sharded:
         gathers, again = engine.gathers(layout), engine.gathers_again(layout)
-        kept = again * step.stored_bytes
+        stored = again * step.stored_bytes
         if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays from the first forward pass on
-            kept = (gathers + again - 1) * step.head_bytes
-        found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - kept
+            stored = (gathers + again - 1) * step.head_bytes
+        found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
     if layout.cp > 1:
         found["cp", "all_to_all"] = m * step.layers * step.exchanges * sum(step.exchanged_bytes)

@@ -27,7 +27,8 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
     if facts.driver_error:
         yield _driver(facts, facts.driver_error)
         return
-    yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus))
+    granted = facts.granted[1] if facts.granted else None
+    yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus), granted)
     yield from _fallen(facts)
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     for gpu in facts.gpus:
@@ -71,8 +72,8 @@ def _refused(gpu: Gpu) -> Finding:
     where = f" at {gpu.bus_id}" if gpu.bus_id else ""
     xids = f"; kernel log: Xid {', '.join(map(str, gpu.xids))}" if gpu.xids else ""
     if gpu.broken:
-        says, remedy = WORDS["broken"][gpu.refusal or ""], WORDS["repair"][gpu.refusal or ""]
-        return finding("gpu.device.lost", gpu, where=where, xids=xids, says=says, remedy=remedy)
+        words, remedy = WORDS["broken"][gpu.refusal or ""], WORDS["repair"][gpu.refusal or ""]
+        return finding("gpu.device.lost", gpu, where=where, xids=xids, says=words, remedy=remedy)
     code = "gpu.device.denied" if gpu.refusal == "NO_PERMISSION" else IDENTITY
     return finding(code, gpu, where=where, xids=xids)
 

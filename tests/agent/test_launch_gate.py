@@ -183,7 +183,7 @@ def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
 RECORD: dict[str, Any] = {**RUN, "status": "running", "exit_code": None, "ended_at": None}
 # What torchrun (torch 2.13.0) writes where rank 1 of 2 was killed, from its last twelve lines.
 STRUCK = Path(__file__).with_name("torchrun_killed.log").read_text(encoding="utf-8")
-FATE = "rank 1 was ended by SIGKILL; the same command goes on from its last checkpoint, if it had saved one"
+FATE = "rank 1 was ended by SIGKILL; run the same command again to resume from the last checkpoint, if one was saved"
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_a_measured_step_moves_every_forecast_as_far() -> None:
     other = forecast_named(plan(box, (), model, train), named).forecast.step_seconds.mid
     after = recommend(box, (), model, train, measured_step=(named, 1.3 * other)).chosen
     assert after is not None and after.layout == before.layout
-    assert any("1.30 times its forecast" in line for line in after.forecast.inputs)
+    assert any("1.30 x its forecast" in line for line in after.forecast.inputs)
     assert after.forecast.step_seconds.mid == pytest.approx(1.3 * forecast, rel=1e-6)
     seconds, wide = after.forecast.step_seconds, before.forecast.step_seconds
     assert seconds.high / seconds.low == pytest.approx(math.exp(2 * Z80 * widths().calibrated))
