@@ -339,8 +339,11 @@ class Search:
         for source, target, seconds in rows:
             times["sends", source].append(seconds / middle)
             times["receives", target].append(seconds / middle)
-        partners = Counter(end for source, target in {row[:2] for row in rows}
-                           for end in (("sends", source), ("receives", target)))  # fmt: skip
+        # A score takes two others that are not suspected: a good node among suspects only is not slow.
+        pairs = {row[:2] for row in rows}
+        good = {end for pair in pairs for end in pair if is_group or self._is_clean(end)}
+        partners = Counter(("sends", source) for source, target in pairs if target in good or not good)
+        partners.update(("receives", target) for source, target in pairs if source in good or not good)
         scores = {key: sorted(values)[(len(values) - 1) // 4] for key, values in times.items() if partners[key] > 1}
         sigmas = []
         for what in ("sends", "receives"):

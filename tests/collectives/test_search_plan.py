@@ -138,6 +138,8 @@ def test_suspects_of_several_domains_have_partners_of_others():
     domains, planned = [name for name in "abcdef" for _ in range(4)], []
     found = run(domains, lambda a, b, _: 1.5 if domains[a] != domains[b] and b in (0, 4) else 1.0, planned=planned)
     assert [verdict.node for verdict in found.verdicts() if verdict.state == "bad"] == [0, 4]
+    measures = [(node, measure.excess) for node, of in found._measures.items() for measure in of]
+    assert {node for node, excess in measures if excess > 0.1} == {0, 4}, "a partner is not measured by suspects alone"
     again = [test for test in planned if test.kind == "far" and {0, 4} <= set(test.nodes) and len(test.nodes) < 24]
     assert again and all(domains[node] not in "ab" for test in again for node in set(test.nodes) - {0, 4}), again
 
