@@ -39,6 +39,7 @@ from planner.kubernetes.yaml_edit import EditError, documents
 from planner.stacks.arguments import read_command
 from probes.api import Snapshot
 
+AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # its files start the monitor
 _LIMIT_BYTES = 1 << 20  # of a file that the arguments name
 _STATE = "trainer_state.json"
 _WARM_UP = 2  # first steps that allocate and compile
@@ -92,8 +93,7 @@ def plan_of(
 
 def monitored(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The environment in which each rank's Python starts the monitor by itself (finetune/autostart)."""
-    start = Path(contracts.__file__).parent.parent / "finetune" / "autostart"
-    path = os.pathsep.join(filter(None, (str(start), environment.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (AUTOSTART, environment.get("PYTHONPATH"))))
     return {**environment, "TOPOFLIGHT_RUN": str(folder.absolute()), "PYTHONPATH": path}
 
 

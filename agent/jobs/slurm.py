@@ -109,6 +109,8 @@ def submit(job: SlurmJob) -> str:
 
 def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The script with what it lacks, and notes. Raises InputError that names the line."""
+    from agent.jobs.script import AUTOSTART
+
     if options["resources"] or options["preflight_image"]:
         raise InputError("--resource and --preflight-image are for manifests; a batch script asks with #SBATCH")
     try:
@@ -117,7 +119,8 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
         nodes = nodes_of(text)
         request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes)
         advice = advise(request, lambda: found)
-        made, notes = wrap_script(text, advice.settings, python=sys.executable, has_log=advice.backend == "nccl")
+        made, notes = wrap_script(text, advice.settings, python=sys.executable, monitor=AUTOSTART,
+                                  has_log=advice.backend == "nccl")
     except ScriptError as error:
         raise InputError(str(error)) from None
     notes += unchecked
