@@ -21,7 +21,7 @@ SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
 SPREAD := --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs pictures golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
+.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs pictures golden golden-documents serve bench forecast studies expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
@@ -110,6 +110,10 @@ bench: $(READY)
 # against published runs: each source left out, or the rows of a file by the model as it ships
 forecast: $(READY)
 	$(BIN)/python bench/forecast.py $(ROWS)
+
+# published studies, each row forecast by the model as it ships (docs/measurements/studies.md)
+studies: $(READY)
+	$(BIN)/python bench/studies.py
 
 # how right the expected bus bandwidths are, held against published results (docs/reference/bus-bandwidth.md)
 expect: $(READY)

@@ -321,7 +321,7 @@ def topo_xml(data: bytes) -> object:
 def slurm_conf(data: bytes) -> object:
     """topology.conf and gres.conf, compared with two nodes."""
     nodes = tuple(Placement(node=f"n{n}", leaves=frozenset({f"s{n}"}), gpus=8) for n in (1, 2))
-    return [compare_topology(_text(data), nodes), compare_gres(_text(data), nodes)]
+    return [compare(lambda _: _text(data), nodes) for compare in (compare_topology, compare_gres)]
 
 
 @reads(b"#!/bin/bash\n#SBATCH -N 2\nexport A=1\nif x; then\n  srun torchrun t.py\nfi\n", errors=(ScriptError,))

@@ -61,7 +61,7 @@ class JobConfig:
     max_length: int = 1024
     packing: bool = False
     train_sampling_strategy: Literal["random", "group_by_length"] = "random"
-    completion_only_loss: bool = False  # loss on answers only
+    completion_only_loss: bool | None = None  # loss on answers only; None: where rows are a prompt and a completion
     # training
     num_train_epochs: float = 3.0
     max_steps: int | None = None

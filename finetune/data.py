@@ -128,9 +128,8 @@ class Loader:
 
     @property
     def steps(self) -> int:
-        """Steps per epoch: whole batches when training, all rows when not; one at least."""
-        whole = len(self.examples) / self.global_batch
-        return max(1, math.floor(whole) if self.shuffle else math.ceil(whole))
+        """Steps per epoch; the last has the rows that are left. One at least."""
+        return max(1, math.ceil(len(self.examples) / self.global_batch))
 
     def order(self, epoch: int) -> list[int]:
         """Row indices of the epoch, in the order of the global batches."""

@@ -321,10 +321,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: JobConfig) -> to
 
 def learning_rate(config: JobConfig, step: int, steps: int) -> float:
     """The rate of the zero-based step."""
-    warmup = round(config.warmup_steps * steps) if config.warmup_steps < 1 else round(config.warmup_steps)
+    warmup = math.ceil(config.warmup_steps * steps) if config.warmup_steps < 1 else int(config.warmup_steps)
     peak, kind = config.learning_rate, config.lr_scheduler_type
     if step < warmup and kind != "constant":
-        return peak * (step + 1) / (warmup + 1)
+        return peak * step / warmup  # the first step's is 0, as transformers has it
     left = (step - warmup) / max(1, steps - warmup)
     if kind == "linear":
         return peak * max(0.0, 1 - left)

@@ -314,17 +314,19 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
             raise ConfigError(f"a row's {both}: must be two texts, or two lists of messages")
     if "question" in row and "answer" in row and "messages" not in row:
         row = as_messages(row)
-    elif isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
+    first, only_answers = 0, bool(config.completion_only_loss)
+    if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list) and "messages" not in row:
+        first, only_answers = len(row["prompt"]), config.completion_only_loss is not False
         row = {"messages": [*row["prompt"], *row["completion"]]}
     if "messages" in row:
         text = _templated(row["messages"], tokenizer)
-        return text, _answer_spans(row["messages"], text, tokenizer) if config.completion_only_loss else None
+        return text, _answer_spans(row["messages"], text, tokenizer, first) if only_answers else None
     # A template writes the mark of the beginning itself; plain text gets it where the tokenizer would set it.
     begin = tokenizer.bos_token if tokenizer("").input_ids[:1] == [tokenizer.bos_token_id] else ""
     if "prompt" in row and "completion" in row:
         before = f"{begin}{row['prompt']}"
         text = f"{before}{row['completion']}{tokenizer.eos_token}"
-        return text, [(len(before), len(text))] if config.completion_only_loss else None
+        return text, None if config.completion_only_loss is False else [(len(before), len(text))]
     if isinstance(row.get(config.dataset_text_field), str):
         if config.completion_only_loss:
             raise ConfigError("completion_only_loss=true: rows of plain text do not say which part is the answer")
@@ -354,11 +356,11 @@ def _templated(messages: Any, tokenizer: Any, **more: Any) -> str:
         raise ConfigError(f"chat_template: {error}: for {str(turns)[:200]}") from None
 
 
-def _answer_spans(messages: Sequence[Any], text: str, tokenizer: Any) -> list[tuple[int, int]]:
-    """Where the assistant's turns stand in the templated text."""
+def _answer_spans(messages: Sequence[Any], text: str, tokenizer: Any, first: int) -> list[tuple[int, int]]:
+    """Where the assistant's turns, from the turn `first` on, stand in the templated text."""
     spans = []
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or i < first:
             continue
         before = _templated(messages[:i], tokenizer, add_generation_prompt=True)
         through = _templated(messages[: i + 1], tokenizer)

@@ -1,26 +1,42 @@
 """The second trainer: TRL's SFTTrainer under the same plan, for what the built-in trainer does not have.
 
-Surface: TRL 1.16, in the order of its scripts/sft.py. `finetune.train` starts it where plan.json has `trl`.
-`trl_inputs` makes its arguments and its rows, `trl_callbacks` writes its record. Without a GPU accelerate runs DDP
-only, so the planner plans only DDP there. FSDP2, HSDP, TP and CP have never been run on a GPU.
+Surface: TRL 1.16, in the order of its scripts/sft.py (TrlParser and its dataclasses), transformers' TrainerCallback,
+accelerate 1.15 (FSDP2 plugin, ParallelismConfig, AcceleratorState), `datasets` over the files that `finetune.rows`
+finds, and alignment-handbook, src/alignment/data.py. `finetune.train` starts it where plan.json has `trl`. Without a
+GPU accelerate runs DDP only, so the planner plans only DDP there. FSDP2, HSDP, TP and CP have never been run on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
+import torch.distributed as dist
 import transformers
 import trl
+from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import get_last_checkpoint
 
+from contracts import trl as names
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from contracts.run_record import RunModel
-from finetune import hub, loop, recorder, rows, trl_inputs
-from finetune.trl_callbacks import Recording, text_shape
+from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
+from finetune import hub, loop, parts, recorder, rows, verify
+from finetune.model import usable_attention
 
 
 def train(config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder) -> None:
@@ -58,9 +74,9 @@ def _make_trainer(
     config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder
 ) -> _Trainer:
     """Load the model and the rows, and write what they are to the record. Raises ConfigError for what TRL refuses."""
-    script, args, model, mixture = trl_inputs.parse(plan, config, layout, device.type != "cpu", made.note)
+    script, args, model, mixture = parse(plan, config, layout, device.type != "cpu", made.note)
     made.open_logs(())
-    train_rows, test_rows = trl_inputs.load_data(plan, config, script, mixture, args.eval_strategy != "no")
+    train_rows, test_rows = load_data(plan, config, script, mixture, args.eval_strategy != "no")
     transformers.set_seed(args.seed)
     options = {"revision": config.model_revision, "trust_remote_code": args.trust_remote_code,
                "attn_implementation": model.attn_implementation, "dtype": model.dtype,
@@ -103,3 +119,214 @@ class _Trainer(trl.SFTTrainer):  # type: ignore[misc, unused-ignore]
         loss: torch.Tensor = super().training_step(model, inputs, *words, **more)
         self.seen.add(loss, tokens)
         return loss
+
+
+# Its inputs: the arguments of TRL's parser, from the plan, and the rows.
+
+
+def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: Any) -> tuple[Any, ...]:
+    """TRL's arguments for the plan: the file's settings, and the layout as accelerate names it. Raises ConfigError."""
+    settings = {**(plan.trl or {}), "output_dir": config.output_dir, "model_revision": config.model_revision}
+    os.environ.update({str(name): str(value) for name, value in (settings.pop("env", None) or {}).items()})
+    settings.pop("dataset_mixture", None)
+    settings.setdefault("disable_tqdm", not sys.stderr.isatty())
+    if "attn_implementation" in settings:
+        settings["attn_implementation"] = usable_attention(settings["attn_implementation"], note)
+    if settings.get("use_liger_kernel") and not (on_gpu and importlib.util.find_spec("liger_kernel")):
+        del settings["use_liger_kernel"]
+        note("use_liger_kernel: Liger's kernels are not here (liger-kernel and a GPU); the model's own are used")
+    if "8bit" in str(settings.get("optim")) and not on_gpu:
+        note(f"optim: {settings.pop('optim')} needs a GPU; adamw_torch_fused is used")
+    if isinstance(targets := settings.get("report_to"), str | list):
+        targets = [targets] if isinstance(targets, str) else targets
+        installed = [one for one in targets if one in ("none", "all", *get_available_reporting_integrations())]
+        for one in sorted({*targets} - {*installed}):
+            note(f"report_to: {one} is not installed; metrics.jsonl holds the same numbers")
+        settings["report_to"] = installed or "none"
+    parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
+    known = {action.dest for action in parser._actions}
+    for name in [name for name in settings if name not in known]:
+        if name not in names.option_names().no_effect:
+            raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
+        note(f"{name}: no effect, TRL {trl.__version__} has no such setting")
+        del settings[name]
+    parser.set_defaults_with_config(**settings, **_of_layout(layout, on_gpu))
+    try:
+        return tuple(parser.parse_args_into_dataclasses(args=[]))
+    except (ValueError, TypeError, ImportError, SystemExit) as error:
+        raise ConfigError(f"TRL {trl.__version__} refuses the settings: {error}") from error
+
+
+def _of_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
+    recompute, sharded = layout.checkpointing != "none", layout.sharding == "zero3" and layout.dp_shard > 1
+    made: dict[str, Any] = {
+        "per_device_train_batch_size": layout.micro_batch, "bf16": layout.precision == "bf16",
+        "gradient_accumulation_steps": layout.gradient_accumulation, "fp16": layout.precision == "fp16",
+        "torch_compile": layout.compile, "use_cpu": not on_gpu, "gradient_checkpointing": recompute and not sharded,
+    }  # fmt: skip
+    if sharded:  # FSDP recomputes by itself: both together would do it twice
+        made["fsdp"], made["fsdp_config"] = True, {
+            "version": 2, "reshard_after_forward": layout.reshard_after_forward, "activation_checkpointing": recompute,
+            "cpu_offload": layout.offload == "all", "cpu_ram_efficient_loading": True,
+        }  # fmt: skip
+    if max(layout.tp, layout.cp) > 1 or (sharded and layout.dp_replicate > 1):
+        made["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp,
+            cp_size=layout.cp,
+        )  # fmt: skip
+    return made
+
+
+def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, tested: bool) -> tuple[Any, Any]:
+    """The rows to train and to evaluate on: a data set's splits, or a mixture as TRL or the alignment handbook has.
+
+    Raises ConfigError for rows that cannot be read.
+    """
+    own = (plan.trl or {}).get("dataset_mixture")
+    if own is None and not mixture.datasets:
+        train = _split(config, config.dataset_train_split, script.dataset_streaming)
+        return train, _split(config, config.dataset_test_split, False) if tested else None
+    if own is None:
+        made = trl.get_dataset(mixture)
+    else:  # alignment-handbook, src/alignment/data.py: each shuffled and cut to its weight, then all shuffled
+        seed, found = own.get("seed", 0), []
+        for one in own.get("datasets") or []:
+            named = dataclasses.replace(config, dataset_name=one["id"], dataset_config=one.get("config"))
+            piece = _split(named, one.get("split", "train"), False)
+            piece = piece.select_columns(one["columns"]) if one.get("columns") else piece
+            weight = one.get("weight")
+            found.append(piece if weight is None else piece.shuffle(seed).select(range(int(len(piece) * weight))))
+        whole, size = datasets.concatenate_datasets(found).shuffle(seed), own.get("test_split_size")
+        made = whole.train_test_split(size, seed=seed) if size else {"train": whole}
+    if tested and "test" not in made:
+        raise ConfigError("eval_strategy: the mixture has no rows to evaluate on; set its test_split_size")
+    return made["train"], made["test"] if tested else None
+
+
+def _split(config: JobConfig, split: str, streaming: bool) -> Any:
+    files = rows.find_files(config, split)
+    kind, names = rows.reader_of(files[0]), [str(path) for path in files]
+    try:
+        found = datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming)
+    except datasets.exceptions.DatasetsError as error:
+        why = error.__cause__ or error
+        if isinstance(why, OSError) and why.errno in hub.DISK_ERRORS:
+            raise why from error
+        raise ConfigError(f"dataset_name={config.dataset_name!r}: not {kind}: {rows.first_line(why)}") from error
+    found = found if config.dataset_rows is None else found.take(config.dataset_rows)
+    _refuse_nulls(found, config)
+    if {"question", "answer"} <= set(found.column_names) and not {"messages", "prompt"} & set(found.column_names):
+        return found.map(rows.as_messages, remove_columns=found.column_names)
+    return found
+
+
+def _refuse_nulls(found: Any, config: JobConfig) -> None:
+    """Raise ConfigError for the first row of a table in which a column that is trained on has nothing."""
+    there = set(found.column_names) if isinstance(found, datasets.Dataset) else set()
+    used = ({"messages"}, {"prompt", "completion"}, {"question", "answer"}, {config.dataset_text_field})
+    for name in sorted(next((each for each in used if each <= there), ())):
+        if (column := found.data.column(name)).null_count:
+            number = column.is_null().index(True).as_py() + 1
+            raise ConfigError(f"dataset_name={config.dataset_name!r}: row {number}: {name} is null")
+
+
+# What is recorded of the run, and what stops it.
+
+
+class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Writes the run's record as the built-in trainer does, and stops the run on SIGTERM or a loss that diverges."""
+
+    trainer: transformers.Trainer  # set before it trains: it takes its callbacks when it is made
+
+    def __init__(
+        self, config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder
+    ) -> None:
+        self.config, self.layout, self.plan, self.device, self.recorder = config, layout, plan, device, made
+        self.around, self.profiler = contextlib.ExitStack(), parts.Profiler(0, 0, layout)
+        self.stop_requested, self.stopped, self.began, self.is_profiled = False, False, 0.0, False
+        self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
+
+    def add(self, loss: torch.Tensor, tokens: Any) -> None:
+        """Add one micro-batch."""
+        self.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
+
+    def close(self) -> None:
+        """Stop the profiler, which must not outlive the run."""
+        self.around.close()
+        self.profiler.close()
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Check that the layout which was built is the layout of the plan."""
+        observed = observe(self.trainer, self.device)
+        self.recorder.record.layout.effective = verify.check(self.layout, observed, self.plan.environment)
+        first = state.global_step + recorder.WARM_UP + 1
+        self.profiler = parts.Profiler(self.config.profile_steps, first, self.layout)
+        self.recorder.watch_memory()
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Start the clock: the batch has been read."""
+        self.is_profiled = self.around.enter_context(self.profiler.at(state.global_step))
+        self.began = time.perf_counter()
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Record the step, agree on a stop, and check the transports after the first step."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds, layout = time.perf_counter() - self.began, self.layout
+        self.around.close()
+        sums = torch.tensor([*self.sums.tolist(), self.stop_requested], dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        loss, tokens, stop = sums.tolist()
+        self.sums.zero_()
+        mean = loss / layout.world_size
+        self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)), self.is_profiled,
+                           self.profiler.result)  # fmt: skip
+        self.recorder.record.steps_done = state.global_step
+        is_first = len(self.recorder.losses) == 1  # what a step needs is connected now
+        if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
+            raise verify.mismatch(wrong)
+        if not math.isfinite(mean):
+            raise loop.DivergedError(f"step {state.global_step}: loss {mean}; checkpoints are kept")
+        if stop:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Write a line of metrics."""
+        self.recorder.log(state.global_step, {k: v for k, v in logs.items() if isinstance(v, int | float)})
+        if "loss" in logs:
+            recorder.print_once(f"step {state.global_step}/{state.max_steps}: loss {float(logs['loss']):.4f}")
+
+    def on_evaluate(self, _args: Any, state: Any, _control: Any, metrics: dict[str, float], **_: Any) -> None:
+        """Record an evaluation."""
+        self.recorder.record.eval_loss.append(EvalLoss(step=state.global_step, loss=metrics["eval_loss"]))
+
+    def on_save(self, *_: Any, **_words: Any) -> None:
+        """Write the record when a checkpoint is complete."""
+        self.recorder.write()
+
+
+def text_shape(model: Any) -> Any:
+    """The configuration of the text model, which is a part of that of a model that also reads images (Gemma 3)."""
+    return model.config.get_text_config()
+
+
+def observe(trainer: transformers.Trainer, device: torch.device) -> EffectiveLayout:
+    """The layout that accelerate built, read from its objects."""
+    model, accelerator = trainer.model_wrapped, trainer.accelerator
+    number = text_shape(trainer.model).num_hidden_layers
+    plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    cp = accelerator.parallelism_config.cp_size if accelerator.parallelism_config else 1
+    is_sharded, is_copied = isinstance(model, FSDPModule), isinstance(model, DistributedDataParallel)
+    found = verify.observe_parameters(dict(model.named_parameters()), cp)
+    if is_copied:
+        found["dp_replicate"] = dist.get_world_size(model.process_group)
+    recomputes = trainer.model.is_gradient_checkpointing or (plugin and plugin.activation_checkpointing)
+    compiled = accelerator.state.dynamo_plugin.backend.value != "NO"
+    return EffectiveLayout(
+        **found, cp=cp, pp=1, world_size=dist.get_world_size(), stage_layers=[number], device=str(device),
+        wrapper="FSDP" if is_sharded else "DDP" if is_copied else "none", backend=verify.backend_of(device),
+        precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        reshard_after_forward=bool(plugin.reshard_after_forward) if plugin and is_sharded else None,
+        checkpointed_layers=number if recomputes else 0, compiled_layers=number if compiled else 0,
+    )  # fmt: skip

@@ -539,7 +539,7 @@ def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str
     words += (
         f". With a micro-batch of such rows a rank would need {memory.total / GIB:.1f} GiB, "
         f"{(memory.total - budget) / GIB:.1f} GiB more than it may fill. The job fits if its longest row has at most "
-        f"{most} tokens. Give --lengths to check this"
+        f"{most} tokens. `topoflight recommend --lengths` checks this"
     )
     return replace(found, best=[chosen]), (words,)
 

@@ -89,7 +89,8 @@ def steps_of(request: Request, chosen: RankedLayout) -> int:
     train = request.train
     if train.packing and train.length_histogram:  # rows are packed into sequences
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
-    return max(1, int((request.epochs or 1.0) * max(1, rows // chosen.layout.global_batch)))
+    per_epoch = max(1, math.ceil(rows / chosen.layout.global_batch))  # the last has the rows that are left
+    return max(1, math.ceil((request.epochs or 1.0) * per_epoch))
 
 
 def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:

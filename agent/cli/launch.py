@@ -74,7 +74,7 @@ def launch(
     if why:
         print_text(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
-    if shown != "brief":
+    if shown != "brief" and not options["over"]:
         _print_forecast(advice)
     folder = folder or _folder(options)
     if options["api"] == "slurm":

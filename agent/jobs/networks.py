@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from contracts import run_record
 from contracts.finding import Interval
 from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
+from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
@@ -194,7 +196,7 @@ class Local:
         path = output / "run.json"
         record = run_record.read(path) if path.exists() else None
         if any(codes) and (record is None or record.status in ("running", "complete")):
-            why = f"{_how_ended(codes, output)}; whole log: {output / 'rank0.log'}"
+            why = f"{_how_ended(codes, output)}; the logs of the ranks are in {output}"
             return replace(bar, status="failed", why=why)
         return replace(bar_of(bar, record, network.name), record=str(path))
 
@@ -241,9 +243,12 @@ def measure(rig: Rig, network: Shaped) -> BenchResult:
 
 
 def _how_ended(codes: Sequence[int], folder: Path) -> str:
-    """The ranks' exit codes, and the last line that rank 0 wrote."""
-    last_line = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
-    return f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(last_line)}"
+    """The ranks' exit codes, and the last words of the one that failed first: the others lose their connections."""
+    rank, code = max(enumerate(codes), key=lambda each: (each[1] > 1, each[1] < 0, each[1] != 0, -each[0]))
+    log = (folder / f"rank{rank}.log").read_text(errors="replace")
+    error = run_record.raised(log) or " ".join(log.strip().splitlines()[-1:])
+    how = f"rank {rank} was ended by {signal.Signals(-code).name}" if code < 0 else f"rank {rank} failed"
+    return f"the ranks ended with {', '.join(map(str, codes))}; {how}: {redact(error)[:300] or 'it printed nothing'}"
 
 
 def time_layer(rig: Rig, request: Request) -> Calibration:
@@ -319,19 +324,25 @@ def over(advice: Recommendation, network: Attached, request: Request, found: Seq
             raise JobError(f"--over {network.name},{network.rate}: no forecast: {there.rejected[0].reason}")
         chosen = replace(chosen, forecast=there.chosen.forecast)
     needs = tuple(need for need in advice.needs if need.name != "network")
-    if network.rdma:
-        return replace(advice, chosen=chosen, needs=needs)
-    why = Reason(rule="compare-networks runs over TCP on this interface", evidence=f"--over {network.name}",
-                 source="the user")  # fmt: skip
+    advice = replace(advice, chosen=chosen, needs=needs)
+    return advice if network.rdma else over_tcp(advice, network.name)
+
+
+def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
+    """The same plan over TCP on this interface, without what only RDMA needs."""
+    why = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
     kept = tuple(
         setting for setting in advice.settings
         if not setting.name.startswith(_TCP_SETTINGS) and not setting.name.endswith("_SOCKET_IFNAME")
     )  # fmt: skip
     backend = "NCCL" if advice.backend == "nccl" else "GLOO"
-    variables = [(f"{backend}_SOCKET_IFNAME", network.name), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
+    variables = [(f"{backend}_SOCKET_IFNAME", interface), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
+    if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would take by itself
+        variables.append(("NCCL_NET", "Socket"))
     return replace(
-        advice, chosen=chosen, settings=(*kept, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
-        needs=tuple(n for n in needs if n.name not in ("memlock", "capability") and not n.value.startswith(_RDMA)),
+        advice, settings=(*kept, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
+        needs=tuple(need for need in advice.needs
+                    if need.name not in ("memlock", "capability") and not need.value.startswith(_RDMA)),
     )  # fmt: skip
 
 
@@ -362,16 +373,19 @@ def run(
         report(line)
     job, until = made[-1], clock() + seconds
     about = job["metadata"]
-    while not (state := submission.job_state(submission.stored(client, job))):
-        if clock() > until:
-            return replace(bar, why=f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on")
+    while not (state := submission.job_state(now := submission.stored(client, job))) and clock() <= until:
         sleep(POLL_SECONDS)
     query = {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}
     place = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)
     pods = [pod for page, _ in client.pages(place, query) for pod in page]
+    if not state:
+        waiting = "".join(f"; {text}" for pod in pods if (text := submission.why_waiting(pod)))
+        why = f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on{waiting}"
+        return replace(bar, why=why)
     record = next((found for pod in pods if (found := left(pod))), None)
     if record is None:
-        reason = "; ".join(filter(None, map(submission.how_failed, pods))) or "no pod left a record"
+        reasons = [text for pod in pods if (text := submission.how_failed(pod))] or submission.why_failed(now)
+        reason = "; ".join([*reasons, "no pod left a record"])
         return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
     return bar_of(bar, record, network.name, rdma=network.rdma)
 

@@ -9,6 +9,7 @@ Security, quota, an SCC) says so in an event of the job alone.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.cluster.client import ApiError, Client, path_of
+from contracts.redaction import redact
 from planner.kubernetes.job import DEVICE_CLASSES, JobSpec
 from planner.kubernetes.manifests import POD_LABELS, Document, claims
 
@@ -225,6 +227,23 @@ def job_state(job: Document) -> str:
     return "failed" if "Failed" in true else "complete" if true & {"Complete", "Completed", "Succeeded"} else ""
 
 
+def _last_words(ended: Mapping[str, Any]) -> str:
+    """A container's termination message; of the short record that the fine-tune job leaves there its reason."""
+    text = str(ended.get("message") or "")
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return text
+    return str(record.get("reason") or "") if isinstance(record, dict) else text
+
+
+def why_failed(job: Document) -> list[str]:
+    """What a job that failed says of it itself: its pods may be gone."""
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    return [_line(str(each.get("reason") or "Failed"), "", each.get("message")) for each in conditions
+            if each.get("type") == "Failed" and str(each.get("status")) == "True"]  # fmt: skip
+
+
 def _grace(node: Any) -> Iterator[int]:
     """How long each pod below has to end."""
     below = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
@@ -299,7 +318,9 @@ def how_failed(pod: Mapping[str, Any]) -> str:
     for each in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         ended = (each.get("state") or {}).get("terminated") or {}
         if ended.get("exitCode"):
-            return _line(pod["metadata"]["name"], f"{each.get('name')} ended with exit code {ended['exitCode']}", "")
+            why = "" if ended.get("reason") in (None, "Error", "Completed") else f" ({ended['reason']})"
+            words = f"{each.get('name')} ended with exit code {ended['exitCode']}{why}"
+            return _line(pod["metadata"]["name"], words, redact(_last_words(ended)))
     return _line(pod["metadata"]["name"], str(status.get("reason") or "Failed"), status.get("message"))
 
 

@@ -138,8 +138,9 @@ def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapsho
         alone = advice or advise(request, lambda: found)
     except RequestError as error:
         raise InputError(str(error)) from None
-    words = [line for name, line in forecast(alone).items()] if alone.chosen else []
-    return alone, [*unknown, *(f"forecast {line}" for line in words), *said.notes]
+    words = [f"forecast {line}" for line in forecast(alone).values()]
+    words += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
+    return alone, [*unknown, *words, *said.notes]
 
 
 def _question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:

@@ -179,6 +179,10 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
     row = machine(name)
     node = get(name) if gpus_per_node is None else with_expectations(with_gpus(get(name), gpus_per_node))
     near = {nic for nearest in node.nearest_nic for nic in nearest.nics}
+    if row.nic_kind == "efa":  # devices are handed out one by one: those of the other GPUs are for other jobs
+        far = {nic.name for nic in node.nics} - near
+        node = replace(node, nics=tuple(nic for nic in node.nics if nic.name in near),
+                       pairs=tuple(pair for pair in node.pairs if pair.b not in far))  # fmt: skip
     transport = {"efa": "efa", "hca": "rdma", "ethernet": "tcp"}[row.nic_kind]
     if row.nvlink_nodes >= nodes > 1:
         transport = "nvlink"

@@ -7,6 +7,7 @@ again and must equal the changed data. ruamel.yaml was tried instead (docs/decis
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import yaml
@@ -14,6 +15,7 @@ import yaml
 from contracts.yaml_text import load_all
 
 MOST_ALIASES = 1000
+_COMMA = re.compile(r"#[^\n]*|(,)")  # after a member of a flow collection, where a comment may hold commas
 
 
 class EditError(ValueError):
@@ -145,8 +147,7 @@ class _Edits:
 
     def _add_keys(self, node: Any, added: dict[str, Any], way: str) -> None:
         if node.flow_style:
-            words = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in added.items())
-            self._in_brackets(node, words)
+            self._in_brackets(node, [{key: value} for key, value in added.items()])
         elif node.value:
             first = _start(node.value[0][0])
             self._put(_end(self._text, node), _block(added, first - _line_start(self._text, first)))
@@ -155,26 +156,60 @@ class _Edits:
 
     def _add_items(self, node: Any, added: list[Any], way: str) -> None:
         if node.flow_style:
-            self._in_brackets(node, ", ".join(map(json.dumps, added)))
+            self._in_brackets(node, [[value] for value in added])
         elif node.value:
             dash = self._text.rfind("-", 0, _start(node.value[0]))
             self._put(_end(self._text, node), _block(added, dash - _line_start(self._text, dash)))
         else:
             raise EditError(f"{way}: is written in a way that takes no more items")
 
-    def _in_brackets(self, node: Any, words: str) -> None:
-        last = len(self._text[: _stop(node) - 1].rstrip())
-        lead = "" if not node.value else " " if self._text[last - 1] == "," else ", "
-        self._lines.setdefault(last, []).append(lead + words)
+    def _in_brackets(self, node: Any, added: list[Any]) -> None:
+        """Insert collections of one member each as further members, written and laid out as those that are there."""
+        is_quoted = _is_quoted(node) if node.value else self._text.lstrip().startswith("{")
+        words = [_flow(one, is_quoted) for one in added]
+        bracket = _stop(node) - 1
+        if not node.value:
+            self._put(len(self._text[:bracket].rstrip()), ", ".join(words))
+            return
+        first, last = node.value[-1] if isinstance(node.value[-1], tuple) else (node.value[-1],) * 2
+        end = _stop(last)
+        comma = next((end + found.start(1) for found in _COMMA.finditer(self._text[end:bracket]) if found[1]), None)
+        after, line = end if comma is None else comma + 1, _line_end(self._text, comma or end)
+        if line > bracket:  # which stands on the line of the last member
+            self._put(after, (", " if comma is None else " ") + ", ".join(words))
+            return
+        start = _start(first)
+        lead = self._text[_line_start(self._text, start) : start]
+        lead = lead if not lead.strip() else " " * (_indent(self._text, start) + 2)
+        if comma is None:
+            self._put(after, ",")
+        self._put(line, lead + f",\n{lead}".join(words) + ("\n" if comma is None else ",\n"))
 
     def _put(self, where: int, lines: str) -> None:
-        """Whole lines at `where`, which is the start of a line."""
+        """Insert whole lines where a line starts, or words within a flow collection."""
         self._lines.setdefault(where, []).append(lines)
 
 
 def _block(value: Any, indent: int) -> str:
     made = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
     return "".join(f"{' ' * indent if line else ''}{line}\n" for line in made.splitlines())
+
+
+def _is_quoted(node: Any) -> bool:
+    """Whether the first key or text of a flow collection stands in double quotes, as in JSON."""
+    while isinstance(node, yaml.CollectionNode):
+        if not node.value:
+            return False
+        node = node.value[0][0] if isinstance(node, yaml.MappingNode) else node.value[0]
+    return getattr(node, "style", None) == '"'
+
+
+def _flow(value: Any, is_quoted: bool) -> str:
+    """The only member of a mapping or a list, as it is written between the brackets of a flow collection."""
+    made: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 20
+    ).strip()
+    return (json.dumps(value) if is_quoted or "\n" in made else made)[1:-1]
 
 
 def _start(node: yaml.Node) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contracts.job_config import ConfigError, known_settings, parse_mapping, with_overrides
+from contracts.tables import read_table
 
 Files = Callable[[str], str | None]  # the text of a file that the command names; None where it cannot be read here
 
@@ -177,11 +178,26 @@ def _script(options: dict[str, Any], files: Files, parsed: CommandSettings) -> N
             inside = _file(settings.pop(name), files, parsed)
             if inside is not None:
                 settings[name] = inside
+    settings = _by_usual_names(settings, parsed)
     if strange := sorted(set(settings) - known_settings()):
         parsed.notes.append(f"settings of the script's own, which no forecast reads: {', '.join(strange)}")
     parsed.unknown += [f"{name}={settings[name]!r}: what the script's own setting does to memory and step time"
                        for name in strange if _telling(name, settings[name])]  # fmt: skip
     parsed.settings = {name: value for name, value in settings.items() if name not in strange}
+
+
+def _by_usual_names(settings: dict[str, Any], parsed: CommandSettings) -> dict[str, Any]:
+    """The settings by TRL's names, and with the script's own defaults, where scripts.toml knows the script."""
+    rows = read_table(__file__, "scripts.toml")["script"]
+    fits = (one for one in rows if re.search(one["pattern"], parsed.script) and {*one["needs"]} & {*settings})
+    row: dict[str, Any] = next(fits, {})
+    found: dict[str, Any] = dict(row.get("defaults", {}))
+    for name, value in settings.items():
+        meaning = row.get("values", {}).get(name, {}).get(str(value).lower())
+        found |= {row.get("rename", {}).get(name, name): value} if meaning is None else meaning
+    if "defaults" in row:
+        parsed.notes.append(f"settings and defaults are those of {row['name']}")
+    return found
 
 
 def _telling(name: str, value: Any) -> bool:

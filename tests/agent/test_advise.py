@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -181,7 +182,7 @@ def test_the_rows_of_a_file_are_counted_and_measured_with_the_tokenizer(rows: Pa
     assert (many, few) == (4000, 1000) and long - short == 180
     lengths = ",".join(f"{tokens}:{count}" for tokens, count in request.train.length_histogram)
     forecast, blind = (ask(nodes=2, epochs=2, lengths=told, rows=5000) for told in (lengths, None))
-    assert forecast.total_steps == blind.total_steps == 2 * (5000 // 64)
+    assert forecast.total_steps == blind.total_steps == 2 * math.ceil(5000 / 64)
     assert forecast.total_seconds is not None and blind.total_seconds is not None
     assert forecast.total_seconds.mid < 0.3 * blind.total_seconds.mid
     mean = mean_length(request.train.length_histogram, 2048)
@@ -218,7 +219,7 @@ def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp
 def test_rows_of_a_file_are_counted_without_a_tokenizer(rows: Path, tmp_path: Path) -> None:
     request = of_rows(rows, tmp_path / "no-tokenizer", machine="p5.48xlarge", epochs=2, global_batch=64)
     assert request.rows == 5000 and "were not measured" in request.unmeasured
-    assert answer(request, ()).total_steps == 2 * (5000 // 64)
+    assert answer(request, ()).total_steps == 2 * math.ceil(5000 / 64)
 
 
 def test_tokens_beyond_a_models_positions_are_said() -> None:

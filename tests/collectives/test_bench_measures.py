@@ -30,6 +30,7 @@ def bar_of(op, size_bytes, ranks, hello):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
+    """A benchmark whose ranks are started; those of the tests below are forked."""
     events = []
     spec = bench.BenchSpec(
         ops=tuple(OPS), sizes_bytes=(100_000, 1_000_000), max_iterations=20, budget_seconds=240, startup_seconds=240,
@@ -75,6 +76,7 @@ def test_the_result_comes_back_from_json_and_progress_was_told_while_it_happened
     assert kinds.count("measured") == len(found.measurements)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_groups_are_measured_at_the_same_time_and_told_apart(tmp_path):
     cases = tuple(bench.Case(op=op, bytes=65536) for op in ("all_gather", "reduce_scatter"))
     cases += (bench.Case(op="all_reduce", bytes=4096, groups=((0, 2), (1, 3))),)
@@ -84,6 +86,7 @@ def test_groups_are_measured_at_the_same_time_and_told_apart(tmp_path):
     assert [(m.op, m.ranks) for m in found.measurements] == [*whole, ("all_reduce", (0, 2)), ("all_reduce", (1, 3))]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_spent_budget_leaves_a_partial_result_that_says_what_is_missing(tmp_path):
     sizes = tuple(range(1 << 20, 1 << 21, 1 << 16))
     found = measured(tmp_path, sizes_bytes=sizes, budget_seconds=0.2, max_iterations=10_000, precision=None)
@@ -96,6 +99,7 @@ def test_the_starting_process_imports_no_torch():
     python("import sys, collectives.bench.run, collectives.bench.results; sys.exit('torch' in sys.modules)")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_size_that_is_slow_costs_no_more_than_its_budget(tmp_path):
     """64 MiB of each rank on a slow wire: fewer iterations and warm-ups, a result all the same."""
     found = measured(tmp_path, ops=("all_reduce",), sizes_bytes=(64 << 20,), warmup=1000, min_iterations=1000,
@@ -143,9 +147,7 @@ def test_an_impossible_layout_is_refused_by_name(word):
         parse_degrees(f"cp=2,{word}")
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.timeout(600)
 def test_four_ranks_measure_a_step_in_its_groups(tmp_path):
     found = measured(tmp_path, cases=parts(SHAPE), min_iterations=6, max_iterations=6, ranks_per_host=4)
     assert found.complete, found.problems
@@ -159,9 +161,7 @@ def test_four_ranks_measure_a_step_in_its_groups(tmp_path):
     assert found.step.median_seconds == pytest.approx(sum(part.median_seconds for part in found.step.parts))
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.timeout(600)
 def test_a_lying_rank_spoils_the_step_and_is_named(tmp_path):
     cases = parts(StepShape(dp_shard=3, fsdp_layer_bytes=30_000))
     found = measured(tmp_path, cases=cases, ranks_per_host=3, environment={"TOPOFLIGHT_FAULT": "rank=2:lie"})
@@ -171,9 +171,7 @@ def test_a_lying_rank_spoils_the_step_and_is_named(tmp_path):
     assert all("rank 2 on" in problem for problem in found.problems)
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.timeout(600)
 def test_a_step_of_thousands_of_calls_fits_a_short_budget(tmp_path):
     """One call is timed, so many times as the step makes it; what does not fit leaves the step unknown."""
     shape = StepShape(dp_shard=2, layers=20_000, fsdp_layer_bytes=200_000)

@@ -110,6 +110,7 @@ def test_script_while_cpus_are_busy(ground: Ground) -> list[str]:
     return [] if done.returncode == 0 else [f"exit code {done.returncode}: {done.stderr[-500:]}"]
 
 
+@pytest.mark.nightly  # its short form ends while it measures, as that of test_kill_during_a_benchmark does
 @drill(long=20)
 def test_kill_during_a_preflight(ground: Ground) -> list[str]:
     """Scan, benchmark, calibration, launch and report."""

@@ -44,7 +44,11 @@ class Cluster(ApiServer):
         """As a controller and a kubelet would have it."""
         name = document["metadata"]["name"]
         if document.get("kind") == "Job":
-            document["status"] = {"conditions": [{"type": self.state, "status": "True"}]}
+            condition = {"type": self.state, "status": "True"}
+            if self.state == "Failed":
+                condition["reason"] = "BackoffLimitExceeded"
+                condition["message"] = "Job has reached the specified backoff limit"
+            document["status"] = {"conditions": [condition]}
         if document.get("kind") == "Pod" and name.endswith("-0"):
             network = name.removeprefix("sft-").removesuffix("-0")
             ended = {"exitCode": 0, "message": said(network, self.takes.get(network, network))}

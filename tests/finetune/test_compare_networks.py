@@ -24,7 +24,7 @@ from rigs.tables import each_row
 
 from agent.cli.networks import compare_networks
 from agent.jobs import namespaces
-from agent.jobs.networks import Bar, NetworkBars, bar_of, picture, priced, proof_of
+from agent.jobs.networks import Bar, NetworkBars, _how_ended, bar_of, picture, priced, proof_of
 from contracts.finding import Interval
 from contracts.run_record import record_of
 
@@ -81,6 +81,19 @@ def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_n
     assert "no RDMA device" in "".join(drawn.itertext())
     failed = replace(found, bars=(Bar(network="eth0", status="failed"), Bar(network="net1", status="unproven")))
     assert (failed.exit_code, replace(failed, bars=failed.bars[1:]).exit_code) == (3, 5)
+
+
+@each_row(("codes", "logs", "why"), ROWS["failed_ranks"])
+def test_a_run_that_failed_names_the_rank_that_failed_first_and_its_error(tmp_path, codes, logs, why):
+    """The other ranks lose their connections; the picture has the reason where the bar would be."""
+    for rank, log in enumerate(logs):
+        (tmp_path / f"rank{rank}.log").write_text(log)
+    told = _how_ended(codes, tmp_path)
+    assert told == why
+    bars = NetworkBars(title="", where="", nodes=2, steps=1, node_hour_price=None,
+                       bars=(Bar(network="eth0", status="failed", why=told),))  # fmt: skip
+    drawn = ElementTree.fromstring(picture(bars))  # noqa: S314 - our own
+    assert told in " ".join(text.strip() for text in drawn.itertext())
 
 
 @each_row("word", ["eth0", "eth0=fast", "eth0=0mbit", "lo=10mbit", "e th=1gbit", "a" * 16 + "=1gbit"])

@@ -68,14 +68,17 @@ def lists_of(example):
 def test_each_row_shape_is_learnt_from(tokenizer, tmp_path, shape):
     """Labels are the next token, everywhere; from parquet the same as from the row, without its other columns.
 
-    completion_only_loss masks the question, not the answer nor its end mark.
+    completion_only_loss masks the question, not the answer nor its end mark; of a prompt with a completion by itself.
     """
     row = SHAPES[shape]
-    example = encode(row, tokenizer, job())
+    of_answers = lists_of(encode(row, tokenizer, job(completion_only_loss=True))) if shape != "text" else None
+    assert (lists_of(encode(row, tokenizer, job())) == of_answers) == ("prompt" in row)
+    example = encode(row, tokenizer, job(completion_only_loss=False))
     assert list(example.labels[:-1]) == list(example.tokens[1:])
     assert example.labels[-1] == IGNORED
     assert "Oui." in tokenizer.decode(example.tokens)
-    config = job(write(tmp_path / f"{shape}.parquet", [{**row, "id": 7, "image": b"x" * 10}] * 3))
+    told = {"completion_only_loss": False}
+    config = job(write(tmp_path / f"{shape}.parquet", [{**row, "id": 7, "image": b"x" * 10}] * 3), **told)
     assert load_rows(config, "train") == [row] * 3
     examples, told = prepare(config, "train", tokenizer)
     assert list(map(lists_of, examples)) == [lists_of(example)] * 3
@@ -176,13 +179,16 @@ def test_every_split_of_the_batch_sees_the_same_rows(tokenizer, micro, count, ra
     assert steps(micro, count, ranks) == steps(8, 1, 1)
 
 
-def test_evaluation_sees_each_row_once(tokenizer):
-    """The last, short batch is filled with padding that does not count."""
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_epoch_has_each_row_once(tokenizer, shuffle):
+    """The last, short batch is filled with padding that does not count, in training and in evaluation."""
     rows, _ = prepare(job(dataset_rows=13), "test", tokenizer)
-    loader = Loader(examples=rows, pad=2, micro_batch=4, micro_batches=1, rank=1, ranks=2, shuffle=False)
-    other = Loader(examples=rows, pad=2, micro_batch=4, micro_batches=1, rank=0, ranks=2, shuffle=False)
-    counted = sum(int((b.labels != IGNORED).sum()) for one in (loader, other) for s in one.epoch(0) for b in s.batches)
+    common = {"examples": rows, "pad": 2, "micro_batch": 4, "micro_batches": 1, "ranks": 2, "shuffle": shuffle}
+    shares = [share for rank in (0, 1) for share in Loader(rank=rank, **common).epoch(0)]
+    counted = sum(int((batch.labels != IGNORED).sum()) for share in shares for batch in share.batches)
     assert counted == sum(label != IGNORED for e in rows for label in e.labels)
+    whole = Loader(**{**common, "examples": rows * 20, "micro_batch": 32}, rank=0)  # 260 rows at 64
+    assert whole.steps == len(list(whole.epoch(0))) == 5
 
 
 def test_an_epoch_goes_on_where_it_was_left(tokenizer):

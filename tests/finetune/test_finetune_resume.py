@@ -102,6 +102,6 @@ def test_killed_ranks_and_other_layouts_end_on_the_same_curve(tmp_path):
     assert not list(folder.glob(".checkpoint-*"))
     assert whole.wait(timeout=400) == 0
     assert len(curve(folder)) == STEPS
-    # The sums of other layouts differ in the last bits, and at this learning rate stay there (3e-7; at 5e-3 AdamW makes
-    # 1e-2 of them by step 60).
+    # The sums of other layouts differ in the last bits, and at this learning rate stay there (2e-7; at 2e-3 AdamW makes
+    # 2e-2 of them by step 60, without any interruption).
     assert curve(folder) == pytest.approx(curve(tmp_path / "whole"), rel=1e-5)

@@ -27,6 +27,7 @@ from agent.cli.recommend import recommend
 from contracts import run_record
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import JobPlan, parse_layout, read
+from finetune.data import Loader
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -141,17 +142,19 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
 
 def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of an unknown kind or with a broken line; a checkpoint that is not there. None of them is a traceback."""
-    from finetune import sft_trl, trl_inputs
+    from finetune import sft_trl
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     made, none = JobPlan(trl={}), SimpleNamespace(dataset_streaming=False, datasets=None)
     for name, text, word in (
         ("rows.txt", "a", "must be one of"),
         ("rows.jsonl", '{"text": "a"}\n{"text":', "not json"),
+        ("nulls.jsonl", '{"text": "a"}\n{"text": null}', "row 2: text is null"),
+        ("pairs.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', "row 2: completion is null"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=word):
-            trl_inputs.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
+            sft_trl.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
     newest = tmp_path / "checkpoint-3"
     for asked, found in (("auto", None), (False, None), (True, ConfigError), (str(newest), ConfigError)):
         with pytest.raises(ConfigError, match="no such checkpoint") if found else nullcontext():
@@ -163,7 +166,7 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:
     """Gemma 3: its configuration has no layers of its own."""
-    from finetune import loop, recorder, trl_callbacks
+    from finetune import loop, recorder, sft_trl
 
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}  # fmt: skip
@@ -171,7 +174,7 @@ def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None
               "image_size": 28, "patch_size": 14}  # fmt: skip
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision))
-    assert recorder.flops_per_token(*loop.multiplied(net), trl_callbacks.text_shape(net), 8.0) > 0
+    assert recorder.flops_per_token(*loop.multiplied(net), sft_trl.text_shape(net), 8.0) > 0
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
@@ -179,10 +182,11 @@ def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
     lora = {"dataset_name": "own/sums", "use_peft": True, "logging_steps": 1, "max_steps": 4, "eval_strategy": "epoch",
             "per_device_train_batch_size": 8, "learning_rate": 1e-3}  # fmt: skip
     full = {"model_name_or_path": "own/llama", "dataset_name": "own/sums", "max_steps": 4, "learning_rate": 1e-3,
-            "per_device_train_batch_size": 32, "lr_scheduler_type": "constant", "completion_only_loss": True,
-            "gradient_checkpointing": True}  # fmt: skip
+            "per_device_train_batch_size": 32, "warmup_steps": 1, "gradient_checkpointing": True}  # fmt: skip
     jobs = {kind: {"model_name_or_path": f"own/{kind}", **lora} for kind in OTHERS}
     jobs["opt"] |= {"fsdp": "full_shard"}
+    epochs = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 12}  # the third step has 16 rows
+    jobs["gpt_neox"] |= epochs
     jobs |= {name: {**row["settings"], **row["ranks"]} for name, row in RECIPES.items() if "ranks" in row}
     plans, wrong = {}, []
     for name, settings in jobs.items():
@@ -212,6 +216,8 @@ def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
     assert not wrong, wrong
     assert "resumed from checkpoint-3" in records["falcon"].notes and records["falcon"].steps_done == 4
     assert [one.step for one in records["phi"].eval_loss] == [4]
+    loader = Loader(examples=[None] * 64, pad=0, micro_batch=12, micro_batches=1, rank=0, ranks=2)
+    assert records["gpt_neox"].steps_done == 2 * loader.steps == 6
     ours, theirs = records["topoflight"].loss, records["trl"].loss
     assert (ours.first, ours.last) == pytest.approx((theirs.first, theirs.last), rel=1e-5)
     assert ours.last < 0.98 * ours.first

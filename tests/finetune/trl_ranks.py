@@ -12,9 +12,9 @@ from pathlib import Path
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from equivalence_ranks import fork
 
-from finetune import sft_trl, train, trl_callbacks  # noqa: F401  TRL is imported once, before the fork
+from finetune import sft_trl, train  # TRL is imported once, before the fork
 
-SEEN = trl_callbacks.Recording.on_step_begin
+SEEN = sft_trl.Recording.on_step_begin
 
 
 def stopped(self, args, state, control, **words):
@@ -32,7 +32,7 @@ def main(path, rank, world):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))  # fmt: skip
         os.environ.update(case["environment"])
-        trl_callbacks.Recording.on_step_begin = stopped if case["stop"] and rank == 1 else SEEN
+        sft_trl.Recording.on_step_begin = stopped if case["stop"] and rank == 1 else SEEN
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()
         codes.append(train.main(["--plan", case["plan"]]))

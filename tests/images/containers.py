@@ -56,7 +56,7 @@ def _engine(program: str, *words: str, check: bool, timeout: float) -> subproces
     place = ("--root", str(HOME / "storage"), "--runroot", str(HOME / "run"))
     environment = {**os.environ, "CONTAINERS_CONF": str(HOME / "containers.conf")}
     done = subprocess.run([program, *place, *words], env=environment, capture_output=True, text=True, timeout=timeout,
-                          check=False, cwd=ROOT)  # fmt: skip
+                          check=False, cwd=ROOT if program == "buildah" else HOME)  # fmt: skip
     assert not check or done.returncode == 0, f"{program} {' '.join(words)}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
     return done
 

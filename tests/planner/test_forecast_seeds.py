@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import studies
 
 from contracts.layout import Layout
+from contracts.tables import read_table
 from planner.advice import Forecast
 from planner.explain import helps_most
 from planner.forecast import machines
@@ -131,3 +133,19 @@ def test_nvlink_is_worth_29_percent_to_gpt2_on_two_titans() -> None:
     slow = forecast_layout(plan(cluster, (), model, GPT2, links=without), GPT2_LAYOUT).forecast
     assert slow.step_seconds.mid / fast.step_seconds.mid == pytest.approx(1.29, rel=0.05)
     assert fast.step_seconds.low < 0.5095 < fast.step_seconds.high
+
+
+def test_the_page_of_published_studies_has_every_row_with_a_forecast_of_today() -> None:
+    """Its intervals hold what the model says now; `python bench/studies.py --write` writes it anew."""
+    page = [line.strip("|").split("|") for line in studies.PAGE.read_text(encoding="utf-8").splitlines()]
+    shown = {cells[0]: cells for cells in page if len(cells) == 8}
+    wrong = []
+    for study in read_table(studies.__file__, "studies.toml")["study"]:
+        for row in study["row"]:
+            found, cells = studies.forecast_of(study, row), shown.get(row["case"])
+            low, _, high = (cells or ["", "", "", "0-0"])[3].partition("-")
+            if isinstance(found, str) or not float(low) <= found.step_seconds.mid <= float(high):
+                wrong.append((row["case"], found, cells))
+            elif row.get("published") and f"{row['published']:.3g} s" != cells[1]:
+                wrong.append((row["case"], row["published"], cells))
+    assert not wrong, wrong

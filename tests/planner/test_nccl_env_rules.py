@@ -449,6 +449,9 @@ def test_needs_of_a_pod() -> None:
     assert ("resource", "vpc.amazonaws.com/efa: 4") in needs(advise(efa))
     # of three of eight GPUs: the others' pods want their devices too
     assert ("resource", "vpc.amazonaws.com/efa: 2") in needs(advise(efa, ranks_per_node=3))
+    for name, gpus, devices in (("p4d.24xlarge", 2, 1), ("p4d.24xlarge", 8, 4), ("p5.48xlarge", 2, 8)):
+        advice = settings([], machines.cluster(name, 2, gpus_per_node=gpus))
+        assert ("resource", f"vpc.amazonaws.com/efa: {devices}") in needs(advice), (name, gpus)
     for name in ("dgx-h100", "gb200-nvl72", "BM.GPU.H100.8", "a3-ultragpu-8g", "p5.48xlarge"):
         assert locked <= needs(settings([], machines.cluster(name, 2))), name
     assert not locked & needs(settings([], machines.cluster("g5.12xlarge", 2)))

@@ -132,7 +132,7 @@ def test_an_edit_adds_and_never_changes() -> None:
     found[0]["i"] = "new"
     made = extended(text, found)
     assert documents(made) == found and made.startswith("a: 1   # one\nb:\n- x\n- y:\n")
-    assert 'd: &d {e: [1, "it\'s"]}\nf: *d\ng:\n  h: null\ni: new\n' in made
+    assert "d: &d {e: [1, it's]}\nf: *d\ng:\n  h: null\ni: new\n" in made
     assert extended(text.replace("\n", "\r\n"), found).count("\n") == extended(text.replace("\n", "\r\n"), found).count(
         "\r\n"
     )
@@ -159,6 +159,27 @@ def test_a_text_without_a_newline_at_its_end_keeps_its_last_value(text: str, end
     made = extended(text, [{**before, "new": 1}])
     assert made.endswith(end) and documents(made) == [{**before, "new": 1}]
     assert extended(text, [{**before, "a": ["x", "y"]}]).endswith(text[text.index("b: ") :])
+
+
+@each_row(
+    ("text", "made"),
+    [
+        ("a: [{k: v}]\n", "a: [{k: v, n: '2'}, {m: x y}]\n"),
+        ("a: [{k: v} , ]  # end, of it\n", "a: [{k: v, n: '2'} , {m: x y} ]  # end, of it\n"),
+        ('{"a": [{"k": "v"}]}', '{"a": [{"k": "v", "n": "2"}, {"m": "x y"}]}'),
+        ('a: [{"k": "v"}]\n', 'a: [{"k": "v", "n": "2"}, {"m": "x y"}]\n'),
+        ("a: [\n  {k: v},  # one, last\n]\n", "a: [\n  {k: v, n: '2'},  # one, last\n  {m: x y},\n]\n"),
+        ("a: [\n    {k: v} # last\n  ]\n", "a: [\n    {k: v, n: '2'}, # last\n    {m: x y}\n  ]\n"),
+        ("a: [\n  {\n    k: v\n  }\n]\n", "a: [\n  {\n    k: v,\n    n: '2'\n  },\n  {m: x y}\n]\n"),
+        ("a: [{k: v}, # one\n]\n", "a: [{k: v, n: '2'}, # one\n  {m: x y},\n]\n"),
+        ("a: [\n  {k: v}]\n", "a: [\n  {k: v, n: '2'}, {m: x y}]\n"),
+    ],
+)
+def test_what_is_added_between_brackets_has_the_form_of_what_is_there(text: str, made: str) -> None:
+    """Quotes, lines of their own, a comma at the end, comments; with the line ends of Windows too."""
+    wanted = [{"a": [{"k": "v", "n": "2"}, {"m": "x y"}]}]
+    assert extended(text, wanted) == made
+    assert extended(text.replace("\n", "\r\n"), wanted) == made.replace("\n", "\r\n")
 
 
 FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from rigs import forking
 from rigs.waiting import eventually
@@ -77,8 +78,7 @@ def test_a_preload_that_fails_is_told(tmp_path, monkeypatch):
 
 def test_the_server_has_begun_nothing_that_no_fork_survives():
     """One thread, no OpenMP pool."""
-    (pid,) = [int(path.name) for path in Path("/proc").glob("[0-9]*")
-              if b"forking/server.py" in (path / "cmdline").read_bytes()
-              and str(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()).encode()
-              in (path / "cmdline").read_bytes().split(b"\0")]  # fmt: skip
+    owner = str(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
+    lines = {one.pid: one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])}
+    (pid,) = [pid for pid, line in lines.items() if str(forking.HERE / "server.py") in line and line[-1] == owner]
     assert len(list(Path(f"/proc/{pid}/task").iterdir())) == 1

@@ -6,9 +6,9 @@ import pytest
 import why
 
 pytestmark = pytest.mark.ranks
-STARTED = ["ddp-killed", "trainer-raises", "exits", "ddp-exits", "ddp-pickles"]
-FORKED = ["stopped", "other-collective", "ddp-raises", "ddp-stopped", "ddp-loader-fails", "ddp-straggler",
-          "ddp-generates"]  # fmt: skip
+STARTED = ["ddp-killed", "trainer-raises", "ddp-pickles"]
+FORKED = ["stopped", "other-collective", "exits", "ddp-exits", "ddp-raises", "ddp-stopped", "ddp-loader-fails",
+          "ddp-straggler", "ddp-generates"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STARTED)  # first: the fixture of the others replaces sys.executable until the end

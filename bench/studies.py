@@ -1,0 +1,89 @@
+"""Forecast the published studies of studies.toml, row by row: `python bench/studies.py [--write]`, or `make studies`.
+
+Nothing is fitted or learned on these rows. Printed for each row: the published and the forecast seconds for a step, the
+80 % interval and whether the published figure lies within it, how often the first row of the study each takes, and what
+the step's time mostly goes to. `--write` writes docs/measurements/studies.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent.advice.advise import of_cluster
+from agent.advice.request import Request, cluster_of
+from contracts.tables import read_table
+from planner.advice import Forecast
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "studies.md"
+_OF_LAYOUT = ("micro_batch",)  # members of the layout that a row may have
+HEADER = """# Published studies
+
+`make studies` forecasts these studies, row by row, and `python bench/studies.py --write` writes this page. Each row is
+a question as `topoflight recommend` takes it (`bench/studies.toml`). Nothing is fitted on these rows. Seconds are those
+of a step, the interval is the 80 % interval, and "x" is how often the first row of a study a row takes. "not published"
+means that the study shows a chart without figures.
+"""
+
+
+def forecast_of(study: dict[str, Any], row: dict[str, Any]) -> Forecast | str:
+    """The forecast of a row; why the layout does not run, where it does not."""
+    asked = study["asked"] | {name: row[name] for name in _OF_LAYOUT if name in row}
+    options = study["question"] | {name: value for name, value in row.items() if name not in ("case", "published")}
+    unknown = options.get("transport") == "unknown"  # TCP over a network whose rate nobody has published
+    request = Request.of(**options | {"transport": None if unknown else options.get("transport")},
+                         asked=tuple(asked.items()))  # fmt: skip
+    if "micro_batch" in row:
+        ranks = asked["dp_shard"]
+        request = request.changed(global_batch=asked["micro_batch"] * asked["gradient_accumulation"] * ranks)
+    cluster = cluster_of(request, (), request.ranks_per_node)
+    if unknown:
+        nodes = tuple(replace(node, nics=(), nearest_nic=()) for node in cluster.nodes)
+        cluster = replace(cluster, nodes=nodes, inter_node_bytes_per_second=None, inter_node_transport="tcp")
+    advice = of_cluster(request, cluster, (), ranks=request.ranks_per_node)
+    return advice.chosen.forecast if advice.chosen else advice.rejected[0].reason
+
+
+def lines() -> Iterator[str]:
+    """The page, line by line."""
+    yield from HEADER.splitlines()
+    for study in read_table(__file__, "studies.toml")["study"]:
+        yield from ("", f"## {study['name']}", "", f"Source: {study['source']}.", "")
+        yield "|case|published|forecast|interval|inside|published, x|forecast, x|mostly|"
+        yield "|-|-|-|-|-|-|-|-|"
+        first: tuple[float | None, float] | None = None
+        for row in study["row"]:
+            found = forecast_of(study, row)
+            published = row.get("published")
+            if isinstance(found, str):
+                yield f"|{row['case']}|{published or 'not published'}|-|-|-|-|-|{found}|"
+                continue
+            due = found.step_seconds
+            first = first or (published, due.mid)
+            cells = [
+                row["case"], f"{published:.3g} s" if published else "not published", f"{due.mid:.3g} s",
+                f"{due.low:.3g}-{due.high:.3g}",
+                "-" if published is None else "yes" if due.low <= published <= due.high else "no",
+                f"{published / first[0]:.2f}" if published and first[0] else "-", f"{due.mid / first[1]:.2f}",
+                found.dominant,
+            ]  # fmt: skip
+            yield f"|{'|'.join(cells)}|"
+
+
+def main() -> int:
+    """Print the page, and write it where that was asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/measurements/studies.md")
+    write = parser.parse_args().write
+    text = "\n".join(lines()) + "\n"
+    print(text, end="")
+    if write:
+        PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
