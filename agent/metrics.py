@@ -22,9 +22,10 @@ from agent.base import version
 from agent.checks.history import PARTS
 from agent.checks.host_checks import gdrdma_possible
 from agent.checks.measured import is_judged_result, least_of
-from agent.checks.view import View
+from agent.checks.verdict import View
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
+from collectives.search.plan import SearchResult
 from contracts.run_record import Communication, RunRecord
 from contracts.tables import read_table
 from probes.api import Failed, Metric, Ok
@@ -39,7 +40,7 @@ KEPT_TRANSPORTS = 16
 KEPT_COLLECTIVES = 16  # kinds of collective in the step of a run
 
 _TABLE = read_table(__file__, "metrics.toml")
-_COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 2)}  # a fact is a probe, the benchmark or the run
+_COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 3)}  # or the benchmark, the search, the run
 
 FORBIDDEN_LABELS = frozenset(_TABLE["forbidden_labels"])
 SYMBOLS: dict[str, str] = _TABLE["symbols"]
@@ -80,14 +81,14 @@ class Rendered:
 
     def __call__(self, view: View, accept: str, *, zipped: bool = False) -> tuple[bytes, str]:
         """As `exposition`, gzipped on request; another view clears the cache."""
-        of, kept = self._made
+        of, cache = self._made
         if view is not of:
-            self._made = of, kept = view, {}
+            self._made = of, cache = view, {}
         key = choose_encoder(accept)[1], zipped
         self._asked[key] = accept
-        if key not in kept:
-            kept[key] = exposition(view, accept, self._more(), zipped=zipped)[0]
-        return kept[key], key[0]
+        if key not in cache:
+            cache[key] = exposition(view, accept, self._more(), zipped=zipped)[0]
+        return cache[key], key[0]
 
     def prepare(self, view: View) -> None:
         """Render a new view, in the thread that made it, in the formats that were requested of the last one."""
@@ -146,6 +147,8 @@ def agent_values(view: View) -> Iterator[tuple[str, Values]]:
         yield from _bench_values(view.bench)
         if view.bench.evidence is not None:
             yield from _evidence_values(view.bench.evidence)
+    if view.search is not None:
+        yield from _search_values(view.search)
     if view.runs:
         yield from _run_values(view)
 
@@ -187,6 +190,8 @@ def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
                 times[name] = min(times.get(name, snapshot.taken_at_seconds), snapshot.taken_at_seconds)
     if view.bench is not None:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
+    if view.search is not None:
+        times["search"] = view.search.began + view.search.seconds
     if view.runs and (ended := _unix_time(view.runs[0].ended_at or view.runs[0].started_at)):
         times["run"] = ended
     for name, seconds in times.items():
@@ -252,7 +257,7 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     verified = [m for m in result.measurements if m.verified]
     sizes = sorted({m.bytes for m in verified})[-KEPT_SIZES:]
     # of one size measured in several groups the slowest is kept: it is what a job waits for
-    kept = {
+    slowest = {
         (m.op, str(m.bytes)): m
         for m in sorted(verified, key=lambda m: m.busbw_bytes_per_second, reverse=True)
         if m.bytes in sizes
@@ -261,15 +266,15 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     yield "bench_success", [((), float(whole))]
     yield "bench_duration_seconds", [((), result.seconds)]
     yield "bench_ranks", [((), float(result.world_size))]
-    yield "bench_algbw_bytes_per_second", [(k, m.algbw_bytes_per_second) for k, m in kept.items()]
-    yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in kept.items()]
+    yield "bench_algbw_bytes_per_second", [(k, m.algbw_bytes_per_second) for k, m in slowest.items()]
+    yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in slowest.items()]
     yield (
         "bench_expected_busbw_bytes_per_second",
-        [(k, v) for k, m in kept.items() if (v := m.expected_busbw_bytes_per_second)],
+        [(k, v) for k, m in slowest.items() if (v := m.expected_busbw_bytes_per_second)],
     )
-    least: Values = [(k, low) for k, m in kept.items() if is_judged_result(m) and (low := least_of(m)) is not None]
+    least: Values = [(k, low) for k, m in slowest.items() if is_judged_result(m) and (low := least_of(m)) is not None]
     yield "bench_least_busbw_bytes_per_second", least
-    yield "bench_spread_ratio", [(k, m.spread_ratio) for k, m in kept.items() if m.spread_ratio is not None]
+    yield "bench_spread_ratio", [(k, m.spread_ratio) for k, m in slowest.items() if m.spread_ratio is not None]
     yield "bench_latency_seconds", list({(fit.op,): fit.alpha_seconds for fit in result.latencies}.items())
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
     latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:KEPT_RANKS]
@@ -286,6 +291,14 @@ def _evidence_values(found: Evidence) -> Iterator[tuple[str, Values]]:
     yield "transport_info", [(names, 1.0)]
     shown = Counter({(p.code, p.severity): p.count for p in found.problems})
     yield "log_problems", [(key, float(count)) for key, count in shown.items()]
+
+
+def _search_values(result: SearchResult) -> Iterator[tuple[str, Values]]:
+    count = Counter(verdict.state for verdict in result.verdicts)
+    yield "search_nodes", [((state,), float(count[state])) for state in ("good", "bad", "not judged")]
+    yield "search_bad_links", [((), float(len(result.links)))]
+    if result.visible_loss is not None:
+        yield "search_visible_loss_ratio", [((), result.visible_loss)]
 
 
 def _run_values(view: View) -> Iterator[tuple[str, Values]]:

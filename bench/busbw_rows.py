@@ -9,6 +9,7 @@ as its machine should be.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -48,6 +49,11 @@ class Row:
     nvls: str
     gdr: str
 
+    @property
+    def ranks(self) -> int:
+        """Of all its nodes."""
+        return self.gpus_per_node * self.nodes
+
 
 def read(path: Path, bad: list[str] | None = None) -> list[Row]:
     """The rows of either file. What is wrong with a row that cannot be read goes to `bad`; without it PlaceError."""
@@ -55,9 +61,10 @@ def read(path: Path, bad: list[str] | None = None) -> list[Row]:
     with path.open(encoding="utf-8", newline="") as stream:
         for number, raw in enumerate(csv.DictReader(stream), 2):
             try:
-                rows.append(_row(raw))
-                if rows[-1].busbw <= 0 or rows[-1].bytes <= 0:
-                    raise ValueError(f"{rows.pop().busbw / GIGA:g} GB/s")
+                row = _row(raw)
+                if row.busbw <= 0 or row.bytes <= 0:
+                    raise ValueError(f"{row.bytes} bytes at {row.busbw / GIGA:g} GB/s")
+                rows.append(row)
             except (KeyError, ValueError, TypeError, AttributeError) as error:
                 words = f"{path.name}:{number}: not a row of results: {error}"
                 if bad is None:
@@ -69,6 +76,8 @@ def read(path: Path, bad: list[str] | None = None) -> list[Row]:
 def _row(raw: dict[str, str]) -> Row:
     whole = "machine" in raw
     source = raw.get("source", "")
+    # The file of one box of L40S gives it 32 GB/s, and 4 and 8 of its GPUs reach 5 and 1.
+    is_doubtful = raw.get("system") == "l40s" and int(raw["n_gpus"]) > 2
     return Row(
         machine=raw["machine"] if whole else raw.get("device") or raw["system"],
         gpus_per_node=int(raw["gpus_per_node" if whole else "n_gpus"]),
@@ -76,7 +85,7 @@ def _row(raw: dict[str, str]) -> Row:
         op={"alltoall": "all_to_all"}.get(raw["op"], raw["op"]),
         bytes=int(raw["bytes"]),
         busbw=float(raw["busbw_GBps"]) * GIGA,
-        healthy=(raw.get("healthy") or ("unclear" if _doubtful(raw) else "yes")).strip().lower(),
+        healthy=(raw.get("healthy") or ("unclear" if is_doubtful else "yes")).strip().lower(),
         # a comment of a thread, a file of a repository: the same people with the same machines
         source=re.split(r"[\s@:]|#", source.removeprefix("github:"))[0] + "".join(re.findall(r"#\d+", source)[:1]),
         kind=raw.get("class") or "",
@@ -84,11 +93,6 @@ def _row(raw: dict[str, str]) -> Row:
         nvls=(raw.get("nvls") or "").lower(),
         gdr=raw.get("gdr") or "",
     )
-
-
-def _doubtful(raw: dict[str, str]) -> bool:
-    """The source's own file gives this box 32 GB/s, and 4 and 8 of its GPUs reach 5 and 1."""
-    return raw.get("system") == "l40s" and int(raw["n_gpus"]) > 2
 
 
 _SPEEDS = {3: 8e9, 4: 16e9, 5: 32e9}  # transfers per second
@@ -108,7 +112,7 @@ class _Instance:
 
 
 _RATES = r"(25|40|50|56|80|100|200|400|800)"
-_WORDS = {"xdr": 800, "ndr": 400, "hdr": 200, "edr": 100, "fdr": 56}
+INFINIBAND_GBPS = {"xdr": 800, "ndr": 400, "hdr": 200, "edr": 100, "fdr": 56}  # a port of four lanes
 
 
 def place(row: Row) -> Paths:
@@ -119,11 +123,10 @@ def place(row: Row) -> Paths:
     words = re.sub(rf"(x\s*{_RATES}) gb/s", r"\1", words)
     # Azure's NC sizes have the cards of the GPU that they name; racks and A4X say nothing of theirs
     gpu = gpu_named(re.sub(r"(nc\d+ads.*a100)", r"\1 pcie", text)) or (gpu_named(instance.gpu) if instance else None)
-    ranks = row.gpus_per_node * row.nodes
     between, wire = _network(row, words, instance) if row.nodes > 1 else (None, None)
     if gpu is None and row.gpus_per_node > 1 and "pcie" not in text:
         raise PlaceError(f"{row.machine}: no GPU that this reader knows")
-    if ranks < 2:
+    if row.ranks < 2:
         raise PlaceError(f"{row.machine}: one rank")
     if gpu is not None and gpu.links and nvlink_bytes_per_second(gpu.compute_capability) is None:
         raise PlaceError(f"{row.machine}: no model for the links of {gpu.name}")
@@ -172,7 +175,7 @@ def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tupl
     racked = gpu is not None and gpu.of_a_rack and (not plain or "mnnvl off" in text)
     if not racked or row.nodes == 1:
         return row.nodes, wire
-    groups = -(-row.gpus_per_node * row.nodes // _DOMAIN)
+    groups = -(-row.ranks // _DOMAIN)
     hosts = -(-row.nodes // groups)
     return groups, span(wire.mid * hosts) if wire else None
 
@@ -194,7 +197,8 @@ def _inside(
         links = 0  # a bridge joins two cards; only SXM2 boards mesh more
     if gpu and links and not (through == "NVLink" and "without p2p" in text):
         if through == "NVLink" and capability == (7, 0) and not pair:
-            links = _mesh(row.gpus_per_node, 6)
+            # a ring over part of a hybrid cube mesh, in which two of a quad's pairs are double
+            links = {2: 2, 3: 2, 4: 4}.get(row.gpus_per_node, 6)
         return through, span(links * (nvlink_bytes_per_second(capability) or 0.0))
     # a NIC of 400 Gb/s needs a slot of generation 5, and GPUs behind the same switches have no less
     fast = wire is not None and re.search(r"x\s*400", text) is not None
@@ -203,11 +207,6 @@ def _inside(
     refused = "without p2p" in text or "(shm" in text or bool(instance and instance.virtual)
     direct = (gpu.peers if gpu else True) and not refused
     return "PCIe" if direct else "shared memory", span(rate or 0.0)
-
-
-def _mesh(gpus: int, links: int) -> int:
-    """NVLinks that a ring over part of a hybrid cube mesh has: two of a quad's pairs are double."""
-    return {2: 2, 3: 2, 4: 4}.get(gpus, links)
 
 
 def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Interval]:
@@ -221,37 +220,33 @@ def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Inte
         # fewer GPUs than the machine has bring their share of its NICs
         gbps = instance.gbps * max(1, instance.nics * min(row.gpus_per_node, instance.gpus) // instance.gpus)
     if gbps is None:
-        word = next((each for each in _WORDS if re.search(rf"\b{each}", text)), None)
-        gbps = float(_WORDS[word]) if word else None
+        gbps = next((float(rate) for word, rate in INFINIBAND_GBPS.items() if re.search(rf"\b{word}", text)), None)
     if gbps is None:
         raise PlaceError(f"{row.machine}: nothing says what joins its {row.nodes} nodes")
     return kind, span(gbps * GIGA / 8)
 
 
+# How many NICs or ports a text counts, and the rate of each: their product is one host's.
+_COUNTS = (
+    rf"(\d+)\s*(?:x\s*)?dual-port\s*(?:nics?\s*)?(\d+)\s*x\s*{_RATES}",
+    rf"(\d+)\s*x\s*{_RATES}\b(?!\s*gb\b)",
+    rf"(\d+)\s*x\s*({'|'.join(INFINIBAND_GBPS)})",
+    rf"(\d+)\s*(?:nics?|hcas?|ports|connectx-?\d?|cx-?\d)\W+(?:of\s+|at\s+)?{_RATES}\b",
+)
+
+
 def _parse_gbps(text: str) -> float | None:
     """What the words themselves say of one host's NICs together."""
-    whole = re.search(r"([\d.]+)\s*tb(?:it)?/?p?s?\b", text)
-    dual = re.search(rf"(\d+)\s*(?:x\s*)?dual-port\s*(?:nics?\s*)?(\d+)\s*x\s*{_RATES}", text)
-    listed = re.search(rf"(\d+)\s*x\s*{_RATES}\b(?!\s*gb\b)", text)
-    named = re.search(r"(\d+)\s*x\s*(xdr|ndr|hdr|edr|fdr)", text)
-    counted = re.search(rf"(\d+)\s*(?:nics?|hcas?|ports|connectx-?\d?|cx-?\d)\W+(?:of\s+|at\s+)?{_RATES}\b", text)
-    single = re.search(r"([\d.]+)\s*(?:gb(?:e|it)?(?:/s|ps)?\b|(?=roce|ib\b|infiniband|ethernet|tcp|efa))", text)
-    if whole:
+    if whole := re.search(r"([\d.]+)\s*tb(?:it)?/?p?s?\b", text):
         return float(whole[1]) * 1000
-    if dual:
-        return float(dual[1]) * float(dual[2]) * float(dual[3])
-    if listed:
-        return float(listed[1]) * float(listed[2])
-    if named:
-        return float(named[1]) * _WORDS[named[2]]
-    if counted:
-        return float(counted[1]) * float(counted[2])
+    for pattern in _COUNTS:
+        if counted := re.search(pattern, text):
+            return math.prod(float(INFINIBAND_GBPS.get(part, part)) for part in counted.groups())
+    single = re.search(r"([\d.]+)\s*(?:gb(?:e|it)?(?:/s|ps)?\b|(?=roce|ib\b|infiniband|ethernet|tcp|efa))", text)
     if single and not re.search(rf"{re.escape(single[0])}\s*(hbm|vram|memory)", text) and float(single[1]) >= 1:
-        return _card(float(single[1]), text)
+        # "80GB" after a GPU's name is memory; "100 Gb/s" and "25 GbE" are a network
+        rate = f"{float(single[1]):g}"
+        is_memory = re.search(rf"{rate}\s*gb\b(?!/s|ps)", text) is not None
+        is_network = re.search(rf"{rate}\s*gb\s*(ib|roce|ethernet|tcp)", text) is not None
+        return float(single[1]) if is_network or not is_memory else None
     return None
-
-
-def _card(gbps: float, text: str) -> float | None:
-    """ "80GB" after a GPU's name is memory; "100 Gb/s" and "25 GbE" are a network."""
-    memory = re.search(rf"{gbps:g}\s*gb\b(?!/s|ps)", text)
-    return None if memory and not re.search(rf"{gbps:g}\s*gb\s*(ib|roce|ethernet|tcp)", text) else gbps

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from busbw_rows import MIB, PlaceError, Row, place, read
 
 from hardware.units import GIGA
-from topology.expected import FACTORS, Expected, Factors, Paths, expected, nvls_share
+from topology.expected import FACTORS, Expected, Factors, Paths, Unknown, expected, nvls_share
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
 FILES = ("published_busbw.csv", "collectives_intranode.csv")
@@ -34,11 +35,6 @@ class Placed:
     paths: Paths
 
     @property
-    def ranks(self) -> int:
-        """Of all its nodes."""
-        return self.row.gpus_per_node * self.row.nodes
-
-    @property
     def kind(self) -> str:
         """The file's own class, else one by fabric, hosts and operation."""
         if self.row.kind:
@@ -47,44 +43,38 @@ class Placed:
         return f"{hosts} {self.paths.inside or self.paths.between} {self.row.op}"
 
 
-def small(row: Row) -> bool:
-    """A sweep's small sizes in one host: preflight does not judge them."""
-    return row.nodes == 1 and row.bytes < LEAST_BYTES_PER_RANK * row.gpus_per_node
-
-
 def efficiency(each: Placed, factors: Factors) -> float | None:
     """The part of the plan that a result reached, its usual latency taken away; None where the bound is another."""
     paths, row = each.paths, each.row
     plan = paths.link if paths.groups == 1 else paths.wire
     passes = 2 if row.op == "all_reduce" else 1
-    moved = row.bytes * passes * (each.ranks - 1) / each.ranks
+    moved = row.bytes * passes * (each.row.ranks - 1) / each.row.ranks
     if plan is None or not moved:
         return None
-    steps = passes * (each.ranks - 1)
+    steps = passes * (each.row.ranks - 1)
     usual = factors.step_seconds if paths.groups == 1 else factors.step_seconds_between
     latency = factors.start_seconds[1] + steps * usual[1]
     if _by_nvls(each):
-        latency = each.ranks * factors.nvls_rank_seconds[1]
-        moved /= nvls_share(paths.ranks_per_group(each.ranks))
+        latency = each.row.ranks * factors.nvls_rank_seconds[1]
+        moved /= nvls_share(paths.ranks_per_group(each.row.ranks))
     left = moved / row.busbw - latency
     return moved / left / plan.mid if left > 0 and plan.mid > 0 else None
 
 
 def _by_nvls(each: Placed) -> bool:
-    found = expected(each.paths, each.row.op, each.row.bytes, each.ranks)
+    found = expected(each.paths, each.row.op, each.row.bytes, each.row.ranks)
     return isinstance(found, Expected) and found.algorithm == "NVLS"
 
 
 def fit(rows: Sequence[Placed]) -> Factors:
     """Factors from healthy rows. A factor that no row bears on keeps what NCCL's own model or arithmetic gives."""
-    made = PRIOR
     healthy = [each for each in rows if each.row.healthy == "yes" and each.row.op != "all_to_all"]
     linked = [e for e in healthy if e.paths.groups == 1 and e.paths.inside in ("NVSwitch", "NVLink")]
     rings = [e for e in linked if not _by_nvls(e) and not (e.row.op == "all_reduce" and e.paths.nvls is None)]
     later = [e for e in rings if (e.paths.capability or (0, 0)) >= (7, 5)]
     gather = _line([e for e in later if e.row.op != "all_reduce"], PRIOR.gather)
     reduce = _line([e for e in later if e.row.op == "all_reduce"], PRIOR.reduce)
-    made = replace(made, gather=gather, reduce=reduce)
+    made = replace(PRIOR, gather=gather, reduce=reduce)
     volta = [e for e in rings if (7, 0) <= (e.paths.capability or (0, 0)) < (7, 5)]
     if volta:
         made = replace(made, volta=round(statistics.median(_against(volta, made)), 2))
@@ -132,7 +122,7 @@ def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, fl
     for each in rows:
         found = efficiency(each, PRIOR)
         if found:
-            by_ranks.setdefault(each.ranks, []).append(found)
+            by_ranks.setdefault(each.row.ranks, []).append(found)
     points = [(1 / (n - 1), 1 / statistics.median(values)) for n, values in by_ranks.items()]
     if len(points) < 3:  # two unknowns, and one point more that could contradict them
         return prior
@@ -142,7 +132,7 @@ def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, fl
 
 def _against(rows: Sequence[Placed], factors: Factors) -> list[float]:
     return [
-        found / factors.ring(each.row.op, each.ranks)
+        found / factors.ring(each.row.op, each.row.ranks)
         for each in rows
         if (found := efficiency(each, factors)) is not None
     ]
@@ -178,15 +168,17 @@ def _wire_bound(each: Placed) -> bool:
     """Whether the wire, and not what is inside the hosts, decides; all-reduce of two groups may take a tree."""
     paths, row = each.paths, each.row
     inside = paths.link.low if paths.link and paths.inside in ("NVSwitch", "NVLink") else 0.0
-    wide = paths.ranks_per_group(each.ranks) == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
-    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= LEAST_BYTES_PER_RANK * each.ranks
+    wide = paths.ranks_per_group(each.row.ranks) == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
+    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= LEAST_BYTES_PER_RANK * each.row.ranks
 
 
 def main(arguments: Sequence[str]) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("rows", nargs="*", type=Path, help="CSV files; default: the corpus beside the checkout")
-    parser.add_argument("--fit", action="store_true", help="print the factors that all rows give, for efficiency.py")
+    parser.add_argument(
+        "--fit", action="store_true", help="print the factors that all rows give, for topology/factors.toml"
+    )
     parser.add_argument("--each", action="store_true", help="print every row that is wrong")
     options = parser.parse_args(arguments)
     corpus = [path for path in (CORPUS / name for name in FILES) if path.exists()]
@@ -207,10 +199,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def placed(rows: Sequence[Row]) -> tuple[list[Placed], list[str]]:
-    """Rows that are judged, and those that this reader cannot place."""
+    """Rows that are judged, and those that this reader cannot place. Preflight judges no small sizes in one host."""
     found, unplaced = [], []
     for row in rows:
-        if small(row) or row.op == "all_to_all":
+        is_small = row.nodes == 1 and row.bytes < LEAST_BYTES_PER_RANK * row.gpus_per_node
+        if is_small or row.op == "all_to_all":
             continue
         try:
             found.append(Placed(row=row, paths=place(row)))
@@ -219,55 +212,31 @@ def placed(rows: Sequence[Row]) -> tuple[list[Placed], list[str]]:
     return found, unplaced
 
 
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """One class."""
-
-    ratios: list[float]
-    false_alarms: int = 0
-    caught: int = 0
-    missed: int = 0
-    unknown: int = 0
-    unclear: int = 0
+COUNTS = ("false alarms", "caught", "missed", "unclear", "unknown")
 
 
 def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, Factors], *, each: bool) -> None:
     """The table, and below it what is wrong."""
-    tallies: dict[str, Tally] = {}
+    ratios: dict[str, list[float]] = defaultdict(list)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     wrong = []
     for one in rows:
-        tally = tallies.setdefault(one.kind, Tally(ratios=[]))
         by = factors.get(one.row.source, FACTORS)
-        found = expected(one.paths, one.row.op, one.row.bytes, one.ranks, factors=by)
-        healthy = one.row.healthy
-        tally.unclear += healthy not in ("yes", "no")
-        if not isinstance(found, Expected):
-            tally.unknown += 1
-            tally.missed += healthy == "no"
-            wrong.append(f"{one.row.machine}, {one.row.op}: {found.words()}")
-            continue
-        low = one.row.busbw < found.interval.low
-        if healthy == "yes":
-            tally.ratios.append(one.row.busbw / found.interval.mid)
-        tally.false_alarms += low and healthy == "yes"
-        tally.caught += low and healthy == "no"
-        tally.missed += not low and healthy == "no"
-        if low == (healthy == "yes") and healthy in ("yes", "no"):
-            what = "false alarm" if low else "missed"
-            measured = f"{one.row.busbw / GIGA:.4g}"
-            wrong.append(
-                f"{what}: {one.row.machine}, {one.row.nodes} x {one.row.gpus_per_node}, {one.row.op} of "
-                f"{one.row.bytes // MIB} MiB: {measured} of {found.words()} by {found.algorithm} ({one.row.source})"
-            )
-    print("| class | rows | median | least | most | false alarms | caught | missed | unclear | unknown |")
+        found = expected(one.paths, one.row.op, one.row.bytes, one.row.ranks, factors=by)
+        outcomes, words = judge(one, found)
+        wrong += [words] if words else []
+        for kind in (one.kind, "all"):
+            counts[kind].update(["rows", *outcomes])
+            if isinstance(found, Expected) and one.row.healthy == "yes":
+                ratios[kind].append(one.row.busbw / found.interval.mid)
+    print(f"| class | rows | median | least | most | {' | '.join(COUNTS)} |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    whole = Tally(ratios=[])
-    for kind, tally in tallies.items():
-        _print(kind, tally, sum(one.kind == kind for one in rows))
-        whole.ratios += tally.ratios
-        for name in ("false_alarms", "caught", "missed", "unclear", "unknown"):
-            setattr(whole, name, getattr(whole, name) + getattr(tally, name))
-    _print("all", whole, len(rows))
+    for kind in (*dict.fromkeys(one.kind for one in rows), "all"):
+        of = ratios[kind]
+        three = f"{statistics.median(of):.2f} | {min(of):.2f} | {max(of):.2f}" if of else " | | "
+        print(
+            f"| {kind} | {counts[kind]['rows']} | {three} | {' | '.join(str(counts[kind][name]) for name in COUNTS)} |"
+        )
     print(f"\nratios: measured over expected (usual value), of healthy rows. Not placed: {len(unplaced)}")
     for line in [*unplaced, *(wrong if each else wrong[:20])]:
         print(f"- {line}")
@@ -275,11 +244,23 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     print(f"\n{how}")
 
 
-def _print(kind: str, tally: Tally, rows: int) -> None:
-    ratios = tally.ratios
-    three = f"{statistics.median(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f}" if ratios else " | | "
-    counts = f"{tally.false_alarms} | {tally.caught} | {tally.missed} | {tally.unclear} | {tally.unknown}"
-    print(f"| {kind} | {rows} | {three} | {counts} |")
+def judge(one: Placed, found: Expected | Unknown) -> tuple[list[str], str]:
+    """What a row counts as, and what is wrong with it ("" for nothing)."""
+    row = one.row
+    outcomes = [] if row.healthy in ("yes", "no") else ["unclear"]
+    if not isinstance(found, Expected):
+        missed = ["missed"] if row.healthy == "no" else []
+        return [*outcomes, "unknown", *missed], f"{row.machine}, {row.op}: {found.words()}"
+    is_low = row.busbw < found.interval.low
+    if row.healthy == "no" and is_low:
+        return ["caught"], ""
+    if outcomes or (row.healthy == "yes" and not is_low):
+        return outcomes, ""
+    outcome = "false alarms" if is_low else "missed"
+    return [outcome], (
+        f"{outcome.removesuffix('s')}: {row.machine}, {row.nodes} x {row.gpus_per_node}, {row.op} of "
+        f"{row.bytes // MIB} MiB: {row.busbw / GIGA:.4g} of {found.words()} by {found.algorithm} ({row.source})"
+    )
 
 
 if __name__ == "__main__":

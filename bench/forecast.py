@@ -15,23 +15,24 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import math
 import os
 import re
 import statistics
 import sys
-import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, combinations
 from pathlib import Path
+from typing import TypeVar
 
 from rows import Row, Unread, read_rows
 from stacks import unknown_stack
-from widths import LEAST_ROWS, Sample, inside, learn, width, write
+from widths import LEAST_ROWS, Sample, inside, learn, width
 
 from contracts.finding import Interval
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
@@ -52,6 +53,8 @@ FILES = ("published.csv", "published2.csv", "published3.csv")
 # Multiplications in four bits are in no table: no faster than in eight, or as much as Blackwell's data sheet says.
 FOUR_BITS = 2.0
 LEAST_OF_A_SOURCE = 10  # rows, for its error to count in the mean of sources
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 
 _TABLE = read_table(__file__, "forecast.toml")
 FITTED: tuple[str, ...] = tuple(_TABLE["start"])
@@ -255,7 +258,7 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
 
 
 class Fit:
-    """Rows to fit on, each forecast anew only for constants that it depends on."""
+    """Rows to fit on, each forecast once for each set of values of the constants that it depends on."""
 
     def __init__(self, pairs: Sequence[tuple[Row, Layout]]) -> None:
         self.pairs = [
@@ -264,6 +267,15 @@ class Fit:
         self.sources = [row.source for row, _ in self.pairs]
         self.start = [self._error(i, PRIOR) for i in range(len(self.pairs))]
         self.touched = {name: self._touched(name) for name in FITTED}
+        members = {name: set(rows) for name, rows in self.touched.items()}
+        self.names = [[name for name in FITTED if i in members[name]] for i in range(len(self.pairs))]
+        self.known: dict[tuple[int, *tuple[float, ...]], float] = {}
+
+    def _once(self, i: int, constants: Constants) -> float:
+        key = (i, *(getattr(constants, name) for name in self.names[i]))
+        if key not in self.known:
+            self.known[key] = self._error(i, constants)
+        return self.known[key]
 
     def _error(self, i: int, constants: Constants) -> float:
         row, layout = self.pairs[i]
@@ -277,9 +289,7 @@ class Fit:
     def without(self, rows: Collection[str], passes: int = 5) -> Constants:
         """The constants fitted on all rows but those of these names: coordinate descent from `PRIOR`."""
         used = [i for i, (row, _) in enumerate(self.pairs) if row.name not in rows]
-        members: dict[str, list[int]] = defaultdict(list)
-        for i in used:
-            members[self.sources[i]].append(i)
+        members = groups_of(used, lambda i: self.sources[i])
         shares = {s: math.sqrt(len(m)) for s, m in members.items()}
         whole = sum(shares.values())
         weight = {i: shares[self.sources[i]] / whole / len(members[self.sources[i]]) for i in used}
@@ -298,7 +308,7 @@ class Fit:
                     if name in ("tp_hidden", "overlap_loss", "overlap_loss_network") and value > 0.95:
                         continue
                     trial = replace(best, **{name: value})
-                    new = {i: self._error(i, trial) for i in touched[name]}
+                    new = {i: self._once(i, trial) for i in touched[name]}
                     gain = sum(cost(i, errors[i]) - cost(i, new[i]) for i in new)
                     # drawn to the starting values
                     gain += 0.02 * (_moved(best, name) - _moved(trial, name))
@@ -318,15 +328,9 @@ def _moved(constants: Constants, name: str) -> float:
 
 def tied(rows: Iterable[Row]) -> dict[str, tuple[str, ...]]:
     """The stacks of which one source alone has rows, by source: its structural choices, left out with it."""
-    sources: dict[str, set[str]] = defaultdict(set)
-    for row in rows:
-        if row.stack.known:
-            sources[row.stack.engine.name].add(row.source)
-    alone: dict[str, list[str]] = defaultdict(list)
-    for engine, of in sources.items():
-        if len(of) == 1:
-            alone[next(iter(of))].append(engine)
-    return {source: tuple(engines) for source, engines in alone.items()}
+    users = groups_of(((row.stack.engine.name, row.source) for row in rows if row.stack.known), lambda pair: pair[0])
+    alone = {engine: pairs[0][1] for engine, pairs in users.items() if len({source for _, source in pairs}) == 1}
+    return {source: tuple(engine for engine in alone if alone[engine] == source) for source in alone.values()}
 
 
 def unknown_to_others(row: Row, engines: Collection[str]) -> Row:
@@ -342,14 +346,12 @@ class LeftOut:
     """Every source forecast by what never saw it."""
 
     answers: list[Answer]
-    engines: dict[str, str]  # of each row, by its name
-    shipped: list[
-        Answer
-    ]  # the same rows by what ships: no memory is fitted, so the traits of its stack are all that is left out
+    # The same rows by what ships: no memory is fitted, so the traits of its stack are all that is left out.
+    shipped: list[Answer]
 
 
-def left_out(rows: Sequence[Row], say: Callable[[str], None]) -> LeftOut:
-    """Forecast each row by constants and stacks that never saw its source."""
+def left_out(rows: Sequence[Row]) -> LeftOut:
+    """Forecast each row by constants and stacks that never saw its source. Prints its progress on stderr."""
     engines = tied(rows)
     fit = Fit([(row, as_run(row)) for row in rows])
     apart = [unknown_to_others(row, engines.get(row.source, ())) for row in rows]
@@ -365,32 +367,27 @@ def left_out(rows: Sequence[Row], say: Callable[[str], None]) -> LeftOut:
             for row in apart
             if row.source == source
         ]
-        say(f"left out {source}")
-    engines_of = {row.name: row.stack.engine.name for row in rows}
-    return LeftOut(answers=answers, shipped=as_shipped(rows), engines=engines_of)
-
-
-def samples_of(answers: Iterable[Answer]) -> list[Sample]:
-    """What widths are learned from: no row whose time depends on what the reader filled in."""
-    return [a.sample for a in answers if a.scored and not a.row.assumed_much]
+        print(f"left out {source}", file=sys.stderr)
+    return LeftOut(answers=answers, shipped=as_shipped(rows))
 
 
 def learned(result: LeftOut, without: str | None = None) -> Widths:
     """The widths, of all sources or of all but one."""
     answers = [a for a in result.answers if a.scored and a.row.source != without]
-    seen = Counter(result.engines[a.row.name] for a in answers)
-    known = [a for a in answers if not a.row.assumed_much]
+    shipped = [a for a in result.shipped if a.row.source != without]
+    seen = Counter(a.row.stack.engine.name for a in shipped if a.scored)
+    known = [a for a in answers if not a.row.assumed_much]  # whose times do not depend on what the reader filled in
     scaled = [Sample(source=a.row.source, error=math.log(ratio)) for a, ratio in with_scalar(known)]
-    held = [a for a in result.shipped if a.row.memory_bytes and a.row.source != without]
-    memory: dict[str, list[Sample]] = defaultdict(list)
-    for a in held:
-        memory[a.row.train.method].append(Sample(source=a.row.source, error=math.log(a.memory_ratio)))
+    held = groups_of((a for a in shipped if a.row.memory_bytes), lambda a: a.row.train.method)
+    memory = {
+        method: width([Sample(source=a.row.source, error=math.log(a.memory_ratio)) for a in members])
+        for method, members in sorted(held.items())
+    }
     pair, same = (spread(found) for found in pairs(answers))
     return learn(
-        samples_of(answers),
+        [a.sample for a in known],
         engines={name for name, count in seen.items() if name in ENGINES and count >= LEAST_OF_A_SOURCE},
-        calibrated=width(scaled), memory={method: width(samples) for method, samples in sorted(memory.items())},
-        pair=pair, pair_same=same,
+        calibrated=width(scaled), memory=memory, pair=pair, pair_same=same,
     )  # fmt: skip
 
 
@@ -402,17 +399,18 @@ def as_shipped(rows: Sequence[Row]) -> list[Answer]:
 # --- Scores.
 
 
-def _family(row: Row) -> tuple[str, str, str]:
-    return row.framework, row.gpu.name, row.precision
+def groups_of(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by their key, in their order."""
+    found: dict[Key, list[Item]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return found
 
 
 def with_scalar(answers: Sequence[Answer]) -> list[tuple[Answer, float]]:
     """Rows with their ratio after one scalar per family, learnt on the family's others (never on the row itself)."""
-    families: dict[tuple[str, str, str], list[Answer]] = defaultdict(list)
-    for one in answers:
-        families[_family(one.row)].append(one)
     out = []
-    for members in families.values():
+    for members in groups_of(answers, lambda a: (a.row.framework, a.row.gpu.name, a.row.precision)).values():
         logs = [math.log(m.ratio) for m in members]
         for i, log in enumerate(logs):
             others = logs[:i] + logs[i + 1 :]
@@ -429,15 +427,11 @@ def error(ratios: Sequence[float]) -> float:
 Table = Callable[[str], Widths]  # by source
 
 
-def covers(one: Answer, table: Table) -> bool:
-    """Whether the measured time lies in its 80 % interval."""
-    return inside(one.sample, table(one.row.source).sigma(one.kinds))
-
-
 def coverage(answers: Sequence[Answer], table: Table, missed: int = 0) -> float:
     """Share of measured times inside the 80 % interval, where those of `missed` further rows lie outside."""
     found = len(answers) + missed
-    return sum(covers(a, table) for a in answers) / found if found else math.nan
+    covered = sum(inside(a.sample, table(a.row.source).sigma(a.kinds)) for a in answers)
+    return covered / found if found else math.nan
 
 
 _SAME = ("source", "framework", "model", "params_b", "kind", "seq", "gpu", "world", "gbs", "precision", "compile",
@@ -449,20 +443,14 @@ def same_job(row: Row) -> tuple[str, ...]:
     return tuple(row.raw.get(name) or "" for name in _SAME)
 
 
-def regrets(answers: Sequence[Answer]) -> list[tuple[float, str, int]]:
+def regrets(answers: Sequence[Answer]) -> list[tuple[float, str]]:
     """Per group of rows that differ only in their layout: how much slower the one ranked first is than the best."""
-    groups: dict[tuple[str, ...], list[Answer]] = defaultdict(list)
-    for one in answers:
-        groups[same_job(one.row)].append(one)
     out = []
-    for key, members in groups.items():
-        if len({m.row.layout for m in members}) < 2 or len(members) < 2:
-            continue
-        first = min(members, key=lambda m: m.seconds)
-        best = min(m.row.seconds or math.inf for m in members)
-        out.append(
-            ((first.row.seconds or math.inf) / best - 1.0, f"{key[0]}: {key[2]} on {key[7]} {key[6]}", len(members))
-        )
+    for key, members in groups_of(answers, lambda a: same_job(a.row)).items():
+        if len({m.row.layout for m in members}) > 1:
+            first = min(members, key=lambda m: m.seconds)
+            best = min(m.row.seconds or math.inf for m in members)
+            out.append(((first.row.seconds or math.inf) / best - 1.0, f"{key[0]}: {key[2]} on {key[7]} {key[6]}"))
     return out
 
 
@@ -471,11 +459,9 @@ NORMAL_MEDIAN = 0.6745  # median of |x| over its standard deviation
 
 def pairs(answers: Iterable[Answer]) -> tuple[list[Sample], list[Sample]]:
     """Errors in the difference of two forecasts of one job: of layouts of other degrees, and of the same degrees."""
-    groups: dict[tuple[str, ...], list[Answer]] = defaultdict(list)
-    for one in answers:
-        groups[same_job(one.row)].append(one)
     found: tuple[list[Sample], list[Sample]] = ([], [])
-    for a, b in (pair for members in groups.values() for pair in combinations(members, 2)):
+    jobs = groups_of(answers, lambda a: same_job(a.row)).values()
+    for a, b in (pair for members in jobs for pair in combinations(members, 2)):
         if a.row.layout != b.row.layout:
             same = degrees_of(a.row.layout) == degrees_of(b.row.layout)
             found[same].append(Sample(source=a.row.source, error=abs(math.log(a.ratio / b.ratio))))
@@ -509,10 +495,7 @@ def _percent(value: float) -> str:
 
 
 def _by_source(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
-    found: dict[str, list[Answer]] = defaultdict(list)
-    for one in answers:
-        found[one.row.source].append(one)
-    return found
+    return groups_of(answers, lambda a: a.row.source)
 
 
 def mean_of_sources(answers: Sequence[Answer], score: Callable[[Sequence[Answer]], float]) -> float:
@@ -524,12 +507,10 @@ def mean_of_sources(answers: Sequence[Answer], score: Callable[[Sequence[Answer]
 
 def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
     """What was read, and what was not and why."""
-    missed = Counter(u.source for u in unread)
-    groups = _by_source(answers)
+    missed, groups = Counter(u.source for u in unread), _by_source(answers)
     lines = [("source", "rows", "not placed", "time scored", "time set aside", "memory", "out of memory")]
-    for source in [*dict.fromkeys([*groups, *missed]), "all"]:
-        members = groups.get(source, []) if source != "all" else list(answers)
-        failed = missed[source] if source != "all" else len(unread)
+    parts = [(source, groups.get(source, []), missed[source]) for source in dict.fromkeys([*groups, *missed])]
+    for source, members, failed in [*parts, ("all", answers, len(unread))]:
         lines.append((
             source, str(len(members) + failed), str(failed), str(sum(a.scored for a in members)),
             str(sum(bool(a.row.seconds and a.row.set_aside) for a in members)),
@@ -537,12 +518,13 @@ def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
         ))  # fmt: skip
     _print_table("Rows", lines)
     print()
-    for why, count in Counter(re.sub(r"^model '.*?': ", "", u.why) for u in unread).most_common():
-        print(f"- not placed {count}: {why}")
-    for why, count in Counter(a.row.set_aside for a in answers if a.row.seconds and a.row.set_aside).most_common():
-        print(f"- time set aside {count}: {why}")
-    for gap, count in Counter(gap for a in answers for gap in a.row.assumed).most_common():
-        print(f"- assumed in {count}: {gap}")
+    for what, reasons in (
+        ("not placed", [re.sub(r"^model '.*?': ", "", u.why) for u in unread]),
+        ("time set aside", [a.row.set_aside for a in answers if a.row.seconds and a.row.set_aside]),
+        ("assumed in", [gap for a in answers for gap in a.row.assumed]),
+    ):
+        for reason, count in Counter(reasons).most_common():
+            print(f"- {what} {count}: {reason}")
 
 
 def _time_error(members: Sequence[Answer]) -> float:
@@ -557,8 +539,8 @@ def print_times(title: str, answers: Sequence[Answer], unread: Sequence[Unread],
     """The table of step times."""
     groups, missed = _by_source(answers), Counter(u.source for u in unread)
     lines = [("source", "rows", "not placed", "error", "median ratio", "in 80 %", "error, one scalar")]
-    for source, members in [*groups.items(), ("all", list(answers))]:
-        failed = missed[source] if source != "all" else len(unread)
+    parts = [(source, members, missed[source]) for source, members in groups.items()]
+    for source, members, failed in [*parts, ("all", answers, len(unread))]:
         middle = f"{statistics.median([m.ratio for m in members]):.3f}"
         lines.append((source, str(len(members)), str(failed), _percent(_time_error(members)), middle,
                       _percent(coverage(members, table, failed)), _percent(_scaled_error(members))))  # fmt: skip
@@ -597,16 +579,11 @@ def print_kinds(result: LeftOut, shipped: Widths, table: Table) -> None:
 def print_memory(answers: Sequence[Answer], known: Sequence[Answer], table: Table) -> None:
     """The table of memory by source and method; `known` are the same rows with the traits of their own stacks."""
     own = {a.row.name: a for a in known}
-    groups: dict[tuple[str, str], list[Answer]] = defaultdict(list)
-    for one in answers:
-        for source in (one.row.source, "all"):
-            for method in (one.row.train.method, "all"):
-                groups[source, method].append(one)
     lines = [("source", "method", "rows", "error", "median ratio", "error, stack known", "ran", "of them refused",
               "OOM rows", "called safe")]  # fmt: skip
     for source in [*_by_source(answers), "all"]:
         for method in ("full", "lora", "qlora", "all"):
-            members = groups.get((source, method), [])
+            members = [a for a in answers if source in (a.row.source, "all") and method in (a.row.train.method, "all")]
             held = [a for a in members if a.row.memory_bytes]
             oom = [a for a in members if a.row.out_of_memory]
             if not (held or oom or source == "all") or (method == "all" and source != "all"):
@@ -658,7 +635,7 @@ def print_summary(
         "in the 80 % interval": _percent(
             mean_of_sources(scored, lambda m: coverage(m, table, missed[m[0].row.source]))
         ),
-        "regret, mean": _percent(statistics.mean(r for r, _, _ in found)) if found else "-",
+        "regret, mean": _percent(statistics.mean(r for r, _ in found)) if found else "-",
         "regret, worst": _percent(max(found)[0]) if found else "-",
         **{f"memory, {method}": memory(answers, method) for method in ("full", "lora", "qlora")},
         **{
@@ -687,11 +664,12 @@ this page, and the widths in `planner/forecast/intervals.json`.
 
 def report(rows: Sequence[Row], unread: Sequence[Unread], result: LeftOut | None) -> None:
     """Print every table: of what ships, or of each source left out."""
-    answers = known = as_shipped(rows)
-    how, table = "as shipped", lambda _: widths()
     if result:
         answers, known, how = result.answers, result.shipped, "left out"
         table = {source: learned(result, source) for source in {row.source for row in rows}}.__getitem__
+    else:
+        answers = known = as_shipped(rows)
+        how, table = "as shipped", lambda _: widths()
     print_rows(answers, unread)
     scored = [a for a in answers if a.scored]
     if scored:
@@ -713,7 +691,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", type=Path, help="CSV files to score as shipped; none: the shared corpus")
-    parser.add_argument("--left-out", action="store_true", help="leave out each source of the named files in turn")
     parser.add_argument("--fit", action="store_true", help="print the constants fitted on every source, and no score")
     parser.add_argument(
         "--write", action="store_true", help="write the planner's widths and docs/measurements/forecast.md"
@@ -724,23 +701,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not file.is_file():
             print(f"{file}: no such file (set TOPOFLIGHT_CORPUS or name a CSV)", file=sys.stderr)
             return 2
-    started = time.perf_counter()
     rows, unread = read_rows(files)
     if options.fit:
         print_constants(Fit([(row, as_run(row)) for row in rows]).without(()))
         return 0
-    result = None
-    if options.left_out or not options.rows:
-        result = left_out(rows, lambda text: print(text, file=sys.stderr))
+    result = None if options.rows else left_out(rows)
     text = io.StringIO()
     with redirect_stdout(text):
         report(rows, unread, result)
     print(text.getvalue())
     if options.write and result:
-        write(learned(result), INTERVALS)
+        table = learned(result)
+        data = asdict(table) | {"engines": sorted(table.engines)}
+        INTERVALS.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         tables = re.sub(r"^\|.*$", lambda line: re.sub(r" *\| *", "|", line[0]), text.getvalue(), flags=re.MULTILINE)
         PAGE.write_text(HEADER + re.sub(r"\|-[-|]*\|", lambda m: re.sub(r"-+", "-", m[0]), tables), encoding="utf-8")
-    print(f"\n{time.perf_counter() - started:.1f} s")
     return 0
 
 

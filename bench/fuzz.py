@@ -1,10 +1,10 @@
 """Coverage-guided fuzzing of every reader: `python bench/fuzz.py [--seconds 60] [--target nccl_log ...]`.
 
 Surface: atheris (libFuzzer for Python). Targets take turns, one child process at a time, each with what it has found so
-far in .cache/fuzz/<target>; `--together` puts all of them into one process, which is what a short run needs. `--runs N`
-is that many inputs from the seeds alone, the same ones in each run, which is what a test needs. An input
-that takes 10 s of CPU, 1 GiB of memory or an exception that is not the reader's own ends the run with 1 and lies in
-.cache/fuzz/crashes; `--replay FILE` shows it. docs/measurements/fuzz.md holds what the long run found.
+far in .cache/fuzz/<target>. `--runs N` is that many inputs from the seeds alone, the same ones in each run, with all
+targets in one process, which is what a test needs. An input that takes 10 s of CPU, 1 GiB of memory or an exception
+that is not the reader's own ends the run with 1 and lies in .cache/fuzz/crashes; `--replay FILE` shows it.
+docs/measurements/fuzz.md holds what the long run found.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 CACHE = ROOT / ".cache" / "fuzz"
 SLOW_SECONDS = 10  # of CPU; on the clock twelve times as much, as the machine may have more to do
 MEMORY_MIB = 1024
@@ -41,18 +42,16 @@ def main() -> int:
         return _replay(options.target, options.replay)
     # The targets' names alone: readers must not be imported before they are instrumented.
     names = options.target or list(_names())
-    turns = [",".join(names)] if options.together or options.runs else names
-    counts: dict[str, int] = {}
-    findings: list[str] = []
-    cpu_at_start, started = _cpu_seconds(), time.monotonic()
-    while (left := options.seconds - _spent(options.cpu, cpu_at_start, started)) > 0:
+    turns = [",".join(names)] if options.runs else names
+    inputs, findings = 0, list[str]()
+    clock = _cpu_seconds if options.cpu else time.monotonic
+    until = clock() + options.seconds
+    while (left := until - clock()) > 0:
         for turn in turns:
-            length = left if options.together else min(TURN_SECONDS, max(1.0, left / len(turns)))
-            ran, found = _turn(turn, length, options.runs)
-            counts[turn] = counts.get(turn, 0) + ran
+            ran, found = _turn(turn, min(TURN_SECONDS, max(1.0, left / len(turns))), options.runs)
+            inputs += ran
             findings += found
-            cpu = _cpu_seconds() - cpu_at_start
-            print(f"{sum(counts.values())} inputs, {cpu:.0f} s of CPU, {len(findings)} findings {findings}", flush=True)
+            print(f"{inputs} inputs, {_cpu_seconds():.0f} s of CPU, {len(findings)} findings {findings}", flush=True)
             if options.runs or (found and not options.go_on):
                 return int(bool(found))
     return 1 if findings else 0
@@ -63,8 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--cpu", action="store_true", help="count seconds of CPU time, not of the clock")
     parser.add_argument("--target", action="append", choices=_names(), help="only these")
-    parser.add_argument("--together", action="store_true", help="all targets in one process")
-    parser.add_argument("--runs", type=int, default=0, help="so many inputs, the same in each run; together")
+    parser.add_argument("--runs", type=int, default=0, help="so many inputs, the same in each run, all together")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first finding")
     parser.add_argument("--replay", type=Path, help="run one input through --target")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -78,41 +76,32 @@ def _names() -> tuple[str, ...]:
 
 
 def _cpu_seconds() -> float:
+    """Of the children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def _spent(cpu: bool, cpu_at_start: float, started: float) -> float:
-    return _cpu_seconds() - cpu_at_start if cpu else time.monotonic() - started
 
 
 def _turn(turn: str, seconds: float, runs: int) -> tuple[int, list[str]]:
     """One child; how many inputs it ran, and what it found."""
     name = "together" if "," in turn else turn
-    with tempfile.TemporaryDirectory() as anew:
-        folder = Path(anew) if runs else CACHE / name
-        folder.mkdir(parents=True, exist_ok=True)
-        if runs:
-            return _child_of(turn, name, folder, [f"-runs={runs}", *SAME, f"-seed_inputs=@{folder}/{SEEDS}"],
-                             {"PYTHONHASHSEED": "0"})  # fmt: skip
-        return _child_of(turn, name, folder, [f"-max_total_time={max(1, round(seconds))}"], {})
-
-
-def _child_of(
-    turn: str, name: str, folder: Path, length: Sequence[str], environment: Mapping[str, str]
-) -> tuple[int, list[str]]:
     crashes = CACHE / "crashes"
     crashes.mkdir(parents=True, exist_ok=True)
     before = set(crashes.iterdir())
-    words = [
-        sys.executable, __file__, "--child", turn, "--", str(folder), *length,
-        f"-timeout={12 * SLOW_SECONDS}", "-report_slow_units=120",
-        f"-rss_limit_mb={MEMORY_MIB}", f"-max_len={LENGTH_BYTES}", "-print_final_stats=1",
-        f"-artifact_prefix={crashes}/{name}-", "-verbosity=1",
-    ]  # fmt: skip
-    done = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, errors="replace", env={**os.environ, **environment}
-    )
+    with tempfile.TemporaryDirectory() as anew:
+        folder, environment = Path(anew) if runs else CACHE / name, dict(os.environ)
+        folder.mkdir(parents=True, exist_ok=True)
+        if runs:
+            length = [f"-runs={runs}", *SAME, f"-seed_inputs=@{folder}/{SEEDS}"]
+            environment["PYTHONHASHSEED"] = "0"
+        else:
+            length = [f"-max_total_time={max(1, round(seconds))}"]
+        words = [
+            sys.executable, __file__, "--child", turn, "--", str(folder), *length,
+            f"-timeout={12 * SLOW_SECONDS}", "-report_slow_units=120",
+            f"-rss_limit_mb={MEMORY_MIB}", f"-max_len={LENGTH_BYTES}", "-print_final_stats=1",
+            f"-artifact_prefix={crashes}/{name}-", "-verbosity=1",
+        ]  # fmt: skip
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace", env=environment)
     ran = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
     new = sorted(path.name for path in set(crashes.iterdir()) - before)
     if done.returncode != 0:
@@ -126,7 +115,6 @@ def _child_of(
 def _child(turn: str, rest: Sequence[str]) -> int:
     import atheris
 
-    sys.path.insert(0, str(ROOT))
     with atheris.instrument_imports(include=list(PACKAGES)):
         import fuzz_targets
 
@@ -160,7 +148,6 @@ def _child(turn: str, rest: Sequence[str]) -> int:
 
 
 def _replay(names: Sequence[str] | None, path: Path) -> int:
-    sys.path.insert(0, str(ROOT))
     import fuzz_targets
 
     if not names or len(names) != 1:

@@ -23,30 +23,21 @@ from typing import Any
 from agent import metrics
 from agent.advice.advise import RequestError, answer
 from agent.advice.request import Request, histogram_of, model_of
-from agent.base.inputs import parse_version
+from agent.base.options import parse_version
 from agent.base.output import document
 from agent.checks.baseline import read as read_baseline
 from agent.checks.baseline import regressions
 from agent.checks.measured import with_bench
-from agent.checks.verdict import GateError
-from agent.checks.view import build_view
+from agent.checks.verdict import GateError, build_view
 from agent.cluster.node_facts import pack
 from agent.cluster.nodes import Fleet, from_resource
 from agent.http.access import read_tokens
 from agent.http.cluster import topology_document
 from agent.http.questions import read_form
 from agent.pages import render as pages
-from collectives.bench.results import (
-    BenchResult,
-    Latency,
-    Measurement,
-    Straggler,
-    result_from_json,
-    result_to_json,
-)
+from collectives.bench.results import result_from_json
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
-from collectives.nccl_log.transport import ChannelCount, Evidence
 from collectives.traces import calls, ras, states, watchdog
 from contracts import job_plan as plans
 from contracts import plain
@@ -57,7 +48,8 @@ from planner import why
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
-from planner.lint.sources import KINDS, EnvironmentTextError, read_text
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import KINDS, read_text
 from planner.slurm import ScriptError, wrap_script
 from probes.host.recording import RecordedHost, load
 from probes.interfaces.read import annotation, parse_network_status
@@ -192,20 +184,18 @@ def _dumps(value: Any) -> bytes:
         sys.set_int_max_str_digits(4300)
 
 
-class _Scratch:
-    """One file in memory, for readers that open files."""
-
-    def __init__(self) -> None:
-        shm = Path("/dev/shm")  # noqa: S108 - a file that is rewritten thousands of times a second
-        self._folder = tempfile.TemporaryDirectory(prefix="topoflight-fuzz-", dir=shm if shm.is_dir() else None)
-
-    def file(self, name: str, data: bytes) -> Path:
-        path = Path(self._folder.name) / name
-        path.write_bytes(data)
-        return path
+@cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder in memory, for readers that open files: one is rewritten thousands of times a second."""
+    shm = Path("/dev/shm")  # noqa: S108
+    return tempfile.TemporaryDirectory(prefix="topoflight-fuzz-", dir=shm if shm.is_dir() else None)
 
 
-_scratch = cache(_Scratch)
+def _file(name: str, data: bytes) -> Path:
+    path = Path(_scratch().name) / name
+    path.write_bytes(data)
+    return path
+
 
 # --- documents to start from
 
@@ -254,25 +244,6 @@ def _machine() -> Any:
     found, _ = pack(_scanned())
     assert found is not None  # noqa: S101 - a small machine
     return found
-
-
-@cache
-def _bench() -> Any:
-    made = Measurement(
-        op="all_gather", backend="nccl", ranks=(0, 1), hosts=("a", "b"), bytes=1 << 20, iteration_seconds=(0.01,),
-        median_seconds=0.01, spread_ratio=0.02, algbw_bytes_per_second=2e10, busbw_bytes_per_second=1e10,
-        expected_busbw_bytes_per_second=4e10, verified=True,
-    )  # fmt: skip
-    proved = Evidence(
-        inter_node_transport="IB", gdrdma="partial", send=ChannelCount(total=16, gdrdma=12), transports={"NET/IB/0": 4}
-    )
-    result = BenchResult(
-        measurements=(made,), world_size=2, backend="nccl", hosts=("a", "b"), environment={}, versions={},
-        started_at_seconds=1.79e9, seconds=30.0, evidence=proved,
-        latencies=(Latency(op="all_gather", alpha_seconds=2e-5, beta_bytes_per_second=4e10, points=11),),
-        stragglers=(Straggler(rank=1, host="b", late_seconds=0.1, iterations=20, share=0.9),),
-    )  # fmt: skip
-    return json.loads(json.dumps(result_to_json(result)))
 
 
 NCCL_LOG, ALIASES, ENVIRONMENT, LAYOUT_ERRORS = (
@@ -337,7 +308,7 @@ def batch_script(data: bytes) -> object:
 @reads(seed("config.json"), errors=(ModelError,), stepped=True)
 def model_config(data: bytes) -> object:
     """A model's config.json, by both ways to it."""
-    path = _scratch().file("config.json", _json(lambda: document_of("config"), data))
+    path = _file("config.json", _json(lambda: document_of("config"), data))
     with contextlib.suppress(RequestError):
         model_of(Request.of(model=str(path)))
     return model_from_file(path)
@@ -346,13 +317,13 @@ def model_config(data: bytes) -> object:
 @reads((ROOT / "contracts/default.yaml").read_bytes(), ALIASES, errors=(ConfigError,), stepped=True)
 def job_config(data: bytes) -> object:
     """The fine-tune job's YAML."""
-    return read_config(_scratch().file("job.yaml", _json(lambda: document_of("job"), data)))
+    return read_config(_file("job.yaml", _json(lambda: document_of("job"), data)))
 
 
 @reads(seed("plan.json"), errors=(ConfigError,), stepped=True)
 def job_plan(data: bytes) -> object:
     """plan.json of the fine-tune job."""
-    return plans.read(_scratch().file("plan.json", _json(lambda: document_of("plan"), data)))
+    return plans.read(_file("plan.json", _json(lambda: document_of("plan"), data)))
 
 
 @reads(
@@ -377,7 +348,7 @@ def manifest(data: bytes) -> object:
 def recording(data: bytes) -> object:
     """A recording from the file to the answer over HTTP: scan, topology, checks, metrics, JSON."""
     name = _SMALL[data[1] % len(_SMALL)] if len(data) > 1 else _SMALL[0]
-    host = load(_scratch().file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
+    host = load(_file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
     found = scan(host, ALL)
     view = build_view((found,))
     metrics.exposition(view, "")
@@ -403,7 +374,7 @@ def network_status(data: bytes) -> object:
 @reads(b'{"checks": []}', errors=(GateError,), stepped=True)
 def baseline(data: bytes) -> object:
     """A baseline: a report, or a recording."""
-    held = read_baseline(_scratch().file("report.json", _json(_report, data)))
+    held = read_baseline(_file("report.json", _json(_report, data)))
     return regressions((), held.statuses)
 
 
@@ -419,10 +390,9 @@ def machine(data: bytes) -> object:
     return json.dumps(topology_document(fleet, now=9e9), allow_nan=False)
 
 
-def _served(**more: Any) -> object:
+def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: Any) -> object:
     """What the agent makes of it: metrics, page, JSON."""
-    bench, at_seconds = more.pop("bench", None), more.pop("bench_at_seconds", None)
-    view = with_bench(build_view(_view().snapshots, **more), bench, at_seconds)
+    view = with_bench(build_view(_view().snapshots, **more), bench, bench_at_seconds)
     metrics.exposition(view, "")
     pages.node_page(view, None, "", trouble=None)
     return document({"bench": view.bench, "runs": view.runs, "checks": view.checks})
@@ -431,13 +401,15 @@ def _served(**more: Any) -> object:
 @reads(b"{}", errors=(ValueError,), stepped=True)
 def bench_result(data: bytes) -> object:
     """A benchmark's kept result, as the agent finds and shows it."""
-    return _served(bench=result_from_json(json.loads(_json(_bench, data))), bench_at_seconds=1.8e9)
+    return _served(
+        bench=result_from_json(json.loads(_json(lambda: document_of("bench"), data))), bench_at_seconds=1.8e9
+    )
 
 
 @reads(b"{}", errors=(CalibrationError, *LAYOUT_ERRORS), stepped=True)
 def calibration(data: bytes) -> object:
     """A calibration file, and a forecast with it."""
-    path = _scratch().file("calibration.json", _json(lambda: document_of("calibration"), data))
+    path = _file("calibration.json", _json(lambda: document_of("calibration"), data))
     json.dumps(plain.write(load_calibration(path)))
     return answer(Request.of(model="tiny", calibration=path, ranks_per_node=2), (_scanned("cpu-only-vm"),))
 
@@ -445,7 +417,7 @@ def calibration(data: bytes) -> object:
 @reads(b"{}", errors=(records.RecordError,), stepped=True)
 def run(data: bytes) -> object:
     """A fine-tune job's record, as launch and the agent read and show it."""
-    record = records.read(_scratch().file("run.json", _json(lambda: document_of("run"), data)))
+    record = records.read(_file("run.json", _json(lambda: document_of("run"), data)))
     return record.placements, records.compare(record), _served(runs=(record,))
 
 
@@ -473,28 +445,26 @@ def pci_config(data: bytes) -> object:
 @reads(b"# x\n" + b"a" * 32 + b"\n", errors=(ValueError,))
 def token_file(data: bytes) -> object:
     """The file of bearer tokens."""
-    path = _scratch().file("tokens", data)
+    path = _file("tokens", data)
     path.chmod(0o600)
     return read_tokens(path)
 
 
 @reads(
     seed("trace.json"), *(pickle.dumps(document_of("trace"), protocol=one) for one in (2, 4)),
-    errors=(calls.TraceError,),
+    errors=(calls.TraceError,), stepped=True,
 )  # fmt: skip
 def flight_recorder(data: bytes) -> object:
     """A dump, and the rules on it."""
-    steps = data[1:] if data[:1] == b"\1" else b""
-    raw = json.dumps(changed(document_of("trace"), steps)).encode() if steps else data
-    trace = calls.read(raw, rank=0)
+    trace = calls.read(_json(lambda: document_of("trace"), data), rank=0)
     return why.judge(why.RunFacts(traces={0: trace, 1: trace}, world=2))
 
 
-@reads(seed("ras.json"), seed("ras.txt"), errors=(ras.RasError,))
+@reads(seed("ras.json"), seed("ras.txt"), errors=(ras.RasError,), stepped=True)
 def ras_answer(data: bytes) -> object:
     """RAS's answer, and who is behind in it."""
-    raw = json.dumps(changed(document_of("ras"), data[1:])).encode() if data[:1] == b"\1" else data
-    return [ras.behind(comm) for comm in ras.read(raw).comms]
+    found = ras.read(_json(lambda: document_of("ras"), data))
+    return [ras.behind(comm) for comm in found.comms]
 
 
 @reads(b"{}", seed("watchdog.log"), seed("watched.log"))
@@ -508,8 +478,7 @@ def trace_lines(data: bytes) -> object:
 def rank_state(data: bytes) -> object:
     """A rank's own file, and the rules on it."""
     whole = {"rank": 1, "pid": 7, "phase": "data", "samples": {"data": 3}, "groups": {"0": [0, 1]}, "written": 1.5}
-    raw = json.dumps(changed(whole, data[1:])).encode() if data[:1] == b"\1" else data
-    state = states.read_state(_scratch().file("state_rank_1.json", raw))
+    state = states.read_state(_file("state_rank_1.json", _json(lambda: whole, data)))
     return why.judge(why.RunFacts(states={1: state, 0: state}, world=2, now=2.0))
 
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +32,14 @@ from agent.base.hosts import snapshots  # noqa: E402
 from agent.base.units import seconds as duration  # noqa: E402
 from collectives.bench import run as bench  # noqa: E402
 from contracts import run_record  # noqa: E402
+from contracts.tables import read_table  # noqa: E402
 from probes.registry import ALL  # noqa: E402
 from topology.build import build  # noqa: E402
 from topology.formats.text import parse  # noqa: E402
 from topology.graph import Pairs  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "gpu.md"
-# Llama 3.2 1B's published config.json, and one that a CPU trains in seconds.
-BIG = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-       "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}  # fmt: skip
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
-# What one GPU's seeds studied: method, checkpointing, packing, batch size, attention kernel.
-RUNS: list[tuple[str, dict[str, Any]]] = [
-    ("LoRA", {"use_peft": True}),
-    ("full", {}),
-    ("LoRA, checkpointing full", {"use_peft": True, "layout": {"checkpointing": "full"}}),
-    ("LoRA, checkpointing selective", {"use_peft": True, "layout": {"checkpointing": "selective"}}),
-    ("LoRA, packed", {"use_peft": True, "packing": True}),
-    ("QLoRA", {"use_peft": True, "load_in_4bit": True}),
-    *((f"LoRA, batch {n}", {"use_peft": True, "layout": {"micro_batch": n, "gradient_accumulation": 8 // n}})
-      for n in (1, 2, 4, 8)),
-    ("LoRA, eager attention", {"use_peft": True, "attn_implementation": "eager"}),
-    ("LoRA, flash_attention_2", {"use_peft": True, "attn_implementation": "flash_attention_2"}),
-    ("TRL, FSDP2 on two GPUs", {"fsdp": "full_shard", "lr_scheduler_type": "polynomial"}),
-]  # fmt: skip
+MODELS, RUNS = (read_table(__file__, "gpu.toml")[name] for name in ("model", "runs"))
 
 # The same collective as the benchmark measures, by nothing but torch: device events over 20 calls.
 BARE = """
@@ -78,13 +62,14 @@ if dist.get_rank() == 0:
 """
 
 Row = tuple[str, str]
+Step = tuple[str, Callable[[], Iterator[Row]]]  # title, and what yields its rows
 
 
 def config_file(folder: Path, more: dict[str, Any], *, cpu: bool) -> Path:
     """A run's job.json in `folder`, with the model and the rows that it names."""
     model, rows = folder / "model", folder / "rows.jsonl"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({"model_type": "llama", **(SMALL if cpu else BIG)}))
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", **MODELS["cpu" if cpu else "gpu"]}))
     length = 64 if cpu else 2048
     rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
     made_by_job = "random:" if ranks_of(more) == 1 else ""
@@ -120,9 +105,9 @@ class Tier:
         # Two ranks on one GPU meet over sockets: to NCCL they are two hosts.
         self.one_gpu = {} if cpu else {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"}
 
-    def steps(self) -> list[tuple[str, Callable[[], Iterator[Row]]]]:
-        """Title and step."""
-        runs = RUNS[:1] if self.cpu else RUNS
+    def steps(self) -> list[Step]:
+        """All of them, in order."""
+        runs = list(RUNS.items())[: 1 if self.cpu else None]
         return [
             ("Links against nvidia-smi", self.links),
             ("NCCL, two ranks on one GPU", self.collectives),
@@ -199,10 +184,10 @@ class Tier:
 
     def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
         """One short run through `launch`: forecast against measured, by quantity and by part."""
-        if more.get("attn_implementation") == "flash_attention_2" and not _has("flash_attn"):
+        if more.get("attn_implementation") == "flash_attention_2" and find_spec("flash_attn") is None:
             yield "step", "not run: flash_attn is not installed"
             return
-        if more.get("load_in_4bit") and not _has("bitsandbytes"):
+        if more.get("load_in_4bit") and find_spec("bitsandbytes") is None:
             yield "step", "not run: bitsandbytes is not installed"
             return
         if ranks_of(more) == 2 and len([*Path("/dev").glob("nvidia[0-9]*")]) < 2:
@@ -233,12 +218,6 @@ class Tier:
             yield f"part {part.part}", f"{duration(part.measured_seconds)}{due}"
 
 
-def _has(module: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(module) is not None
-
-
 def _last(text: str) -> str:
     return (text.strip().splitlines() or ["no words"])[-1][:300]
 
@@ -254,13 +233,13 @@ def hardware() -> str:
     return ", ".join(words)
 
 
-def page(path: Path, head: str, done: list[tuple[str, list[Row]]], open_steps: list[str]) -> None:
-    """Write what there is so far."""
+def page(path: Path, head: str, done: list[tuple[str, list[Row]]], left: list[Step]) -> None:
+    """Write what there is so far, and which steps are left."""
     lines = ["# On a GPU", "", head, ""]
     for title, rows in done:
-        lines += [f"## {title}", "", *(f"- {name}: {text}" if name else f"- `{text}`" for name, text in rows), ""]
-    if open_steps:
-        lines += ["## Not reached", "", *(f"- {title}" for title in open_steps), ""]
+        lines += [f"## {title}", "", *(f"- {name}: {text}" for name, text in rows), ""]
+    if left:
+        lines += ["## Not reached", "", *(f"- {title}" for title, _ in left), ""]
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -279,29 +258,24 @@ def main() -> int:
     command = f"`python bench/gpu.py{' --cpu' if arguments.cpu else ''}`"
     head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {command}, {hardware()}."
     done: list[tuple[str, list[Row]]] = []
-    whole = True
     with tempfile.TemporaryDirectory() as folder:
         tier = Tier(cpu=arguments.cpu, folder=Path(folder), ends=time.monotonic() + arguments.seconds)
-        steps = tier.steps()
-        for number, (title, step) in enumerate(steps):
-            if time.monotonic() >= tier.ends:
-                whole = False
-                page(arguments.page, head, done, [name for name, _ in steps[number:]])
-                break
+        left = tier.steps()
+        page(arguments.page, head, done, left)
+        while left and time.monotonic() < tier.ends:
+            (title, step), *left = left
             rows: list[Row] = []
             done.append((title, rows))
             try:
                 for row in step():
                     rows.append(row)
                     print(f"{title}: {row[0]}: {row[1]}", flush=True)
-                    page(arguments.page, head, done, [name for name, _ in steps[number + 1 :]])
+                    page(arguments.page, head, done, left)
             except Exception as error:  # noqa: BLE001 - the next step may tell more than this one's end
-                whole = False
                 rows.append(("failed", f"{type(error).__name__}: {str(error)[:300]}"))
                 print(f"{title}: failed: {error}", flush=True)
-            whole = whole and not any("failed" in text for _, text in rows)
-            page(arguments.page, head, done, [name for name, _ in steps[number + 1 :]])
-    return 0 if whole else 1
+            page(arguments.page, head, done, left)
+    return int(bool(left) or any("failed" in word for _, rows in done for row in rows for word in row))
 
 
 if __name__ == "__main__":

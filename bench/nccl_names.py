@@ -21,9 +21,10 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from planner.nccl_env.names import NcclName, Version, names, parse_version, version_text
 
@@ -45,8 +46,7 @@ _SECOND = re.compile(rb"\xbe(.{4})|\x48\xc7\xc6(.{4})|(\x31\xf6)|\x48\xbe(.{8})|
 _UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT (nccl.h)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class Section(NamedTuple):
     """One section of an ELF file."""
 
     address: int
@@ -107,16 +107,12 @@ def names_of_library(data: bytes) -> dict[str, Read]:
         target = text.address + start + _LEA_BYTES + struct.unpack_from("<i", code, start + 3)[0]
         if target in wanted:
             sites.setdefault(wanted[target], []).append(_read_at(code, start, text.address, known))
-    return {
-        name: Read(kind=next((read.kind for read in found if read.kind), ""), default=_agreed(found))
-        for name, found in sites.items()
-    }
-
-
-def _agreed(found: list[Read]) -> str:
-    """The default that most places show; "" where none does."""
-    shown = Counter(read.default for read in found if read.default)
-    return shown.most_common(1)[0][0] if shown else ""
+    found = {}
+    for name, reads in sites.items():
+        kind = next((read.kind for read in reads if read.kind), "")
+        shown = Counter(read.default for read in reads if read.default)
+        found[name] = Read(kind=kind, default=max(shown, key=shown.__getitem__, default=""))
+    return found
 
 
 def _read_at(code: bytes, start: int, address: int, known: Mapping[int, str]) -> Read:
@@ -148,23 +144,19 @@ def _default(code: bytes, start: int, end: int) -> str:
     return "auto" if value == _UNDEFINED else str(value)
 
 
-def fetch(package: str, version: str, folder: Path) -> Path:
-    """The wheel of one release, by pip."""
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", str(folder),
-         "--only-binary", ":all:", "--platform", "manylinux_2_27_x86_64", "--platform", "manylinux_2_18_x86_64",
-         "--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64", f"{package}=={version}"],
-        check=True,
-    )  # fmt: skip
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-def read_wheel(wheel: Path) -> dict[str, Read]:
-    """The names in a wheel's library."""
-    with zipfile.ZipFile(wheel) as archive:
-        (member,) = [name for name in archive.namelist() if Path(name).name.startswith("libnccl.so")]
-        return names_of_library(archive.read(member))
+def read_release(package: str, version: str) -> dict[str, Read]:
+    """The names in the library of one release, whose wheel pip fetches for the length of this call."""
+    with tempfile.TemporaryDirectory(prefix="nccl-wheel-") as folder:
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", folder,
+             "--only-binary", ":all:", "--platform", "manylinux_2_27_x86_64", "--platform", "manylinux_2_18_x86_64",
+             "--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64", f"{package}=={version}"],
+            check=True,
+        )  # fmt: skip
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = [name for name in archive.namelist() if Path(name).name.startswith("libnccl.so")]
+            return names_of_library(archive.read(member))
 
 
 def read_all() -> None:
@@ -174,8 +166,7 @@ def read_all() -> None:
         kept = KEPT / f"{version_text(version)}.json"
         if kept.exists():
             continue
-        with tempfile.TemporaryDirectory(prefix="nccl-wheel-") as folder:
-            found = read_wheel(fetch(package, exact, Path(folder)))
+        found = read_release(package, exact)
         rows = {name: [read.kind, read.default] for name, read in found.items()}
         kept.write_text(json.dumps(rows, indent=0, sort_keys=True), encoding="utf-8")
         print(f"{package} {exact}: {len(found)} names")
@@ -219,7 +210,7 @@ def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Re
         kind = next((seen[each][name].kind for each in reversed(versions) if seen[each][name].kind), "")
         default = "unset" if kind == "text" else seen[versions[-1]][name].default
         if old is not None and old.reader == "libnccl":  # no source says more of it
-            old = replace(old, kind=kind, default=default)
+            old = old._replace(kind=kind, default=default)
         elif old is None or old.status == "other":
             first = None if versions[0] == min(seen) else versions[0]
             old = NcclName(
@@ -227,9 +218,9 @@ def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Re
                 default=default, reader="libnccl",
             )  # fmt: skip
         if versions[-1] == newest:
-            rows[name] = replace(old, status="current", last=None, kind=old.kind or kind)
+            rows[name] = old._replace(status="current", last=None, kind=old.kind or kind)
         else:
-            rows[name] = replace(old, status="removed", last=max(versions[-1], old.last or versions[-1]), kind="")
+            rows[name] = old._replace(status="removed", last=max(versions[-1], old.last or versions[-1]), kind="")
     for name, row in known.items():
         if row.status == "current" and name not in by_name:
             print(f"{name}: in no library read, {row.reader}", file=sys.stderr)
@@ -255,13 +246,12 @@ def write_table() -> None:
         f"# libraries: {' '.join(version_text(version) for version in sorted(seen))}",
     ]
     rows = merged(names(), seen)
-    body = ["\t".join(_columns(rows[name])) for name in sorted(rows)]
+    body = []
+    for _, row in sorted(rows.items()):
+        first, last = (version_text(each) if each else "" for each in (row.first, row.last))
+        columns = (row.name, row.status, first, last, row.doc_class, row.kind, row.default, row.reader)
+        body.append("\t".join(columns))
     TABLE.write_text("\n".join((*head[:-1], *stamps, head[-1], *body)) + "\n", encoding="utf-8")
-
-
-def _columns(row: NcclName) -> tuple[str, ...]:
-    first, last = (version_text(each) if each else "" for each in (row.first, row.last))
-    return row.name, row.status, first, last, row.doc_class, row.kind, row.default, row.reader
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -27,6 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MACHINE = "hgx-h100-8xH100-8hca"
 EXPORTER = "prometheus-node-exporter"
 MIB = 1 << 20
+_HEAD = re.compile(rb"HTTP/1\.1 (\d+) .*?\r\ncontent-length: (\d+)\r\n", re.IGNORECASE | re.DOTALL)
+_CHUNKED = re.compile(rb"transfer-encoding: chunked", re.IGNORECASE)
+SCRAPER = "Accept: text/plain;version=0.0.4\r\nAccept-Encoding: gzip\r\nUser-Agent: Prometheus\r\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,11 @@ class Memory:
     children: float
     pss: float
     descriptors: int
+
+    @property
+    def both(self) -> float:
+        """The resident sets of all of them."""
+        return self.resident + self.children
 
 
 def restore(folder: Path, machine: str = MACHINE) -> tuple[str, dict[str, str]]:
@@ -86,19 +95,9 @@ def process(command: Sequence[str], environment: Mapping[str, str] | None = None
 def agent(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Iterator[tuple[int, int, float]]:
     """(pid, port, seconds to /readyz) of `topoflight serve` on the machine restored in `folder`."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "agent.cli",
-        "serve",
-        "--port",
-        str(port),
-        "--state",
-        str(folder / "state"),
-        *words,
-    ]
+    serve = ["-m", "agent.cli", "serve", "--port", str(port), "--state", str(folder / "state"), *words]
     began = time.perf_counter()
-    with process(command, environment, folder / "log") as one:
+    with process([sys.executable, *serve], environment, folder / "log") as one:
         wait(port, "/readyz", one)
         yield one.pid, port, time.perf_counter() - began
 
@@ -128,15 +127,12 @@ def wait(port: int, path: str, one: subprocess.Popen[bytes], seconds: float = 12
     raise TimeoutError(f"port {port} {path}: no answer 200 in {seconds:.0f} s; the last is {last}")
 
 
-def get(port: int, path: str, headers: Mapping[str, str] | None = None, timeout: float = 90.0) -> tuple[int, bytes]:
+def get(port: int, path: str) -> tuple[int, bytes]:
     """One request on a connection of its own."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
-    try:
-        connection.request("GET", path, headers=dict(headers or {}))
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=90)) as connection:
+        connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, answer.read()
-    finally:
-        connection.close()
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -159,3 +155,64 @@ def memory(pid: int) -> Memory:
 def cpu_seconds(pid: int) -> float:
     """User and system time of the process and its children so far."""
     return sum(sum(one.cpu_times()[:2]) for one in family(pid))
+
+
+class Client:
+    """One keep-alive connection that asks the same again and again, without an HTTP library.
+
+    Each request is one write, each answer is read to the length it names. tests/load/crowds.py makes many of it.
+    """
+
+    def __init__(self, port: int, path: str, headers: str = SCRAPER, source: str = "127.0.0.1") -> None:
+        self.request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n{headers}\r\n".encode()
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=90, source_address=(source, 0))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._left, self._status, self._head = 0, 0, b""
+
+    def ask(self) -> None:
+        """Send the request; an answer is then awaited."""
+        self._left, self._head = -1, b""
+        self.socket.sendall(self.request)
+
+    def take(self) -> int | None:
+        """Read once; the status where the answer is whole. ConnectionError where it was cut."""
+        piece = self.socket.recv(1 << 18)
+        if not piece:
+            raise ConnectionError("closed")
+        if self._left >= 0:
+            self._left -= len(piece)
+        else:
+            self._head += piece
+            end = self._head.find(b"\r\n\r\n")
+            if end < 0:
+                return None
+            found = _HEAD.match(self._head[: end + 2])
+            if found is None:
+                return self._chunked(end)
+            self._status, self._left = int(found[1]), int(found[2]) - (len(self._head) - end - 4)
+        return self._status if self._left == 0 else None
+
+    def fetch(self) -> int:
+        """Send the request and read the whole answer; its status."""
+        self.ask()
+        while (status := self.take()) is None:
+            pass
+        return status
+
+    def _chunked(self, end: int) -> int | None:
+        """node_exporter sends its longer answers so; the last chunk is empty."""
+        if not _CHUNKED.search(self._head[:end]):
+            raise ConnectionError("neither a length nor chunks")
+        return int(self._head[9:12]) if self._head.endswith(b"\r\n0\r\n\r\n") else None
+
+
+def latencies(port: int, path: str, scrapes: int, client: Client | None = None) -> list[float]:
+    """Seconds of each of `scrapes` on one connection."""
+    one, found = client or Client(port, path), []
+    for _ in range(scrapes):
+        began = time.perf_counter()
+        status = one.fetch()
+        found.append(time.perf_counter() - began)
+        if status != 200:
+            raise RuntimeError(f"{path}: {status}")
+    return found

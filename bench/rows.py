@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from busbw_rows import INFINIBAND_GBPS
 from shapes import ShapeError, is_mixture, shape_of
 from stacks import Stack, stack_matching
 
@@ -45,7 +46,6 @@ class UnreadError(Exception):
 class Unread:
     """A row that was not placed."""
 
-    row_id: str
     source: str
     why: str
     timed: bool  # it has a time, which therefore was not forecast
@@ -143,15 +143,11 @@ def read_gpu(raw: Raw) -> Gpu:
     """By the GPU's name, else by the machine's: "8x H100-SXM5-80GB", "DGX A100", "GB200 NVL72", "p5.48xlarge"."""
     for name in ("gpu", "system", "gpus"):
         text = raw.get(name) or ""
-        gpu = gpu_named(text) or gpu_named(text.replace("_", " "))
-        known = _machine(text)
-        if gpu or known:
-            return gpu or gpu_named(known.gpu if known else None) or _no_gpu(text)
-    return _no_gpu(raw.get("gpu") or raw.get("system") or "")
-
-
-def _no_gpu(text: str) -> Gpu:
-    raise UnreadError(f"GPU {text!r} is in no table")
+        machine = _machine(text)
+        for named in (text, text.replace("_", " "), machine.gpu if machine else None):
+            if (gpu := gpu_named(named)) is not None:
+                return gpu
+    raise UnreadError(f"GPU {raw.get('gpu') or raw.get('system') or ''!r} is in no table")
 
 
 def _machine(text: str) -> Known | None:
@@ -306,7 +302,6 @@ _RATE = re.compile(
 # NCCL's verbs over Omni-Path: a ring of 32 A100 on four nodes ran at 40.5 Gb/s through one port of 100 Gb/s
 # (bigscience-workshop/bigscience, experiments/bandwidth/all_reduce_bench-a100-n4.txt, NCCL 2.10.3).
 OMNI_PATH_SHARE = 0.405
-_INFINIBAND = {"hdr": 200, "ndr": 400, "xdr": 800, "edr": 100, "fdr": 56}
 
 
 def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
@@ -350,13 +345,10 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
 
 def _rate(text: str) -> float | None:
     """Gb/s of all ports that a text counts: "8x ConnectX-7 IB NDR 400Gb/s", "Omni-Path 4x100Gb", "4x HDR"."""
-    best = None
-    for match in _RATE.finditer(text):
-        best = max(best or 0.0, float(match[1] or 1) * float(match[3]))
-    if best is None:
-        found = re.search(r"(?:(\d{1,2})\s?x\s?)?\b([xnhef]dr)\b", text)
-        best = float(found[1] or 1) * _INFINIBAND[found[2]] if found else None
-    return best
+    rates = [float(match[1] or 1) * float(match[3]) for match in _RATE.finditer(text)]
+    if not rates and (found := re.search(r"(?:(\d{1,2})\s?x\s?)?\b([xnhef]dr)\b", text)):
+        rates = [float(found[1] or 1) * INFINIBAND_GBPS[found[2]]]
+    return max(rates, default=None)
 
 
 def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
@@ -368,7 +360,9 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
     busbw = gpu.busbw_of(per_node)
     if not nvlink and gpu.interconnect != "PCIe":
         busbw = None
-    inside = Speed(bytes_per_second=busbw or ASSUMED_PCIE_BYTES_PER_SECOND, how="derived" if busbw else "assumed",
+    # As planner.forecast.links takes them: PCIe differs from box to box, whatever was measured on such GPUs elsewhere.
+    how = "derived" if nvlink and busbw else "assumed"
+    inside = Speed(bytes_per_second=busbw or ASSUMED_PCIE_BYTES_PER_SECOND, how=how,
                    link=gpu.interconnect if nvlink else "PCIe")  # fmt: skip
     network, known = read_network(raw, gpu, per_node) if nodes > 1 else (None, True)
     island = per_node if nvlink else 1
@@ -497,45 +491,34 @@ def read_layout(raw: Raw, stack: Stack, model: ModelSpec, world: int, per_node: 
     ep = ep if model.experts and model.experts % ep == 0 else 1
     virtual = whole(raw, "vpp", 1) if pp > 1 else 1
     sp, compiled = words(raw, "seq_parallel"), words(raw, "compile")
-    try:
-        return Layout(
-            world_size=world, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
-            sharding=sharding,
-            sequence_parallel=tp > 1 and (sp in ("yes", "true", "1") or (sp not in ("no", "false", "0")
-                                                                         and stack.sequence_parallel)),
-            schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
-            gradient_accumulation=accumulation, checkpointing=read_checkpointing(raw) or "none", precision=precision,
-            offload=read_offload(raw),
-            compile=compiled in ("yes", "true", "1") or "torch.compile" in words(raw, "note")
-            or (stack.engine.compile and not compiled),
-            fused_cross_entropy=fused_loss(raw, stack),
-        )  # fmt: skip
-    except LayoutError as error:
-        raise UnreadError(str(error)) from error
-
-
-def layout_unknown(raw: Raw, stack: Stack, world: int) -> bool:
-    """No degree is published, of a stack that would not run one model on so many GPUs without any."""
-    if world == 1 or any(raw.get(name) for name in ("tp", "pp", "dp", "sharding")):
-        return False
-    return stack.default_sharding != "zero3"
+    return Layout(
+        world_size=world, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
+        sharding=sharding,
+        sequence_parallel=tp > 1 and (sp in ("yes", "true", "1") or (sp not in ("no", "false", "0")
+                                                                     and stack.sequence_parallel)),
+        schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
+        gradient_accumulation=accumulation, checkpointing=read_checkpointing(raw) or "none", precision=precision,
+        offload=read_offload(raw),
+        compile=compiled in ("yes", "true", "1") or "torch.compile" in words(raw, "note")
+        or (stack.engine.compile and not compiled),
+        fused_cross_entropy=fused_loss(raw, stack),
+    )  # fmt: skip
 
 
 def read_row(columns: Raw) -> Row:
-    """Build the question; `UnreadError` says why it cannot be asked."""
+    """Build the question. UnreadError, ShapeError and LayoutError say why it cannot be asked."""
     raw = with_words_of_note(columns)
     gpu = read_gpu(raw)
     stack = stack_matching(raw, gpu)
-    try:
-        model, sure = shape_of(raw, number)
-    except ShapeError as error:
-        raise UnreadError(str(error)) from error
+    model, sure = shape_of(raw, number)
     world = read_world(raw)
     sequence = read_sequence(raw, int(number(raw, "gbs") or 0) or None)
     precisions, stated = read_precisions(raw, gpu, stack)
     links, known = read_links(raw, gpu, world)
     layout = read_layout(raw, stack, model, world, links.ranks_per_node, precisions[0])
-    unknown = layout_unknown(raw, stack, world)
+    # no degree is published, of a stack that would not run one model on so many GPUs without any
+    unpublished = not any(raw.get(name) for name in ("tp", "pp", "dp", "sharding"))
+    unknown = unpublished and world > 1 and stack.default_sharding != "zero3"
     gaps = {"model": not sure, "precision": not stated, "network": not known, "layout": unknown}
     checkpointing = read_checkpointing(raw)
     seconds = read_seconds(raw, model, world, sequence, layout.global_batch)
@@ -571,9 +554,9 @@ def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
                 columns["note"] = added or columns.get("note", "")
                 try:
                     rows.append(read_row(columns))
-                except UnreadError as error:
+                except (UnreadError, ShapeError, LayoutError) as error:
                     unread.append(Unread(
-                        row_id=columns.get("row_id") or "?", source=columns.get("source") or "?", why=str(error),
+                        source=columns.get("source") or "?", why=str(error),
                         timed=any(number(columns, name) for name in _TIMES), mixture=is_mixture(columns),
                     ))  # fmt: skip
     return rows, unread

@@ -1,27 +1,31 @@
 """Simulates `topoflight search`: `python bench/search.py` prints the table of docs/measurements/search.md.
 
 The planner is the product's own (collectives.search.plan); only transfers are drawn. A transfer takes the time of
-its slower end, times a node's own deviation (sigma 0.4 %), times noise. Noise is log-normal (sigma 0.5, 1.5 or 5 %);
-0.5 % of transfers take up to twice as long, and in 0.2 % of its rounds a whole node is slower by 30 %. The two
-rare events are assumptions: what they stand for (a job that ends late, a re-routed flow) has no published rate, and no
-GPU network was at hand to measure one.
+its slower end, times a node's own deviation (sigma 0.4 %), times noise. Noise is log-normal (sigma 0.5, 1.5 or 5 %), or
+in some fleets as real searches measured it (search.toml); 0.5 % of transfers take up to twice as long, and in
+0.2 % of its rounds a whole node is slower by 30 %. The two rare events are assumptions: what they stand for (a job that
+ends late, a re-routed flow) has no published rate, and no GPU network was at hand to measure one.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from collectives.search.plan import Outcome, Search, Test
+from contracts.tables import read_table
 
 NODE_SIGMA, RARE_TRANSFER, RARE_NODE = 0.004, 0.005, 0.002
+TABLE = read_table(__file__, "search.toml")
+MEASURED: list[float] = TABLE["measured"]
 KINDS = ("slow", "slow", "slow", "stuck", "dies", "part", "opaque")
 
 
@@ -30,7 +34,7 @@ class Fleet:
     """Nodes with their faults."""
 
     domains: list[str]
-    sigma: float
+    sigma: float  # of a transfer's time; 0: as measured
     draw: random.Random
     faults: dict[int, tuple[str, float, str]] = field(default_factory=dict)  # node: kind, excess, side
     links: dict[tuple[int, int], float] = field(default_factory=dict)  # excess; infinite: stuck
@@ -45,44 +49,51 @@ class Fleet:
             return Outcome(alone=tuple(times))
         if any(self.faults.get(node, ("",))[0] == "opaque" for node in test.nodes):
             return Outcome(lost=dead, ended=bool(dead))
-        found, stuck = [], []
-        for stride in range(1, len(test.nodes)):
+        size, found, stuck = len(test.nodes), [], []
+        sends, receives = ([self.excess(node, side) for node in test.nodes] for side in ("sends", "receives"))
+        own = [self.own[node] * (1.3 if node in rare else 1.0) for node in test.nodes]
+        for stride in range(1, size):
             for place, source in enumerate(test.nodes):
-                target = test.nodes[(place + stride) % len(test.nodes)]
-                excess = max(self.excess(source, "sends"), self.excess(target, "receives"),
-                             self.links.get((source, target), 0.0))  # fmt: skip
-                if excess == float("inf") or source in dead or target in dead:
+                other = (place + stride) % size
+                target = test.nodes[other]
+                excess = max(sends[place], receives[other], self.links.get((source, target), 0.0))
+                if excess == float("inf"):
                     stuck.append((source, target))
                     continue
-                for _ in range(test.repeats):
-                    seconds = (1 + excess) * max(self.own[source], self.own[target])
-                    seconds *= self.draw.lognormvariate(0, self.sigma)
-                    seconds *= 1.3 if rare & {source, target} else 1.0
-                    seconds *= 1 + self.draw.random() if self.draw.random() < RARE_TRANSFER else 1.0
-                    found.append((source, target, -1, seconds))
+                usual = (1 + excess) * max(own[place], own[other])
+                found += [(source, target, -1, usual * self.noise()) for _ in range(test.repeats)]
             if stuck:
                 break
         return Outcome(transfers=tuple(found), stuck=tuple(stuck), lost=dead)
+
+    def noise(self) -> float:
+        """Draw the time of a transfer over its usual one."""
+        seconds = math.exp(self.draw.gauss(0, self.sigma)) if self.sigma else self.draw.choice(MEASURED)
+        return seconds * (1 + self.draw.random() if self.draw.random() < RARE_TRANSFER else 1.0)
 
     def excess(self, node: int, side: str) -> float:
         """Give the excess of a node's transfers on one side."""
         kind, excess, where = self.faults.get(node, ("", 0.0, ""))
         hit = where in ("both", side)
-        return (float("inf") if kind == "stuck" else excess if kind == "slow" else 0.0) if hit else 0.0
+        if kind == "dies" or (kind == "stuck" and hit):
+            return float("inf")
+        return excess if kind == "slow" and hit else 0.0
 
 
-def fleet(nodes: int, bad: int, links: int, domain: int, kinds: tuple[str, ...], seed: int) -> Fleet:
-    """Draw a fleet; `domain` is the nodes of a domain, 0 where none is known."""
-    draw = random.Random(f"{nodes} {bad} {links} {seed} {domain} {kinds}")
+def fleet(row: Mapping[str, Any], seed: int) -> Fleet:
+    """Draw a fleet of this row of search.toml."""
+    nodes, domain, kinds = row["nodes"], row["domain"], tuple(row.get("kinds", KINDS))
+    draw = random.Random(f"{nodes} {row['bad']} {row['links']} {seed} {domain} {kinds}")
     names = [f"rack-{node // domain}" if domain else "" for node in range(nodes)]
-    made = Fleet(domains=names, sigma=draw.choice((0.005, 0.015, 0.05)), draw=draw)
+    made = Fleet(domains=names, sigma=0.0 if row.get("measured") else draw.choice((0.005, 0.015, 0.05)),
+                 draw=draw)  # fmt: skip
     made.own = [max(0.9, draw.gauss(1, NODE_SIGMA)) for _ in range(nodes)]
-    for node in draw.sample(range(nodes), bad):
+    for node in draw.sample(range(nodes), row["bad"]):
         kind = draw.choice(kinds)
         excess = 10 ** draw.uniform(-1.5, 1) if kind == "slow" else draw.uniform(0.3, 2)  # 3 % to 10 times
         made.faults[node] = (kind, excess, draw.choice(("both", "sends", "receives")))
     groups = [group for group in Search(names)._near(range(nodes)) if len(group) > 2]
-    while len(made.links) < links:
+    while len(made.links) < row["links"]:
         pair = tuple(draw.sample(draw.choice(groups), 2))
         if made.faults.keys().isdisjoint(pair):
             made.links[pair[0], pair[1]] = draw.choice((float("inf"), draw.uniform(0.5, 5)))
@@ -127,32 +138,13 @@ def search(one: Fleet, name: str, score: Score) -> None:
     score.links_missed += [f"{name}: link {link} {one.links[link]}" for link in set(one.links) - links]
 
 
-# Nodes, bad nodes, bad links, nodes of a domain, kinds of faults, share of the runs.
-ROWS: tuple[tuple[str, int, int, int, int, tuple[str, ...], int], ...] = (
-    ("healthy", 232, 0, 0, 18, KINDS, 100),
-    ("5 slow nodes", 232, 5, 0, 18, ("slow",), 100),
-    ("5 bad nodes, any fault", 232, 5, 0, 18, KINDS, 100),
-    ("5 whose groups do not end", 232, 5, 0, 18, ("opaque",), 100),
-    ("no topology, 3 bad", 232, 3, 0, 0, KINDS, 100),
-    ("3 bad links", 232, 0, 3, 18, KINDS, 100),
-    ("16 nodes, 1 bad", 16, 1, 0, 0, KINDS, 800),
-    ("16 nodes, 1 bad link", 16, 0, 1, 0, KINDS, 500),
-    ("64 nodes, 3 bad, 1 link", 64, 3, 1, 18, KINDS, 600),
-    ("64 nodes, healthy", 64, 0, 0, 0, KINDS, 300),
-    ("256 nodes, 5 %, 2 links", 256, 13, 2, 16, KINDS, 250),
-    ("1,024 nodes, 2 %, 3 links", 1024, 20, 3, 18, KINDS, 40),
-    ("4,096 nodes, 5 %, 5 links", 4096, 205, 5, 18, KINDS, 8),
-    ("16,384 nodes, 1 %, 5 links", 16384, 164, 5, 72, KINDS, 2),
-)
-
-
 def simulate(share: float) -> Iterator[tuple[str, Score]]:
-    """Run each row `share` times its number of runs; a small share leaves out the largest fleets."""
-    for row, nodes, bad, links, domain, kinds, runs in ROWS:
+    """Run each fleet of search.toml `share` times its number of runs; a small share leaves out the largest fleets."""
+    for name, row in TABLE["fleets"].items():
         score = Score()
-        for seed in range(round(runs * share)):
-            search(fleet(nodes, bad, links, domain, kinds, seed), f"{row} #{seed}", score)
-        yield row, score
+        for seed in range(round(row["runs"] * share)):
+            search(fleet(row, seed), f"{name} #{seed}", score)
+        yield name, score
 
 
 def main() -> None:
@@ -173,7 +165,6 @@ def main() -> None:
               f"| {len(score.links_missed)} of {score.links} |", flush=True)  # fmt: skip
         for line in (*score.accused[:5], *score.missed[:8], *score.links_missed[:5]):
             print(f"  {line}", file=sys.stderr)
-    print(f"\n{time.process_time():.0f} CPU s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -44,14 +44,10 @@ def _named(name: str) -> ModelSpec | None:
     return None
 
 
-def size_of(name: str, billions: float | None) -> tuple[float | None, float | None]:
-    """Weights of a model, all and active ones, by column or name: "Llama-like-1.34B", "30B_a3B"."""
-    active = re.search(r"(?<![a-z0-9])a(\d+(?:\.\d+)?)b", name, re.I)
+def weights_by_name(name: str) -> float | None:
+    """All weights of a model by its name: "Llama-like-1.34B", "30B_a3B"."""
     named = re.search(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", name, re.I)
-    total = billions
-    if total is None and named:
-        total = float(named[1]) / (1000.0 if named[2].lower() == "m" else 1.0)
-    return (total * 1e9 if total else None), (float(active[1]) * 1e9 if active else None)
+    return float(named[1]) * (1e6 if named[2].lower() == "m" else 1e9) if named else None
 
 
 def _of_size(name: str, total: float, vocab: int, layers: int | None, hidden: int | None) -> ModelSpec:
@@ -90,7 +86,8 @@ def shape_of(raw: dict[str, str], number: Callable[[dict[str, str], str], float 
             return replace(known, layers=sizes[0]), True
     if _HYBRID.search(name):
         raise ShapeError(f"model {name!r}: a hybrid of attention and state-space layers")
-    total, _ = size_of(name, number(raw, "params_b"))
+    billions = number(raw, "params_b")
+    total = weights_by_name(name) if billions is None else billions * 1e9
     mixture = is_mixture(raw)
     few = re.search(r"(?<![a-z0-9])(\d+)x\d+b", name, re.I)
     if mixture and not (few and layers and hidden):
@@ -120,7 +117,7 @@ def _of_columns(name: str, sizes: tuple[int, int, int], experts: int, column: Ca
     plain = replace(made, family="gpt", tied_embeddings=True, gated_mlp=False)
     if _GATED.search(name):
         return made
-    total, _ = size_of(name, None)
+    total = weights_by_name(name)
     if not re.search(r"gpt|mpt|opt|bloom|falcon|nemotron", name, re.I) and total and ffn != 4 * hidden:
         return min((made, plain), key=lambda shape: abs(weights(shape).total - total))
     return plain

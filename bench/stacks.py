@@ -109,19 +109,15 @@ _PURE = r"\b(bf16|bfloat16|16)[- ]true|pure[- _]?(bf16|bfloat16)|(bf16|bfloat16)
 _MIXED = r"\bamp\b|amp_|autocast|mixed|fp32 (param|weight|master)"
 
 
-def _degree(raw: Mapping[str, str], name: str) -> int:
-    text = raw.get(name) or ""
-    return int(text) if text.isdecimal() else 1
-
-
 def unknown_stack(raw: Mapping[str, str]) -> Stack:
     """The stack of a row whose framework nobody knows: FSDP, or where the degrees say so Megatron's way."""
-    parallel = any(_degree(raw, name) > 1 for name in ("tp", "pp", "cp", "ep", "vpp"))
+    degrees = [raw.get(name) or "" for name in ("tp", "pp", "cp", "ep", "vpp")]
+    parallel = any(degree.isdecimal() and int(degree) > 1 for degree in degrees)
     sharded = re.search(r"fsdp|zero[-_ ]?3|full_shard", (raw.get("sharding") or "").lower())
     if parallel and not sharded:
         return _UNKNOWN_FUSED if "fp8" in (raw.get("precision") or "").lower() else _UNKNOWN_PARALLEL
     text = f"{raw.get('precision') or ''} ; {raw.get('note') or ''}".lower()
-    plain = re.search(_PURE, text) or (_degree(raw, "world") == 1 and (raw.get("world") or "") == "1")
+    plain = re.search(_PURE, text) or raw.get("world") == "1"
     return _UNKNOWN_PLAIN if plain and not re.search(_MIXED, text) else _UNKNOWN
 
 

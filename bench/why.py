@@ -2,13 +2,12 @@
 
 Each fault starts its own ranks (tests/why/ranks.py or training.py). The ranks are diagnosed again and again, as by
 `--watch`, until the verdict names a cause or the time is over. A case without a fault passes only where no cause was
-named at any time. --results FILE adds a line of JSON for each run; --page FILE prints the table of such a file.
+named at any time. At the end the table of all runs is printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
@@ -142,10 +142,8 @@ def started(fault: Fault, folder: Path) -> Iterator[Any]:
     with ExitStack() as stack:
         if fault.kind:
             environment = monitored({"WHY_AT": "300", **environment, "PYTHONPATH": ""}, folder)
-        rig = on_hosts(fault, folder, environment, stack) if fault.hosts else None
-        if rig is None:
-            torchrun(fault, folder, environment, stack)
-        yield rig
+        start = on_hosts if fault.hosts else torchrun
+        yield start(fault, folder, environment, stack)
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
@@ -154,7 +152,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
     job.wait()
 
 
-def one(fault: Fault) -> Result:
+def run_fault(fault: Fault) -> Result:
     """Make it once, and ask until a cause is named."""
     with tempfile.TemporaryDirectory(prefix="why-") as name:
         folder = Path(name)
@@ -162,9 +160,9 @@ def one(fault: Fault) -> Result:
             _wait_for_ranks(fault, folder)
             if fault.act:
                 time.sleep(2)
-                act(fault, folder, rig)
+                make_fault(fault, folder, rig)
             began = time.monotonic()
-            result = _ask(fault, folder, began)
+            result = _diagnose(fault, folder, began)
             _restore_cgroup(folder)
             if (happened := folder / "happened").exists():
                 result.seconds = max(0.0, time.time() - happened.stat().st_mtime)
@@ -187,7 +185,7 @@ def _wait_for_ranks(fault: Fault, folder: Path) -> None:
         time.sleep(0.5)
 
 
-def _ask(fault: Fault, folder: Path, began: float) -> Result:
+def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
     verdict, requested_at = Verdict(state="fine", line=""), 0.0
     while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
         if now - requested_at > ranks.ASK_SECONDS:
@@ -211,7 +209,7 @@ def _ask(fault: Fault, folder: Path, began: float) -> Result:
     return Result(right, time.monotonic() - began, verdict)
 
 
-def act(fault: Fault, folder: Path, rig: Any) -> None:
+def make_fault(fault: Fault, folder: Path, rig: Any) -> None:
     """What is done to the culprit from outside."""
     state = ranks.states_of(folder / "ranks")[0][CULPRIT]
     if fault.act.startswith("SIG"):
@@ -252,52 +250,34 @@ def _restore_cgroup(folder: Path) -> None:
 
 
 def main() -> int:
-    """Run them, and print a line each; or the table of what was run."""
+    """Run them, print a line each, and at the end the table of the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="FAULT")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--page", type=Path)
     options = parser.parse_args()
-    if options.page:
-        print(page([json.loads(line) for line in options.page.read_text().splitlines()]))
-        return 0
     chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
-    is_wrong = False
+    found: dict[str, list[Result]] = defaultdict(list)
     with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = {pool.submit(one, fault): fault for _ in range(options.times) for fault in chosen}
+        jobs = {pool.submit(run_fault, fault): fault for _ in range(options.times) for fault in chosen}
         for job in as_completed(jobs):
             fault = jobs[job]
             if job.exception() is not None:  # it was not made: the ranks did not meet, say
                 print(f"----- {fault.name:20} not made: {job.exception()!r}"[:200], flush=True)
                 continue
             result = job.result()
-            is_wrong = is_wrong or not result.right
-            if options.results:
-                row = {"name": fault.name, "right": result.right, "seconds": round(result.seconds, 1),
-                       "line": result.verdict.line}  # fmt: skip
-                with options.results.open("a") as stream:
-                    stream.write(json.dumps(row) + "\n")
+            found[fault.name].append(result)
             mark = "ok   " if result.right else "WRONG"
             print(f"{mark} {fault.name:20} {result.seconds:5.1f} s  {result.verdict.line[:150]}", flush=True)
-            if not result.right:
-                for cause in result.verdict.causes[:3]:
-                    print(f"        {cause.code} {cause.ranks} {cause.nodes} {cause.evidence[:4]}", flush=True)
-    return int(is_wrong)
-
-
-def page(rows: list[dict[str, Any]]) -> str:
-    """A table of all runs, the faults first; what was run and is no row of the table any more is left out."""
-    lines = ["| case | right | median seconds to the verdict |", "|---|---|---:|"]
-    for fault in sorted(FAULTS, key=lambda fault: not fault.code):
-        runs = [row for row in rows if row["name"] == fault.name]
-        if runs:
-            seconds = f"{statistics.median(row['seconds'] for row in runs):.0f}" if fault.code else ""
-            right = sum(row["right"] for row in runs)
+            for cause in result.verdict.causes[:3] if not result.right else ():
+                print(f"        {cause.code} {cause.ranks} {cause.nodes} {cause.evidence[:4]}", flush=True)
+    print("| case | right | median seconds to the verdict |\n|---|---|---:|")
+    for fault in sorted(chosen, key=lambda fault: not fault.code):  # the harmless ones last
+        if runs := found[fault.name]:
+            seconds = f"{statistics.median(run.seconds for run in runs):.0f}" if fault.code else ""
             words = f"{fault.kind.upper()}: {fault.words}" if fault.kind else fault.words
-            lines.append(f"| {words} (`{fault.name}`) | {right} of {len(runs)} | {seconds} |")
-    return "\n".join(lines)
+            print(f"| {words} (`{fault.name}`) | {sum(run.right for run in runs)} of {len(runs)} | {seconds} |")
+    return int(not all(run.right for runs in found.values() for run in runs))
 
 
 if __name__ == "__main__":

@@ -51,11 +51,11 @@ class RunForecast:
     @property
     def allocated_bytes(self) -> Interval | None:
         """Of memory_bytes what tensors take: without the allocator's losses, workspaces and the CUDA context."""
-        due, beside = self.memory_bytes, ("fragmentation", "reserved", "context")
+        due, other_parts = self.memory_bytes, ("fragmentation", "reserved", "context")
         if due is None or not self.memory_parts:
             return None
         total = sum(part.value for part in self.memory_parts)
-        share = sum(part.value for part in self.memory_parts if part.name not in beside) / total
+        share = sum(part.value for part in self.memory_parts if part.name not in other_parts) / total
         return Interval(low=due.low * share, mid=due.mid * share, high=due.high * share)
 
 
@@ -121,7 +121,7 @@ def choose(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()
         made, _, notes = read_config(config, overrides)
         return JobPlan(config=made, notes=tuple(notes)), made
     if config is not None:
-        raise ConfigError(f"--config {config}: the plan holds the settings; leave one of --plan and --config away")
+        raise ConfigError(f"--config {config}: the plan holds the settings; use only one of --plan and --config")
     found = read(plan, overrides)
     return found, found.config or JobConfig()
 

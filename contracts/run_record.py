@@ -333,7 +333,7 @@ def failed_ranks(log: str) -> list[FailedRank]:
 
 
 def first_failed_rank(log: str) -> FailedRank | None:
-    """The rank that torchrun saw fail first; None where its log does not tell."""
+    """The rank that torchrun saw fail first; None if its log does not show it."""
     return next(iter(failed_ranks(log.partition("Root Cause")[2])), None)
 
 

@@ -43,7 +43,7 @@ class Alert:
     firing: dict[str, str]  # series: values, one per minute
     quiet: dict[str, str]
     labels: dict[str, str] = field(default_factory=dict)  # of the fired alert, beside HOST's and severity
-    says: str  # the description as it fires
+    fired_description: str  # with the values of the firing case
     after: int = 0  # minutes until the firing case is one
     where: str = NODE  # what the alert is about, first in the summary; `place` is the same as it fires
     place: str = "node-a"
@@ -109,7 +109,7 @@ def on_finding(
             series(f'{finding}{{code="other.{case}", severity="fail"}}'): "1x120",
         },
         labels={"code": case, "outcome": as_severity} | ({"subject": subject} if subject else {}),
-        says=f"{what} Finding {case} ({as_severity}): {place}.",
+        fired_description=f"{what} Finding {case} ({as_severity}): {place}.",
     )
 
 
@@ -128,7 +128,7 @@ def on_limit(*, name: str, reasons: str, what: str, case: str) -> tuple[Alert, A
         firing={held: "1x120"},  # processes that are unknown are no job
         quiet={held: "1x120", processes: "1x120", **other},
         labels={"gpu": "3", "reason": case},
-        says=f"GPU 3 of node-a runs at reduced clocks ({case}). No job is known to run on it.",
+        fired_description=f"GPU 3 of node-a runs at reduced clocks ({case}). No job is known to run on it.",
     )  # fmt: skip
     busy = Alert(
         name=f"{name}UnderJob", expr=f"{throttling} and {JOB_RUNS}", severity="critical",
@@ -137,7 +137,7 @@ def on_limit(*, name: str, reasons: str, what: str, case: str) -> tuple[Alert, A
         firing={held: "1x120", processes: "1x120"},
         quiet={held: "1x120", processes: "0x120", **other},
         labels={"gpu": "3", "reason": case},
-        says=f"GPU 3 of node-a runs at reduced clocks ({case}). Every rank of its job waits for it.",
+        fired_description=f"GPU 3 of node-a runs at reduced clocks ({case}). Every rank of its job waits for it.",
     )  # fmt: skip
     return idle, busy
 
@@ -167,7 +167,7 @@ def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
             },
             "exp_annotations": {
                 "summary": f"{alert.place}: {alert.summary}",
-                "description": alert.says,
+                "description": alert.fired_description,
                 **alert.links("10.0.0.7%3A9402", "topoflight", f"http://{HOST['instance']}/"),
             },
         }  # fmt: skip

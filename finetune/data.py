@@ -174,16 +174,16 @@ def prepare(config: JobConfig, split: str, tokenizer: Any) -> tuple[list[Example
     """The examples of a split, packed where asked, and how many rows were dropped or cut."""
     rows = load_rows(config, split)
     encoded = [encode_row(row, tokenizer, config) for row in rows]
-    kept = [e for e in encoded if e is not None]
-    if not kept:
+    usable = [e for e in encoded if e is not None]
+    if not usable:
         raise ConfigError(f"dataset_name={config.dataset_name!r}: no row of {split!r} has a token that counts")
     counts = {
         "rows": len(rows),
-        "dropped_rows": len(rows) - len(kept),
-        "cut_rows": sum(len(e.tokens) == config.max_length for e in kept),
-        "tokens": sum(len(e.tokens) for e in kept),
+        "dropped_rows": len(rows) - len(usable),
+        "cut_rows": sum(len(e.tokens) == config.max_length for e in usable),
+        "tokens": sum(len(e.tokens) for e in usable),
     }
-    return (pack(kept, config.max_length) if config.packing else kept), counts
+    return (pack(usable, config.max_length) if config.packing else usable), counts
 
 
 def check_vocabulary(examples: Sequence[Example], tokenizer: Any, vocabulary: int, config: JobConfig) -> None:

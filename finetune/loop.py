@@ -42,7 +42,7 @@ class DivergedError(EndedError):
 
 
 class StoppedError(EndedError):
-    """Somebody asked the run to stop; it goes on from its checkpoint."""
+    """The run was asked to stop; it resumes from its checkpoint."""
 
     code, status = RESUMABLE, "interrupted"
 
@@ -249,7 +249,7 @@ class Trainer:
         if done.stop:
             self.save(place)
             self.store.finish()
-            raise StoppedError(f"SIGTERM: saved at step {step}; start again to go on")
+            raise StoppedError(f"SIGTERM: saved at step {step}; start again to resume")
         if config.save_strategy == "steps" and step % config.save_steps == 0:
             self.save(place)
             self.recorder.write()

@@ -313,8 +313,8 @@ def _shallow(model: Any) -> Any:
     """The same parameters under new containers, down to the layer list."""
     memo: dict[int, Any] = {}
     lm = causal_lm(model)
-    for kept in (*lm.model.layers, lm.model.embed_tokens, lm.model.norm, lm.lm_head, lm.model.rotary_emb):
-        memo[id(kept)] = kept
+    for module in (*lm.model.layers, lm.model.embed_tokens, lm.model.norm, lm.lm_head, lm.model.rotary_emb):
+        memo[id(module)] = module
     return copy.deepcopy(model, memo)
 
 

@@ -195,8 +195,8 @@ def _selection(kind: str) -> dict[str, Any]:
         return {}
 
     def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        kept = op in KEPT or op._schema.name in KEPT_NAMED
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        saves = op in KEPT or op._schema.name in KEPT_NAMED
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 

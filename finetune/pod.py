@@ -295,7 +295,7 @@ class Pod:
             self.restarts += 1
             return Verdict(again=True, code=RESUMABLE, why=why)
         done = f"{why}; restart {self.settings.restarts} of {self.settings.restarts} is used up"
-        return Verdict(again=False, code=UNAVAILABLE, why=f"{done}: launched again it goes on from the last checkpoint")
+        return Verdict(again=False, code=UNAVAILABLE, why=f"{done}: a new launch resumes from the last checkpoint")
 
     def _close(self, verdict: Verdict, wires: Iterable[Wire]) -> Verdict:
         """Send the verdict to all pods, and end the record where the ranks could not."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WHOLE_SECONDS = 20.0  # a pod that is told to end has 30 s by default
+WHOLE_SECONDS = 20.0  # the default terminationGracePeriodSeconds of a pod is 30 s
 ONE_SECONDS = 5.0
 TRIES = 3
 PAUSE_SECONDS = 2.0  # for an agent that restarts or has not scanned yet

@@ -276,8 +276,8 @@ class Recorder:
         """This rank's peak, of a GPU after the warm-up."""
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            beside = max(0, total - free - torch.cuda.memory_reserved(self.device))  # context, NCCL, others
-            reserved = torch.cuda.max_memory_reserved(self.device) + beside
+            other_bytes = max(0, total - free - torch.cuda.memory_reserved(self.device))  # context, NCCL, others
+            reserved = torch.cuda.max_memory_reserved(self.device) + other_bytes
             return Peak(reserved, torch.cuda.max_memory_allocated(self.device))
         return Peak(max(0, self.peak or highest_rss_bytes() - self.baseline_rss), 0)
 
@@ -292,8 +292,8 @@ class Recorder:
         where = f"rank {os.environ.get('RANK', '0')}, " + (
             f"step {len(self.losses) + 1}" if self.started else "loading"
         )
-        had = memory_words(self.device, self.capacity, self.baseline_rss, rss_bytes())
-        return f"{where}: {error.splitlines()[0][:200]}; {had}; {forecast_words(self.record.forecast)}"
+        memory = memory_words(self.device, self.capacity, self.baseline_rss, rss_bytes())
+        return f"{where}: {error.splitlines()[0][:200]}; {memory}; {forecast_words(self.record.forecast)}"
 
     def measured(self) -> Measured:
         """The numbers that a forecast can be held against."""

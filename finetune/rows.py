@@ -410,8 +410,8 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
     counts = Counter(len(one.tokens) for one in encoded if one is not None)
     if not counts:
         raise RowsError(f"dataset_name={config.dataset_name!r}: no row has a token that counts")
-    kept = len(rows) * sum(counts.values()) // len(picked)
-    return {"rows": kept, "measured": len(picked), "histogram": sorted(_scaled(counts, kept).items())}
+    count = len(rows) * sum(counts.values()) // len(picked)
+    return {"rows": count, "measured": len(picked), "histogram": sorted(_scaled(counts, count).items())}
 
 
 def _here(config: JobConfig) -> list[Row] | None:

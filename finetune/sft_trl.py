@@ -54,7 +54,7 @@ def train(config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device
     made.find_fullest_rank()
     record.checkpoint = get_last_checkpoint(args.output_dir)
     if seen.stopped and trainer.state.global_step < trainer.state.max_steps:
-        raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to go on")
+        raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to resume")
     trainer.save_model(args.output_dir)
     setattr(record, "adapter" if config.use_peft else "saved_model", args.output_dir)
     if args.push_to_hub:

@@ -80,7 +80,7 @@ class Recommendation:
     sound_here: RankedLayout | None = None  # that layout on the nodes as they are
     total_steps: int | None = None  # of the whole run, where a budget of steps or tokens was given
     total_seconds: Interval | None = None  # of the whole run
-    total_cost: Interval | None = None  # of the whole run, in the money of the user's price
+    total_cost: Interval | None = None  # of the whole run, in the currency of the user's price
     node_hour_price: float | None = None  # as the user gave it
     rows: int | None = None  # of the data set, where it was counted
     schema_version: int = SCHEMA_VERSION

@@ -1,4 +1,4 @@
-"""The one function that answers: environment, layout, forecast, what was turned down, for one job on one cluster."""
+"""The one function that answers: environment, layout, forecast and rejected layouts, for one job on one cluster."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, get_args
 from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.trl import spelled
-from hardware.gpus import Gpu, fallback_gpu, gpu_named, of_board
+from hardware.gpus import Gpu, gpu_named, gpus, of_board
 from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
-from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device, with_links
+from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
 from planner.forecast.faults import Findings, apart, as_is, counted, repaired, repaired_links, slowed
@@ -30,9 +30,10 @@ from planner.forecast.specs import (
     longest_row,
     rows_are_assumed,
 )
-from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
+from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
+from planner.nccl_env.situation import situation
 from planner.nccl_env.texts import Note
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
@@ -99,9 +100,10 @@ def _rates(
         known = [gpu for name in models if (gpu := gpu_named(name))]
         if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest model
             return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
-        other = fallback_gpu()
+        other = next(gpu for gpu in gpus() if gpu.is_fallback)
         unknowns.append(
-            f"GPU {node.gpus[0].model!r} is in no table: its speed is assumed to be an {other.name}'s; calibrate"
+            f"GPU {node.gpus[0].model!r} is not in the catalogue: the speed of {other.name} is assumed; "
+            "run topoflight calibrate"
         )
         rates = gpu_rates(other, train, engine, precision)
         memory = float(node.gpus[0].memory_bytes) if node.gpus[0].memory_bytes else None
@@ -170,7 +172,7 @@ def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknow
                 held.append(f"{taken / GIB:.1f} GiB of {one.name} on {node.hostname}" + (f" (pid {pids})" * bool(pids)))
     if held:
         more = f" and of {len(held) - 4} more GPUs" if len(held) > 4 else ""
-        unknowns.append(f"other processes hold {', '.join(held[:4])}{more}: the forecast has the rest of the memory")
+        unknowns.append(f"other processes hold {', '.join(held[:4])}{more}: the forecast uses the rest of the memory")
     return sizes
 
 
@@ -250,8 +252,8 @@ def plan(
         precision = precision if "precision" in requested else "fp32"
     if model.max_positions and train.sequence_length > model.max_positions:  # a learned table's end is rules' word
         unknowns.append(
-            f"{train.sequence_length} tokens are beyond {model.name}'s {model.max_positions} positions: whether it "
-            "holds there its config.json (rope_scaling) decides, not this forecast"
+            f"{train.sequence_length} tokens are beyond {model.name}'s {model.max_positions} positions: whether "
+            "the model works at this length depends on its config.json (rope_scaling), which is not judged here"
         )
     rates = _rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
     now = as_is(links, findings or {}, snapshots, interface=interface)
@@ -261,10 +263,8 @@ def plan(
     calibrated = False
     if calibration is not None:
         check_device(calibration, rates.device, forecast)
-        links = with_links(calibration, links)
         rates = apply_calibration(calibration, rates, engine, constants)
         calibrated = rates.how == "measured"
-    adam = min(train.host_threads * ADAM_THREAD_BYTES_PER_SECOND, ADAM_RANK_BYTES_PER_SECOND)
     capacity = rates.memory_bytes
     if has_gpu:
         sizes = _free_memory(cluster, snapshots, unknowns)
@@ -273,9 +273,7 @@ def plan(
         unknowns.append("device memory unknown: nothing was rejected for its memory")
     lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
     if lost:
-        unknowns.append(
-            f"{', '.join(lost[:8])} cannot be used: repair it first; the layout is for the GPUs that are left"
-        )
+        unknowns.append(f"{', '.join(lost[:8])} cannot be used: repair it first; the layout is for the remaining GPUs")
     capability = _capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
         unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
@@ -300,7 +298,7 @@ def plan(
         job=Job(
             model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
             host_memory_bytes=_host_memory(cluster, snapshots), rates=rates, constants=constants,
-            host_adam_bytes_per_second=adam,
+            host_adam_bytes_per_second=ADAM_THREAD_BYTES_PER_SECOND,
         ),
         world=world,
         global_batch=_batch(model, train, engine, world, requested, unknowns),
@@ -348,7 +346,7 @@ def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
     due = forecast_named(planned, layout)
     ratio = seconds / due.forecast.step_seconds.mid
     rates = planned.job.rates
-    words = f"a step of {due.layout.family} took {seconds:.3g} s, {ratio:.2f} times its forecast: each step is taken so"
+    words = f"a step of {due.layout.family} took {seconds:.3g} s, {ratio:.2f} x its forecast: all forecasts are scaled"
     job = replace(planned.job, rates=replace(rates, inputs=(*rates.inputs, words)))
     return replace(planned, job=job, scale=planned.scale * ratio, calibrated=True)
 
@@ -377,7 +375,7 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
         if left:
             raise LayoutError(
                 f"global batch {planned.global_batch} does not divide by {shape.data_parallel} data-parallel ranks x "
-                f"micro_batch {shape.micro_batch}; name --global-batch or another micro_batch"
+                f"micro_batch {shape.micro_batch}; change --global-batch or micro_batch"
             )
         shape = replace(shape, gradient_accumulation=accumulation)
     picked = fitting(planned.job, shape, planned.budget, named=named)
@@ -421,10 +419,11 @@ def recommend(
 
     `findings` are what is known to be wrong with the nodes, by hostname; the answer for sound nodes is given as well.
     """
-    env = nccl_env.settings(
+    case = situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
         evidence=evidence, ranks_per_node=ranks_per_node,
     )  # fmt: skip
+    env = nccl_env.settings(case)
     answer = Recommendation(
         settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train
     )
@@ -561,7 +560,7 @@ def _other_batches(planned: Planned) -> Iterator[int]:
 
 
 def _why_refused(planned: Planned, found: Found) -> Rejected:
-    """Of all that was turned down, the row that speaks of what the settings ask for."""
+    """Of all rejected layouts, the row about what the settings ask for."""
     families = [row for row in found.rejected if row.what.startswith("PP=")]
     short = [row for row in families if row.rule == "memory-fits"]
     row = next(iter(short or families or found.rejected), Rejected(what="", rule="asked", reason="no layout has them"))

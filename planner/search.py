@@ -185,6 +185,10 @@ def search(
         job=job, world=world, global_batch=global_batch, precision=precision,
         budget=budget, capacity=capacity, scale=scale, named=named,
     )  # fmt: skip
+    alone = Layout(world_size=1, precision=precision)
+    if broken := first_broken(job, alone, RULES_OF_DEGREES):  # by the model or the precision, whatever the degrees
+        run.found.rejected.append(Rejected(what="every layout", rule=broken[0], reason=broken[1]))
+        return run.found
     for split in run.splits():
         run.attempt_batches(split)
     run.note_what_was_left_out()

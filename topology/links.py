@@ -94,7 +94,7 @@ class NvLinks:
         if any(direct):
             short = first if direct[0] < direct[1] else second
             if direct[0] != direct[1] and self.unread(short.index) >= abs(direct[0] - direct[1]):
-                return max(direct), f"nvml: remote ends of the links, as GPU{b if short is first else a} tells them"
+                return max(direct), f"nvml: remote ends of the links, as GPU{b if short is first else a} reports them"
             return self._lower(a, b, *direct), "nvml: remote ends of the links"
         switched = _ending_at(first, "nvswitch"), _ending_at(second, "nvswitch")
         if all(switched):
@@ -107,7 +107,7 @@ class NvLinks:
         if (self.unread(a) or self.unread(b)) and self._may_link(first) and self._may_link(second):
             pair = self._pair(a, b)
             if pair is None or pair.p2p_nvlink in (None, "ok", "unknown"):
-                return None, "nvml did not tell of all NVLinks"
+                return None, "nvml did not report all NVLinks"
         return 0, ""
 
     def unread(self, index: int) -> int:

@@ -22,7 +22,7 @@ from agent.advice.request import (
     spans_nodes,
 )
 from agent.base import units
-from agent.base.inputs import RequestError, parse_version
+from agent.base.options import RequestError, parse_version
 from contracts import question
 from contracts.finding import Finding
 from contracts.layout import LayoutError
@@ -35,6 +35,7 @@ from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
+from planner.nccl_env.situation import situation
 from planner.recommend import best_layout, plan, recommend
 from planner.sweep import FrontierPoint, frontier
 from probes.api import Snapshot
@@ -43,7 +44,7 @@ from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
     from agent.checks.groups import Group
-    from agent.checks.view import View
+    from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
 _RENDERERS = {"env": render_env, "shell": render_shell, "k8s": render_k8s}
@@ -59,7 +60,7 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     budgets = {"steps": request.train.steps, **{name: getattr(request, name) for name in ("tokens", "hours", "epochs")}}
     budget_names = [name for name, value in budgets.items() if value is not None]
     if len(budget_names) > 1:
-        raise RequestError(f"{' and '.join(budget_names)}: give one budget")
+        raise RequestError(f"{' and '.join(budget_names)}: give only one of them")
     price = price_of(request)
     unknowns = (*advice.unknowns, request.unmeasured) if request.unmeasured else advice.unknowns
     advice = replace(advice, rows=rows_of(request), node_hour_price=price, unknowns=unknowns)
@@ -74,18 +75,22 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
 
 
+_ROUNDING = 1e-9  # of floating point: a whole number of steps stays that number
+
+
 def steps_of(request: Request, chosen: RankedLayout) -> int:
     """Optimizer steps of the whole run, at least one. RequestError for epochs of an unknown number of rows."""
     forecast = chosen.forecast
     if request.train.steps is not None:
         return request.train.steps
     if request.hours is not None:
-        return int(request.hours * 3600 / forecast.step_seconds.mid)
+        return int(request.hours * 3600 / forecast.step_seconds.mid * (1.0 + _ROUNDING))
     if request.tokens is not None:
-        return max(1, math.ceil(request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)))
+        steps = request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)
+        return max(1, math.ceil(steps * (1.0 - _ROUNDING)))
     rows = rows_of(request)
     if rows is None:
-        raise RequestError("epochs: how many rows the data has is not known; give rows, lengths or dataset")
+        raise RequestError("epochs: the number of rows is unknown; give rows, lengths or dataset")
     train = request.train
     if train.packing and train.length_histogram:  # rows are packed into sequences
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
@@ -117,10 +122,10 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
         group for group in grouped(checks) if {check.code for check in group.checks if check.status == "fail"} - counted
     ]
     ends, left_out = "this fault ends the job", "the forecast does not count this fault"
-    said = tuple(f"{ends if ENDS & set(group.codes) else left_out}: {_fault(group)}" for group in groups[:_FAULTS_SAID])
-    more = len(groups) - len(said)
+    rows = tuple(f"{ends if ENDS & set(group.codes) else left_out}: {_fault(group)}" for group in groups[:_FAULTS_SAID])
+    more = len(groups) - len(rows)
     rest = (f"{more} more findings of failed checks: topoflight scan",) if more else ()
-    return replace(advice, unknowns=(*advice.unknowns, *said, *rest)) if advice.chosen else advice
+    return replace(advice, unknowns=(*advice.unknowns, *rows, *rest)) if advice.chosen else advice
 
 
 def findings_of(checks: Iterable[Finding]) -> Findings:
@@ -134,8 +139,8 @@ def findings_of(checks: Iterable[Finding]) -> Findings:
 
 def _fault(group: Group) -> str:
     on = f"on {group.subjects[0]}" if len(group.subjects) == 1 else group.places
-    said = "; ".join(dict.fromkeys(check.message for check in group.checks)) if group.trouble else group.message
-    return f"{', '.join(group.codes)}{on and ' '}{on}: {said}"
+    text = "; ".join(dict.fromkeys(check.message for check in group.checks)) if group.trouble else group.message
+    return f"{', '.join(group.codes)}{on and ' '}{on}: {text}"
 
 
 def answer(
@@ -253,8 +258,8 @@ def command(request: Request) -> str:
     words += [word for path in request.hosts for word in ("--host", str(path))]
     if request.train.length_histogram:
         words += ["--lengths", ",".join(f"{tokens}:{rows}" for tokens, rows in request.train.length_histogram)]
-    said = {"root": "--root", **question.fields(), "bench_file": "--bench", "calibration": "--calibration"}
-    for name, option in said.items():
+    options = {"root": "--root", **question.fields(), "bench_file": "--bench", "calibration": "--calibration"}
+    for name, option in options.items():
         value = _member(request, name)
         if value not in (None, False, _member(Request(), name)):
             words += [f"--{value}"] if name == "transport" else [option] if value is True else [option, str(value)]
@@ -271,13 +276,14 @@ def _member(request: Request, name: str) -> Any:
 
 def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Recommendation:
     """The NCCL environment alone, where no model was named."""
-    found = nccl_env.settings(
+    case = situation(
         snapshots,
         cluster,
         nccl_version=parse_version(request.nccl_version),
         multi_node=spans_nodes(request, cluster),
         ranks_per_node=request.ranks_per_node,
     )
+    found = nccl_env.settings(case)
     seen = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
     backend = "rccl" if found.backend == "rccl" else seen
     return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs, backend=backend)
@@ -312,7 +318,7 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
     if form in _RENDERERS:
         return _RENDERERS[form](advice.settings)
     if advice.model is None:
-        raise RequestError(f"format {form}: name a model, this is a format for layouts")
+        raise RequestError(f"format {form}: requires a model, because it exports a layout")
     world = advice.chosen.layout.world_size if advice.chosen else nodes
     try:
         return stacks.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))
@@ -338,24 +344,24 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
     inside = {name for name, seen in roles.items() if seen <= POD_ROLES}
     secondary = any("secondary" in roles[name] for name in inside)
     where = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
-    kept, notes = [], []
+    settings, notes = [], []
     for setting in advice.settings:
         wrong = ""
         if setting.name.endswith("_SOCKET_IFNAME"):
             names = [name for name in setting.value.lstrip("^=").split(",") if name not in inside]
             wrong = f"{', '.join(names)} is an interface of {where}, and pods have their own" if names else ""
         elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
-            wrong = f"it counts in the GID table of {where}, and a pod sees another"
+            wrong = f"it is an index into the GID table of {where}, and a pod sees another table"
         elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
             notes.append(
                 f"{setting.name}={setting.value} is a file of the node's image; the pod's image must have it too"
             )
         if wrong:
-            more = "a capture from a pod on the job's networks tells"
+            more = "a capture in a pod on the job's networks shows it"
             notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")
         else:
-            kept.append(setting)
-    return replace(advice, settings=tuple(kept)), notes
+            settings.append(setting)
+    return replace(advice, settings=tuple(settings)), notes
 
 
 # The same job on other machines, numbers of nodes and networks.

@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from agent.advice.request import Request
+from agent.advice.advise import advise
+from agent.advice.request import Request, for_whole_run, with_rows
 from agent.base import units
-from agent.base.inputs import RequestError
+from agent.base.options import RequestError
 from agent.base.output import document
 from agent.checks.host_checks import gdrdma_possible
 from contracts import bounded, plain
 from contracts.job_config import DEFAULT_CONFIG, ConfigError, JobConfig, parse_config, read_file, with_overrides
 from contracts.job_plan import JobPlan, RunForecast, dumps
+from contracts.layout import Layout
 from contracts.tables import read_texts
 from contracts.trl import trl_settings
 from hardware.gpus import without_gdr
@@ -36,6 +38,8 @@ from planner.advice import Recommendation
 from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, checkpoint_bytes, save_seconds
 from planner.forecast.models import ModelError, hub_id, model_from_config, model_from_file, model_named
 from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.recommend import AS_ASKED
+from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.build import build
@@ -63,18 +67,6 @@ OURS, TRL = "topoflight", "trl"  # the trainers: finetune.loop and finetune.sft_
 def explicit_settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> dict[str, Any]:
     """The settings that are given, by today's names. Raises RequestError that names the file or the word."""
     return settings(config, overrides, trainer)[1]
-
-
-def trainer_of(config: Path | None, overrides: Iterable[str], requested: str) -> tuple[str, str]:
-    """The trainer of a file where `requested` is "auto", and why it is TRL's.
-
-    Raises RequestError for what neither trainer has.
-    """
-    only_trl: dict[str, None] = {}
-    _parsed(config, overrides, None if requested == OURS else only_trl)
-    if requested != "auto":
-        return requested, ""
-    return TRL if only_trl else OURS, "; ".join(only_trl)
 
 
 def settings(
@@ -208,6 +200,65 @@ def job_request(request: Request, config: Path | None, overrides: Sequence[str])
     return planned_for(replace(request, shape=shape), job, explicit)
 
 
+# Which of the two trainers runs a job: the built-in one, or TRL's for what the built-in one does not support.
+
+_OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
+
+
+def choose_trainer(
+    request: Request, config: Path | None, overrides: Sequence[str], requested: str, found: Sequence[Snapshot]
+) -> tuple[Recommendation, str, str]:
+    """The advice for the trainer that supports the file, the model and the layout; its name; a line with the reason.
+
+    `requested`: "auto", or a trainer. Raises RequestError for settings that neither trainer supports.
+    """
+    only_trl: dict[str, None] = {}
+    _parsed(config, overrides, None if requested == OURS else only_trl)
+    trainer, why = requested, ""
+    if requested == "auto":
+        trainer, why = (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
+    advice = _advise_for(request, config, overrides, trainer, found)
+    is_open = trainer == OURS and requested == "auto"
+    if advice.chosen is None and is_open and not any(row.rule == "memory-fits" for row in advice.rejected):
+        assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
+        measured = request.changed(length_histogram=advice.train.length_histogram)
+        other = _advise_for(measured, config, overrides, TRL, found)
+        if other.chosen is None:
+            return advice, OURS, f"with TRL's trainer: {describe_refusal(other)}"
+        simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
+        advice, trainer, why = other, TRL, simplest or advice.rejected[0].reason
+    if trainer not in (OURS, TRL):  # another stack, which --engine names
+        return advice, trainer, ""
+    if trainer == OURS:
+        line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
+        return advice, OURS, line if config and advice.chosen else ""
+    on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
+    reason = f", because the built-in one refuses: {why}." if why else ", as --trainer requests."
+    return advice, TRL, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
+
+
+def _advise_for(
+    request: Request, config: Path | None, overrides: Sequence[str], trainer: str, found: Sequence[Snapshot]
+) -> Recommendation:
+    settings = explicit_settings(config, overrides, trainer)
+    request = job_request(request.changed(engine=trainer), config, overrides)
+    request = for_whole_run(with_rows(request, settings), settings)
+    has_gpus = bool(request.machine) or any((facts := one.facts(GpuFacts)) and facts.gpus for one in found)
+    if trainer == TRL and not has_gpus:
+        kept = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
+        request = request.changed(asked=tuple(kept))
+    return advise(request, lambda: found)
+
+
+def describe_refusal(advice: Recommendation) -> str:
+    """Why nothing is launched, and which settings could be, if the settings themselves exclude every layout."""
+    for row in advice.rejected[:1]:
+        if row.what == AS_ASKED:
+            could = f"; what can: {'; or '.join(advice.helps_most)}" if advice.helps_most else ""
+            return f"nothing to launch: {row.reason}{could}"
+    return "no layout fits: nothing to launch"
+
+
 # The shape of the model by its hub id.
 
 _SECONDS = 10.0
@@ -286,7 +337,7 @@ def _fetched(name: str, revision: str, environment: Mapping[str, str]) -> Any:
     with urllib.request.build_opener(_SameHost).open(request, timeout=_SECONDS) as answer:
         body = answer.read(_MOST_BYTES + 1)
     if len(body) > _MOST_BYTES:
-        raise ValueError("config.json is larger than 1 MiB, which none is")
+        raise ValueError("config.json is larger than 1 MiB, which no config.json is")
     return plain.loads(body)
 
 
@@ -337,7 +388,7 @@ def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[st
     wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(made[name])]
     if wrong:
         raise RequestError(
-            f"{' and '.join(wrong)}: only the built-in trainer makes it; TRL's trainer takes files and hub ids"
+            f"{' and '.join(wrong)}: only the built-in trainer generates it; TRL's trainer reads files and hub ids"
         )
     return {name: value for name, value in planned.items() if not isinstance(value, tuple)}
 

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.base.inputs import InputError, RequestError
+from agent.base.options import InputError, RequestError
 from contracts import bounded
 from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import values_of
 from contracts.tables import read_texts
 from planner.forecast import machines, models
+from planner.forecast.machines import with_gpus
 from planner.forecast.models import hub_id
 from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram
 from planner.recommend import MeasuredStep
 from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
-from topology.derive import with_gpus
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def cluster_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | Non
     if request.network is not None:
         return machines.over_network(found, request.network, request.transport)
     if request.transport is not None:
-        raise RequestError(f"transport {request.transport}: of which network; name its speed too, as 100G")
+        raise RequestError(f"transport {request.transport}: requires the rate of the network too, for example 100G")
     return found
 
 

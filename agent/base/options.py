@@ -1,11 +1,11 @@
-"""Read the options of each verb from verbs/VERB.toml.
+"""What a person gives to a verb: its options, read from verbs/VERB.toml, and the files and values that they name.
 
-Each table of such a file is one option. Its key is the text that the user types, and its members are the parameters of
-click.option; `type` is a word of `_TYPES` or a range. Help texts show defaults. A table without members is the table of
-the same name in verbs/shared.toml or in contracts/question.toml; one with `shared = true` overrides members of that
-table, and its `without` lists those that it does not have. A table whose name does not begin with "-" includes all
-options of the file of that name, except those that its `without` lists; a later table with `shared = true` overrides
-members of an included one.
+`help` is the help of the verb. Each table of such a file is one option. Its key is what the user types, and its
+members are the parameters of click.option; `type` is a word of `_TYPES` or a range. Help texts show defaults. A table
+without members is the table of the same name in verbs/shared.toml or in contracts/question.toml; one with
+`shared = true` overrides members of that table, and its `without` lists those that it does not have. A table whose name
+does not begin with "-" includes all options of the file of that name, except those that its `without` lists; a later
+table with `shared = true` overrides members of an included one.
 
 `requires` lists options of which one must be given with this one, `excludes` options that cannot be given with it, and
 `allows` the only ones that can. A name may end with the values that count ("--api=job|jobset"). A verb whose options do
@@ -15,6 +15,8 @@ does not exist) is raised when the verb is imported.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -23,10 +25,92 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from agent.base.inputs import OUTPUT_FILE, OUTPUT_FILE_OR_STDOUT, OUTPUT_FOLDER, SIZE
-from agent.base.output import print_text
-from contracts import tables
+from agent.base import EXIT_FAILED, EXIT_USAGE
+from agent.base.output import print_text, unwritable
+from agent.base.units import SIZE_WORDS, parse_size
+from contracts import bounded, tables
 from contracts.tables import read_table
+
+
+class InputError(click.ClickException):
+    """A file, a name or a value that cannot be used; the message says which, and what is allowed."""
+
+    exit_code = EXIT_USAGE
+
+
+class RequestError(InputError):
+    """A question that cannot be answered; names the setting, the value and what is allowed."""
+
+
+class NothingFitsError(click.ClickException):
+    """No layout of the job that was described fits the machines that were described."""
+
+    exit_code = EXIT_FAILED
+
+
+def name_of(source: str) -> str:
+    """The source in words."""
+    return "standard input" if source == "-" else source
+
+
+def read_input(source: str, limit_bytes: int, *, hint: str) -> bytes:
+    """All of it; `hint` ends the sentence that refuses one that is too large. Raises InputError."""
+    try:
+        return bounded.rest(sys.stdin.buffer, limit_bytes) if source == "-" else bounded.read(source, limit_bytes)
+    except OSError as error:
+        raise InputError(f"{name_of(source)}: {error.strerror or error}") from None
+    except bounded.TooLargeError as error:
+        raise InputError(f"{name_of(source)}: {error}{hint}") from None
+
+
+def parse_version(text: str | None) -> tuple[int, int, int] | None:
+    """ "2.27.7" or "2.27.7+cuda12.9" as numbers."""
+    if text is None:
+        return None
+    parts = text.split("+")[0].split("-")[0].split(".")
+    if not 2 <= len(parts) <= 3 or not all(part.isdecimal() and len(part) < 6 for part in parts):
+        raise RequestError(f"nccl={text!r}: must look like 2.27.7")
+    major, minor, patch = (*(int(part) for part in parts), 0)[:3]
+    return major, minor, patch
+
+
+def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
+    """Refuse an output that cannot be written, before anything is scanned or any load is made. Raises InputError."""
+    if why := unwritable(path, folder=folder):
+        raise InputError(f"{option} {path}: {why}")
+
+
+class _Output(click.Path):
+    """The path of an option that a verb writes to, checked when the option is read."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. Raises InputError where nothing can be written there."""
+        path = os.fsdecode(super().convert(value, param, ctx))
+        if str(path) != "-":
+            require_writable(param.opts[-1] if param else "output", Path(path), folder=not self.file_okay)
+        return self.coerce_path_result(path)
+
+
+class _Size(click.ParamType[int]):
+    """Bytes, at least 1, with or without a unit: 65536, 64MiB, 1G."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes. Raises BadParameter that says what is allowed."""
+        size = value if isinstance(value, int) else parse_size(value)
+        if not size:
+            self.fail(f"{value!r}: must be {SIZE_WORDS}", param, ctx)
+        return size
+
+
+SIZE = _Size()
+OUTPUT_FILE = _Output(dir_okay=False, path_type=Path)
+OUTPUT_FOLDER = _Output(file_okay=False, path_type=Path)
+OUTPUT_FILE_OR_STDOUT = _Output(dir_okay=False, allow_dash=True)
+
+
+# The options.
 
 _TYPES: dict[str, click.ParamType[Any]] = {
     "file": click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -49,20 +133,20 @@ _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes
 _OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes", "allows")  # the others are click.option's
 
 
-def with_options(verb: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds the options of a verb, in their order.
+def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
+    """Return a decorator that makes the command of a verb, after whose arguments come its options in their order.
 
     The decorated function is called only with options that go together. An error class of this project that it raises
     ends the verb with one line: a ValueError is wrong usage, a RuntimeError is what this machine or a cluster refuses.
     """
     rows = _rows(verb)
 
-    def add(command: Any) -> Any:
-        @wraps(command)
+    def add(function: Any) -> click.Command:
+        @wraps(function)
         def run(*words: Any, **options: Any) -> Any:
             _check_combinations(click.get_current_context(), rows)
             try:
-                return command(*words, **options)
+                return function(*words, **options)
             except (ValueError, RuntimeError) as error:
                 if type(error).__module__.partition(".")[0] not in _PACKAGES:
                     raise
@@ -70,9 +154,12 @@ def with_options(verb: str) -> Callable[[Any], Any]:
                 raise kind(str(error)) from None
 
         decorated: Any = run
+        arguments = run.__dict__.pop("__click_params__", [])  # click takes the last of them first
         for key, row in reversed(rows.items()):
             decorated = _option(key, row)(decorated)
-        return decorated
+        decorated.__click_params__ += arguments
+        make: Callable[[Any], click.Command] = click.command(verb, help=_table(verb)["help"], **settings)
+        return make(decorated)
 
     return add
 
@@ -81,6 +168,8 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
     """Return the members of each option of a file by its key, with what it includes and shares."""
     found: dict[str, dict[str, Any]] = {}
     for key, row in _table(name).items():
+        if key == "help":  # of the verb
+            continue
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
@@ -119,7 +208,7 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
             raise click.UsageError(f"{text} and {other} cannot be combined.")
 
 
-def _table(name: str) -> dict[str, dict[str, Any]]:
+def _table(name: str) -> dict[str, Any]:
     return read_table(__file__, f"verbs/{name}.toml")
 
 

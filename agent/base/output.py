@@ -1,13 +1,11 @@
-"""Output: records as JSON or YAML documents, files that are written atomically, progress on stderr."""
+"""Output: records as JSON or YAML documents, files that are written atomically."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +32,6 @@ def render(value: Any, form: str) -> str:
     import yaml
 
     return str(yaml.safe_dump(made, sort_keys=False, allow_unicode=True, width=110))
-
-
-def difference(before: str, after: str, source: str, target: str) -> str:
-    """As unified diff, which patch(1) and `git apply -p0` take; empty for the same text."""
-    old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
-    import difflib
-
-    rows = difflib.unified_diff(old, new, source, target)
-    return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)
 
 
 def unwritable(path: Path, *, folder: bool = False) -> str:
@@ -127,57 +116,7 @@ def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, named: 
         raise click.ClickException(f"{named or path}: {error.strerror or error}") from None
 
 
-_waiting: list[Any] = []  # the live line that is shown, if one is
-
-
-@contextlib.contextmanager
-def waiting(text: str) -> Iterator[None]:
-    """A live line on a terminal for what takes a second or two; nothing in a pipe. One inside another changes it."""
-    if _waiting:
-        _waiting[-1].update(text)
-        yield
-    elif sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True, highlight=False, emoji=False).status(text) as shown:
-            _waiting.append(shown)
-            try:
-                yield
-            finally:
-                _waiting.pop()
-    else:
-        yield
-
-
-class Progress:
-    """Words about what is going on: a live line on a terminal, plain lines in a pipe, nothing when quiet."""
-
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
-        self._live = sys.stderr.isatty() and not quiet
-        from rich.console import Console
-
-        self._console = Console(stderr=True, highlight=False, emoji=False)
-        self._status: Any = None
-
-    def step(self, text: str) -> None:
-        """A new stage begins."""
-        if self._live:
-            self.done()
-            self._status = self._console.status(text)
-            self._status.start()
-        elif not self._quiet:
-            print_text(f"-- {text}", err=True)
-
-    def note(self, text: str) -> None:
-        """Something happened within the stage; replaces the live line's words."""
-        if self._live and self._status is not None:
-            self._status.update(text)
-        elif not self._quiet:
-            print_text(f"   {text}", err=True)
-
-    def done(self) -> None:
-        """The last stage is over."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+def save_document(path: Path | None, value: Any) -> None:
+    """Write what --save asks for as JSON; nothing where it is not given. ClickException says why it cannot."""
+    if path is not None:
+        write_result(path, render(value, "json"), named=f"--save {path}")

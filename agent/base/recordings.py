@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agent.base.inputs import InputError
+from agent.base.options import InputError
 from agent.base.output import print_text
 from contracts import bounded
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from agent.base import units
 from agent.base.output import write_atomic
-from collectives.bench.results import BenchResult
+from collectives.bench.results import BenchResult, read_result, result_to_json
 from contracts import bounded, plain
 from contracts.run_record import RecordError, RunRecord
 from contracts.run_record import read as read_record
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _logged: set[str] = set()
 
 DEFAULT_FOLDER = Path("/var/lib/topoflight")
-BENCH_FILE = "bench.json"
+BENCH_FILE, SEARCH_FILE = "bench.json", "search.json"
 RUNS_FOLDER = "runs"
 STORED_RUNS = 50
 MOST_HELD_BYTES = 4 << 20  # as text, of which a byte takes up to twenty of memory; 50 records of 4096 steps take 3 MiB
@@ -44,8 +44,6 @@ def folder() -> Path | None:
 
 def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Path | None:
     """Leave the result as the last one, and a line of it in the history; not one that was stopped before any."""
-    from collectives.bench.results import result_to_json
-
     where = place or folder()
     if where is None or (result.stopped_by and not result.measurements):
         return None
@@ -56,6 +54,23 @@ def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Pat
     return _write(where / BENCH_FILE, result_to_json(result))
 
 
+def save_search_result(result: dict[str, Any]) -> Path | None:
+    """Leave the result of a search for bad nodes as the last one, on the host that planned it."""
+    return None if (where := folder()) is None else _write(where / SEARCH_FILE, result)
+
+
+def last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:
+    """The last result, and the Unix time at which it was stored; None where there is none that can be read."""
+    path = place / BENCH_FILE
+    try:
+        return read_result(path), path.stat().st_mtime
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        left_out(path, error)
+        return None, None
+
+
 def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
     """Leave the record of a run; the oldest beyond STORED_RUNS go."""
     where = place or folder()
@@ -64,11 +79,11 @@ def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
     runs = where / RUNS_FOLDER
     data = plain.write(record)
     content = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]  # several may come within one second
-    kept = _write(runs / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", data)
-    others = [path for path in runs.glob("*.json") if path != kept]  # a clock set back makes the new one look old
+    stored = _write(runs / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", data)
+    others = [path for path in runs.glob("*.json") if path != stored]  # a clock set back makes the new one look old
     for old in sorted(others, reverse=True)[STORED_RUNS - 1 :]:
         old.unlink(missing_ok=True)
-    return kept
+    return stored
 
 
 def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:

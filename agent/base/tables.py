@@ -36,7 +36,7 @@ class _Worded(Table):
         self.padding = (0, min(1, gap - 1), 0, max(0, gap - 2))
         room = options.max_width - gap * len(least) + 1
         while sum(widths) > room:
-            spare = [width - kept and width for width, kept in zip(widths, least, strict=True)]
+            spare = [width - least_width and width for width, least_width in zip(widths, least, strict=True)]
             widths[spare.index(max(spare))] -= 1
         for column, width in zip(self.columns, widths, strict=True):
             column.width = width

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from topology.graph import Expectation
 
 
-SIZE_WORDS = "bytes, with a unit where you like: 64GiB, 16G, 512Mi, 65536"
+SIZE_WORDS = "bytes, with or without a unit: 64GiB, 16G, 512Mi, 65536"
 SIZES: dict[str, int] = {"B": 1} | {
     f"{prefix}{binary}{byte}": (1024 if binary else 1000) ** (power + 1)
     for power, prefix in enumerate("KMGT") for binary in ("i", "") for byte in ("", "B")
@@ -40,8 +40,8 @@ def tally(counts: Mapping[str, int]) -> str:
 
 def rest(word: str, counts: Mapping[str, int]) -> str:
     """The tally without what a verdict of that word says by itself: its own count, or of a pass the unknown checks."""
-    said = "unknown" if word == "pass" else word
-    return tally({status: number for status, number in counts.items() if status != said})
+    shown = "unknown" if word == "pass" else word
+    return tally({status: number for status, number in counts.items() if status != shown})
 
 
 def size(value: float | None) -> str:

@@ -1,7 +1,7 @@
 """Baselines: what `--save` left of a good state, read by `--baseline`, and a run's checks against it.
 
 A baseline is one file for every verb: the report of a preflight, the result of a benchmark of collectives or of RDMA
-writes, or a recording (`topoflight capture`), which is judged by this release. What stood in it already is told and
+writes, or a recording (`topoflight capture`), which is judged by this release. What it contained already is shown and
 does not fail; what passed there must be measured again, and a GPU or HCA that the PCI bus showed there must be on it
 still.
 """
@@ -23,7 +23,7 @@ from contracts.finding import Finding, Status
 from contracts.plain import PlainError
 from probes.api import Snapshot
 from probes.child import replay
-from probes.pci import facts as pci_facts
+from probes.pci import probe as pci_probe
 from probes.pci.facts import PciFacts
 from probes.registry import ALL
 from probes.wire import RecordingError
@@ -60,7 +60,7 @@ def read(path: Path | None, needs: Sequence[str] = ()) -> Baseline:
         raise GateError(f"--baseline {path}: {error if isinstance(error, GateError) else repr(error)}") from None
     if needs and not any(getattr(found, name) for name in needs):
         words = " or ".join(_MEMBERS[name] for name in needs)
-        raise GateError(f"--baseline {path}: holds no {words}; give what --save of the same verb wrote")
+        raise GateError(f"--baseline {path}: contains no {words}; give a file that --save of the same command wrote")
     return found
 
 
@@ -119,13 +119,13 @@ def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ..
     found = []
     for node, facts in now.items():
         before = then.get(alias.get(node, node))
-        for key, words, listed in (("gpus", "GPU", pci_facts.gpus), ("hcas", "HCA", pci_facts.hcas)):
-            had = {device.bus_id for device in listed(before)} if before else set()
+        for key, words, listed in (("gpus", "GPU", pci_probe.gpus), ("hcas", "HCA", pci_probe.hcas)):
+            earlier = {device.bus_id for device in listed(before)} if before else set()
             have = {device.bus_id for device in listed(facts)}
-            if len(have) < len(had):
-                lost = ", ".join(sorted(had - have))
+            if len(have) < len(earlier):
+                lost = ", ".join(sorted(earlier - have))
                 found.append(make_finding(
-                    f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(had)}", have=len(have), had=len(had),
+                    f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(earlier)}", have=len(have), had=len(earlier),
                     words=f"{words}{'' if len(have) == 1 else 's'}", one=words, lost=lost,
                 ))  # fmt: skip
     return tuple(found)
@@ -159,7 +159,7 @@ def _judged(check: Finding, node: str, baseline: Mapping[Key, Status], passed: s
         return replace(check, status=Status.FAIL, message=f"passed in the baseline, not measured now: {check.message}")
     before = baseline.get((check.code, node, check.subject))
     if check.status in ("fail", "warn") and before is not None and _BETTER.index(before) >= _BETTER.index(check.status):
-        return replace(check, status=Status.INFO, message=f"stands in the baseline too: {check.message}")
+        return replace(check, status=Status.INFO, message=f"also in the baseline: {check.message}")
     return check
 
 

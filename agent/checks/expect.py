@@ -190,7 +190,7 @@ def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise GateError(f"{where}: {key[:64]}: no such expectation; one of {', '.join(KEYS)}{hint}")
+        raise GateError(f"{where}: {key[:64]}: unknown key; allowed are {', '.join(KEYS)}{hint}")
     shown = ",".join(found[key])[:64]
     raise GateError(f"{where}: {key}={shown}: must be {first['ctx']['error']}")
 
@@ -391,7 +391,7 @@ def _memlock(snapshot: Snapshot, _topology: NodeTopology, expected: int | str) -
 def _shm(snapshot: Snapshot, _topology: NodeTopology, expected: int) -> Judgement:
     limits = snapshot.facts(LimitsFacts)
     if limits is not None and limits.of_agent:
-        return None, "what the agent's own pod has is not what a job's gets"
+        return None, "the agent's own pod does not have the limits of a job's pod"
     have = limits.shm_size_bytes if limits else None
     return _least(have, expected), f"shared memory is {units.size(have)}"
 
@@ -403,7 +403,7 @@ def _interface(snapshot: Snapshot, _topology: NodeTopology, expected: str) -> Ju
     mine = [link for link in facts.interfaces if fnmatchcase(link.name, expected)]
     if not mine:
         return False, f"there are {', '.join(sorted(link.name for link in facts.interfaces)) or 'none'}"
-    bad = [f"{link.name} {lacks}" for link in mine if (lacks := _lacks(link))]
+    bad = [f"{link.name} {problem}" for link in mine if (problem := _lacks(link))]
     return not bad, ", ".join(bad) or f"{', '.join(link.name for link in mine)} up, with an address"
 
 
@@ -453,7 +453,7 @@ def settled(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     }
     mild = {code for key, code in (("gpus", "gpu.device.not_given"), ("hcas", "rdma.port.down")) if key in met}
     return tuple(
-        replace(check, status=Status.INFO, required=False, message=f"{check.message} As many as expected are there.")
+        replace(check, status=Status.INFO, required=False, message=f"{check.message} The expected number is present.")
         if check.code in mild and check.status in ("fail", "warn", "unknown") and check.evidence
         else check
         for check in checks

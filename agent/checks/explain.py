@@ -37,7 +37,7 @@ def section(code: str) -> str:
         return known[code]
     close = get_close_matches(code, known, n=3, cutoff=0.4)
     hint = f"; close: {', '.join(close)}" if close else ""
-    raise UnknownCodeError(f"{code}: no such finding code or alert{hint}")
+    raise UnknownCodeError(f"{code}: no such code or alert{hint}; --list lists all")
 
 
 def point(code: str, name: str) -> str:

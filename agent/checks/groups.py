@@ -134,13 +134,13 @@ def _device(check: Finding) -> tuple[str, str, str]:
 
 def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tuple[object, ...]]:
     """Devices for which several checks report the same trouble, each with the reports and the remedies."""
-    told: dict[tuple[str, str, str], list[Finding]] = {}
+    raised: dict[tuple[str, str, str], list[Finding]] = {}
     for check in checks:
         if check.status in ("fail", "warn") and check.subject and check.code in _TROUBLE_OF:
-            told.setdefault(_device(check), []).append(check)
+            raised.setdefault(_device(check), []).append(check)
     return {
         device: (device[2], *((check.status, check.code, _of_any(check)) for check in found))
-        for device, found in told.items()
+        for device, found in raised.items()
         if len({check.code for check in found}) > 1
     }
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agent.base.units import clock
-from agent.checks.verdict import judge
-from agent.checks.view import View
+from agent.checks.verdict import View, judge
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.api import Ok, Snapshot
@@ -111,11 +110,11 @@ class History:
         settling = self._settling(snapshot, now)
         self._changes(view, now, settling=settling)
         checks = tuple(self._holding(view.checks, now, settling=settling))
-        kept = self._state
-        kept.events = kept.events[-MOST_EVENTS:]
+        state = self._state
+        state.events = state.events[-MOST_EVENTS:]
         return replace(
-            view, checks=checks, verdict=judge(checks), events=tuple(kept.events),
-            since={key: seen.since for key, seen in kept.open.items() if seen.raised},
+            view, checks=checks, verdict=judge(checks), events=tuple(state.events),
+            since={key: seen.since for key, seen in state.open.items() if seen.raised},
         )  # fmt: skip
 
     def _take_in(self, found: HistoryState) -> None:
@@ -123,15 +122,15 @@ class History:
 
         A later scan raises or clears.
         """
-        kept = self._state
-        cleared = {(event.code, event.subject) for event in kept.events if event.kind == "cleared"}
+        state = self._state
+        cleared = {(event.code, event.subject) for event in state.events if event.kind == "cleared"}
         for key, old in _known(found.open).items():
-            again = [e for e in kept.events if (e.kind, e.code, e.subject) == ("raised", *key)]
-            kept.events = [event for event in kept.events if event not in again[:1]]  # it had held all the time
+            again = [e for e in state.events if (e.kind, e.code, e.subject) == ("raised", *key)]
+            state.events = [event for event in state.events if event not in again[:1]]  # it had held all the time
             if key not in cleared:
-                mine = kept.open.setdefault(key, old)
+                mine = state.open.setdefault(key, old)
                 mine.since, mine.raised = min(mine.since, old.since), True
-        kept.events = sorted([*found.events, *kept.events], key=lambda event: event.at_seconds)
+        state.events = sorted([*found.events, *state.events], key=lambda event: event.at_seconds)
 
     def _settling(self, snapshot: Snapshot, now: float) -> bool:
         """Whether the host has just booted, or its driver comes back: what is seen then is on its way."""
@@ -153,20 +152,20 @@ class History:
         snapshot = view.snapshots[0]
         all_traits = traits(snapshot, node=view.topologies[0])
         found = {key: trait.value for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
-        kept, last, self._last = self._state.traits, self._last, found
-        silent = settling or any(not isinstance(outcome, Ok) and kept.get((f"probe {name}", "")) == "answers"
+        previous, last, self._last = self._state.traits, self._last, found
+        silent = settling or any(not isinstance(outcome, Ok) and previous.get((f"probe {name}", "")) == "answers"
                                  for name, outcome in snapshot.outcomes.items())  # fmt: skip
-        held = dict(kept) | {
+        held = dict(previous) | {
             key: value
             for key, value in found.items()
             if (key[0] in _VERSIONS and not key[1])
             or key[1] == "firmware"
-            or (not silent and (last.get(key) == value or not kept))
+            or (not silent and (last.get(key) == value or not previous))
         }
         if not silent:
             held = {key: value for key, value in held.items() if key in found or key in last}
-        if kept:
-            differ = compare(_traits(kept), _traits(held), same_host=True)
+        if previous:
+            differ = compare(_traits(previous), _traits(held), same_host=True)
             # What is seen for the first time as its probe or driver answers was there: it has not come.
             answers = any(
                 each.subject.startswith("probe ") or (each.subject, each.what) == ("driver", "error") for each in differ

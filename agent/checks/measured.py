@@ -9,8 +9,7 @@ from typing import Any, Final
 from agent.base import units
 from agent.checks.groups import ORDER
 from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, without_secrets
-from agent.checks.verdict import judge
-from agent.checks.view import View
+from agent.checks.verdict import View, judge
 from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
 from contracts.run_record import Comparison, RunRecord, compare
@@ -20,9 +19,9 @@ from probes.api import Snapshot, finding
 from probes.registry import ALL, SCAN_CODES
 from topology.build import build
 from topology.check import CODES as TOPOLOGY_CODES
+from topology.check import departures
 from topology.expected import FAILS_BELOW
 from topology.paths import Bar as BarName
-from topology.reference import departures
 
 BUSBW, NVLS, MNNVL = "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off"
 SHOULD: Final = "as it should be"
@@ -92,10 +91,10 @@ def _why_not(result: BenchResult) -> str:
     if not result.measurements:
         return "nothing was measured"
     if result.backend != "nccl":
-        return f"{result.backend} moves data by the processors: no links to hold it against; --baseline compares"
+        return f"{result.backend} moves data through the CPUs, so there is no link to compare it with; use --baseline"
     if not any(m.bars for m in result.measurements):
-        return "nothing is known of the links to hold the results against"
-    return "no result of 64 MiB and more of every rank: smaller ones measure latency, not links"
+        return "the links are unknown, so the results have no reference value"
+    return "no result of at least 64 MiB per rank; smaller sizes measure latency, not links"
 
 
 def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
@@ -169,7 +168,7 @@ def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Find
     found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
     fabric = result.evidence.fabric if result.evidence else ()
     lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
-    off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by choice" in why), "")
+    off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by a setting" in why), "")
     if off:
         return make_finding(f"{NVLS} off", node, evidence=lines, why=off)
     expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]

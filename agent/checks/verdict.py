@@ -1,15 +1,36 @@
-"""The gate: findings in, a verdict and an exit code out. The exit codes are a table in docs/reference/exit-codes.md."""
+"""The gate, findings in, a verdict and an exit code out; and the view, which is all that is known at one moment.
+
+The exit codes are a table in docs/reference/exit-codes.md. A view is computed once per scan and read by every request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED, units
 from agent.checks.groups import MANY_CODES, ORDER, places
+from agent.checks.host_checks import checks_of_hosts, without_secrets
 from contracts.finding import Finding, Status
+from probes.api import Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.gpu.health import FREE_MEMORY, is_full, subject_of
+from probes.hostinfo.probe import HostinfoFacts
+from probes.interfaces.facts import InterfacesFacts
+from topology.build import build
+from topology.cluster import join
+from topology.graph import ClusterTopology, NodeTopology
+
+if TYPE_CHECKING:
+    from agent.base.result_store import Line
+    from agent.checks.expect import Expectation
+    from agent.checks.history import Event
+    from collectives.bench.results import BenchResult
+    from collectives.search.plan import SearchResult
+    from contracts.run_record import RunRecord
 
 FailOn = Literal["fail", "warn", "unknown"]
 
@@ -43,23 +64,23 @@ def select(
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise GateError(f"{option} {pattern}: no such check; `topoflight preflight --list-checks` lists them")
-    kept = []
+    selected = []
     for check in checks:
         if any(fnmatchcase(check.code, pattern) for pattern in skip):
             continue
         required = check.required or any(fnmatchcase(check.code, pattern) for pattern in require)
-        kept.append(replace(check, required=required))
-    judged = {check.code for check in kept}
+        selected.append(replace(check, required=required))
+    judged = {check.code for check in selected}
     for pattern in require:
         for name in sorted(names - judged):
             if fnmatchcase(name, pattern) and not any(fnmatchcase(name, skipped) for skipped in skip):
                 judged.add(name)
-                kept.append(
+                selected.append(
                     Finding(
                         code=name, status=Status.UNKNOWN, node="", message="not measured in this run", required=True
                     )
                 )
-    return tuple(kept)
+    return tuple(selected)
 
 
 def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str = "") -> Verdict:
@@ -142,3 +163,113 @@ def _by_worst(results: Mapping[Status, Sequence[Finding]]) -> dict[str, int]:
 def _with_places(words: str, found: Sequence[Finding]) -> str:
     where = places(found) if len(found) > len({check.code for check in found}) else ""
     return f"{words}, {where}" if where else words
+
+
+# The view.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Snapshots, what follows from them, and the last results of benchmark and runs."""
+
+    snapshots: tuple[Snapshot, ...]
+    topologies: tuple[NodeTopology, ...]
+    cluster: ClusterTopology
+    checks: tuple[Finding, ...]
+    verdict: Verdict
+    made_at_seconds: float
+    made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; a clock that jumps does not age a view
+    bench: BenchResult | None = None
+    bench_at_seconds: float | None = None
+    benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
+    search: SearchResult | None = None  # the last search for bad nodes that this host planned
+    runs: tuple[RunRecord, ...] = ()  # newest first
+    events: tuple[Event, ...] = ()  # the newest, oldest first; of the resident agent's own host
+    since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
+
+
+def build_view(
+    snapshots: Sequence[Snapshot],
+    *,
+    benches: tuple[Line, ...] = (),
+    runs: tuple[RunRecord, ...] = (),
+    earlier: Sequence[Snapshot] = (),
+    expected: Expectation | str | None = None,
+    search: SearchResult | None = None,
+) -> View:
+    """Derive topology, checks and verdict from snapshots; `earlier` ones of the same hosts show what rises.
+
+    `expected` is what each of them must have, or why that could not be read.
+    """
+    cluster = join([build(snapshot) for snapshot in snapshots])
+    checks = checks_of_hosts(snapshots, cluster.nodes, earlier=earlier, expected=expected)
+    return View(
+        snapshots=tuple(snapshots),
+        topologies=cluster.nodes,
+        cluster=cluster,
+        checks=without_secrets(checks),
+        verdict=judge(checks),
+        made_at_seconds=time.time(),
+        benches=benches,
+        runs=runs,
+        search=search,
+    )
+
+
+def only(view: View, hostname: str) -> View:
+    """The same view of one node; measurements and runs are of the whole run and stay."""
+    others = {snapshot.hostname for snapshot in view.snapshots} - {hostname}
+    checks = tuple(check for check in view.checks if hostname in _nodes(check) or not others & _nodes(check))
+    return _part(view, {hostname}, checks)
+
+
+def named(view: View, name: str) -> View:
+    """The same view of what is called so: a node, or the checks of a device or of a code. UnknownNameError."""
+    hosts = {snapshot.hostname for snapshot in view.snapshots}
+    if name in hosts:
+        return only(view, name)
+    checks = tuple(c for c in view.checks if name == c.code or name in c.subject.split(", "))
+    if not checks:
+        some = ", ".join(sorted(hosts)[:8])
+        raise UnknownNameError(f"{name}: no node, no device with a finding and no finding code here; nodes: {some}")
+    return _part(view, {check.node for check in checks}, checks)
+
+
+def _part(view: View, hosts: Set[str], checks: tuple[Finding, ...]) -> View:
+    """The view of these hosts, with these checks of them."""
+    pairs = [pair for pair in zip(view.snapshots, view.topologies, strict=True) if pair[0].hostname in hosts]
+    topologies = tuple(node for _, node in pairs)
+    return replace(
+        view, snapshots=tuple(snapshot for snapshot, _ in pairs), topologies=topologies, cluster=join(topologies),
+        checks=checks, verdict=judge(checks),
+    )  # fmt: skip
+
+
+class UnknownNameError(ValueError):
+    """A name that nothing in a view has."""
+
+
+def _nodes(check: Finding) -> set[str]:
+    """The nodes of a check: several where it is of a run over several, whose names need not be those of a scan."""
+    return set(check.node.split(", "))
+
+
+def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snapshot:
+    """The same host as a job with these variables meets it: what the job sets is not to be held against the host."""
+    snapshot = snapshot.with_facts(HostinfoFacts, lambda facts: replace(
+        facts, nccl_environment={**(facts.nccl_environment or {}), **environment}))  # fmt: skip
+    return snapshot.with_facts(InterfacesFacts, lambda facts: replace(
+        facts, socket_ifname=environment.get("NCCL_SOCKET_IFNAME") or facts.socket_ifname,
+        gloo_ifname=environment.get("GLOO_SOCKET_IFNAME") or facts.gloo_ifname))  # fmt: skip
+
+
+def for_next_job(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
+    """The checks as they count for a job that is to start now: memory that a running job fills is not its own."""
+    facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
+    full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
+    return tuple(
+        replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
+        if check.code == "gpu.memory.held" and (check.node, check.subject) in full
+        else check
+        for check in checks
+    )

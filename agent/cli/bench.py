@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
@@ -10,29 +9,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
-from agent.base.options import with_options
-from agent.base.output import Progress, console, emit, print_text, render, write_result
+from agent.base.hosts import snapshots
+from agent.base.options import command
+from agent.base.output import console, emit, print_text, render, save_document, write_result
+from agent.base.progress import Progress
 
 if TYPE_CHECKING:
-    from collectives.bench.results import BenchResult, RdmaResult
+    from collectives.bench.results import BenchResult
     from contracts.finding import Finding
     from probes.api import Snapshot
 
 
-@click.command()
-@with_options("bench")
+@command("bench")
 def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any) -> None:
-    """Benchmark NCCL or Gloo collectives on this host or across hosts. Generates load; one at a time per host.
-
-    --rdma measures only the RDMA network. Exit code 0: measured and verified. 3: wrong data, an incomplete run, or less
-    than half of what the links carry.
-    """
+    """Measure, compare with a baseline, print, and end with the exit code."""
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
-    from agent.base.hosts import snapshots
     from agent.base.result_store import save_benchmark_result
     from agent.checks.baseline import against_baseline
     from agent.checks.baseline import read as read_baseline
@@ -57,15 +50,8 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     result = against_baseline(result, before)
     save_benchmark_result(result)
     emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))
-    _save(result, save)
+    save_document(save, result)
     sys.exit(_bench_exit(result, _report_low(checks_of_bars(result, snapshots((), ALL)))))
-
-
-def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
-    from collectives.bench.results import result_to_json
-
-    if path is not None:
-        write_result(path, json.dumps(result_to_json(result), indent=1) + "\n", named=f"--save {path}")
 
 
 def _report_low(checks: Iterable[Finding]) -> bool:
@@ -92,7 +78,6 @@ def stop_on_signals() -> tuple[threading.Event, list[int]]:
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Write to the other host, or be written to; gives the exit code."""
-    from agent.base.hosts import snapshots
     from agent.checks.baseline import read as read_baseline
     from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
@@ -108,7 +93,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
         (found,) = snapshots((), ALL, stop=stop)
         ports = ports_of(found, options["devices"])
         if not ports:
-            print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
+            print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
             _report_low(_causes(found))
             return EXIT_FAILED
         named = ", ".join(map(str, ports))
@@ -128,7 +113,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
         progress.done()
     result = with_bars(result, found, before)
     emit(result, form, lambda out: measured.rdma(out, result))
-    _save(result, save)
+    save_document(save, result)
     well = _report_low([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
     if signal.SIGINT in got:
         return EXIT_INTERRUPTED
@@ -151,8 +136,7 @@ def _bench_exit(result: BenchResult, well: bool) -> int:
     return EXIT_PASS if whole and well else EXIT_FAILED
 
 
-@click.command()
-@with_options("calibrate")
+@command("calibrate")
 def calibrate(
     model: str,
     sequence_length: int,
@@ -163,7 +147,6 @@ def calibrate(
     target: Path | None,
 ) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
-    from agent.base.hosts import snapshots
     from agent.jobs.child import calibration, default_ranks, has_gpu
     from probes.registry import ALL
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from agent.base import units
-from agent.base.inputs import InputError
-from agent.base.options import with_options
+from agent.base.options import InputError, command
 from agent.base.output import emit
 from contracts.tables import read_table
 
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
     from collectives.nccl_log.transport import Evidence, ProofLine
 
 
-@click.command()
+@command("evidence")
 @click.argument("source", metavar="[FILE|DIR|-]...", nargs=-1)
-@with_options("evidence")
 def evidence(
     source: tuple[str, ...],
     ports: tuple[str, ...],
@@ -30,12 +28,7 @@ def evidence(
     form: str,
     verbose: bool,
 ) -> None:
-    """Prove from NCCL logs which transport each channel used, and report how the job ended.
-
-    Several files, or a folder, are the logs of one job and give one verdict; - reads standard input. Compressed files
-    (gzip, bzip2, xz) are read as they are. Exit code 0: no failure. 3: a failure. 4: a warning, with --fail-on warn.
-    5: no evidence.
-    """
+    """Read the logs, print what they prove, and end with the exit code."""
     from collectives.nccl_log import evidence as reader
 
     try:
@@ -115,9 +108,9 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
         place = f" on {problem.place}" if problem.place else ""
         proof = [f"{_place(line)}: {line.text}" for line in problem.lines[:2]]
         block(out, problem.severity, problem.code, place + times, problem.message, proof, problem.action)
-    if not verbose:
-        out.print(f"[dim]{units.count(len(found.proof), 'line')} of proof: -v[/dim]")
-    elif found.proof:
+    if not verbose and found.proof:
+        out.print(f"[dim]-v shows {units.count(len(found.proof), 'line')} of proof[/dim]")
+    elif verbose and found.proof:
         out.print("[bold]Proof[/bold]")
     for line in found.proof[:8] if verbose else ():
         indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim] · {escape(line.proves)}", 2)

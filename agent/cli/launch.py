@@ -1,22 +1,23 @@
-"""The verb launch: the fine-tune job on this host through torchrun, or on a cluster through one of the job APIs."""
+"""The verbs launch, run and wrap: the fine-tune on this host or on a cluster, and a user's own command or job."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS
-from agent.base.inputs import InputError, NothingFitsError, require_writable
-from agent.base.options import with_options
-from agent.base.output import Progress, console, print_text, render, waiting
+from agent.base.hosts import snapshots
+from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable
+from agent.base.output import console, print_text, render, write_result
+from agent.base.progress import Progress, waiting
 from agent.base.units import count
 from contracts import plain
 
@@ -26,23 +27,18 @@ if TYPE_CHECKING:
     from planner.advice import Recommendation
     from probes.api import Snapshot
 
+_MANIFEST_BYTES = 1 << 20
 
-@click.command()
-@with_options("launch")
+
+@command("launch")
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS...]")
 def launch(
     folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
     arguments: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
-    """Launch the fine-tune or your own --script with the recommended environment and layout, here or on a cluster.
-
-    Exit code 0: the run ended well, or the job was created. 3: a check or the run failed, or pods are refused. 5: a
-    required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
-    """
+    """Choose the layout, then launch here, on Slurm or on a cluster."""
     from agent.advice.advise import with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, base_request
-    from agent.advice.trainers import choose_trainer, describe_refusal
-    from agent.base.hosts import snapshots
+    from agent.advice.job_settings import EMBEDDED_MODEL, base_request, choose_trainer, describe_refusal
     from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS
     from probes.registry import ALL
@@ -55,7 +51,7 @@ def launch(
                        dry_run, options)  # fmt: skip
         return
     if arguments:
-        raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
+        raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     request = base_request(options)
     advice, options["trainer"], why = choose_trainer(
@@ -123,9 +119,12 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     cluster_job.refuse_what_cannot_train(advice, options)
     advice, left_out = cluster_job.for_pods(advice, options, found)
     advice = cluster_job.on_rails(advice, options, found)
-    options = {**options, **_dra(advice, options, query_cluster=form is None)}
-    advice = _compute_domain(advice, options, query_cluster=form is None)
-    spec = cluster_job.spec_of(advice, options, _offered(advice, options, query_cluster=form is None))
+    # The cluster is asked by a launch, and by a dry run where one is named.
+    asks = bool(form is None or options["context"] or os.environ.get("KUBECONFIG"))
+    options = {**options, **cluster_job.with_dra(advice, options, asks=asks)}
+    advice = cluster_job.with_compute_domain(advice, options, asks=asks)
+    offered = cluster_job.resources_for(advice, options) if asks else None
+    spec = cluster_job.spec_of(advice, options, offered)
     plan = cluster_job.plan_of(advice, options, found)
     made = cluster_job.documents(spec, options["api"], plan)
     documents = (*cluster_job.storage(options), *made)
@@ -148,7 +147,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     if form:
         return
     if options["with_network"]:
-        raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
+        raise click.UsageError("--network: an administrator has to apply these resources; add --dry-run to print them")
     _create(documents, options)
 
 
@@ -203,89 +202,8 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
     for line in came.lines:
         print_text(line, err=True)
     if came.exit_code != EXIT_PASS:
-        print_text(f"{submission.named(job)} has been created: kubectl describe says more", err=True)
+        print_text(f"{submission.named(job)} has been created: kubectl describe shows its state", err=True)
         sys.exit(came.exit_code)
-
-
-def _may_ask(options: dict[str, Any], *, query_cluster: bool) -> bool:
-    """Whether the cluster is asked: by a launch, and by a dry run where one is named."""
-    return bool(query_cluster or options["context"] or os.environ.get("KUBECONFIG"))
-
-
-def _dra(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool) -> dict[str, Any]:
-    """Whether GPU and NIC are to come by a claim, and of which classes; what the cluster can is a line on stderr."""
-    from agent.cluster.client import AccessError, ApiError, connect
-    from agent.jobs import cluster_job
-    from agent.jobs.submission import CannotError
-
-    named = bool(options["dra"])
-    chosen = {"dra": named, "device_classes": cluster_job.device_classes(options["dra"])}
-    if options["no_dra"] or not _may_ask(options, query_cluster=query_cluster):
-        return chosen
-    why = "" if named else cluster_job.against_dra(advice, options)
-    options = {**options, **chosen}
-    try:
-        if named:
-            cluster_job.check_dra(connect(options["context"], tries=2), advice, options)
-            return chosen
-        if not why:
-            words = cluster_job.dra_able(connect(options["context"], tries=2), advice, options)
-            print_text(f"DRA: used: {words}; --no-dra leaves it", err=True)
-            return {**chosen, "dra": True}
-    except CannotError as error:
-        if named:
-            raise
-        why = str(error)
-    except (AccessError, ApiError) as error:
-        why = f"unknown whether the cluster can: {error}"
-    print_text(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
-    return chosen
-
-
-def _compute_domain(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool) -> Recommendation:
-    """The recommendation without its ComputeDomain where --no-dra or the cluster says so; stderr says why."""
-    from agent.cluster.client import AccessError, ApiError, connect
-    from agent.jobs.submission import CannotError, serves
-
-    need = next((each for each in advice.needs if each.name == "compute_domain"), None)
-    if need is None or (options["nodes"] or 1) == 1:
-        return advice
-    why = "--no-dra" if options["no_dra"] else ""
-    if not why and _may_ask(options, query_cluster=query_cluster):
-        group, _, version = need.value.partition("/")
-        try:
-            serves(connect(options["context"], tries=2), group, version)
-        except CannotError as error:
-            why = str(error)
-        except (AccessError, ApiError) as error:
-            print_text(f"warning: unknown whether the cluster has ComputeDomains: {error}", err=True)
-    if not why:
-        return advice
-    print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL goes by the network, not by NVLink", err=True)
-    return replace(advice, needs=tuple(each for each in advice.needs if each is not need))
-
-
-def _offered(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool) -> tuple[str, ...] | None:
-    """What the nodes have to give away, where the job needs to know it."""
-    from agent.cluster.client import AccessError, ApiError, connect
-    from agent.jobs import cluster_job
-
-    unnamed, fixed = cluster_job.unnamed_devices(advice, options)
-    if not (unnamed or fixed) or not _may_ask(options, query_cluster=query_cluster):
-        return None
-    try:
-        offered = cluster_job.offered(connect(options["context"]), options)
-    except (AccessError, ApiError) as error:
-        if unnamed:
-            why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
-            raise click.ClickException(why) from None
-        print_text(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
-        return None
-    for name in fixed:
-        if name not in offered:  # an autoscaler may yet bring such nodes
-            needed = f"{name} is needed on {count(options['nodes'] or 1, 'node')}"
-            print_text(f"warning: {needed}, and fewer offer it: the pods wait until as many do", err=True)
-    return offered
 
 
 def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[str, Any]) -> None:
@@ -312,13 +230,12 @@ def _pass_gate(
 
     Exits if a check fails.
     """
-    from agent.base.hosts import snapshots
     from agent.jobs.child import measure, sigterm
     from probes.registry import ALL
 
     if options["no_preflight"]:
         return
-    progress.step("preflight: judging this host")
+    progress.step("preflight: checking this host")
     here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
     _gate(here, options, settings)
     if options["measure"]:
@@ -332,8 +249,7 @@ def _gate(
 ) -> None:  # fmt: skip
     """Judge this host with the settings of the job. A required check that is unknown stops the job."""
     from agent.checks.measured import ALL_CODES, must_be_measured, with_bench
-    from agent.checks.verdict import judge, select
-    from agent.checks.view import build_view, with_environment
+    from agent.checks.verdict import build_view, judge, select, with_environment
 
     stopped = result.stopped_by or "" if result else ""
     view = with_bench(build_view([with_environment(one, settings) for one in here]), result)
@@ -356,7 +272,6 @@ def _launch_script(
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """The user's own trainer on this host: the gate, torchrun with the recommended environment, and the record."""
-    from agent.base.hosts import snapshots
     from agent.base.result_store import store_run
     from agent.jobs import script as trainer
     from agent.terminal import measured
@@ -369,7 +284,7 @@ def _launch_script(
         raise InputError(f"--script {script}: {error.strerror}") from None
     found = snapshots(options["hosts"], ALL, root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
-    for line in plan.said:
+    for line in plan.notes:
         print_text(f"note: {line}", err=True)
     if dry_run:
         print_text(render(plain.write(plan.document), form or "yaml"), nl=False)
@@ -396,7 +311,7 @@ def _launch_script(
 def _launch_here(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
 ) -> None:
-    from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice
+    from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice, job_plan
     from agent.base.result_store import store_run
     from agent.jobs import launch as launcher
     from agent.terminal import measured
@@ -413,10 +328,8 @@ def _launch_here(
     if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
         print_text(f"note: {notice}", err=True)
     try:
-        done = launcher.train(
-            advice, folder, config=options["config"], overrides=options["overrides"], timeout_seconds=timeout,
-            bytes_per_second=bytes_per_second, on_line=progress.note,
-        )  # fmt: skip
+        plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
+        done = launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=progress.note)
     finally:
         progress.done()
     if done.record is not None:
@@ -428,3 +341,71 @@ def _launch_here(
     measured.run(console(), done.record)
     measured.comparison(console(), done.record)
     sys.exit(EXIT_PASS)
+
+
+# A user's own training command, and a user's own job for a cluster.
+
+
+@command("run", context_settings={"allow_interspersed_args": False})
+@click.argument("command", metavar="COMMAND...", nargs=-1, required=True)
+def run(command: tuple[str, ...], folder: Path) -> None:
+    """Become the command, in an environment that starts the monitor."""
+    from agent.jobs.script import monitored
+
+    try:
+        os.execvpe(command[0], command, monitored(os.environ, folder))  # noqa: S606 - the user's own command
+    except OSError as error:
+        raise click.UsageError(f"{command[0]}: {error.strerror}") from None
+
+
+@command("wrap")
+@click.argument("source", metavar="FILE|-")
+def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **options: Any) -> None:
+    """Read the file, print what would change, and write it if that was asked for."""
+    from agent.jobs.script import wrapped
+    from agent.jobs.slurm import wrapped_script
+    from planner.slurm import is_batch_script
+    from probes.registry import ALL
+
+    if in_place and source == "-":
+        raise click.UsageError("--apply writes over FILE and cannot be used with standard input.")
+    raw = read_input(source, _MANIFEST_BYTES, hint="; give the job's manifest alone")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name_of(source)}: not UTF-8: {error}") from None
+    found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
+    if record:
+        _record(text, found, options, record)
+        return
+    made, notes = (wrapped_script if is_batch_script(text) else wrapped)(text, found, options)
+    print_text(_difference(text, made, source, str(output or source)), nl=False)
+    for line in notes:
+        print_text(f"note: {line}", err=True)
+    if made == text:
+        print_text("nothing to add", err=True)
+    for path in filter(None, (output, Path(source) if in_place and made != text else None)):
+        write_result(path, made)
+
+
+def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folder: Path) -> None:
+    from agent.base.result_store import store_run
+    from agent.jobs.script import left_by
+
+    try:
+        made = left_by(text, found, options, folder)
+    except OSError as error:
+        raise click.ClickException(f"{folder}: {error.strerror}") from None
+    store_run(made)
+    print_text(f"{folder / 'run.json'}: {made.status}")
+    for line in (*made.plan.notes, *made.notes):
+        print_text(f"note: {line}", err=True)
+
+
+def _difference(before: str, after: str, source: str, target: str) -> str:
+    """As unified diff, which patch(1) and `git apply -p0` take; empty for the same text."""
+    old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
+    import difflib
+
+    rows = difflib.unified_diff(old, new, source, target)
+    return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)

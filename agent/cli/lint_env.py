@@ -7,31 +7,23 @@ from pathlib import Path
 
 import click
 
-from agent.base import inputs
-from agent.base.options import with_options
+from agent.base.options import command, read_input
 from agent.base.output import console, print_text, render
 from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
 
 
-@click.command("lint-env")
+@command("lint-env")
 @click.argument("source", default="-", metavar="FILE|-|PID")
-@with_options("lint-env")
 def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
-    """Check NCCL environment variables in a script, manifest or running process.
-
-    Reads env files, nccl.conf, shell and Slurm scripts with the options of launchers, Kubernetes and Compose YAML,
-    Helm templates, Dockerfiles, NCCL's logs and running processes. Each finding says what NCCL does with the setting.
-    Lines that could not be understood are named first. Exit code 3: a setting is wrong. 5: part of the text could not
-    be understood. 2: nothing could be read. 0: otherwise.
-    """
+    """Read the environment, print the findings, and end with the exit code."""
     from agent.checks.lint import lint_text, process_environment
 
     if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):
         text, kind = process_environment(source), "process"
     else:
-        raw = inputs.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
+        raw = read_input(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
         text = raw.decode("utf-8", errors="replace")
     machine = None
     if hosts:

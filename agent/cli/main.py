@@ -25,14 +25,14 @@ FILE_ERRORS = (
 
 VERBS: dict[str, tuple[str, str]] = {
     # The module that has the function of the verb, and a line of help: it is here so that --help imports nothing.
-    "scan": ("agent.cli.scan", "Inspect this host and print its devices and findings. Reads only."),
-    "demo": ("agent.cli.scan", "Show the findings of a faulty 8-GPU node that is built in."),
-    "capture": ("agent.cli.recordings", "Record this host in a file that every command can read."),
-    "bundle": ("agent.cli.recordings", "Create a support bundle for this host or for all nodes, without secrets."),
+    "scan": ("agent.cli.hosts", "Inspect this host and print its devices and findings. Reads only."),
+    "demo": ("agent.cli.hosts", "Show the findings of a faulty 8-GPU node that is built in."),
+    "capture": ("agent.cli.hosts", "Record this host in a file that every command can read."),
+    "bundle": ("agent.cli.hosts", "Create a support bundle for this host or for all nodes, without secrets."),
     "topo": ("agent.cli.topo", "Show how GPUs and NICs are connected."),
-    "diff": ("agent.cli.recordings", "Compare two recordings or, with --fleet, many."),
+    "diff": ("agent.cli.hosts", "Compare two recordings or, with --fleet, many."),
     "bench": ("agent.cli.bench", "Benchmark NCCL or Gloo collectives. Generates load."),
-    "search": ("agent.cli.search", "Find the bad nodes and links of a fleet. Generates load."),
+    "search": ("agent.cli.search", "Find the nodes and links that make jobs slow or hang. Generates load."),
     "evidence": ("agent.cli.evidence", "Prove from NCCL logs which transport each channel used."),
     "why": ("agent.cli.why", "Diagnose a stuck, slow or failed training run."),
     "calibrate": ("agent.cli.bench", "Measure this machine to make forecasts more precise. Generates load."),
@@ -40,9 +40,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "lint-env": ("agent.cli.lint_env", "Check NCCL environment variables in a script, manifest or running process."),
     "preflight": ("agent.cli.preflight", "Run all checks as a gate; the exit code is the verdict."),
     "launch": ("agent.cli.launch", "Launch a fine-tune with the recommended environment and layout."),
-    "run": ("agent.cli.wrap", "Run a training command with the rank monitor, which `why` reads."),
+    "run": ("agent.cli.launch", "Run a training command with the rank monitor, which `why` reads."),
     "compare-networks": ("agent.cli.networks", "Run one fine-tune over each network and compare them. Generates load."),
-    "wrap": ("agent.cli.wrap", "Add the checks and the environment to the manifest of your own job."),
+    "wrap": ("agent.cli.launch", "Add the checks and the environment to the manifest of your own job."),
     "serve": ("agent.http.serve", "Run the agent: HTTP pages, JSON and Prometheus metrics."),
     "explain": ("agent.cli.main", "Explain a finding, log problem, diagnosis or alert."),
 }

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.inputs import require_writable
-from agent.base.options import with_options
-from agent.base.output import Progress, emit, print_text, render, waiting, write_atomic
+from agent.base.hosts import snapshots
+from agent.base.options import command, require_writable
+from agent.base.output import emit, print_text, render, write_atomic
+from agent.base.progress import Progress, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,15 +22,9 @@ if TYPE_CHECKING:
 DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 
 
-@click.command("compare-networks")
-@with_options("compare-networks")
+@command("compare-networks")
 def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
-    """Run the same fine-tune over each network, and compare time, cost and forecast. Generates load.
-
-    On this host it uses two network namespaces with one CPU rank each, and needs root. With --api it runs one job per
-    network of the cluster, one after another. The sockets of the ranks, or the NCCL log, prove which network a run
-    used. Exit code 0: all were run. 1: it cannot run here. 3: a run failed. 5: the network of a run was not proven.
-    """
+    """Run over each network, write the report, and end with the exit code."""
     from agent.jobs.namespaces import NamespaceError
     from agent.jobs.networks import picture
     from collectives.bench.processes import BusyError
@@ -59,7 +54,6 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     """Over namespaces of this host."""
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, job_request
     from agent.advice.request import Request
-    from agent.base.hosts import snapshots
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
     from agent.jobs.child import sigterm
@@ -110,8 +104,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.advise import answer, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
-    from agent.base.hosts import snapshots
-    from agent.base.inputs import RequestError
+    from agent.base.options import RequestError
     from agent.cluster.client import connect
     from agent.jobs import cluster_job, networks, submission
     from planner.kubernetes.manifests import render as render_documents
@@ -203,8 +196,8 @@ def _verdict(found: NetworkBars, *, verbose: bool) -> str:
             f"{'✗' if found.exit_code == 3 else '?'} not every network was measured: {', '.join(wrong)} → the reasons"
         )
     if len(ran) < 2:
-        return f"? {len(ran)} network ran: nothing to compare → name another with --over"
+        return f"? {len(ran)} network ran: nothing to compare → add another with --over"
     first, *rest = ran
     times = ", ".join(f"{bar.network} {(bar.step_seconds or 0) / (first.step_seconds or 1):.3g} x" for bar in rest)
     more = "" if verbose else " (-v: the proof)"
-    return f"✓ {first.network} is the fastest ({times} as long) → give it to the job{more}"
+    return f"✓ {first.network} is the fastest ({times} as long) → use it for the job{more}"

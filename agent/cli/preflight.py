@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.inputs import require_writable
-from agent.base.options import with_options
-from agent.base.output import Progress, console, print_text, render, waiting, write_result
+from agent.base.options import command, require_writable
+from agent.base.output import console, print_text, render, save_document, write_result
+from agent.base.progress import Progress, waiting
 from contracts.host_list import expand_host_list
 from contracts.plain import printable
 
@@ -27,25 +27,22 @@ if TYPE_CHECKING:
 FORMATS = ("table", "json", "yaml", "junit", "github", "slurm", "reason")
 
 
-@click.command()
-@with_options("preflight")
+@command("preflight")
 def preflight(
     list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Run all checks of this host, or of nodes of a cluster, as a gate. The exit code is the verdict.
-
-    Exit code 0: pass. 3: a check failed. 4: warnings, with --fail-on warn. 5: a required check is unknown. 75: ended by
-    SIGTERM; the report holds what was known by then. 1: an error of the tool. 2: wrong usage.
-    """
+    """Run the checks, write the results in each form, and end with the verdict."""
     if list_checks:
         from agent.checks.measured import ALL_CODES
 
         print_text("\n".join(ALL_CODES))
         return
     targets = [_target(form) for form in forms] or [("table", None)]
+    from agent.advice.request import Request
     from agent.jobs.preflight import run, write_folder
     from agent.pages.report import report_page
+    from contracts import question
 
     folder: Path | None = options.pop("folder") or (Path("reports") if options["train"] else None)
     if options["train"]:
@@ -54,12 +51,14 @@ def preflight(
     if where["nodes"] or where["selector"]:
         report = _of_cluster(where, options)
     else:
-        report = run(_options(options, folder), Progress(quiet=quiet))
+        asked = {name: options[name] for name in question.fields() if name in options}
+        request = Request.of(hosts=options["hosts"], root=options["root"], **asked)
+        place = folder or Path("reports")
+        report = run({**options, "request": request, "output": place}, Progress(quiet=quiet))
         report = replace(report, notes=(*report.notes, *_not_drawn(options["runs"])))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
-    if save is not None:
-        write_result(save, render(report, "json"), named=f"--save {save}")
+    save_document(save, report)
     if folder is not None:
         try:
             written = write_folder(report, folder, report_page(report))
@@ -74,7 +73,7 @@ def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
     if not runs:
         return ()
     from agent.base import result_store
-    from agent.pages.charts import not_drawn
+    from agent.terminal.measured import not_drawn
 
     return not_drawn(result_store.read_runs(runs))
 
@@ -96,17 +95,6 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
         skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],
     )  # fmt: skip
     return replace(report, seconds=time.monotonic() - started)
-
-
-def _options(options: dict[str, Any], folder: Path | None) -> Any:
-    from agent.advice.request import Request
-    from agent.jobs.preflight import Options
-    from contracts import question
-
-    asked = {name: options.pop(name) for name in question.fields() if name in options}
-    request = Request.of(hosts=options["hosts"], root=options["root"], **asked)
-    timeout = options.pop("timeout")
-    return Options(request=request, timeout_seconds=timeout, output=folder or Path("reports"), **options)
 
 
 def _target(form: str) -> tuple[str, Path | None]:
@@ -155,7 +143,8 @@ def github(report: Report) -> str:
             if level:
                 words = (group.title if unmeasured else check.code, check.subject, f"on {check.node}" * named)
                 title = _escape(" ".join(filter(None, words)), attribute=True)
-                lines.append(f"::{level} title={title}::{_escape(f'{check.message} {check.remedy}'.strip())}\n")
+                text = _escape(". ".join(filter(None, (check.message.rstrip("."), check.remedy))))
+                lines.append(f"::{level} title={title}::{text}\n")
     return "".join(lines)
 
 
@@ -171,7 +160,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
 
     from agent.terminal import hosts, measured
     from agent.terminal.advice import recommendation
-    from agent.terminal.findings import findings, verdict
+    from agent.terminal.findings import findings
     from agent.terminal.topology import node
 
     one = whole.snapshots[0].hostname if len(whole.snapshots) == 1 else ""
@@ -190,7 +179,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     if whole.run is not None:
         measured.run(out, whole.run)
         measured.comparison(out, whole.run)
-    measured.by_network(out, whole)
+    measured.networks(out, whole.runs)
     if verbose:
         out.print("\n[bold]Findings[/bold]")
         findings(out, whole.checks, everything=everything)
@@ -199,7 +188,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     for note in whole.notes:
         out.print(f"· {escape(note)}")
     if verbose:
-        verdict(out, whole.verdict, whole.seconds)
+        hosts.last_line(out, whole.verdict, whole.seconds)
 
 
 def _kind(node: NodeRecord) -> str:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, cast
 import click
 from click.core import ParameterSource
 
-from agent.base import inputs, units
+from agent.base import units
 from agent.base.hosts import snapshots
-from agent.base.options import with_options
-from agent.base.output import emit, print_text, waiting, write_result
+from agent.base.options import NothingFitsError, RequestError, command
+from agent.base.output import emit, print_text, write_result
+from agent.base.progress import waiting
 from contracts.question import most
 
 if TYPE_CHECKING:
@@ -25,13 +26,9 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
 
 
-@click.command()
-@with_options("recommend")
+@command("recommend")
 def recommend(**options: object) -> None:
-    """Recommend the NCCL environment and the parallel layout, each with its reason.
-
-    Without --model it recommends only the environment. Exit code 3: no layout of the model fits.
-    """
+    """Ask the planner, and print the answer in the form that was asked for."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
     from agent.advice.request import Request
     from probes.registry import ALL
@@ -44,7 +41,7 @@ def recommend(**options: object) -> None:
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
     source = click.get_current_context().get_parameter_source("lora_rank")
     if source is ParameterSource.COMMANDLINE and options["method"] == "full":
-        raise click.UsageError(f"--lora-rank {options['lora_rank']}: --method full has no adapters; leave one out")
+        raise click.UsageError(f"--lora-rank {options['lora_rank']}: use only one of --lora-rank and --method full")
     config = options.pop("config")
     request = Request.of(**options)
     if options["dataset"]:
@@ -81,12 +78,12 @@ def recommend(**options: object) -> None:
         nearest = "; ".join(f"{row.what}: {row.reason}" for row in misses[:3])
         could = "".join(f"\n{line}" for line in advice.helps_most[:1])
         verb = "is judged" if advice.backend == "rccl" else "fits"
-        raise inputs.NothingFitsError(f"no layout of {advice.model.name} {verb} ({nearest}){could}")
+        raise NothingFitsError(f"no layout of {advice.model.name} {verb} ({nearest}){could}")
 
 
 def _of_file(request: Request, config: Path, found: Sequence[Snapshot]) -> Recommendation:
     """The advice for a file of a job's settings, with the line that says which trainer would run it."""
-    from agent.advice.trainers import choose_trainer
+    from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
     advice, _, why = choose_trainer(request, config, (), request.train.engine if typed else "auto", found)
@@ -164,7 +161,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
             planned = scaled(planned, step)
         first, second = (forecast_named(planned, values_of(text)) for text in texts)
     except ValueError as error:
-        raise inputs.RequestError(str(error)) from None
+        raise RequestError(str(error)) from None
     rows = compare(first, second)
 
     def show(out: Console) -> None:

@@ -7,33 +7,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
-
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
-from agent.base.options import with_options
-from agent.base.output import Progress, console, print_text, render, write_result
+from agent.base.options import command
+from agent.base.output import console, print_text, render, save_document, write_result
+from agent.base.progress import Progress
 
 
-@click.command()
-@with_options("search")
-def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
-    """Find the bad nodes and links of a fleet. Generates load; one at a time per host.
-
-    Run it on every node: with srun (one task per node), torchrun, a Kubernetes Indexed Job, or with --node-rank.
-    Node 0 prints the result and ends with 0 if every node is good, 3 for a bad node or link, and 5 if none is bad and
-    some node was not judged. The other nodes end with 0.
-    """
+@command("search")
+def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **options: Any) -> None:
+    """Take part in the search, and on node 0 print the result."""
+    from agent.base import result_store
     from agent.base.hosts import snapshots
     from agent.cli.bench import stop_on_signals
-    from agent.jobs.search import findings_of, slurm_hosts, spec_of, summary
+    from agent.jobs import search as job
     from agent.terminal.findings import findings
     from collectives.search import run
+    from contracts import plain
     from probes.registry import ALL
 
     stop, got = stop_on_signals()
     progress = Progress()
     try:
-        spec = spec_of(options, snapshots((), ALL))
+        spec = job.spec_of(options, snapshots((), ALL))
         progress.step(f"search: {units.count(spec.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
         result = run.search(spec, progress.note, stop)
     except run.SearchError as error:
@@ -43,19 +38,20 @@ def search(form: str, save: Path | None, verbose: bool, **options: Any) -> None:
         sys.exit(EXIT_INTERRUPTED)
     finally:
         progress.done()
-    if not result:
+    if result is None:
         return
-    found = findings_of(result)
-    document = {**result, "findings": found, "summary": summary(result)}
+    found, lines, measured = job.findings_of(result), job.summary(result), plain.write(result)
+    result_store.save_search_result(measured)
+    document = {**measured, "findings": found, "summary": lines, "affinity": job.affinity(result)}
     if form == "table":
-        first, *rest = summary(result)
-        print_text(first)
+        print_text(lines[0])
         findings(console(), found, everything=verbose)
-        print_text("\n".join(rest))
+        print_text("\n".join(lines[1:]))
     else:
-        print_text(slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
-    if save is not None:
-        write_result(save, render(document, "json"), named=f"--save {save}")
+        print_text(job.slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
+    save_document(save, document)
+    if picture is not None:
+        write_result(picture, job.picture(result), named=f"--picture {picture}")
     if any(one.status in ("fail", "warn") for one in found):
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_UNKNOWN if found else EXIT_PASS)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agent.base import EXIT_FAILED, EXIT_UNKNOWN, inputs
+from agent.base import EXIT_FAILED, EXIT_UNKNOWN
 from agent.base.hosts import snapshots
-from agent.base.options import with_options
+from agent.base.options import InputError, command, name_of, read_input
 from agent.base.output import emit, print_text
 from agent.base.units import count
 from contracts import bounded
@@ -31,15 +31,11 @@ _MATRIX_IN_JSON = re.compile(rb"GPU0(?:\\t|[\s\"'|])+(?:GPU1|NIC0|mlx|CPU)")
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
 
 
-@click.command()
-@with_options("topo")
+@command("topo")
 def topo(
     hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool, slurm_conf: Path | None
 ) -> None:
-    """Show how GPUs and NICs are connected: on this host, in a recording, or in a file (--from). -v shows the matrix.
-
-    Exit code 5: a matrix is incomplete. 3: with --slurm-conf, the files of Slurm differ from the nodes. 0: otherwise.
-    """
+    """Read the topology, and print it in the form that was asked for."""
     from topology.paths import with_expectations
 
     if slurm_conf is not None or form.startswith("slurm"):
@@ -94,10 +90,10 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
     compared = {"topology.conf": slurm.compare_topology, "gres.conf": slurm.compare_gres}
     there = [name for name in compared if (folder / name).is_file()]
     if not there:
-        raise inputs.InputError(f"--slurm-conf {folder}: neither topology.conf nor gres.conf is in it")
+        raise InputError(f"--slurm-conf {folder}: neither topology.conf nor gres.conf is in it")
 
     def read(name: str) -> str:
-        return inputs.read(str(folder / name), _LIMIT_BYTES, hint="").decode(errors="replace")
+        return read_input(str(folder / name), _LIMIT_BYTES, hint="").decode(errors="replace")
 
     wrong = [line for name in there for line in compared[name](read, placements)]
     print_text(
@@ -115,7 +111,7 @@ def _nodes(hosts: Sequence[Path], root: str = "/") -> list[NodeTopology]:
 
 def read_topology(source: str) -> NodeTopology:
     """A matrix, an XML file or a recording, told apart by content."""
-    name, raw = inputs.name_of(source), inputs.read(source, _LIMIT_BYTES, hint=", which no topology is")
+    name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", which no topology is")
     from topology.formats import TopologyFileError
     from topology.formats.text import parse
 
@@ -134,7 +130,7 @@ def read_topology(source: str) -> NodeTopology:
             return xml.parse(text, source=name)
         return parse(text, source=name)
     except TopologyFileError as error:
-        raise inputs.InputError(f"{name}: {error}") from None
+        raise InputError(f"{name}: {error}") from None
 
 
 def _recording(source: str, raw: bytes) -> NodeTopology:

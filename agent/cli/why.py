@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
-from agent.base.options import with_options
+from agent.base.options import command
 from agent.base.output import emit, print_text
 from contracts.host_list import compress_host_list, expand_host_list, slurm_name
 from contracts.question import most
@@ -25,18 +25,14 @@ if TYPE_CHECKING:
     from planner.why import Verdict
 
 
-@click.command()
+@command("why")
 @click.argument("logs", metavar="[LOG]...", nargs=-1)
-@with_options("why")
 def why(
     logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, limit: float, watch: bool, form: str,
     job: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Diagnose a stuck, slow or failed training run: the rank or link, the cause, and the remedy.
-
-    Exit code 0: no fault found. 3: stuck or failed. 4: slow. 5: no source contains any information.
-    """
+    """Gather the sources, print the verdict, and end with the exit code."""
     from agent.advice.request import Request
     from agent.why import diagnosis as gathered
     from agent.why.ranks import watch as watch_run
@@ -162,6 +158,6 @@ def show(out: Console, found: Verdict) -> None:
     if found.forecast:
         out.print(escape(found.forecast))
     for one in found.unknown:
-        out.print(f"unknown: {escape(one.what)}; {escape(one.command)}")
+        out.print(f"unknown: {escape(one.what)}. To see it: {escape(one.command)}")
     if found.sources:
-        out.print(f"[dim]read: {escape('; '.join(found.sources))}[/dim]")
+        out.print(f"[dim]sources read: {escape('; '.join(found.sources))}[/dim]")

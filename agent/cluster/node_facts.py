@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
-from operator import eq
+from operator import attrgetter, eq
 from typing import Any, get_args, get_type_hints
 
 import cattrs
@@ -155,9 +155,9 @@ def _bare(value: Any) -> Any:
     if not is_dataclass(value) or isinstance(value, type):
         return value
     kind, changes = type(value), {}
-    kept = travelling(kind)
+    travel_names = travelling(kind)
     for field in fields(value):
-        if field.name in kept:
+        if field.name in travel_names:
             changes[field.name] = _bare(getattr(value, field.name))
         elif field.default_factory is not MISSING:
             changes[field.name] = field.default_factory()
@@ -326,23 +326,18 @@ def _rows_out(items: Iterable[Any], row: str, words: str, **own: Any) -> list[Js
     ]
 
 
-def _links_in(value: Any, _: Any) -> tuple[NvLink, ...]:
-    read = _converter.get_structure_hook(NvLink)
-    rows = _few([(one, link) for one in value for link in _row(one["links"])], MOST_ITEMS)
-    made = [read({**one, "link": int(link)}, NvLink) for one, link in rows]
-    return tuple(sorted(made, key=lambda link: link.link))
-
-
-def _pairs_in(value: Any, _: Any) -> tuple[GpuPair, ...]:
-    read = _converter.get_structure_hook(GpuPair)
-    made: list[GpuPair] = []
+def _rows_in(value: Any, _: Any, *, kind: type[Any], row: str, own: Sequence[str], most: int) -> tuple[Any, ...]:
+    """Items from entries with a row each, of whose words the parts are the members `own`."""
+    read = _converter.get_structure_hook(kind)
+    made: list[Any] = []
     for one in value:
-        about = {name: each for name, each in one.items() if name != "between"}
-        pairs = _row(one["between"])
-        _few([*made, *pairs], MOST_DEVICES**2 // 2)
-        for a, b in (pair.split("-") for pair in pairs):
-            made.append(read({**about, "a": int(a), "b": int(b)}, GpuPair))
-    return tuple(sorted(made, key=lambda pair: (pair.a, pair.b)))
+        about = {name: each for name, each in one.items() if name != row}
+        words = _row(one[row])
+        _few([*made, *words], most)
+        for word in words:
+            parts = map(int, word.split("-"))
+            made.append(read({**about, **dict(zip(own, parts, strict=True))}, kind))
+    return tuple(sorted(made, key=attrgetter(*own)))
 
 
 def _row_bounded(row: str) -> str | None:
@@ -368,8 +363,10 @@ def _made_converter() -> cattrs.Converter:
     made.register_structure_hook_factory(is_dataclass, _reader)
     grouped = (
         (tuple[Gpu, ...], _gpus_out, _gpus_in),
-        (tuple[NvLink, ...], partial(_rows_out, row="links", words="{0.link}", link=0), _links_in),
-        (tuple[GpuPair, ...], partial(_rows_out, row="between", words="{0.a}-{0.b}", a=0, b=0), _pairs_in),
+        (tuple[NvLink, ...], partial(_rows_out, row="links", words="{0.link}", link=0),
+         partial(_rows_in, kind=NvLink, row="links", own=("link",), most=MOST_ITEMS)),
+        (tuple[GpuPair, ...], partial(_rows_out, row="between", words="{0.a}-{0.b}", a=0, b=0),
+         partial(_rows_in, kind=GpuPair, row="between", own=("a", "b"), most=MOST_DEVICES**2 // 2)),
         (tuple[PciDevice, ...], _tree_out, _tree_in),
     )  # fmt: skip
     for row, write, read in grouped:

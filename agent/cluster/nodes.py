@@ -120,7 +120,7 @@ def read_resource(item: Json) -> NodeRecord:
         return from_resource(item)
     except _UNREADABLE as error:
         name = str(item["metadata"]["name"])
-        log.warning("the NodeTopology of %s is not one: %s; its node counts as unknown", name[:253], error)
+        log.warning("the NodeTopology of %s is invalid: %s; its node counts as unknown", name[:253], error)
         return NodeRecord(name=name, host=name, verdict="unknown", scanned_at_seconds=0.0, agent_version="")
 
 

@@ -25,8 +25,7 @@ from agent.base.result_store import line_of
 from agent.checks.groups import worst_first
 from agent.checks.history import SCANS_TO_RAISE, Event, HistoryState, Seen
 from agent.checks.host_checks import no_gpu_read
-from agent.checks.verdict import judge
-from agent.checks.view import View
+from agent.checks.verdict import View, judge
 from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.node_facts import clean
@@ -169,8 +168,8 @@ class FirstSeen:
     def dated(self, record: NodeRecord, known: Mapping[tuple[str, str], float] = MappingProxyType({})) -> NodeRecord:
         """The record with `since` in each finding; a new one began with this scan."""
         now = time_of(record.scanned_at_seconds)
-        kept = {**self._since, **{key: time_of(at) for key, at in known.items()}}
-        since = {key: kept.get(key, now) for key in map(_which, record.findings)}
+        first_seen = {**self._since, **{key: time_of(at) for key, at in known.items()}}
+        since = {key: first_seen.get(key, now) for key in map(_which, record.findings)}
         self._since = since
         return replace(record, findings=tuple({**each, "since": since[_which(each)]} for each in record.findings))
 
@@ -372,7 +371,7 @@ class Publisher:
                 log.warning("NFD labels: %s", error)
 
 
-class LeftBehind:
+class PreviousRecord:
     """What the agent before has left in the node's record: read before the record is written over.
 
     `view` is the newest that is handed out. Called by the scan, whose view holds what is taken in.
@@ -395,11 +394,11 @@ class LeftBehind:
                 return None
             log.info("history: no record of %s is read: %s", self._name, error)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("history: the record of %s holds none, it begins anew: %r", self._name, error)
+            log.warning("history: the record of %s has none, so it starts again: %r", self._name, error)
         self._read = True
         return found
 
-    def kept(self) -> bool:
+    def is_in_view(self) -> bool:
         """Whether the newest view, and so the next record, holds it. Raises ApiError where it could not be read."""
         if not self._read and self._error is not None:
             raise self._error

@@ -23,8 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from agent.checks.verdict import Verdict
-from agent.checks.view import View
+from agent.checks.verdict import Verdict, View
 from agent.http.worker import Answer, ProblemError, Worker, document
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
@@ -135,10 +134,10 @@ class Rendered:
         """`value()` as JSON, made in a thread, or as YAML, which the worker makes of it: that takes long."""
         answer = await self.answer(view, key, lambda: document(value(), "json"))
         if form == "yaml":
-            answer = await self.asked(request, worker, view, (*key, form), "as_yaml", text=answer.body)
+            answer = await self.compute(request, worker, view, (*key, form), "as_yaml", text=answer.body)
         return respond(answer)
 
-    async def asked(
+    async def compute(
         self, request: Request, worker: Worker, view: View, key: Hashable, name: str, /, **given: Any
     ) -> Answer:
         """The stored answer, or the one that the worker gives to the question `name`."""

@@ -22,8 +22,8 @@ from starlette.concurrency import run_in_threadpool
 from agent.advice import advise
 from agent.advice.request import Request
 from agent.base import units
-from agent.base.inputs import RequestError
-from agent.checks.view import View
+from agent.base.options import RequestError
+from agent.checks.verdict import View
 from agent.cluster.client import AGAIN, ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.gate import Places, published, read_places
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, row
@@ -32,9 +32,9 @@ from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts.layout import LayoutError
 from planner.advice import Recommendation
+from planner.forecast.machines import with_gpus
 from planner.nccl_env.texts import Note
 from topology.cluster import join
-from topology.derive import with_gpus
 from topology.graph import NodeTopology
 from topology.render import cluster_document, json_document
 
@@ -175,7 +175,7 @@ class Cluster:
         self._of_view: View | None = None
         self._timer: threading.Timer | None = None
         self._requested = 0.0
-        self._places, self._places_at = Places(why="one agent knows of no place"), -PLACES_SECONDS
+        self._places, self._places_at = Places(why="a single agent does not know racks and switches"), -PLACES_SECONDS
 
     @property
     def source(self) -> str:

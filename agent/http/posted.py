@@ -118,7 +118,7 @@ def store_record(state: State, lock: threading.Lock, record: RunRecord, who: str
     """
     folder = state.folder
     if folder is None or not folder.is_dir():
-        raise ProblemError(409, "this agent keeps nothing: it has no state folder",
+        raise ProblemError(409, "this agent stores nothing, because it has no state folder",
                            grant="start it with --state FOLDER, one that it may write into")  # fmt: skip
     with lock:
         for known in result_store.read_runs((folder / result_store.RUNS_FOLDER,)):
@@ -162,7 +162,7 @@ class Sources(question.model()):  # type: ignore[misc]  # its members are also t
 def judge_sources(body: bytes) -> Verdict:
     """The verdict on a posted body; called in the worker process. Raises RequestError."""
     from agent.advice.request import Request as Question
-    from agent.base.inputs import InputError, RequestError
+    from agent.base.options import InputError, RequestError
     from agent.why.diagnosis import WhySources, answer
 
     try:

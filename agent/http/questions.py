@@ -20,9 +20,9 @@ from pydantic import ValidationError
 
 from agent.advice import advise
 from agent.advice.request import Request
-from agent.base.inputs import RequestError
+from agent.base.options import RequestError
 from agent.base.streams import log_to_stderr
-from agent.checks.view import View
+from agent.checks.verdict import View
 from agent.cluster.gate import Places
 from agent.cluster.nodes import Fleet, NodeRecord
 from agent.http import cluster

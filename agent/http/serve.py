@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base import EXIT_INTERRUPTED
-from agent.base.options import with_options
+from agent.base.options import command
 from agent.base.output import print_text
 
 log = logging.getLogger(__name__)
@@ -29,13 +29,9 @@ GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemo
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
 
-@click.command()
-@with_options("serve")
+@command("serve")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
-    """Run the HTTP agent: page, JSON, metrics. Endpoints that make load stay closed without --token-file or -review.
-
-    With --host it serves recordings instead of this host.
-    """
+    """Scan and listen until a signal says to end."""
     from agent.base.hosts import snapshots
     from agent.checks.history import History
     from agent.http.state import State
@@ -192,15 +188,15 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
     )  # fmt: skip
     publisher = None
     if options["publish"]:
-        from agent.cluster.publish import LeftBehind, Publisher
+        from agent.cluster.publish import PreviousRecord, Publisher
 
         assert client is not None  # noqa: S101 - made above
         left = None
         if state.history is not None:
-            state.history.elsewhere = left = LeftBehind(client, str(name), lambda: state.view)
+            state.history.elsewhere = left = PreviousRecord(client, str(name), lambda: state.view)
 
         def latest() -> Any:
-            return next(iter(cluster.own().values()), None) if left is None or left.kept() else None
+            return next(iter(cluster.own().values()), None) if left is None or left.is_in_view() else None
 
         publisher = Publisher(
             client, latest, namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),

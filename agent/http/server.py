@@ -23,10 +23,9 @@ from starlette.routing import Route
 from agent import base, metrics
 from agent.advice import advise
 from agent.advice.request import Request as Question
-from agent.base.inputs import RequestError
+from agent.base.options import RequestError
 from agent.checks.groups import worst_first
-from agent.checks.verdict import FailOn
-from agent.checks.view import View, only
+from agent.checks.verdict import FailOn, View, only
 from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
 from agent.http import answers, posted
@@ -108,7 +107,7 @@ def create(
         max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
         generate_unique_id_function=lambda route: route.name,  # of the operation: the handler's
         docs_url=None, redoc_url=None,  # both load scripts from elsewhere; there is a page of our own
-        description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
+        description="Topology-aware preflight for GPU training: devices, findings and recommendations for this node.",
     )  # fmt: skip
     answers.install(app)
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
@@ -234,7 +233,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         """Layouts for a model on this machine or one of the catalogue, side by side."""
         view, query = state.current(), tuple(asked.model_dump().items())
         key = "/what-if", query
-        return respond(await rendered.asked(request, worker, view, key, "what_if", view=view, fields=query))
+        return respond(await rendered.compute(request, worker, view, key, "what_if", view=view, fields=query))
 
     @app.get("/why", tags=["page"], response_class=HTMLResponse, responses=problems())
     async def why_page() -> Response:
@@ -338,7 +337,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
             records = await cluster.records()
             return respond(await worker.ask(request, "recommendations_of_all", records=records, **parameters))
         key = "/recommendations", form, parameters["options"]
-        return respond(await rendered.asked(request, worker, view, key, "recommendations", view=view, **parameters))
+        return respond(await rendered.compute(request, worker, view, key, "recommendations", view=view, **parameters))
 
 
 def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:

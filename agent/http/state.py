@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.base import result_store
-from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
+from agent.base.result_store import RUNS_FOLDER, SEARCH_FILE
 from agent.checks.history import History
 from agent.checks.measured import with_bench
-from agent.checks.verdict import GateError
-from agent.checks.view import View, build_view
+from agent.checks.verdict import GateError, View, build_view
 from agent.http.worker import ProblemError
-from collectives.bench.results import BenchResult
+from collectives.bench.results import MOST_RESULT_BYTES
+from contracts import bounded, plain
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
 from probes.increases import Past
 
 if TYPE_CHECKING:
     from agent.checks.expect import Expectation
+    from collectives.search.plan import SearchResult
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +71,11 @@ class State:
     def refresh(self) -> View:
         """Scan now; concurrent callers share one scan after another, never two at once."""
         with self._scanning:
-            bench, bench_at = self._last_bench()
+            bench, bench_at = result_store.last_benchmark(self.folder) if self.folder else (None, None)
             benches = result_store.bench_history(self.folder) if self.folder else ()
             scanned = build_view(
                 self._scan(), benches=benches, runs=self._runs(), earlier=self._past.snapshots,
-                expected=self._read_expectation(),
+                expected=self._read_expectation(), search=self._last_search(),
             )  # fmt: skip
             view = with_bench(scanned, bench, bench_at)
             if self.history is not None and len(view.snapshots) == 1:
@@ -112,24 +113,20 @@ class State:
                 log.exception("scan failed")
             self._stop.wait(self.interval_seconds)
 
-    def _last_bench(self) -> tuple[BenchResult | None, float | None]:
-        if self.folder is None:
-            return None, None
-        path = self.folder / BENCH_FILE
-        try:
-            from collectives.bench.results import read_result
+    def _last_search(self) -> SearchResult | None:
+        """The last search for bad nodes that this host planned; None where there is none that can be read."""
+        if self.folder is None or not (path := self.folder / SEARCH_FILE).exists():
+            return None
+        from collectives.search.plan import SearchResult
 
-            return read_result(path), path.stat().st_mtime
-        except FileNotFoundError:
-            return None, None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        try:
+            return plain.read(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES)), SearchResult)
+        except (OSError, ValueError) as error:
             result_store.left_out(path, error)
-            return None, None
+            return None
 
     def _runs(self) -> tuple[RunRecord, ...]:
-        if self.folder is None:
-            return ()
-        return result_store.read_runs((self.folder / RUNS_FOLDER,))
+        return result_store.read_runs((self.folder / RUNS_FOLDER,)) if self.folder else ()
 
 
 def age_seconds(view: View) -> float:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.base.output import document as plain
 from agent.base.output import render
-from agent.checks.view import View
+from agent.checks.verdict import View
 from agent.cluster.nodes import NodeRecord
 from collectives.bench import processes
 from contracts.redaction import without_secrets
@@ -126,7 +126,7 @@ class _Process:
             if not job.waiting:
                 until = min(until, time.monotonic() + LEFT_SECONDS)
             if time.monotonic() > until:
-                raise TimeoutError(f"the question takes longer than {longest:.0f} s: ask for less")
+                raise TimeoutError(f"the question takes longer than {longest:.0f} s: request less")
         header, body = json.loads(self._pipe.recv_bytes()), self._pipe.recv_bytes()
         if "detail" in header:
             raise ProblemError(**header)
@@ -177,7 +177,7 @@ class Worker:
         job = self._jobs.get(key)
         if job is None:
             if self._stopping or len(self._jobs) >= self._most:
-                raise _busy(f"{self._most} such questions wait already")
+                raise _busy(f"{self._most} such requests are already waiting")
             job = self._jobs[key] = _Job(name=name, given=given, view=view, records=records)
             job.answered = self._thread.submit(self._serve, job)
             job.answered.add_done_callback(lambda _: self._jobs.pop(key, None))
@@ -188,7 +188,7 @@ class Worker:
         try:
             while not (await asyncio.wait((answered,), timeout=_LOOK_SECONDS))[0]:
                 if await request.is_disconnected() or time.monotonic() > until:
-                    raise _busy("the questions before this one took too long")
+                    raise _busy("the requests before this one took too long")
             if answered.cancelled():
                 raise _busy("the agent ends")
             return answered.result()
@@ -228,7 +228,7 @@ class Worker:
             if isinstance(error, TimeoutError):
                 raise _busy(str(error)) from None
             log.warning("the worker process has ended: %r", error)
-            raise _busy("the worker process has ended: ask again") from None
+            raise _busy("the worker process has ended: send the request again") from None
 
     def _end_process(self) -> None:
         process, self._process = self._process, None

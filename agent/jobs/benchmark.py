@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import takewhile
 from typing import Any
 
 import cattrs
@@ -34,17 +35,19 @@ from agent.jobs.child import QUICK_SECONDS, answer, default_ranks
 from collectives.bench import processes
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
-from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SpecError, StepShape, parts, sweep
+from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SpecError, StepShape, parts
 from collectives.bench.results import Bar, RdmaResult, RdmaWrite, result_to_json
 from collectives.bench.run import run, visible_backend
 from contracts.finding import Finding, Status
 from planner.forecast.models import model_named
 from planner.forecast.specs import weights
 from planner.nccl_env import environment as nccl_env
+from planner.nccl_env.situation import situation
 from probes import wire
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort, nccl_gid_index
+from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
+from probes.rdma.probe import nccl_gid_index
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
@@ -137,7 +140,7 @@ def _bar_of(
     hosts = [_links(name, node, hello, mine, alone=len(by_host) == 1, local_ranks=local_ranks)
              for mine in by_host.values()]  # fmt: skip
     if any(each is None for each in hosts):
-        return Bar(name=name, why=("the links of a host are not known: its ranks did not tell them",))
+        return Bar(name=name, why=("the links of a host are not known: its ranks did not report them",))
     paths = joined([each for each in hosts if each is not None], len(ranks), nvls=nvls)
     found = bandwidth(paths, op, size_bytes, len(ranks))
     if not isinstance(found, Expected):
@@ -170,10 +173,10 @@ def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
     """Whether the ranks' library may reduce in the switch, and why not; None where its version is not known."""
     environment = row.get("environment") or {}
     if environment.get("NCCL_NVLS_ENABLE") == "0":
-        return False, ("NCCL_NVLS_ENABLE=0 in the environment: NVLS is off by choice",)
+        return False, ("NCCL_NVLS_ENABLE=0 in the environment: NVLS is off by a setting",)
     algorithms = environment.get("NCCL_ALGO")
     if algorithms and not _allows_nvls(algorithms):
-        return False, (f"NCCL_ALGO={algorithms} in the environment: NVLS is off by choice",)
+        return False, (f"NCCL_ALGO={algorithms} in the environment: NVLS is off by a setting",)
     version = re.match(r"(\d+)\.(\d+)", str((row.get("versions") or {}).get("nccl", "")))
     if version is None:
         return None, ()
@@ -208,7 +211,7 @@ def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     least = options["min_bytes"] or SWEEP_BYTES[0]
     most = max(options["max_bytes"] or SWEEP_BYTES[-1], least)
     ops = options["ops"] or spec.ops
-    sizes = options["sizes"] or sweep(least, most, 4)
+    sizes = options["sizes"] or tuple(takewhile(lambda size: size <= most, (least * 4**step for step in range(64))))
     if not named:
         sizes = tuple(dict.fromkeys(case.bytes for case in spec.cases))
     return replace(
@@ -227,7 +230,7 @@ def network_environment(found: Sequence[Snapshot]) -> dict[str, str]:
     In a pod with a secondary network that is the interface's name; without it the ranks would take the default network.
     """
     cluster = join([build(snapshot) for snapshot in found])
-    advised = nccl_env.settings(found, cluster, multi_node=True).settings
+    advised = nccl_env.settings(situation(found, cluster, multi_node=True)).settings
     return {s.name: s.value for s in advised if s.name.startswith(("NCCL_", "GLOO_")) and s.name not in os.environ}
 
 
@@ -341,7 +344,7 @@ def _of_port(
 ) -> tuple[Bar, ...]:
     """As it should be: the fastest of its equals on this host, in its slot. As it is: its own rate, PCIe as it runs."""
     if device.kind == "rxe":
-        why = ("Soft-RoCE moves data by the processors: its rate says nothing; --baseline compares",)
+        why = ("Soft-RoCE moves data through the CPU, so its rate is no reference; use --baseline",)
         return (Bar(name=SHOULD, why=why), Bar(name=IS, why=why))
     slot = nic.pcie_bytes_per_second if nic else None
     running = (nic.pcie_running_bytes_per_second or slot) if nic else None

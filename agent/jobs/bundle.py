@@ -34,8 +34,8 @@ from contracts.tables import read_table
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
-from probes.pci.facts import gpus as on_the_bus
-from probes.wire import dumps
+from probes.pci.probe import gpus as on_the_bus
+from probes.scanner import dumps
 
 LOG_LINES = 2000
 NODE_SECONDS = 180
@@ -131,12 +131,12 @@ def compared(report: Mapping[str, Any], checkpoint: str | Exception) -> dict[str
     try:
         if isinstance(checkpoint, Exception):
             raise checkpoint
-        kept = loads(checkpoint)["Data"]
-        registered = {str(name): [str(i) for i in ids or ()] for name, ids in kept["RegisteredDevices"].items()}
+        entries = loads(checkpoint)["Data"]
+        registered = {str(name): [str(i) for i in ids or ()] for name, ids in entries["RegisteredDevices"].items()}
         handed = [
             {"pod": each["PodUID"], "container": each["ContainerName"], "resource": each["ResourceName"],
              "devices": _ids(each["DeviceIDs"])}
-            for each in kept["PodDeviceEntries"] or ()
+            for each in entries["PodDeviceEntries"] or ()
         ]  # fmt: skip
     except (OSError, PlainError, BundleError, ValueError, KeyError, TypeError, AttributeError) as error:
         found["kubelet"] = f"unknown: {error}"
@@ -218,10 +218,10 @@ def _slices_differ(
         return [f"the device plugin advertises {each}, NVML shows MIG off on every GPU" for each in slices]
     if isinstance(cut, str):
         found = [f"NVML shows MIG on on {each}, the device plugin advertises no slice" for each in split if not slices]
-        return [*found, "unknown whether the device plugin advertises every MIG slice: NVML did not tell of each"]
+        return [*found, "unknown whether the device plugin advertises every MIG slice: NVML did not report each"]
     profiles = {str(one["uuid"]): str(one["profile"] or "") for one in cut}
     owner = {str(one["uuid"]): one["gpu"] for one in cut}
-    found = [f"NVML shows MIG on on {each} and no slice: a pod can use nothing of it"
+    found = [f"NVML shows MIG on on {each} and no instance, so no pod can use it"
              for each in split if each not in owner.values()]  # fmt: skip
     found += [f"the device plugin advertises {each}, NVML does not show it" for each in slices if each not in profiles]
     for each, profile in profiles.items():

@@ -24,7 +24,8 @@ from typing import Any
 import click
 
 from agent.base import units
-from agent.base.output import Progress, write_atomic
+from agent.base.output import write_atomic
+from agent.base.progress import Progress
 from agent.base.result_store import save_benchmark_result
 from agent.checks.measured import JUDGED_OPS
 from collectives.bench.results import BenchResult, result_from_json
@@ -111,14 +112,10 @@ def train(
 
     Raises ChildError, OSError.
     """
-    assert plan.layout is not None  # noqa: S101 - a plan that is launched has one
     output.mkdir(parents=True, exist_ok=True)
     write_atomic(output / "plan.json", dumps(plan))
     began = time.time()
-    request = {
-        "output": str(output), "ranks": plan.layout.world_size, "settings": dict(plan.environment),
-        "timeout_seconds": timeout_seconds, "grace_seconds": grace_seconds,
-    }  # fmt: skip
+    request = {"output": str(output), "timeout_seconds": timeout_seconds, "grace_seconds": grace_seconds}
     why, signals = _ask("agent.jobs.launch", request, on_line, stop)
     _end_if_interrupted(signals)
     return run_record.of_start(output / "run.json", began), str(why)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import posixpath
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import click
 
 from agent.advice import job_settings
 from agent.advice.advise import in_pods
 from agent.advice.job_settings import grace, job_plan
+from agent.base.output import print_text
+from agent.base.units import count
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
-from agent.cluster.client import Client, path_of
+from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
 from agent.jobs import submission
 from contracts.job_plan import JobPlan, dumps
 from contracts.tables import read_texts
@@ -69,9 +73,9 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
     named = tuple(optional["limits"])
     if options["dra"]:
         if twice := [word for word in named if word.startswith(DEVICES)]:
-            raise JobError(f"--resource {twice[0]}: with --dra the claim takes GPU and NIC; leave one of the two away")
-        kept = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
-        advice = replace(advice, needs=tuple(kept))
+            raise JobError(f"--resource {twice[0]}: with --dra the claim requests GPU and NIC; use only one of the two")
+        needs = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
+        advice = replace(advice, needs=tuple(needs))
     spec = from_advice(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
         allocatable=offered, named=named, config_map=f"{name}-config", command=COMMAND,
@@ -105,7 +109,7 @@ def warnings(spec: JobSpec) -> Iterator[str]:
         yield _texts("no_claim")
 
 
-def against_dra(advice: Recommendation, options: Mapping[str, Any]) -> str:
+def _against_dra(advice: Recommendation, options: Mapping[str, Any]) -> str:
     """Why this job is better off with the device plugins, whatever the cluster can; empty: nothing speaks against."""
     if advice.backend != "nccl" or advice.chosen is None:
         return "the plan has no GPU"
@@ -119,11 +123,11 @@ def against_dra(advice: Recommendation, options: Mapping[str, Any]) -> str:
     for need in advice.needs:
         name, _, count = need.value.partition(": ")
         if need.name == "resource" and name.startswith(NICS) and int(count) > ranks:
-            return f"the plan's pods take {count} of {name}, the claim would one for each of {ranks} GPUs"
+            return f"the plan's pods take {count} of {name}, the claim would request one for each of {ranks} GPUs"
     return ""
 
 
-def device_classes(words: Sequence[str]) -> tuple[str, str]:
+def _device_classes(words: Sequence[str]) -> tuple[str, str]:
     """The DeviceClasses of GPU and NIC by --dra gpu=NAME and nic=NAME; one that is not named has its usual name."""
     found = dict(zip(("gpu", "nic"), DEVICE_CLASSES, strict=True))
     for word in words:
@@ -135,19 +139,68 @@ def device_classes(words: Sequence[str]) -> tuple[str, str]:
     return found["gpu"], found["nic"]
 
 
-def check_dra(client: Client, advice: Recommendation, options: Mapping[str, Any]) -> None:
-    """Whether the cluster has what the job's claims name: the exceptions of submission.check."""
-    submission.check(client, spec_of(advice, {**options, "dra": True}))
+def with_dra(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> dict[str, Any]:
+    """Whether GPU and NIC are to come by a claim, and of which classes; what the cluster can is a line on stderr."""
+    named = bool(options["dra"])
+    chosen = {"dra": named, "device_classes": _device_classes(options["dra"])}
+    if options["no_dra"] or not asks:
+        return chosen
+    why = "" if named else _against_dra(advice, options)
+    if not why:
+        claimed = {**options, **chosen, "dra": True}
+        answer, why, unknown = _asked(options, lambda client: _dra_able(client, advice, claimed, named=named))
+        if named and why:
+            raise submission.CannotError(why)
+        if not (why or unknown):
+            if not named:
+                print_text(f"DRA: used: {answer}; --no-dra turns it off", err=True)
+            return {**chosen, "dra": True}
+        why = why or f"unknown whether the cluster can: {unknown}"
+    print_text(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
+    return chosen
 
 
-def dra_able(client: Client, advice: Recommendation, options: Mapping[str, Any]) -> str:
-    """How the cluster can serve this job's claims, or why not: the exceptions of submission.able."""
-    spec = spec_of(advice, {**options, "dra": True})
+def _asked(options: Mapping[str, Any], question: Callable[[Client], Any]) -> tuple[Any, str, str]:
+    """The cluster's answer, or why it cannot, or why that is unknown."""
+    try:
+        return question(connect(options["context"], tries=2)), "", ""
+    except submission.CannotError as error:
+        return None, str(error), ""
+    except (AccessError, ApiError) as error:
+        return None, "", str(error)
+
+
+def _dra_able(client: Client, advice: Recommendation, options: Mapping[str, Any], *, named: bool) -> str:
+    """How the cluster can serve this job's claims, or why not: the exceptions of submission.able.
+
+    Of classes that the user has `named` only that they are there.
+    """
+    spec = spec_of(advice, options)
+    if named:
+        submission.check(client, spec)
+        return ""
     nodes = None
     if selector := ",".join(options["node_selector"]):
         pages = client.pages(path_of("v1", "nodes"), {"labelSelector": selector})
         nodes = {node["metadata"]["name"] for page, _ in pages for node in page}
     return submission.able(client, spec, nodes)
+
+
+def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> Recommendation:
+    """The recommendation without its ComputeDomain where --no-dra or the cluster says so; stderr says why."""
+    need = next((each for each in advice.needs if each.name == "compute_domain"), None)
+    if need is None or (options["nodes"] or 1) == 1:
+        return advice
+    why = "--no-dra" if options["no_dra"] else ""
+    if not why and asks:
+        group, _, version = need.value.partition("/")
+        _, why, unknown = _asked(options, lambda client: submission.serves(client, group, version))
+        if unknown:
+            print_text(f"warning: unknown whether the cluster has ComputeDomains: {unknown}", err=True)
+    if not why:
+        return advice
+    print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL uses the network, not NVLink", err=True)
+    return replace(advice, needs=tuple(each for each in advice.needs if each is not need))
 
 
 def for_pods(
@@ -156,8 +209,8 @@ def for_pods(
     """The recommendation without what holds on a host and not in a pod, and a line for each setting left out."""
     # without --host this machine was scanned: a node's pod, or the administrator's own
     here = not options.get("hosts") and not options.get("machine")
-    kept, notes = in_pods(advice, found, here=here)
-    return _threads(kept, options), notes
+    settings, notes = in_pods(advice, found, here=here)
+    return _threads(settings, options), notes
 
 
 def _threads(advice: Recommendation, options: Mapping[str, Any]) -> Recommendation:
@@ -269,7 +322,7 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
         raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
     if nodes > 1 and output is not None and not _on_claim(str(output)).startswith(f"{MOUNT}/"):
-        raise JobError(f"output_dir={output}: {nodes} nodes write one run: must be below {MOUNT}, where the claim is")
+        raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, the claim")
 
 
 def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,25 +331,40 @@ def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()), trainer)
 
 
-def unnamed_devices(advice: Recommendation, options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The devices that the pods need and the user has not named.
+def resources_for(advice: Recommendation, options: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The resources that the nodes offer, where the job needs devices that the user has not named.
 
-    First families, whose name only the cluster knows ("rdma/*"), then NICs of one name on every cluster, as EFA's.
+    These are families, whose name only the cluster knows ("rdma/*"), and NICs of one name on every cluster, as EFA's.
     """
     if options["dra"]:
-        return [], []
+        return None
     named = _named_by_user(options)
     needed = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
     families = [name for name in needed if name.endswith("/*")]
     fixed = [name for name in needed if name.startswith(NICS) and name not in (*families, *named)]
-    return [name for name in families if not family(name, named)], fixed
+    unnamed = [name for name in families if not family(name, named)]
+    if not (unnamed or fixed):
+        return None
+    try:
+        offered = _offered(connect(options["context"]), options)
+    except (AccessError, ApiError) as error:
+        if unnamed:
+            why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
+            raise click.ClickException(why) from None
+        print_text(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
+        return None
+    for name in fixed:
+        if name not in offered:  # an autoscaler may yet bring such nodes
+            needed_on = f"{name} is needed on {count(options['nodes'] or 1, 'node')}"
+            print_text(f"warning: {needed_on}, and fewer nodes offer it: the pods wait until enough nodes do", err=True)
+    return offered
 
 
 def _named_by_user(options: Mapping[str, Any]) -> list[str]:
     return [word.partition("=")[0] for word in options["resources"]]
 
 
-def offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:
+def _offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:
     """The extended resources that enough of the selected nodes have to give away (node.status.allocatable)."""
     query = {"labelSelector": ",".join(options["node_selector"])} if options["node_selector"] else {}
     having: Counter[str] = Counter()

@@ -19,20 +19,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.job_settings import GRACE_SECONDS, grace, job_plan
+from agent.advice.job_settings import GRACE_SECONDS
 from agent.base.output import write_atomic
 from agent.jobs.child import answer, sigterm
 from collectives.bench import processes
-from contracts import run_record
-from contracts.job_plan import dumps
+from contracts import job_plan, run_record
+from contracts.job_plan import JobPlan, dumps
 from contracts.redaction import redact
 from contracts.run_record import RunRecord
-from planner.advice import Recommendation
 
 RESUMABLE = run_record.RESUMABLE
 _TAIL_BYTES = 65536  # of the job's log: torchrun's report and the tracebacks before it
 _LAST_SECONDS = 1.0  # for processes that did not end on SIGTERM, or outlived torchrun
-_AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
+_AGAIN = "run the same command again to resume from the last checkpoint, if one was saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ class Launched:
     def ending(self) -> str:
         """How the job ended, in one sentence."""
         if self.exit_code == RESUMABLE:
-            ending = "the job saved and ended; the same command goes on from there"
+            ending = "the job saved and ended; run the same command again to resume"
         elif self.killed:
             ending = f"the job did not end within {self.grace_seconds} s of SIGTERM and was killed; " + _AGAIN
         elif self.cut_short and self.exit_code == 0:
@@ -84,38 +83,18 @@ def command(plan: Path, ranks: int) -> list[str]:
 
 
 def train(
-    advice: Recommendation,
-    output: Path,
-    *,
-    config: Path | None = None,
-    overrides: Sequence[str] = (),
-    timeout_seconds: float,
-    bytes_per_second: float | None = None,
-    on_line: Callable[[str], None] = lambda _line: None,
-    stop: threading.Event | None = None,
-) -> Launched:
-    """Run the job to its end on this host; raises RequestError where there is nothing to start.
-
-    `stop` is set where SIGTERM ended it, and may be set before: the job is then asked to end. `bytes_per_second` is
-    what storage takes of its checkpoint, None where that is unknown.
-    """
-    made = job_plan(advice, config, (*overrides, f"output_dir={output}"))
-    assert made.layout is not None  # noqa: S101 - job_plan has refused otherwise
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomic(output / "plan.json", dumps(made))
-    return train_planned(
-        output, made.layout.world_size, made.environment, timeout_seconds, grace(advice, bytes_per_second), on_line,
-        stop,
-    )  # fmt: skip
-
-
-def train_planned(
-    output: Path, ranks: int, settings: Mapping[str, str], timeout_seconds: float, grace_seconds: int,
-    on_line: Callable[[str], None], stop: threading.Event | None,
+    plan: JobPlan, output: Path, *, timeout_seconds: float, grace_seconds: int,
+    on_line: Callable[[str], None] = lambda _line: None, stop: threading.Event | None = None,
 ) -> Launched:  # fmt: skip
-    """Run the job of the plan.json in `output` to its end; `settings` are added to the environment of its ranks."""
-    began = time.time()
-    words, variables = command(output / "plan.json", ranks), environment(settings, ranks)
+    """Run the job of a plan to its end on this host; plan.json, job.log and run.json are in `output`.
+
+    `stop` is set where SIGTERM ended it, and may be set before: the job is then asked to end.
+    """
+    assert plan.layout is not None  # noqa: S101 - a plan that is launched has one
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomic(output / "plan.json", dumps(plan))
+    began, ranks = time.time(), plan.layout.world_size
+    words, variables = command(output / "plan.json", ranks), environment(plan.environment, ranks)
     ended = run(words, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
     own = run_record.own_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
@@ -206,9 +185,10 @@ def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> It
 
 def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.Event) -> str:
     """Run the requested job and return why the run is not usable, empty if it is."""
-    done = train_planned(
-        Path(request["output"]), request["ranks"], request["settings"], request["timeout_seconds"],
-        request["grace_seconds"], note, stop,
+    output = Path(request["output"])
+    done = train(
+        job_plan.read(output / "plan.json"), output, timeout_seconds=request["timeout_seconds"],
+        grace_seconds=request["grace_seconds"], on_line=note, stop=stop,
     )  # fmt: skip
     failed = done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)
     if done.record is not None and not failed:

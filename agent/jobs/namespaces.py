@@ -26,7 +26,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from agent.base.inputs import InputError
+from agent.base.options import InputError
 from collectives.bench import processes
 
 HOSTS = 2
@@ -106,7 +106,7 @@ class Rig:
     def run(
         self, network: Shaped, module: str, words: Sequence[Sequence[str]], folder: Path, *, seconds: float
     ) -> list[int]:
-        """One rank a host, each with its own words, over the network; logs to rankN.log in the folder. Exit codes."""
+        """Run one rank per host, each with its own arguments; logs to rankN.log. Returns the exit codes."""
         ranks = []
         for host in range(HOSTS):
             environment = {

@@ -26,7 +26,7 @@ from agent.advice.advise import answer, of_cluster, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, job_plan
 from agent.advice.request import Request, model_of
 from agent.base import units
-from agent.base.inputs import InputError
+from agent.base.options import InputError
 from agent.base.output import write_atomic
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission
@@ -60,11 +60,11 @@ POLL_SECONDS = 2.0
 _RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
 _WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
 _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
-# What the gate of a TCP job would hold against the comparison itself: the job is told to take this interface and no
+# What the gate of a TCP job would hold against the comparison itself: the job is set to use this interface and no
 # RDMA, and it has no IPC_LOCK, device or network for RDMA. That the interface is there is still judged.
 _OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
-STEPS = 8  # beside warm-up and profiled ones three count (agent.pages.charts.LEAST_STEPS)
+STEPS = 8  # beside warm-up and profiled ones three count (agent.terminal.measured.LEAST_STEPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +124,11 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
     if record is None:
         return replace(bar, status="failed", why=bar.why or "the job left no record of its run")
     if record.status != "complete":
-        return replace(bar, status="failed", why=record.reason or f"the run is not complete but {record.status}")
+        return replace(bar, status="failed", why=record.reason or f"the run has the status {record.status}")
     proven, words = proof_of(record, interface, rdma=rdma)
     if not proven:
         transports = "; ".join(words) or "the record names no transport"
-        return replace(bar, status="unproven", proof=words, why=f"not seen to take {bar.network}: {transports}")
+        return replace(bar, status="unproven", proof=words, why=f"no proof that it used {bar.network}: {transports}")
     step, _memory = run_record.compare(record)
     if step.measured is None:
         return replace(bar, proof=words, why="its record has no step time")
@@ -331,7 +331,7 @@ def over(advice: Recommendation, network: Attached, request: Request, found: Seq
 def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
     """The same plan over TCP on this interface, without what only RDMA needs."""
     why = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
-    kept = tuple(
+    settings = tuple(
         setting for setting in advice.settings
         if not setting.name.startswith(_TCP_SETTINGS) and not setting.name.endswith("_SOCKET_IFNAME")
     )  # fmt: skip
@@ -340,7 +340,7 @@ def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
     if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would take by itself
         variables.append(("NCCL_NET", "Socket"))
     return replace(
-        advice, settings=(*kept, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
+        advice, settings=(*settings, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
         needs=tuple(need for need in advice.needs
                     if need.name not in ("memlock", "capability") and not need.value.startswith(_RDMA)),
     )  # fmt: skip
@@ -419,7 +419,7 @@ def words_of(bar: Bar, best: float) -> tuple[str, str]:
     """The two labels of a bar: the step and the whole run, then the forecast."""
     step = bar.step_seconds or 0.0
     factor = f" ({step / best:.2f} x)" if best and step > best else ""
-    money = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""
-    whole = f", {units.duration(bar.run_seconds)} in all{money}" if bar.run_seconds is not None else ""
+    cost = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""
+    whole = f", {units.duration(bar.run_seconds)} in all{cost}" if bar.run_seconds is not None else ""
     place = {True: "inside", False: "outside", None: ""}[bar.inside]
     return f"{units.seconds(step)} a step{factor}{whole}", f"forecast {units.interval(bar.forecast, 's')}: {place}"

@@ -9,10 +9,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
@@ -20,15 +20,25 @@ from agent.advice.request import Request
 from agent.base import EXIT_PASS, units, version
 from agent.base import result_store as keep
 from agent.base.hosts import snapshots as read_snapshots
-from agent.base.inputs import InputError
-from agent.base.output import Progress, document, write_atomic
+from agent.base.options import InputError
+from agent.base.output import document, write_atomic
+from agent.base.progress import Progress
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
 from agent.checks.groups import worst_first
 from agent.checks.measured import ALL_CODES, HOST_CODES
-from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
-from agent.checks.view import View, build_view, for_next_job, with_environment
+from agent.checks.verdict import (
+    FailOn,
+    Verdict,
+    View,
+    build_view,
+    for_next_job,
+    judge,
+    select,
+    unjudged,
+    with_environment,
+)
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import child
 from agent.jobs.child import ChildError
@@ -51,32 +61,6 @@ REASON_CHARACTERS = 400  # `sinfo -R` and logs show it in one line
 PROBE_SECONDS = 30.0  # that a probe may take; a node in trouble is slow
 CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
 CALIBRATION_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What one preflight does."""
-
-    hosts: tuple[Path, ...] = ()
-    root: str = "/"
-    measure: bool = False
-    train: bool = False
-    ranks: int | None = None
-    request: Request = field(default_factory=Request)
-    require: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    fail_on: FailOn = "fail"
-    timeout_seconds: float = 600.0
-    bench_seconds: float | None = None  # None: 20, or 6 with `quick`
-    quick: bool = False  # only the sizes that are judged
-    output: Path = Path("reports")
-    force: bool = False
-    overrides: tuple[str, ...] = ()
-    config: Path | None = None
-    baseline: Path | None = None
-    expect: tuple[str, ...] = ()  # KEY=VALUE,...
-    expect_file: Path | None = None
-    runs: tuple[Path, ...] = ()  # records of earlier runs, compared with this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +99,26 @@ class Report:
         return units.some(names)
 
 
-def run(options: Options, progress: Progress) -> Report:
-    """Scan, build, measure, recommend, train, compare, judge. After SIGTERM: what was known by then."""
+def run(options: Mapping[str, Any], progress: Progress) -> Report:
+    """Scan, build, measure, recommend, train, compare, judge. After SIGTERM: what was known by then.
+
+    `options` are those of the verb, with the question to the planner as `request` and the report's folder as `output`.
+    """
     started, clock = time.time(), time.monotonic()
-    expected = expectation_of(options.expect, options.expect_file)  # first: a wrong word costs no run
+    expected = expectation_of(options["expect"], options["expect_file"])  # first: a wrong word costs no run
     with child.sigterm() as stop:
         # first: a wrong file costs no run
-        needs = ("statuses", "busbw") if options.measure or options.train else ("statuses",)
-        before = read_baseline(options.baseline, needs)
-        settings(options.config, options.overrides)
-        for place in options.runs:
+        needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
+        before = read_baseline(options["baseline"], needs)
+        settings(options["config"], options["overrides"])
+        for place in options["runs"]:
             if not keep.read_runs([place]):
                 raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
-        progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
-        seconds = min(PROBE_SECONDS, options.timeout_seconds)
-        found = read_snapshots(options.hosts, ALL, root=options.root, timeout_seconds=seconds, quiet=True, stop=stop)
+        progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
+        seconds = min(PROBE_SECONDS, options["timeout"])
+        found = read_snapshots(
+            options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, quiet=True, stop=stop
+        )
         report = (
             _unscanned(options, progress)
             if stop.is_set()
@@ -138,19 +127,19 @@ def run(options: Options, progress: Progress) -> Report:
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
-def _unscanned(options: Options, progress: Progress) -> Report:
+def _unscanned(options: Mapping[str, Any], progress: Progress) -> Report:
     """SIGTERM came before the hosts were scanned: every check is unknown, and none is worse than in a baseline."""
     progress.done()
     checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
-    checks = select(checks, require=options.require, skip=options.skip)
+    checks = select(checks, require=options["require"], skip=options["skip"])
     return Report(
-        checks=checks, verdict=judge(checks, fail_on=options.fail_on, stopped="SIGTERM"), runs=_runs(options),
+        checks=checks, verdict=judge(checks, fail_on=options["fail_on"], stopped="SIGTERM"), runs=_runs(options),
         notes=("stopped by SIGTERM before the scan was done: nothing is known",),
     )  # fmt: skip
 
 
 def _judged(
-    options: Options, progress: Progress, found: tuple[Snapshot, ...], before: Baseline,
+    options: Mapping[str, Any], progress: Progress, found: tuple[Snapshot, ...], before: Baseline,
     stop: threading.Event, expected: Expectation | None,
 ) -> Report:  # fmt: skip
     """All that follows the scan. What makes load ends soon after `stop` is set, and what follows it makes none."""
@@ -163,29 +152,29 @@ def _judged(
     view = measured.with_bench(build_view(found, expected=expected), result)
     view = replace(view, checks=for_next_job(view.checks, found))
     if result is None:
-        extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
+        extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not requested; add --measure")
 
     progress.step("recommend: environment and layout")
     advice = _recommend(options, found, result, calibration)
 
     record: RunRecord | None = None
-    if options.train and (signal := _stopped_by(result, stop)):
+    if options["train"] and (signal := _stopped_by(result, stop)):
         extra += measured.unmeasured(measured.RUN_CODES, f"not trained: stopped by {signal} before that")
     elif (
-        options.train
-        and not options.hosts
+        options["train"]
+        and not options["hosts"]
         and (failed := _stopping(options, _as_trained(view, advice, expected), before))
     ):
         extra += measured.unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
         notes.append(f"not trained: {failed}")
-    elif options.train and not options.hosts:
+    elif options["train"] and not options["hosts"]:
         record, why = _train(options, advice, progress, stop)
         if stop.is_set() and record is None:  # what became of the job then says nothing of the machine
             extra += measured.unmeasured(measured.RUN_CODES, why)
         else:
             extra += measured.checks_of_run(record, found[0].hostname, why)
     else:
-        extra += measured.unmeasured(measured.RUN_CODES, "not asked for: --train")
+        extra += measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
     progress.done()
 
     stopped = "" if record is not None else _stopped_by(result, stop)
@@ -193,11 +182,11 @@ def _judged(
         notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
     extra += gone(before, found)
     scanned = view.checks if stopped else measured.must_be_measured(view.checks)
-    checks = select((*scanned, *extra), require=options.require, skip=options.skip)
+    checks = select((*scanned, *extra), require=options["require"], skip=options["skip"])
     checks = _against(before, checks, stopped)
     return Report(
         snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice, run=record,
-        verdict=judge(checks, fail_on=options.fail_on, stopped=stopped), runs=_runs(options), notes=tuple(notes),
+        verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), runs=_runs(options), notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -220,19 +209,19 @@ def _as_trained(view: View, advice: Recommendation, expected: Expectation | None
     return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
 
 
-def _stopping(options: Options, found: Sequence[Finding], before: Baseline) -> str:
+def _stopping(options: Mapping[str, Any], found: Sequence[Finding], before: Baseline) -> str:
     """What failed before training and so stops it; nothing where it may start. What is unknown stops nothing."""
-    checks = select(measured.must_be_measured(found), skip=options.skip, known=ALL_CODES)
+    checks = select(measured.must_be_measured(found), skip=options["skip"], known=ALL_CODES)
     checks = regressions(checks, before.statuses)
     failed = sorted({check.code for check in checks if check.status == "fail"})
-    return "" if options.force or not failed else f"{', '.join(failed)} failed"
+    return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
 
 
-def _runs(options: Options) -> tuple[RunRecord, ...]:
+def _runs(options: Mapping[str, Any]) -> tuple[RunRecord, ...]:
     """This run and the earlier ones: those named, those below the report's folder, those the agent keeps."""
-    kept = keep.folder()
-    places = [*options.runs, options.output / "runs", *([kept / keep.RUNS_FOLDER] if kept else [])]
-    return keep.read_runs(places) if options.train or options.runs else ()
+    stored = keep.folder()
+    places = [*options["runs"], options["output"] / "runs", *([stored / keep.RUNS_FOLDER] if stored else [])]
+    return keep.read_runs(places) if options["train"] or options["runs"] else ()
 
 
 def report_of(
@@ -267,25 +256,25 @@ def due_of(expected: Expectation | None) -> Due | None:
 
 
 def _measure(
-    options: Options, found: Sequence[Snapshot], progress: Progress, notes: list[str], stop: threading.Event,
+    options: Mapping[str, Any], found: Sequence[Snapshot], progress: Progress, notes: list[str], stop: threading.Event,
     due: Due | None,
 ) -> tuple[BenchResult | None, Calibration | None]:  # fmt: skip
     """Collectives with real ranks, then GEMMs where there is to be a run."""
-    if not (options.measure or options.train):
+    if not (options["measure"] or options["train"]):
         return None, None
-    if options.hosts:
+    if options["hosts"]:
         notes.append("not measured: recorded hosts cannot be measured")
         return None, None
-    ranks = options.ranks or child.default_ranks(found)
+    ranks = options["ranks"] or child.default_ranks(found)
     try:
         result = child.measure(
-            found[0], ranks, progress, stop, budget_seconds=options.bench_seconds, quick=options.quick,
-            force=options.force, due=due,
+            found[0], ranks, progress, stop, budget_seconds=options["bench_seconds"], quick=options["quick"],
+            force=options["force"], due=due,
         )  # fmt: skip
     except ChildError as error:
         notes.append(f"not measured: {error}")
         return None, None
-    if not options.train or result.stopped_by:
+    if not options["train"] or result.stopped_by:
         return result, None
     request = _request(options)
     model = request.model or EMBEDDED_MODEL
@@ -302,34 +291,33 @@ def _measure(
         return result, None
 
 
-def _request(options: Options) -> Request:
+def _request(options: Mapping[str, Any]) -> Request:
     """The question to the planner; a run without a named model trains the embedded job."""
-    if options.train:
-        return job_request(options.request, options.config, options.overrides)
-    return options.request
+    request: Request = options["request"]
+    return job_request(request, options["config"], options["overrides"]) if options["train"] else request
 
 
 def _recommend(
-    options: Options, found: Sequence[Snapshot], result: BenchResult | None, calibration: Calibration | None
+    options: Mapping[str, Any], found: Sequence[Snapshot], result: BenchResult | None, calibration: Calibration | None
 ) -> Recommendation:
     request = _request(options)
     verified = tuple(m for m in result.measurements if m.verified) if result else ()
-    advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options.ranks)
-    embedded = options.request.model is None and request.model == EMBEDDED_MODEL
-    return with_fsdp(advice) if options.train and embedded else advice
+    advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options["ranks"])
+    embedded = options["request"].model is None and request.model == EMBEDDED_MODEL
+    return with_fsdp(advice) if options["train"] and embedded else advice
 
 
 def _train(
-    options: Options, advice: Recommendation, progress: Progress, stop: threading.Event
+    options: Mapping[str, Any], advice: Recommendation, progress: Progress, stop: threading.Event
 ) -> tuple[RunRecord | None, str]:
     """Launch the job with exactly the recommended environment and layout."""
     progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
     # A new folder for every run: the job would resume what it finds, and a finished run has no step left
-    output = options.output / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     try:
-        plan = job_plan(advice, options.config, (*options.overrides, f"output_dir={output}"))
+        plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
         record, why = child.train(
-            plan, output, timeout_seconds=options.timeout_seconds, grace_seconds=grace(advice, None),
+            plan, output, timeout_seconds=options["timeout"], grace_seconds=grace(advice, None),
             on_line=progress.note, stop=stop,
         )  # fmt: skip
     except (InputError, ChildError, OSError) as error:

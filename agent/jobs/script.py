@@ -1,12 +1,15 @@
-"""A trainer that is not ours, on this host: torchrun, the recommended environment, NCCL's log, and the run's record.
+"""A trainer that is not ours: started on this host, or by a manifest to which `wrap` adds what it lacks.
 
-What the trainer measured is read from transformers' trainer_state.json, where it left one; all else is unknown.
+On this host: torchrun, the recommended environment, NCCL's log, and the run's record. What the trainer measured is read
+from transformers' trainer_state.json, where it left one; all else is unknown. Of a manifest: the machine that its jobs
+ask for, and their forecast.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -18,31 +21,42 @@ from pathlib import Path
 from typing import Any
 
 import contracts
-from agent.advice.job_settings import grace, run_forecast
+from agent.advice.advise import POD_ROLES, advise, in_pods
+from agent.advice.job_settings import grace, planned_for, run_forecast, shape_of
 from agent.advice.request import Request
-from agent.base.inputs import InputError
+from agent.base import units
+from agent.base.options import InputError, RequestError
+from agent.checks.lint import lint_text
+from agent.checks.measured import ALL_CODES
+from agent.checks.verdict import GateError, select
 from agent.jobs import script_rank
 from agent.jobs.child import default_ranks
 from agent.jobs.launch import Launched, environment, run
-from agent.jobs.wrapped import advised, forecast, forecast_of
 from collectives.bench import processes
 from collectives.nccl_log import evidence
 from contracts import bounded, run_record
+from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
 from contracts.job_plan import JobPlan
 from contracts.plain import loads as plain
 from contracts.redaction import redact
 from contracts.run_record import Loss, Measured, NcclChannels, RunLayout, RunRecord
 from contracts.yaml_text import YamlTextError
-from planner.kubernetes.job import storage_rate
-from planner.kubernetes.wrap import WrapError, jobs_in
+from planner.advice import Recommendation
+from planner.forecast.models import ModelError
+from planner.kubernetes.job import JobError, check_limit, storage_rate
+from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents
-from planner.stacks.arguments import read_command
+from planner.lint.machine import machine_of
+from planner.stacks.arguments import CommandSettings, as_run, read_command
 from probes.api import Snapshot
+from probes.interfaces.facts import InterfacesFacts
 
 AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # its files start the monitor
 _LIMIT_BYTES = 1 << 20  # of a file that the arguments name
 _STATE = "trainer_state.json"
 _WARM_UP = 2  # first steps that allocate and compile
+_MPIRUN = re.compile(r"\b(mpirun|mpiexec|sshd)\b")
+_RENDERED = "; a template is wrapped as it is rendered: helm template CHART | topoflight wrap -"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +67,7 @@ class ScriptPlan:
     ranks: int
     document: JobPlan
     environment: dict[str, str]  # of the processes, whole
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
     output_dir: Path | None  # where the trainer says that it writes
     grace_seconds: int  # that it has to save after SIGTERM
 
@@ -63,10 +77,10 @@ def plan_of(
 ) -> ScriptPlan:
     """The torchrun line of this host, and the forecast where the arguments tell the layout."""
     ranks = options["ranks"] or default_ranks(found)
-    said = read_command(["torchrun", str(script), *arguments], _text)
-    output_dir = said.settings.get("output_dir")
+    command = read_command(["torchrun", str(script), *arguments], _text)
+    output_dir = command.settings.get("output_dir")
     request = Request(hosts=options["hosts"], root=options["root"], ranks_per_node=ranks)
-    advice, lines = forecast_of(said, request, found)
+    advice, lines = forecast_of(command, request, found)
     set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
                    for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
     settings = {s.name: s.value for s in advice.settings if s.name not in os.environ}
@@ -85,7 +99,7 @@ def plan_of(
             layout=advice.chosen.layout if advice.chosen else None, environment=settings,
             forecast=run_forecast(advice), notes=tuple(lines),
         ),
-        said=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
+        notes=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
         output_dir=Path(output_dir) if isinstance(output_dir, str) else None,
         grace_seconds=grace(advice, storage_rate(options["storage_rate"])),
     )  # fmt: skip
@@ -103,11 +117,11 @@ def _python() -> str:
     An environment is a folder with pyvenv.cfg or conda-meta, or one with torchrun. Raises InputError without torch.
     """
     python, torchrun = shutil.which("python") or shutil.which("python3"), shutil.which("torchrun")
-    beside = Path(torchrun).with_name("python") if torchrun else None
+    sibling = Path(torchrun).with_name("python") if torchrun else None
     if python and any((Path(python).parent.parent / mark).exists() for mark in ("pyvenv.cfg", "conda-meta")):
         chosen = python
     else:
-        chosen = str(beside) if beside and beside.exists() else sys.executable
+        chosen = str(sibling) if sibling and sibling.exists() else sys.executable
     seek = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     if chosen != sys.executable and subprocess.run([chosen, "-c", seek], check=False, capture_output=True).returncode:
         raise InputError(
@@ -201,14 +215,14 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     """The record of a wrapped job's run, from what its pods left in `folder`. Raises InputError.
 
     Complete is a run whose trainer_state.json has train_runtime, which transformers writes at its end; of any other
-    the end is unknown. The forecast is made anew for the manifest; where its annotations tell another, a note says so.
+    the end is unknown. The forecast is made again for the manifest; a note says if its annotations differ.
     """
     try:
         jobs = jobs_in(documents(text))
     except (WrapError, EditError, YamlTextError) as error:
         raise InputError(str(error)) from None
     if len(jobs) != 1:
-        raise InputError(f"--record: a record is of one job; the manifest has {len(jobs)}")
+        raise InputError(f"--record: a record describes one job; the manifest has {len(jobs)}")
     advice, lines = advised(jobs[0], found, options)
     layout = advice.chosen.layout if advice.chosen else None
     plan = JobPlan(layout=layout, environment={each.name: each.value for each in advice.settings},
@@ -216,7 +230,7 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     record = RunRecord(plan=plan, layout=RunLayout(family=layout.family if layout else None))
     record.notes.append(f"read afterwards from what {jobs[0].kind}/{jobs[0].name} left in {folder}")
     if any(words not in text for words in forecast(advice).values()):
-        record.notes.append("forecast: made now; the manifest's annotations do not tell the same")
+        record.notes.append("forecast: made now; the manifest's annotations differ from it")
     record.nccl = _channels(folder, 0.0, f"nccl-{jobs[0].name}.*.log")
     if record.nccl is None:
         record.notes.append(f"transports: unknown: no nccl-{jobs[0].name}.*.log in {folder}")
@@ -270,3 +284,133 @@ def _take_state(record: RunRecord, output_dir: Path | None, began: float) -> Non
         record.notes.append("step time: train_runtime over all steps, warm-up, evaluation and saving among them")
     else:
         record.notes.append(f"step time: unknown: {newest} has no train_runtime; trainer.save_state() writes it")
+
+
+# A job by its manifest.
+
+
+def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The manifest with what its jobs lack on these hosts, and notes. Raises InputError."""
+    if options["monitor"] and not options["preflight_image"]:
+        raise InputError(
+            "--monitor requires --preflight-image for a manifest: the monitor's files come from that image"
+        )
+    try:
+        resources = dict(_resource(word) for word in options["resources"])
+        select((), require=options["require"], known=ALL_CODES)
+        notes: list[str] = []
+        additions: list[Additions | None] = []
+        manifest = documents(text)
+        jobs = jobs_in(manifest)
+        for job in jobs:
+            if job.without_gpus and not asks_for_gpus(resources):
+                notes.append(f"{job.kind}/{job.name}: not changed, as its pods request no GPU: --resource NAME=COUNT")
+                additions.append(None)
+                continue
+            advice, said = advised(job, found, options)
+            advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
+            if any(_MPIRUN.search(word) for word in job.command):
+                said.append("mpirun passes only the variables that -x names to ranks on other nodes")
+            notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
+            additions.append(Additions(
+                settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),
+                gate_image=options["preflight_image"], log=advice.backend == "nccl", monitor=options["monitor"],
+                annotations=forecast(advice),
+            ))  # fmt: skip
+        made, kept = wrap(text, additions)
+        notes += [*others_in(manifest), *_judged(text, jobs, found)]
+    except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
+        template = isinstance(error, YamlTextError) and "{{" in text
+        raise InputError(f"{error}{_RENDERED if template else ''}") from None
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+        # the manifest is a user's, in any shape that YAML has: a member of another kind than its API knows
+        raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
+                         "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
+    return made, list(dict.fromkeys([*notes, *kept]))
+
+
+def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[str]:
+    """What lint-env says of the environment that the manifest has, on these hosts where they are one.
+
+    Of interfaces only where the recording is of the network that the pods will have: their own, or their node's.
+    """
+    facts = [each for snapshot in found if (each := snapshot.facts(InterfacesFacts))]
+    of_pod = any(link.role in POD_ROLES - {"loopback"} for each in facts for link in each.interfaces)
+    other_network = any(part.host_network is of_pod for job in jobs for part in job.parts)
+    try:
+        machine = machine_of(found[0]) if len(found) == 1 else None
+        checks = lint_text(text, "auto", nccl_version=None, machine=machine).checks
+    except InputError:  # it sets no variable of NCCL's
+        return []
+    return [
+        f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip()
+        for check in checks
+        if check.status in ("fail", "warn") and not (other_network and check.code.startswith("env.interface."))
+    ]
+
+
+def _resource(word: str) -> tuple[str, str]:
+    name, equals, count = word.partition("=")
+    if not equals:
+        raise JobError(f"--resource {word!r}: must be NAME=COUNT")
+    check_limit(name, count)
+    return name, count
+
+
+def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
+    """The advice for the job's nodes, and what was read of its command, or is unknown."""
+
+    def file(name: str) -> str | None:
+        if name in job.files:
+            return job.files[name]
+        here = options["config"]
+        return bounded.read_text(here, MAX_FILE_BYTES) if here is not None and here.name == Path(name).name else None
+
+    said = read_command(job.command, file)
+    nodes, ranks = job.nodes or said.nodes, job.ranks_per_node or said.ranks_per_node
+    request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
+                      ranks_per_node=ranks)  # fmt: skip
+    if nodes is None or ranks is None:
+        said.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say")
+    return forecast_of(said, request, found)
+
+
+def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapshot]) -> tuple[Recommendation, list[str]]:
+    """The advice with the forecast of the trainer's own layout, where all of it could be read; and why not."""
+    advice, unknown = None, [f"forecast: unknown: {text}" for text in said.unknown]
+    if not unknown and "model_name_or_path" not in said.settings:
+        unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
+    if not unknown:
+        try:
+            config, settings, _ = parse_config(as_run(said))
+            advice = advise(_question(request, config, settings), lambda: found)
+            if advice.chosen is None:
+                why = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
+                unknown = [f"the layout of its arguments does not run: {why}"]
+        except (ConfigError, ModelError, RequestError) as error:
+            unknown = [f"forecast: unknown: {error}"]
+    try:
+        alone = advice or advise(request, lambda: found)
+    except RequestError as error:
+        raise InputError(str(error)) from None
+    words = [f"forecast {line}" for line in forecast(alone).values()]
+    words += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
+    return alone, [*unknown, *words, *said.notes]
+
+
+def _question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:
+    name = str(settings["model_name_or_path"])
+    named = request.changed(model=name, engine="trl", shape=shape_of(name, config.model_revision))
+    return planned_for(named, config, settings)
+
+
+def forecast(advice: Recommendation) -> dict[str, str]:
+    """Annotations: what the run is to be held against."""
+    if advice.chosen is None:
+        return {}
+    due = advice.chosen.forecast
+    return {
+        "forecast-layout": advice.chosen.layout.family,
+        "forecast-step": f"step {units.interval(due.step_seconds, 's')}",
+        "forecast-memory": f"memory {units.interval(due.memory_bytes, 'B')} per rank",
+    }

@@ -55,7 +55,7 @@ def wait_for_gloo() -> None:
 
 
 def note_end() -> None:
-    """Write the file that tells the launcher that this rank's script has run to its end."""
+    """Write the file that shows the launcher that this rank's script has finished."""
     with contextlib.suppress(KeyError, OSError):  # the record then says less
         Path(os.environ[ENDED] + os.environ.get("RANK", "0")).touch()
 
@@ -102,7 +102,7 @@ class Watch:
 
 
 def _resident(name: str) -> int:
-    """VmHWM or VmRSS in bytes; 0 where /proc does not tell."""
+    """VmHWM or VmRSS in bytes; 0 if /proc does not show it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
 
 from agent.base import units
 from agent.checks.measured import make_finding
@@ -13,6 +17,7 @@ from agent.jobs.benchmark import gpu_processes, links_of, network_environment
 from agent.jobs.child import has_gpu
 from collectives.bench.plan import SpecError
 from collectives.bench.run import visible_backend
+from collectives.search.plan import STUCK, Measure, SearchResult, Verdict
 from collectives.search.rank import Place
 from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
@@ -27,9 +32,11 @@ DOMAIN_LABELS = (
     "nvidia.com/gpu.clique", "accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator",
     "fabric.topograph.run/tier-0", "network.topology.nvidia.com/leaf",
 )  # fmt: skip
+# Colour of a transfer by the excess of its time over the middle one, the worst first.
+COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
 WHY = {
     "undecided": "it was slow or stuck in some rounds, and fine in as many others",
-    "unmeasured": "no test with other nodes came to its end",
+    "unmeasured": "no test with other nodes finished",
     "few": "with fewer than three nodes the search cannot know which one is slow",
     "noise": "the noise of this network hides a loss of half the rate",
 }
@@ -85,45 +92,45 @@ def labelled_domain(path: Path, name: str) -> str:
     raise SpecError(f"topology: {path} has no node {name!r}; allowed: the output of `kubectl get nodes -o json`")
 
 
-# The result as findings.
+# The result as findings, as text, as a picture, and for the schedulers.
 
 
-def findings_of(result: Mapping[str, Any]) -> list[Finding]:
+def findings_of(result: SearchResult) -> list[Finding]:
     """One finding for each bad node, bad link, and node that was not judged."""
-    hosts: list[str] = result["hosts"]
-    found = [_finding(verdict, hosts, result["lost"]) for verdict in result["verdicts"] if verdict["state"] != "good"]
-    for link in result["links"]:
-        ends = {"source": hosts[link["source"]], "target": hosts[link["target"]]}
+    found = [_finding(verdict, result.hosts[verdict.node]) for verdict in result.verdicts if verdict.state != "good"]
+    for link in result.links:
+        ends = {"source": result.hosts[link.source], "target": result.hosts[link.target]}
         found.append(make_finding(
-            "search.link.bad", ", ".join(ends.values()), by_loss(link["loss"]), evidence=_evidence(link["measures"]),
-            share=_share(link["loss"]), **ends,
+            "search.link.bad", ", ".join(ends.values()), by_loss(link.loss), evidence=_evidence(link.measures),
+            share=_share(link.loss), **ends,
         ))  # fmt: skip
     return found
 
 
-def _finding(verdict: Mapping[str, Any], hosts: Sequence[str], lost: Mapping[str, str]) -> Finding:
-    node, loss = hosts[verdict["node"]], verdict["loss"]
-    evidence = _evidence(verdict["measures"])
-    if verdict["state"] == "not judged":
-        return make_finding("search.node.unjudged", node, evidence=evidence, why=WHY[verdict["reason"]])
-    if verdict["reason"] == "lost":
-        return make_finding("search.node.lost", node, why=lost[str(verdict["node"])])
-    if verdict["reason"] == "stuck":
+def _finding(verdict: Verdict, node: str) -> Finding:
+    evidence = _evidence(verdict.measures)
+    if verdict.state == "not judged":
+        return make_finding("search.node.unjudged", node, evidence=evidence, why=WHY[verdict.reason])
+    if verdict.reason == "lost":
+        return make_finding("search.node.lost", node, why=verdict.seen)
+    if verdict.reason == "stuck":
         return make_finding("search.node.stuck", node, evidence=evidence)
-    what, rails = verdict["what"], verdict["rails"]
-    if verdict["reason"] == "part":
-        return make_finding("search.node.part", node, by_loss(loss), subject=what[0].partition(" ")[0],
-                            evidence=evidence, what=", ".join(what), share=_share(loss))  # fmt: skip
-    words = f"; of its rails (ranks with the same local number) only {', '.join(map(str, rails))}" if rails else ""
-    return make_finding("search.node.slow", node, by_loss(loss), evidence=evidence, what=" and ".join(what),
-                        share=_share(loss), rails=words)  # fmt: skip
+    key, subject = "search.node.slow", ""
+    if verdict.reason == "part":
+        key, subject = "search.node.part", verdict.what[0].partition(" ")[0]
+    named = ", ".join(map(str, verdict.rails))
+    return make_finding(
+        key, node, by_loss(verdict.loss), subject=subject, evidence=evidence, what=" and ".join(verdict.what),
+        share=_share(verdict.loss),
+        rails=f"; of its rails (ranks with the same local number) only {named}" if named else "",
+    )  # fmt: skip
 
 
-def _evidence(measures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _evidence(measures: Sequence[Measure]) -> tuple[str, ...]:
     partners = {"alone": "alone", "near": "with nodes of its domain", "far": "with nodes of other domains"}
-    amount = ", {excess:.1%} more time than the middle node, noise {sigma:.1%}"
     return tuple(
-        f"round {m['round']}, {partners[m['kind']]}: {m['what']}{'' if m['what'] == 'stuck' else amount.format(**m)}"
+        f"round {m.round}, {partners[m.kind]}: {m.what}"
+        + ("" if m.what == "stuck" else f", {m.excess:.1%} more time than the median node, noise {m.sigma:.1%}")
         for m in measures
     )
 
@@ -132,33 +139,67 @@ def _share(loss: float) -> str:
     return f"{1 - loss:.0%}" if loss > 0.1 else f"{1 - loss:.1%}"
 
 
-def bad_nodes(result: Mapping[str, Any]) -> list[str]:
+def bad_nodes(result: SearchResult) -> list[str]:
     """Names of the bad nodes."""
-    return [result["hosts"][verdict["node"]] for verdict in result["verdicts"] if verdict["state"] == "bad"]
+    return [result.hosts[verdict.node] for verdict in result.verdicts if verdict.state == "bad"]
 
 
-def slurm_hosts(result: Mapping[str, Any]) -> str:
+def slurm_hosts(result: SearchResult) -> str:
     """The bad nodes as a host list of Slurm, for --exclude."""
     names = [slurm_name(host) for host in bad_nodes(result)]
     return f"{compress_host_list(names)}\n" if names else ""
 
 
-def summary(result: Mapping[str, Any]) -> list[str]:
+def affinity(result: SearchResult) -> dict[str, Any]:
+    """The affinity of a pod that keeps it off the bad nodes; empty where there is none.
+
+    A field selector takes one value (Kubernetes API reference, NodeSelectorTerm), and all of a term must hold. By the
+    name of the node, as its label kubernetes.io/hostname may differ.
+    """
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in bad_nodes(result)]
+    terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}} if fields else {}
+
+
+def summary(result: SearchResult) -> list[str]:
     """Name the bad nodes in the first line; then what the search did, and how to exclude the bad nodes from jobs."""
-    hosts, bad, links = result["hosts"], bad_nodes(result), result["links"]
-    open_count = sum(verdict["state"] == "not judged" for verdict in result["verdicts"])
+    bad, count = bad_nodes(result), len(result.hosts)
+    open_count = sum(verdict.state == "not judged" for verdict in result.verdicts)
     first = f"Bad nodes: {list_names(bad)}" if bad else "No bad node was found"
-    first += f"; {units.count(len(links), 'bad link')}" if links else ""
-    loss, pairs = result["visible_loss"], len(hosts) * (len(hosts) - 1) // 2
-    sight = "unknown" if loss is None else f"{loss:.1%}"
+    first += f"; {units.count(len(result.links), 'bad link')}" if result.links else ""
+    sight = "unknown" if result.visible_loss is None else f"{result.visible_loss:.1%}"
     lines = [
-        f"{first}; {open_count} of {len(hosts)} nodes were not judged" if open_count else first,
-        f"{units.count(len(hosts), 'node')}: {len(hosts) - len(bad) - open_count} good, {len(bad)} bad, {open_count} "
-        f"not judged. {units.count(result['rounds'], 'round')}, {units.count(result['tests'], 'test')}, "
-        f"{units.seconds(result['seconds'])}, {result['node_minutes']:.1f} node-minutes.",
-        f"Smallest loss of a node that is visible in this noise: {sight}. {result['tested_pairs']} of {pairs} pairs of "
-        "nodes exchanged data; a fault between two others is not seen.",
+        f"{first}; {open_count} of {count} nodes were not judged" if open_count else first,
+        f"{units.count(count, 'node')}: {count - len(bad) - open_count} good, {len(bad)} bad, {open_count} "
+        f"not judged. {units.count(result.rounds, 'round')}, {units.count(result.tests, 'test')}, "
+        f"{units.seconds(result.seconds)}, {result.node_minutes:.1f} node-minutes.",
+        f"Smallest loss of a node that is visible in this noise: {sight}. {result.tested_pairs} of "
+        f"{count * (count - 1) // 2} pairs of nodes exchanged data; a fault between two others is not seen.",
     ]
     if bad:
-        lines += [f"Slurm: --exclude={slurm_hosts(result).strip()}", f"Kubernetes: kubectl cordon {' '.join(bad)}"]
+        lines += [
+            f"Slurm: --exclude={slurm_hosts(result).strip()}",
+            f"Kubernetes: kubectl cordon {' '.join(bad)}",
+            f"Kubernetes, affinity of a pod: {json.dumps(affinity(result))}",
+        ]
     return lines
+
+
+def picture(result: SearchResult) -> str:
+    """The matrix of pairs as an `<svg>` with its own colours, for a file and for a page."""
+    places = {node: place for place, node in enumerate(result.drawn)}
+    links = {(link.source, link.target) for link in result.links}
+    cells = [
+        {"row": places[a], "column": places[b], "colour": next(c for least, c in COLOURS if excess >= least),
+         "bad": (a, b) in links, "words": "no byte moved" if excess >= STUCK else f"{excess:+.1%} time"}
+        for a, b, excess in result.pairs
+    ]  # fmt: skip
+    nodes = [
+        {"name": plain.printable(result.hosts[node]), "state": result.verdicts[node].state} for node in result.drawn
+    ]
+    title = f"{summary(result)[0]}. The picture shows {len(nodes)} of {units.count(len(result.hosts), 'node')}."
+    words = ("no byte moves", "twice the time and more", "10 % more time and more", "less")
+    legend = [(colour, text) for (_, colour), text in zip(COLOURS, words, strict=True)]
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    drawing = templates.get_template("search.svg.j2")
+    return drawing.render(title=plain.printable(title), nodes=nodes, cells=cells, legend=legend)

@@ -18,7 +18,7 @@ from agent.advice.advise import advise
 from agent.advice.job_settings import grace, grace_notice, job_plan
 from agent.advice.request import Request
 from agent.base import units
-from agent.base.inputs import InputError
+from agent.base.options import InputError
 from agent.base.output import write_atomic
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select

@@ -126,7 +126,7 @@ def serves(client: Client, group: str, version: str) -> None:
 def _devices(client: Client, api: str, driver: str) -> Iterator[tuple[str, Document]]:
     """(node, device) of the driver's slices; of each pool the newest generation counts."""
     newest: dict[str, int] = {}
-    kept: dict[str, list[tuple[str, Document]]] = {}
+    by_class: dict[str, list[tuple[str, Document]]] = {}
     for slices, _ in client.pages(path_of(api, "resourceslices"), {"fieldSelector": f"spec.driver={driver}"}):
         for spec in (each.get("spec") or {} for each in slices):
             pool, node = spec.get("pool") or {}, spec.get("nodeName")
@@ -134,17 +134,17 @@ def _devices(client: Client, api: str, driver: str) -> Iterator[tuple[str, Docum
             if spec.get("driver") != driver or not node or generation < newest.get(name, generation):
                 continue
             if generation > newest.get(name, generation):
-                kept[name] = []
+                by_class[name] = []
             newest[name] = generation
-            kept.setdefault(name, []).extend((str(node), device) for device in spec.get("devices") or ())
-    for devices in kept.values():
+            by_class.setdefault(name, []).extend((str(node), device) for device in spec.get("devices") or ())
+    for devices in by_class.values():
         yield from devices
 
 
 def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
     """Create the objects through the API, after the server has admitted each of them in a dry run.
 
-    The job, which is the last, must be new, or have failed: it is then deleted first, and the new one goes on from its
+    The job, which is the last, must be new, or have failed: it is then deleted first, and the new one resumes from its
     checkpoints. A claim that is there stays as it is; what else the job needs is applied over what an earlier launch
     left. Yields a line per object. ApiError says what the server refused, and what was made before it.
     """
@@ -165,7 +165,7 @@ def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -
                     client.create(_path(client, document), document)
                     line = "created"
             except ApiError as error:
-                so_far = f"; made before it: {', '.join(done)}" if done else "; nothing was made"
+                so_far = f"; created before it: {', '.join(done)}" if done else "; nothing was created"
                 text = f"{name}: the API server says {error.status}: {error}{so_far}"
                 raise ApiError(error.status, text, reason=error.reason) from None
             if really or dry_run:
@@ -191,7 +191,7 @@ def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
         except ApiError as error:
             if error.status != 409:
                 raise
-            return "was there: left as it is"
+            return "already exists and was not changed"
         return "created"
     new, _ = client.apply(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
     return "created" if new else "was there: updated"
@@ -292,7 +292,7 @@ def wait(
             return Came(EXIT_PASS, (f"unknown whether its pods come: {error}",))
         late = time.monotonic() >= until
         if refused:
-            return Came(EXIT_FAILED, tuple(f"no pod comes: {text}" for text in refused))
+            return Came(EXIT_FAILED, tuple(f"no pod starts: {text}" for text in refused))
         if ended := [text for pod in pods if (text := how_failed(pod))]:
             return Came(EXIT_FAILED, tuple(ended))
         waiting = [text for pod in pods if (text := why_waiting(pod))]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -23,11 +24,11 @@ from agent.checks import history
 from agent.checks.explain import point
 from agent.checks.groups import Group, grouped
 from agent.checks.measured import CLUSTER_CODES
-from agent.checks.verdict import Verdict, judge
-from agent.checks.view import View
+from agent.checks.verdict import View, judge
 from agent.cluster.gate import Places, checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
 from agent.cluster.publish import records_of
+from agent.jobs import search
 from agent.pages.report import Row, by_name, digest, gpu_text, lines, make_environment, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
@@ -150,7 +151,8 @@ def _environment() -> Environment:
     made = make_environment()
     made.globals.update(
         field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.changed,
-        exports=EXPORTS,
+        exports=EXPORTS, search_summary=search.summary,
+        search_picture=lambda result: Markup(search.picture(result)),  # noqa: S704 - escaped there
     )  # fmt: skip
     return made
 
@@ -200,27 +202,8 @@ class NodeFilter:
         return exact and fault and found and self.verdict in ("", row.word)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Console:
-    """Everything that the page shows."""
-
-    asked: NodeFilter
-    verdict: Verdict
-    checks: tuple[Finding, ...]
-    rows: tuple[Row, ...]  # all nodes
-    matching: int  # nodes that match the filters
-    shown: tuple[tuple[Row, ...], ...]  # the lines of the table on the requested page
-    pages: int
-    counts: dict[str, int]
-    faults: tuple[tuple[Group, str], ...]  # each with the time of the oldest
-    places: Places
-    map: tuple[tuple[str, tuple[Row, ...]], ...]
-    families: tuple[diff.FleetFamily, ...]
-    choices: dict[str, list[str]] = field(default_factory=dict)
-
-
-def console(fleet: Fleet, places: Places, asked: NodeFilter, now: float) -> Console:
-    """The page's contents for these filters, at `now` (Unix seconds)."""
+def console(fleet: Fleet, places: Places, asked: NodeFilter, now: float) -> SimpleNamespace:
+    """All that the page shows for these filters, at `now` (Unix seconds)."""
     records, checks = fleet.records(), checks_of_records(fleet, now)
     where, kinds = dict(places.of), _kinds(fleet, records)
     every = tuple(
@@ -231,7 +214,7 @@ def console(fleet: Fleet, places: Places, asked: NodeFilter, now: float) -> Cons
     )
     matching = [row for row in every if asked.matches(row)]
     table = lines(matching)
-    return Console(
+    return SimpleNamespace(
         asked=asked, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
         shown=table[ROWS * (asked.page - 1) : ROWS * asked.page], pages=max(1, -(-len(table) // ROWS)),
         counts=dict(Counter(row.word for row in every)),

@@ -24,7 +24,7 @@ from agent.base.lines import GLYPHS
 from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.cluster.nodes import NodeRecord, seconds_of
-from agent.pages import charts
+from agent.terminal import measured
 from agent.terminal.advice import OPTIONS, as_it_is, need_words, parts_grid, summary
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
@@ -36,8 +36,8 @@ from planner.nccl_env.environment import render_k8s, render_shell
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
+from topology.check import departures
 from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
-from topology.reference import departures
 from topology.render import columns
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def make_environment() -> Environment:
               as_it_is, when)  # fmt: skip
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
-        classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=charts, layouts=_layouts, OPTIONS=OPTIONS
+        classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, layouts=_layouts, OPTIONS=OPTIONS
     )
     return made
 

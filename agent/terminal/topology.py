@@ -13,8 +13,8 @@ from agent.base.lines import headline
 from agent.base.tables import pairs, point, table
 from agent.base.units import expected_rate
 from contracts.finding import Finding
+from topology.check import departures
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
-from topology.reference import departures
 from topology.render import columns, render_matrix
 
 
@@ -103,7 +103,7 @@ def nearest_nics(out: Console, topology: NodeTopology) -> None:
     """Each GPU's nearest NIC; GPUs that share theirs on one line."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for nearest in topology.nearest_nic:
-        doubt = "" if nearest.decidable else f"; undecidable: {nearest.why}"
+        doubt = "" if nearest.decidable else f"; cannot be determined: {nearest.why}"
         nics = units.some(nearest.nics, "nearest NIC ") or "nearest NIC unknown"
         shared.setdefault((nics, nearest.label, doubt), []).append(nearest.gpu)
     for (nics, label, doubt), gpus in shared.items():
@@ -115,11 +115,11 @@ def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
     gpus = {gpu.name for gpu in topology.gpus}
     labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)
     if labels:
-        yield "links", ", ".join(f"{label} ({units.count(n, 'pair')})" for label, n in labels.most_common())
+        yield "GPU links", ", ".join(f"{label} ({units.count(n, 'pair')})" for label, n in labels.most_common())
     found = [near for near in topology.nearest_nic if near.nics or not near.decidable]
-    near = Counter(near.label if near.decidable else "undecidable" for near in found)
+    near = Counter(near.label if near.decidable else "unknown" for near in found)
     if near:
-        yield "nearest", ", ".join(f"{label} for {units.count(n, 'GPU')}" for label, n in near.most_common())
+        yield "nearest NIC", ", ".join(f"{label} for {units.count(n, 'GPU')}" for label, n in near.most_common())
     for expected in topology.expectations:
         if expected.op == "all_gather" and expected.scope == "node":
             yield "expected", f"all_gather {units.expected_rate(expected)} bus bandwidth"

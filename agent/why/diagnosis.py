@@ -11,11 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agent.advice.network_cost import with_price, with_record, with_sockets
+from agent.advice.causes import with_manifest, with_nodes, with_price, with_record, with_sockets
 from agent.advice.request import Request
 from agent.base.hosts import snapshots as replay
-from agent.base.inputs import InputError
-from agent.checks.causes import with_manifest, with_nodes
+from agent.base.options import InputError
 from agent.checks.host_checks import checks_of_scans
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
@@ -107,7 +106,7 @@ def answer(sources: WhySources) -> Verdict:
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
-        verdict = replace(verdict, state="unknown", line="unknown: nothing was read that tells how a run stands")
+        verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
         if sources.run is not None:
             hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks",
                            command=f"topoflight run --folder {sources.run} -- torchrun train.py")  # fmt: skip
@@ -280,7 +279,7 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
         if moved or not counts:
             return _alike(verdict, report, earlier, counts, moved=moved)
         if earlier is None:
-            what = f"one answer of RAS does not tell slow from stuck: {counts}"
+            what = f"one answer of RAS does not show whether the run is slow or stuck: {counts}"
             return _left_open(verdict, f"{counts}, by one answer of RAS", what, _ASK_RAS_TWICE)
         if not late:  # the most are behind: they are not accused
             hint = Unknown(what="who of the most is behind", command="topoflight why --flight-recorder DIR")
@@ -321,10 +320,10 @@ def _alike(
 ) -> Verdict:  # fmt: skip
     """All ranks have launched as many, or the counts move: equal counts that stand still may be one call for ever."""
     if moved:
-        said = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
-        return replace(verdict, line=f"fine: {said}" if verdict.state == "fine" else verdict.line)
+        sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
+        return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
     if earlier is None or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
-        what = "whether the counts move, which one answer of RAS, and its text without a fault, do not tell"
+        what = "whether the counts move, which neither one answer of RAS nor its text without a fault shows"
         return _left_open(verdict, "", what, _ASK_RAS_TWICE) if report.total else verdict
     line = "no count moved between two answers of RAS, and all ranks have launched as many: they are all in one call, "
     line = f"{line}or between two" if verdict.state == "fine" else ""
@@ -415,9 +414,10 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     fails = {p.code for p in rows if p.severity == "fail"}
     causes = tuple(_cause_of(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
     if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end
-        said = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
-        return replace(verdict, causes=(*verdict.causes, *said))
-    verdict = replace(verdict, sources=(*verdict.sources, f"NCCL log: {found.lines_read} lines"))
+        shown = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
+        return replace(verdict, causes=(*verdict.causes, *shown))
+    read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}"
+    verdict = replace(verdict, sources=(*verdict.sources, read))
     if verdict.state == "fine" and found.outcome == "failed":
         causes = causes or tuple(_cause_of(p) for p in found.problems if p.code in _ENDS)[:1]
         first = causes[0].message if causes else "the log says so"
@@ -426,7 +426,7 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     if verdict.state == "fine" and slow:
         return replace(verdict, state="slow", line=f"slow: {slow.message}", causes=causes)
     if verdict.state == "fine" and found.outcome == "finished":
-        verdict = replace(verdict, line="fine: the log says that the job came to its end")
+        verdict = replace(verdict, line="fine: the log shows that the job finished")
     elif verdict.state == "fine" and causes:
-        verdict = replace(verdict, line=f"fine but for the log: {causes[0].message}")
+        verdict = replace(verdict, line=f"fine except for a problem in the log: {causes[0].message}")
     return replace(verdict, causes=(*verdict.causes, *causes))

@@ -178,7 +178,6 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
             "tokens": batch * request.sequence, "sequence": request.sequence, "forward_seconds": forward,
             "backward_seconds": max(whole - forward, 0.05 * whole), "method": request.method,
         },
-        "links": [],
         "taken_at_seconds": time.time(),
         "versions": [["torch", torch.__version__]],
     }  # fmt: skip

@@ -51,13 +51,13 @@ class Times:
 def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -> float:
     """Measure one case in all its groups at once; returns the seconds of one iteration, the same on every rank.
 
-    The first iteration tells how many more `budget_seconds` hold. Where not even a verified round and a timed one fit
+    The first iteration shows how many fit into `budget_seconds`. Where not even a verified round and a timed one fit
     into `left_seconds`, those of the whole run, nothing is measured.
     """
     op = ops.OPS[case.op]
     groups = case.groups or (tuple(range(me.world)),)
     side = side_of(me, op, case.bytes, groups)
-    times = no_times(me)
+    times = Times(runs=[[] for _ in range(me.world)], waits=[[] for _ in range(me.world)])
     name = f"{case.op} of {case.bytes} bytes"
     if side is not None:  # NCCL connects with the first collective of a group, which is no iteration of anything
         came = mark(me)
@@ -96,11 +96,6 @@ def side_of(me: Rank, op: ops.Op, size_bytes: int, groups: tuple[tuple[int, ...]
         group_of(me, ranks)
     mine = next((ranks for ranks in groups if me.rank in ranks), None)
     return ops.allocate(op, size_bytes, me.groups[mine], mine, me.rank, me.device) if mine else None
-
-
-def no_times(me: Rank) -> Times:
-    """Start with no times of any rank."""
-    return Times(runs=[[] for _ in range(me.world)], waits=[[] for _ in range(me.world)])
 
 
 def group_of(me: Rank, ranks: tuple[int, ...]) -> Any:

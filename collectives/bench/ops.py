@@ -38,8 +38,6 @@ class Op:
     """What a collective is: how much it moves, how it runs, and how one sees that it ran right."""
 
     name: str
-    size: str  # what S counts, in words
-    factor_formula: str
     factor: Callable[[int], float]
     split: bool  # S is the total over the ranks: each rank's part is S / n
     shapes: Callable[[int, int], tuple[int, int]]  # (part elements, n) -> elements given, elements taken
@@ -148,8 +146,6 @@ def _ring_share(n: int) -> float:
 _RECORDS = (
     Op(
         name="all_gather",
-        size="total: bytes of one rank x n",
-        factor_formula="(n-1)/n",
         factor=_ring_share,
         split=True,
         shapes=lambda part, n: (part, part * n),
@@ -158,8 +154,6 @@ _RECORDS = (
     ),
     Op(
         name="reduce_scatter",
-        size="total: bytes of one rank's result x n",
-        factor_formula="(n-1)/n",
         factor=_ring_share,
         split=True,
         shapes=lambda part, n: (part * n, part),
@@ -168,8 +162,6 @@ _RECORDS = (
     ),
     Op(
         name="all_reduce",
-        size="bytes of the buffer",
-        factor_formula="2(n-1)/n",
         factor=lambda n: 2 * (n - 1) / n,
         split=False,
         shapes=lambda part, _n: (part, part),
@@ -179,8 +171,6 @@ _RECORDS = (
     ),
     Op(
         name="all_to_all",
-        size="total: bytes for one pair x n",
-        factor_formula="(n-1)/n",
         factor=_ring_share,
         split=True,
         shapes=lambda part, n: (part * n, part * n),
@@ -189,8 +179,6 @@ _RECORDS = (
     ),
     Op(
         name="send_recv",
-        size="bytes each rank sends",
-        factor_formula="1",
         factor=lambda _n: 1.0,
         split=False,
         shapes=lambda part, _n: (part, part),
@@ -199,8 +187,6 @@ _RECORDS = (
     ),
     Op(
         name="broadcast",
-        size="bytes of the buffer",
-        factor_formula="1",
         factor=lambda _n: 1.0,
         split=False,
         shapes=lambda part, _n: (part, part),

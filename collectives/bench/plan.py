@@ -90,10 +90,7 @@ class BenchSpec(Work):
     """
 
     ops: tuple[str, ...] = ("all_gather", "reduce_scatter")
-    sizes_bytes: tuple[int, ...] = ()  # explicit; empty is the sweep
-    min_bytes: int = 64 * 1024
-    max_bytes: int = 16 * 1024 * 1024
-    step_factor: int = 4
+    sizes_bytes: tuple[int, ...] = ()
     backend: str | None = None  # None: nccl where this host shows CUDA GPUs, else gloo
     ranks_per_host: int = 2
     hosts: int = 1
@@ -112,14 +109,12 @@ class BenchSpec(Work):
         for op in (*self.ops, *(case.op for case in self.cases)):
             _check("op", op, op in OPS, f"one of {', '.join(OPS)}")
         _check("backend", self.backend, self.backend in (None, *BACKENDS), "gloo, nccl or None")
-        for name in ("ranks_per_host", "hosts", "min_iterations", "max_iterations", "min_bytes"):
+        for name in ("ranks_per_host", "hosts", "min_iterations", "max_iterations"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "a whole number of at least 1")
         for name in ("budget_seconds", "startup_seconds", "silence_seconds"):
             _check(name, getattr(self, name), 0 < getattr(self, name) < float("inf"), "a positive number of seconds")
         _check("warmup", self.warmup, self.warmup >= 0, "0 or more")
         _check("max_iterations", self.max_iterations, self.max_iterations >= self.min_iterations, ">= min_iterations")
-        _check("max_bytes", self.max_bytes, self.max_bytes >= self.min_bytes, "at least min_bytes")
-        _check("step_factor", self.step_factor, self.step_factor >= 2, "at least 2")
         _check(
             "precision", self.precision, self.precision is None or 0 < self.precision < 1, "between 0 and 1, or None"
         )
@@ -146,23 +141,12 @@ class BenchSpec(Work):
 
     def all_cases(self) -> tuple[Case, ...]:
         """Give the cases to measure: explicit ones, or each op at each size."""
-        if self.cases:
-            return self.cases
-        sizes = self.sizes_bytes or sweep(self.min_bytes, self.max_bytes, self.step_factor)
-        return tuple(Case(op=op, bytes=size) for op in self.ops for size in sizes)
+        return self.cases or tuple(Case(op=op, bytes=size) for op in self.ops for size in self.sizes_bytes)
 
 
 def _check(setting: str, value: object, fine: bool, allowed: str) -> None:
     if not fine:
         raise SpecError(f"{setting}: {value!r} is not allowed; allowed: {allowed}")
-
-
-def sweep(min_bytes: int, max_bytes: int, step_factor: int) -> tuple[int, ...]:
-    """Give the sizes from min to max, each step_factor times the one before."""
-    sizes = [min_bytes]
-    while sizes[-1] * step_factor <= max_bytes:
-        sizes.append(sizes[-1] * step_factor)
-    return tuple(sizes)
 
 
 # A training step's communication as a list of cases, from degrees and bytes.

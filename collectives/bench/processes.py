@@ -230,7 +230,7 @@ def refuse_busy_gpus(gpu_pids: Sequence[int], force: bool) -> None:
     if gpu_pids and not force:
         raise BusyError(
             f"GPUs of {socket.gethostname()} are in use by {', '.join(f'pid {pid}' for pid in sorted(gpu_pids)[:8])}: "
-            "a benchmark now would disturb that work and measure it; force it to go on"
+            "a benchmark now would disturb that work and measure it; --force runs it anyway"
         )
 
 

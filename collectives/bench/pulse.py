@@ -96,7 +96,7 @@ class Pulse:
                 else:
                     store.check([f"topoflight/beat/{self._rank}"])  # asked only to know that the store answers
                 self._answered_at = time.monotonic()
-            except Exception:  # noqa: BLE001 - torch raises its own kinds; the silence is told by _beat
+            except Exception:  # noqa: BLE001 - torch raises its own kinds; _beat reports the silence
                 store = None
             time.sleep(BEAT_SECONDS)
 

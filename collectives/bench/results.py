@@ -180,7 +180,7 @@ def spread_ratio(seconds: Sequence[float]) -> float | None:
         if tail > 0.025:
             break
         left_out += 1
-    from statistics import median  # and with it decimal and random, which whoever only reads results does not need
+    from statistics import median  # and with it decimal and random, which a reader of results does not need
 
     middle = median(seconds) if n else 0.0
     if left_out < 0 or middle <= 0:

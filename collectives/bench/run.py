@@ -15,14 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import fmean, linear_regression, median
 from typing import Any
 
 import cattrs
 
 from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
-from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SpecError, Work, sweep
+from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SpecError, Work
 from collectives.bench.results import (
     BenchResult,
     Carried,
@@ -36,7 +36,7 @@ from collectives.bench.results import (
 from collectives.bench.watch import Outcome
 from collectives.nccl_log.transport import Evidence
 
-__all__ = ["BenchSpec", "Case", "SpecError", "run", "sweep"]
+__all__ = ["BenchSpec", "Case", "SpecError", "run"]
 
 
 def visible_backend() -> str:
@@ -192,23 +192,18 @@ def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
     points = [(m.bytes, m.median_seconds) for m in measurements if m.op == op and m.verified and m.median_seconds > 0]
     if len({size for size, _ in points}) < 2:
         return None
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = math.fsum(weights)
-    mean_x = math.fsum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = math.fsum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    sizes, seconds = zip(*points, strict=True)
+    weights = [1 / each**2 for each in seconds]
+    mean_size, mean_seconds = fmean(sizes, weights), fmean(seconds, weights)
     # Weighted least squares is ordinary least squares through the weighted mean on scaled differences.
-    scaled = [
-        (math.sqrt(w) * (x - mean_x), math.sqrt(w) * (y - mean_y)) for w, (x, y) in zip(weights, points, strict=True)
-    ]
-    slope, _ = linear_regression([x for x, _ in scaled], [y for _, y in scaled], proportional=True)
+    slope, _ = linear_regression(
+        [(size - mean_size) / each for size, each in points], [(each - mean_seconds) / each for each in seconds],
+        proportional=True,
+    )  # fmt: skip
     if slope <= 0:
         return None
-    return Latency(
-        op=op,
-        alpha_seconds=max(0.0, mean_y - slope * mean_x),
-        beta_bytes_per_second=1 / slope,
-        points=len(points),
-    )
+    alpha = max(0.0, mean_seconds - slope * mean_size)
+    return Latency(op=op, alpha_seconds=alpha, beta_bytes_per_second=1 / slope, points=len(points))
 
 
 def _stragglers(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> tuple[Straggler, ...]:
@@ -322,7 +317,7 @@ def name_stragglers(
                 late_seconds=lateness,
                 iterations=iterations,
                 share=times / iterations,
-                why=f"came last in {times} of {iterations} meetings; the others waited {lateness:.6f} s for it",
+                why=f"came last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it",
             )
         )
     return tuple(sorted(found, key=lambda straggler: -straggler.late_seconds))

@@ -99,7 +99,7 @@ class Watch:
         if not joined and now - self._started > self._spec.startup_seconds:
             return f"the ranks did not join within {self._spec.startup_seconds:g} s"
         if joined and now - self._progress_at > self._plan.silence_seconds:
-            return f"no rank moved for {self._plan.silence_seconds:g} s, nor any byte between them"
+            return f"no rank made progress for {self._plan.silence_seconds:g} s, and no byte moved between them"
         limit = self._plan.budget_seconds + OVERRUN_SECONDS
         if self._joined_at is not None and now - self._joined_at > limit:
             return f"the time budget of {self._plan.budget_seconds:g} s was spent in one transfer"
@@ -144,7 +144,7 @@ class Watch:
             self._on_event({"rank": state.rank, "host": state.host, **event})
 
     def explain(self, verdict: str | None, code: int, before: Mapping[int, str | None], log_tail: str) -> list[str]:
-        """Say what went wrong, who first; nothing when all ranks came to their end."""
+        """Say what went wrong, the first rank first; nothing if all ranks finished."""
         if verdict is None and code == 0 and self.states and all(s.last == "end" for s in self.states.values()):
             return []
         killed = verdict is not None and not verdict.startswith("a rank failed")
@@ -172,7 +172,7 @@ class Watch:
         silent = [f"{s}: gave no answer, not even to SIGTERM, in {s.where} (killed)" for s in going if s.last is None]
         far = max((state.arrived for state in going), default=0)
         behind = [
-            f"{s}: has not come to where the others wait since {s.where} ({s.arrived} of {far} meetings)"
+            f"{s}: has not reached the point where the others wait; last in {s.where} ({s.arrived} of {far} points)"
             for s in going
             if s.last is not None and s.arrived < far
         ]
@@ -189,7 +189,7 @@ class Watch:
             + (
                 f"no sign of life for {row['silent_seconds']:g} s, last in {row['where']}"
                 if row["rank"] in silent
-                else f"has not come to where the others wait since {row['where']}"
+                else f"has not reached the point where the others wait; last in {row['where']}"
             )
             for row in rows.values()
             if row["rank"] not in self.states

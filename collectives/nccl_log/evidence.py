@@ -82,7 +82,7 @@ def inter_name(network: str, provider: str | None = None) -> str:
     if network.startswith("IBext"):
         return f"IB (plugin {network})"
     if network in ("AWS Libfabric", "Libfabric"):
-        if provider is None:  # the plugin serves EFA, Slingshot and others: its name alone does not tell
+        if provider is None:  # the plugin serves EFA, Slingshot and others: its name alone does not show which
             return f"libfabric ({network})"
         return f"{'EFA' if provider.startswith('efa') else provider} ({network})"
     return network
@@ -139,8 +139,8 @@ def _network_names(ledger: Ledger) -> list[str]:
     real = {name for name in counts if name in ledger.facts.networks}
     total = sum(counts.values())
     # Never selected, and less than one line in a hundred beside a selected one.
-    kept = [name for name, count in counts.items() if name in real or not real or count * 100 > total]
-    return sorted(kept, key=lambda name: -counts[name])
+    names = [name for name, count in counts.items() if name in real or not real or count * 100 > total]
+    return sorted(names, key=lambda name: -counts[name])
 
 
 def _intra_keys(ledger: Ledger) -> list[str]:
@@ -411,13 +411,13 @@ def _holds_text(file: Path) -> bool:
 def _take(runs: Runs, file: BinaryIO, name: str) -> None:
     reader = Reader(runs, file=name)
     rest = b""
-    kept: bytearray | None = None
+    buffer: bytearray | None = None
     for number, chunk in enumerate(utf8_chunks(Unpacked(file))):
         if number == 0 and (kind := kind_of(chunk)):
-            kept = bytearray()
-            runs.texts.append((kind, name, kept))
-        if kept is not None and len(kept) < MAX_TEXT_BYTES:
-            kept += chunk
+            buffer = bytearray()
+            runs.texts.append((kind, name, buffer))
+        if buffer is not None and len(buffer) < MAX_TEXT_BYTES:
+            buffer += chunk
         block, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)

@@ -192,7 +192,7 @@ class Hosts:
 
     def whole_names(self) -> dict[bytes, bytes]:
         """Find the host by its name in the log, also where a torn line has only a piece of the name."""
-        # The first line of a context comes before the line that tells what its marks are.
+        # The first line of a context comes before the line that defines its marks.
         names: Counter[bytes] = Counter()
         for name, times in self.names.items():
             names[self.bare(name)] += times
@@ -287,7 +287,7 @@ class Ledger:
         self.rank_of: dict[tuple[bytes, bytes], tuple[int, int]] = {}  # (process, device): ranks of the job, own rank
         # By file, for only within one does the order of the lines tell what came first.
         self.began: dict[str, int] = {}  # first line of NCCL
-        self.ended: dict[str, int] = {}  # last line that says that the job came to its end
+        self.ended: dict[str, int] = {}  # last line that says that the job finished
         self.last_lines: dict[str, dict[str, int]] = {}  # code: file: last line
         self.proof: dict[str, list[ProofLine]] = {}
         self.variable_lines: dict[str, ProofLine] = {}  # the first line that shows each
@@ -328,7 +328,7 @@ class Ledger:
         self.facts.merge(other.facts)
 
     def outlived(self, code: str, *, before_nccl: bool = False) -> bool:
-        """Whether the job came to its end after every line with this code.
+        """Whether the job finished after every line with this code.
 
         Lines of files that state no end are outlived by the end that another file states. With ``before_nccl`` the
         code must also stand before NCCL's first line, in the file that states the end: it is of an earlier step.

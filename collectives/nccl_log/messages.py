@@ -102,7 +102,7 @@ class Facts:
         self.mnnvl_clique = 0
         self.nvlink = False  # the best graph found joins GPUs by it: "type NVL/PIX"
         self.gpus: Counter[str] = Counter()  # names
-        self.finished = 0  # lines that say that the job, or the test, came to its end
+        self.finished = 0  # lines that say that the job, or the test, finished
         self.rank_places: dict[int, tuple[bytes, bytes]] = {}  # of the largest communicator: rank: (host, GPU)
         self.places_of = 0  # its size
         self._places: set[bytes] = set()

@@ -54,7 +54,7 @@ def _more_ranks_than_a_node(ledger: Ledger) -> bool:
 
 
 def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
-    """Ranks of the job that no line shows; a log of one worker alone does not tell what joins the nodes.
+    """Ranks of the job that no line shows; a log of one worker alone does not show what connects the nodes.
 
     Ranks are counted from 0, so what lies below the lowest that was seen is missing; what lies above the highest is
     only where a line states how many ranks there are.
@@ -220,7 +220,7 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
     _demote(found, "sharp_init_failed", notes)  # the channels that NCCL then makes are judged as any others
     for code in ("python_traceback", "gpu_out_of_memory", "cuda_failure", "nvls_bind_failed", "port_in_use"):
         if ledger.outlived(code):
-            _demote(found, code, notes)  # caught: the job came to its end
+            _demote(found, code, notes)  # caught: the job finished
     for code in codes_with("of_a_step"):
         if ledger.outlived(code, before_nccl=True):
             _demote(found, code, notes)  # of an earlier step of the job
@@ -328,14 +328,14 @@ def _gdr_partial(found: _Findings, evidence: Evidence, facts: Facts) -> None:
     detail = _part(evidence, lacking) + (f"; {'; '.join(far[:3])}" if far and code == "gdr_partial" else "")
     severity = ""
     if code == "gdr_read_disabled_pre_ampere" and not evidence.gpus:
-        detail += "; the log names no GPU: this rests on the direction alone, and on no line that speaks against it"
+        detail += "; the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
         severity = "warn"  # not proven: a look at the GPU's name settles it
     elif code == "gdr_read_disabled_pre_ampere" and not gpus_before_ampere(evidence.gpus):
         detail += "; before 2.19 NCCL did so for every GPU without NVLink"
     lines = _channel_proof(found) + found.proof("GPUDirect RDMA too far")
     hosts = found.hosts_without_gdrdma() if code == "gdr_partial" else ()
     if hosts:
-        detail = f"{', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}: no channel; in all {detail}"
+        detail = f"none on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}; in total {detail}"
     found.add(code, detail=detail, lines=lines, severity=severity, hosts=hosts)
     refused = [host for host in hosts if facts.gdr_words.get(host, set()) & {"refused", "usable"} == {"refused"}]
     if refused:
@@ -430,7 +430,7 @@ def _part(evidence: Evidence, lacking: list[str]) -> str:
         f"{word} {side.gdrdma} of {side.total}" for word, side in (("send", send), ("receive", receive)) if side.total
     ]
     text = f"{', '.join(seen)} {noun}"
-    return text + (f"; without on devices {', '.join(lacking[:16])}" if lacking else "")
+    return text + (f"; not all of {', '.join(lacking[:16])}" if lacking else "")
 
 
 def _channel_proof(found: _Findings) -> tuple[ProofLine, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 import cattrs
 
 from collectives.search.plan import Outcome, Search, Test
+from contracts.host_list import expand_host_list
 
 POLL_SECONDS = 0.2
 HANG_SILENCES = 4.0  # silences without any progress of a test, after which its ranks are started anew
@@ -56,8 +57,8 @@ class Fleet:
             time.sleep(POLL_SECONDS)
         return joined
 
-    def names(self, nodes: Sequence[int]) -> list[str]:
-        """The ranks of these nodes."""
+    def rank_names(self, nodes: Sequence[int]) -> list[str]:
+        """Name the ranks of these nodes: "3/0" is rank 0 of node 3."""
         return [f"{node}/{local}" for node in nodes for local in range(self.ranks[node])]
 
     def read_beat(self, name: str) -> tuple[float, float, str]:
@@ -74,7 +75,7 @@ class Fleet:
         """Start the tests of a round, and wait until each has ended or cannot end."""
         self._store.set(f"round/{number}", json.dumps({"run": run, "tests": cattrs.unstructure(tests)}))
         self._store.add("rounds", 1)
-        waiting = {name: index for index, test in enumerate(tests) for name in self.names(test.nodes)}
+        waiting = {name: index for index, test in enumerate(tests) for name in self.rank_names(test.nodes)}
         for name in waiting:
             self._beats.pop(name, None)
         found: dict[str, dict[str, Any]] = {}
@@ -94,22 +95,24 @@ class Fleet:
                 last[index] = max(last[index], time.monotonic() - still)
                 if silent > self._settings.silence_seconds:
                     lost[node] = f"no sign of life for {silent:.0f} s, last in {where}"
-                elif time.monotonic() - last[index] > HANG_SILENCES * self._settings.silence_seconds:
-                    done = sum(other in found for other in self.names(tests[index].nodes))
-                    if 2 * done > len(self.names(tests[index].nodes)) or tests[index].kind == "alone":
-                        lost[node] = f"its rank lives and does not move in {where}, which the others have left"
-                    else:
-                        hung.add(index)
-                        self._store.set(f"anew/{name}", "")
-                else:
+                elif time.monotonic() - last[index] <= HANG_SILENCES * self._settings.silence_seconds:
                     continue
+                elif tests[index].kind == "alone" or self._most_have_ended(tests[index], found):
+                    lost[node] = f"its rank lives and does not move in {where}, which the others have left"
+                else:
+                    hung.add(index)
+                    self._store.set(f"anew/{name}", "")
                 self._store.set(f"test/{run}/{number}/{index}/stop", "")
                 waiting.pop(name)
         return [
-            _outcome({name: found[name] for name in self.names(test.nodes) if name in found},
+            _outcome({name: found[name] for name in self.rank_names(test.nodes) if name in found},
                      {node: why for node, why in lost.items() if node in test.nodes}, index in hung)
             for index, test in enumerate(tests)
         ]  # fmt: skip
+
+    def _most_have_ended(self, test: Test, found: Mapping[str, Any]) -> bool:
+        names = self.rank_names(test.nodes)
+        return 2 * sum(name in found for name in names) > len(names)
 
 
 def _outcome(found: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hung: bool) -> Outcome:
@@ -156,6 +159,12 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
     return search
 
 
+def _names(nodes: int) -> Sequence[str]:
+    """What nodes are called that never came: by the list of Slurm's job step, else by their number."""
+    hosts = expand_host_list(os.environ.get("SLURM_STEP_NODELIST", ""))
+    return hosts if len(hosts) == nodes else [f"node {node}" for node in range(nodes)]
+
+
 def coordinate(settings: Settings, store: Any) -> None:
     """Search to the end; the journal has the result. Exits where the journal is of another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
@@ -164,12 +173,13 @@ def coordinate(settings: Settings, store: Any) -> None:
     if journal.exists():  # the last row is incomplete where a coordinator died while it wrote
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
     joined = fleet.gather()
-    names = [joined.get(node, {}).get("host", f"node {node}") for node in range(settings.nodes)]
+    described = [joined.get(node, {}) for node in range(settings.nodes)]
+    unnamed = _names(settings.nodes)
+    names = [row.get("host", unnamed[node]) for node, row in enumerate(described)]
     absent = {node: f"did not join within {settings.wait_seconds:g} s" for node in range(settings.nodes)
               if node not in joined}  # fmt: skip
     header = next((row for row in rows if "hosts" in row), None)
     if header is None:
-        described = [joined.get(node, {}) for node in range(settings.nodes)]
         header = {
             "hosts": names, "domains": [row.get("domain", "") for row in described], "absent": absent,
             "models": [row.get("model", "") for row in described],
@@ -178,7 +188,7 @@ def coordinate(settings: Settings, store: Any) -> None:
         _write_row(journal, header)
     search = resume(header, rounds)
     if search is None or len(header["hosts"]) != len(names) or any(
-        header["hosts"][node] not in (names[node], f"node {node}") for node in joined
+        header["hosts"][node] not in (names[node], unnamed[node]) for node in joined
     ):  # fmt: skip
         sys.exit(f"{journal} is of other nodes or of another version: give another --journal file")
     search.lost = {**absent, **search.lost}
@@ -191,13 +201,8 @@ def coordinate(settings: Settings, store: Any) -> None:
         row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent}
         _write_row(journal, cattrs.unstructure(row))
         search.report(outcomes)
-    _write_row(journal, {"result": {
-        "verdicts": cattrs.unstructure(search.verdicts()), "links": cattrs.unstructure(search.bad_links()),
-        "lost": {str(node): why for node, why in search.lost.items()},
-        "rounds": search.round, "tests": search.tests, "seconds": time.time() - header["began"],
-        "node_minutes": minutes, "visible_loss": search.visible_loss(),
-        "tested_pairs": len({tuple(sorted(link)) for link in search.tested}),
-    }})  # fmt: skip
+    found = search.result(header["hosts"], header["began"], time.time() - header["began"], minutes)
+    _write_row(journal, {"result": cattrs.unstructure(found)})
     store.set("end", "")
     time.sleep(3)  # for the ranks to see it
 

@@ -40,6 +40,7 @@ PLAIN = 1.0  # an excess that needs no repeats
 REPEATS, LEAST_REPEATS = 24, 4  # transfers of each node in a confirmation, and of each link
 HALVED = 5  # nodes of a group that did not end, from which on each is tested by itself
 TRIES = 5  # rounds in which one kind of measure of a node is repeated before the node is left undecided
+DRAWN = 64  # nodes of the picture at most: more rows and columns have no readable names
 BLIND = 0.5  # where the noise hides a loss of so much, no node is called good
 
 
@@ -61,7 +62,7 @@ class Outcome:
     alone: tuple[tuple[int, str, float], ...] = ()  # node, part ("GPU3 matmul"), seconds
     stuck: tuple[Link, ...] = ()  # transfers in which no byte moved for as long as is allowed
     lost: Mapping[int, str] = field(default_factory=dict)  # nodes without a sign of life, and how that was seen
-    ended: bool = True  # False: the group did not come to its end, and no transfer says why
+    ended: bool = True  # False: the group did not finish, and no transfer says why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Measure:
     what: str  # "sends", "receives", "stuck", or a part of the node
     excess: float
     sigma: float
-    others: tuple[int, ...] = ()  # the other ends of transfers that were stuck; none where a whole group was
+    links: tuple[Link, ...] = ()  # of the node that were stuck; none where a whole group was
 
     def is_slow(self, sigmas: float, least: float) -> bool:
         """Whether the excess is no chance, and large enough to count."""
@@ -87,6 +88,7 @@ class Verdict:
     node: int
     state: Literal["good", "bad", "not judged"]
     reason: str = ""  # "lost", "stuck", "part", "slow"; or why it was not judged
+    seen: str = ""  # how it was seen that the node is lost
     loss: float = 0.0  # of the rate of the middle node; 1.0: nothing moves
     what: tuple[str, ...] = ()  # "sends", "receives", or the parts of the node
     rails: tuple[int, ...] = ()  # the slow ones, where not all are
@@ -103,6 +105,33 @@ class BadLink:
     measures: tuple[Measure, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """How a search ended. A node is a place in `hosts`."""
+
+    hosts: tuple[str, ...]
+    domains: tuple[str, ...]  # by node, "" is unknown
+    began: float  # Unix time
+    seconds: float
+    verdicts: tuple[Verdict, ...]  # by node
+    links: tuple[BadLink, ...]
+    rounds: int
+    tests: int
+    node_minutes: float
+    visible_loss: float | None  # smallest share of its rate whose loss by a node the search could have seen
+    tested_pairs: int
+    drawn: tuple[int, ...]  # nodes of the picture
+    pairs: tuple[tuple[int, int, float], ...]  # from, to, excess of the time: what was measured between those
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the verdicts are not of all hosts, or a link or pair is of others."""
+        nodes = list(range(len(self.hosts)))
+        ends = {end for link in self.links for end in (link.source, link.target)}.union(self.drawn)
+        paired = {end for pair in self.pairs for end in pair[:2]}
+        if [v.node for v in self.verdicts] != nodes or not ends <= set(nodes) or not paired <= set(self.drawn):
+            raise ValueError("verdicts, links or pairs are not of the hosts")
+
+
 class Search:
     """Holds what was measured, and gives the tests of the next round."""
 
@@ -111,7 +140,7 @@ class Search:
         self.nodes = len(domains)
         self.round = self.tests = self.phase = 0
         self.lost: dict[int, str] = {}
-        self.tested: set[Link] = set()
+        self.excess: dict[Link, float] = {}  # of each transfer over the middle one, when it was last tested
         self.sigma: dict[str, float] = {}  # of a node in the groups, by kind: the noise
         self._domains, self._models, self._rails = list(domains), list(models or [""] * len(domains)), rails
         self._members: dict[str, list[int]] = defaultdict(list)
@@ -126,6 +155,7 @@ class Search:
         self._queue: list[Test] = []  # halves of groups that did not end
         self._broken: list[Test] = []  # groups that ended early
         self._now: tuple[Test, ...] = ()
+        self._states: dict[tuple[int, tuple[str, ...]], tuple[str, list[Measure]]] = {}  # since the last report
         self._more = FEW / max(self.nodes, 1)
 
     # What to test next.
@@ -198,7 +228,8 @@ class Search:
             if not self._was_stuck(node):
                 pools[kind, self._domains[node] if kind == "near" else ""].append(node)
                 continue
-            mates = [other for other in clean if self._kind(node, other) == kind]
+            tried = {end for link in self._stuck_links(node) for end in link}
+            mates = [other for other in clean if self._kind(node, other) == kind and other not in tried]
             add(kind, [node], [*mates, *clean], PARTNERS)
         for (kind, domain), pool in pools.items():
             mates = [node for node in clean if kind == "far" or self._domains[node] == domain]
@@ -280,10 +311,10 @@ class Search:
         for kind, found in rows.items():
             self._learn_links(kind, found, scores)
         self._now = ()
+        self._states.clear()
 
-    def _measure(self, kind: str, what: str, excess: float, sigma: float = 0.0, others: Iterable[int] = ()) -> Measure:
-        others = tuple(sorted(set(others)))
-        return Measure(round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, others=others)
+    def _measure(self, kind: str, what: str, excess: float, sigma: float = 0.0, links: Iterable[Link] = ()) -> Measure:
+        return Measure(round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, links=tuple(links))
 
     def _learn_alone(self, rows: Sequence[tuple[int, str, float]]) -> None:
         """Compare each part ("GPU3 matmul") with the same part ("matmul") of all nodes with the same model."""
@@ -306,7 +337,6 @@ class Search:
         for source, target, seconds in rows:
             times["sends", source].append(seconds / middle)
             times["receives", target].append(seconds / middle)
-            self.tested.add((source, target))
         partners = Counter(end for source, target in {row[:2] for row in rows}
                            for end in (("sends", source), ("receives", target)))  # fmt: skip
         scores = {key: sorted(values)[(len(values) - 1) // 4] for key, values in times.items() if partners[key] > 1}
@@ -334,24 +364,28 @@ class Search:
         for source, target, seconds in rows:
             times[source, target].append(seconds / middle)
         for link, values in times.items():
+            self.excess[link] = median(values) - 1
             ends = max(scores.get(("sends", link[0]), 1.0), scores.get(("receives", link[1]), 1.0))
-            one = sigma / middle / math.sqrt(len(values))
-            measure = self._measure(kind, "transfer", median(values) / ends - 1, one)
-            if link in self._links or measure.is_slow(SIGMAS + self._more, LEAST_LINK):
-                self._links[link].append(measure)
+            excess, one = median(values) / ends - 1, sigma / middle / math.sqrt(len(values))
+            if link in self._links or excess > max(LEAST_LINK, (SIGMAS + self._more) * one):
+                self._links[link].append(self._measure(kind, "transfer", excess, one))
 
     def _learn_stuck(self, test: Test, outcome: Outcome) -> None:
         """Suspect the nodes at an end of most stuck transfers; halve a group that ended without a known reason.
 
         In a confirmation only the node that is tested again is suspected. A link that is stuck once more says nothing
-        new of its ends.
+        new of its ends, and no link says anything of a node that sent, or received, in the same test before.
         """
         links = [link for link in outcome.stuck if self.lost.keys().isdisjoint(link)]
         known = {link for link in links if any(m.what == "stuck" for m in self._links[link])}
-        fresh = [link for link in links if link not in known or any(self._has_more_ways(end) for end in link)]
+        fresh = [link for link in links if link not in known or any(len(self._stuck_links(end)) > 1 for end in link)]
         for link in links:
+            self.excess[link] = STUCK
             self._links[link].append(self._measure(test.kind, "stuck", STUCK))
-        ends = Counter(end for link in fresh for end in link)
+        sent, received = ({row[side] for row in outcome.transfers} for side in (0, 1))
+        ends = Counter(
+            end for link in fresh for end, moved in zip(link, (sent, received), strict=True) if end not in moved
+        )
         suspects = {node for node, count in ends.items() if count == max(ends.values())}
         if not outcome.ended and not links and not outcome.lost:
             suspects = set(test.nodes)
@@ -361,18 +395,31 @@ class Search:
             half = len(test.nodes) // 2
             self._queue += [Test(kind=test.kind, nodes=nodes) for nodes in (test.nodes[:half], test.nodes[half:])]
             return
-        moved = {end for source, target, *_ in outcome.transfers for end in (source, target)}
         for node in test.nodes:
-            if node in suspects or (node in moved and node in before):
-                others = [end for link in fresh if node in link for end in link if end != node]
+            if node in suspects or (node in sent | received and node in before):
+                stuck = [link for link in fresh if node in link]
                 excess = STUCK if node in suspects else 0.0
-                self._measures[node].append(self._measure(test.kind, "stuck", excess, others=others))
+                self._measures[node].append(self._measure(test.kind, "stuck", excess, links=stuck))
 
-    def _has_more_ways(self, node: int) -> bool:
-        """Whether it was stuck with several others, and has moved no byte since."""
-        stuck = [measure for measure in self._measures[node] if measure.what == "stuck"]
-        since = next((place for place, m in enumerate(reversed(stuck)) if not m.excess), len(stuck))
-        return len({other for measure in stuck[len(stuck) - since :] for other in measure.others}) > 1
+    def _stuck_links(self, node: int) -> set[Link]:
+        """The links of a node that were stuck since it last moved a byte."""
+        found: set[Link] = set()
+        for measure in self._measures[node]:
+            if measure.what == "stuck":
+                found = found.union(measure.links) if measure.excess else set()
+        return found
+
+    def _ways(self, node: int) -> int:
+        """To how many others a node cannot send, or from how many it cannot receive: the larger number of the two.
+
+        Others that are stuck with further nodes do not count: they may be the cause themselves.
+        """
+        ways: Counter[int] = Counter()
+        for link in self._stuck_links(node):
+            side = link.index(node)
+            other = link[1 - side]
+            ways[side] += all(link == more or more[1 - side] != other for more in self._stuck_links(other))
+        return max(ways.values(), default=0)
 
     def _learn_rails(self, test: Test, outcome: Outcome) -> None:
         """Find the rails of the first node that are slower than the faster half of them."""
@@ -387,15 +434,21 @@ class Search:
 
     # What follows for each node.
 
-    def _state(self, node: int, kinds: Iterable[str]) -> tuple[str, list[Measure]]:
+    def _state(self, node: int, kinds: tuple[str, ...]) -> tuple[str, list[Measure]]:
         """Judge a node by its measures of these kinds: "clean", "open", "bad" or "undecided", and the slow measures."""
+        if self._now or (node, kinds) not in self._states:  # while a round is reported, what was found may change
+            self._states[node, kinds] = self._judge(node, kinds)
+        return self._states[node, kinds]
+
+    def _judge(self, node: int, kinds: tuple[str, ...]) -> tuple[str, list[Measure]]:
         groups: dict[tuple[str, bool], list[Measure]] = defaultdict(list)
         for measure in self._measures[node]:
             if measure.what == "stuck" and not measure.excess:
                 groups.pop(("stuck", False), None)  # it moved bytes since then
             elif measure.kind in kinds:
                 groups[measure.what, measure.kind == "alone"].append(measure)
-        states: list[tuple[str, list[Measure]]] = [_state_of(found, self._more) for found in groups.values()]
+        ways = self._ways(node) if ("stuck", False) in groups else 0
+        states = [_state_of(found, SIGMAS + self._more, self.sigma, ways) for found in groups.values()]
         for word in ("bad", "open", "undecided"):
             if slow := [measure for state, found in states if state == word for measure in found]:
                 return word, slow
@@ -430,6 +483,11 @@ class Search:
         return node not in self.lost and self._is_measured(node) and self._state(node, KINDS)[0] == "clean"
 
     def _link_state(self, link: Link) -> str:
+        """Judge a link more strictly than a node: one measure that is not slow clears it.
+
+        A round measures so many links that some are slow in several by chance: judged as nodes are, simulated searches
+        accuse links without a fault.
+        """
         measures = self._links[link]
         slow = [measure for measure in measures if measure.is_slow(SIGMAS, LEAST_LINK)]
         if len(slow) < len(measures):
@@ -460,13 +518,27 @@ class Search:
         )
         return excess / (1 + excess)
 
+    def result(self, hosts: Sequence[str], began: float, seconds: float, node_minutes: float) -> SearchResult:
+        """Sum the search up. The picture shows the nodes at fault first, then their partners, then others."""
+        verdicts, links = self.verdicts(), self.bad_links()
+        faulty = {v.node for v in verdicts if v.state != "good"}.union(*((link.source, link.target) for link in links))
+        partners = [end for link in self.excess if not faulty.isdisjoint(link) for end in link]
+        drawn = sorted(list(dict.fromkeys([*sorted(faulty), *partners, *range(self.nodes)]))[:DRAWN])
+        pairs = ((a, b, self.excess[a, b]) for a in drawn for b in drawn if (a, b) in self.excess)
+        return SearchResult(
+            hosts=tuple(hosts), domains=tuple(self._domains), began=began, seconds=seconds, verdicts=tuple(verdicts),
+            links=tuple(links), rounds=self.round, tests=self.tests, node_minutes=node_minutes,
+            visible_loss=self.visible_loss(), tested_pairs=len({tuple(sorted(link)) for link in self.excess}),
+            drawn=tuple(drawn), pairs=tuple(pairs),
+        )  # fmt: skip
+
     def verdicts(self) -> list[Verdict]:
         """Give the verdict of each node, in the order of the nodes."""
         return [self._verdict(node) for node in range(self.nodes)]
 
     def _verdict(self, node: int) -> Verdict:
         if node in self.lost:
-            return Verdict(node=node, state="bad", reason="lost", loss=1.0)
+            return Verdict(node=node, state="bad", reason="lost", seen=self.lost[node], loss=1.0)
         for kinds, reason in ((("alone",), "part"), (("near", "far"), "slow")):
             state, slow = self._state(node, kinds)
             if state == "clean":
@@ -497,9 +569,11 @@ class Search:
         return found
 
 
-def _state_of(measures: Sequence[Measure], more: float) -> tuple[str, list[Measure]]:
+def _state_of(
+    measures: Sequence[Measure], sigmas: float, noise: Mapping[str, float], ways: int
+) -> tuple[str, list[Measure]]:
     """Judge the measures of one thing: slow in three rounds (stuck: in two), as often as not, and by alike amounts."""
-    first = max((m for m in measures if m.is_slow(SIGMAS + more, LEAST[m.kind])), key=lambda m: m.excess, default=None)
+    first = max((m for m in measures if m.is_slow(sigmas, LEAST[m.kind])), key=lambda m: m.excess, default=None)
     if first is None:
         return "clean", []
     slow = [m for m in measures if m.is_slow(SIGMAS_AGAIN, LEAST[m.kind] / 2)]
@@ -508,15 +582,18 @@ def _state_of(measures: Sequence[Measure], more: float) -> tuple[str, list[Measu
     fine = [m for m in measures if m not in slow and usual > (SIGMAS_AGAIN + 1) * m.sigma and m.kind == first.kind]
     rounds = len({m.round for m in slow})
     if first.what == "stuck":  # with two others, or two groups as a whole: one transfer may be the link's fault
-        ways = max(len({other for m in slow for other in m.others}), sum(not m.others for m in slow))
-        is_bad = rounds >= 2 and ways >= 2
+        is_bad = rounds >= 2 and max(ways, sum(not m.links for m in slow)) >= 2
     else:
         is_bad = rounds >= 3 and len(slow) > len(fine)
-    if is_bad:
-        return "bad", slow
-    if len(fine) >= len(slow):
+    if not is_bad and len(fine) >= len(slow):
         return "clean", []
-    return ("open" if len({m.round for m in measures}) < TRIES else "undecided"), slow
+    if not is_bad and len({m.round for m in measures}) < TRIES:
+        return "open", slow
+    # What is usual must be visible in the noise of the groups: a chance event in one round and a small deviation in
+    # the others are no fault, and repeats tell nothing of noise that lasts for a whole test.
+    if first.what != "stuck" and usual <= max(LEAST[first.kind], sigmas * max(noise.get(first.kind, 0.0), first.sigma)):
+        return "clean", []
+    return ("bad" if is_bad else "undecided"), slow
 
 
 def _loss(measures: Iterable[Measure]) -> float:

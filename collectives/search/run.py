@@ -13,8 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import cattrs
+
 from collectives.bench import processes
 from collectives.search.coordinator import Settings, read_journal
+from collectives.search.plan import SearchResult
 from collectives.search.rank import Place
 from contracts.host_list import expand_host_list
 
@@ -40,10 +43,10 @@ class SearchSpec:
     force: bool
 
 
-def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event) -> dict[str, Any]:
-    """Take part until the search ends; returns on the first node the journal's header and result, else nothing.
+def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event) -> SearchResult | None:
+    """Take part until the search ends; gives the result on the first node, and None on all others.
 
-    Raises processes.BusyError where the node is in use, SearchError where the search did not come to its end.
+    Raises processes.BusyError where the node is in use, SearchError if the search did not finish.
     """
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     place, is_first = spec.place, 0 in spec.locals
@@ -61,7 +64,7 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
             if place.node == 0 and is_first:
                 return _lead(settings, output, spec.limit_seconds, note, stop)
             _follow(trees, spec, stop)
-            return {}
+            return None
         except SearchError as error:
             text = (folder / "output.log").read_text(encoding="utf-8", errors="replace").strip()[-600:]
             raise SearchError(": ".join(filter(None, (str(error), text)))) from None
@@ -73,7 +76,7 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
 def _start(module: str, settings: Settings | Place, output: Any, more: Mapping[str, str]) -> processes.Tree:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # NCCL: an init that does not come to its end must not block the process (PyTorch, "ProcessGroupNCCL environment").
+    # NCCL: an init that does not finish must not block the process (PyTorch, "ProcessGroupNCCL environment").
     environment = {
         "OMP_NUM_THREADS": "1",
         "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
@@ -87,9 +90,9 @@ def _start(module: str, settings: Settings | Place, output: Any, more: Mapping[s
 
 def _lead(
     settings: Settings, output: Any, limit: float, note: Callable[[str], None], stop: threading.Event
-) -> dict[str, Any]:
-    """Run the coordinator, again where it dies; returns the header and the result of its journal."""
-    until, seen, journal = time.monotonic() + limit, 0, Path(settings.journal)
+) -> SearchResult:
+    """Run the coordinator, again where it dies; gives the result in its journal."""
+    until, seen, size, journal = time.monotonic() + limit, 0, 0, Path(settings.journal)
     for _ in range(COORDINATORS):
         tree = _start("coordinator", settings, output, {})
         try:
@@ -98,16 +101,17 @@ def _lead(
                     raise SearchError("stopped; the same command with the same --journal continues from here")
                 if time.monotonic() > until:
                     raise SearchError(f"not done after {limit:g} s")
+                if not journal.exists() or journal.stat().st_size == size:
+                    continue
+                size = journal.stat().st_size
                 rounds = [row for row in read_journal(journal) if "outcomes" in row]
                 for number, row in enumerate(rounds[seen:], seen + 1):
                     note(f"round {number}: {len(row['tests'])} tests")
                 seen = len(rounds)
         finally:
             tree.end(END_SECONDS)
-        rows = read_journal(journal)
-        result = next((row["result"] for row in rows if "result" in row), None)
-        if result is not None:
-            return {**rows[0], **result}
+        if (last := (read_journal(journal) or [{}])[-1].get("result")) is not None:
+            return cattrs.structure(last, SearchResult)
         note("the coordinator died; another one continues from its journal")
     raise SearchError(f"the coordinator ended {COORDINATORS} times before the search was done")
 

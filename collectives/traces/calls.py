@@ -46,7 +46,7 @@ class Call:
     done: bool = False
     started: bool = False  # the GPU has come to it, where the recorder keeps that
     created: float | None = None  # Unix seconds
-    is_ahead: bool = False  # called ahead of the GPU, as NCCL's are: `created` does not tell when the rank came
+    is_ahead: bool = False  # called ahead of the GPU, as NCCL's are: `created` does not show when the rank entered it
     seconds: float | None = None  # from its start to its end on the rank's GPU
     frames: tuple[str, ...] = ()  # who called, innermost first: "train.py:31 step"
 

@@ -159,7 +159,7 @@ class _Reader:
         if "[TC]" in line and _TEXTS["nccl2"].search(line):
             self.report.errors.setdefault(rank, "NCCL operation timed out")
         if hung := _TEXTS["hung"].search(line):
-            self.report.hung[rank] = f"stood still for {hung[1]} s"
+            self.report.hung[rank] = f"made no progress for {hung[1]} s"
         if (left := _TEXTS["left"].search(line)) and int(left[1]) == 0:
             self.report.idle.add(rank)
         if peer := _TEXTS["peer"].search(line):

@@ -20,7 +20,6 @@ from contracts.plain import PlainError
 from hardware.gpus import gpu_named
 from planner.forecast.compute import DEFAULT, Constants, Rates, layer_cost
 from planner.forecast.engine import Engine
-from planner.forecast.links import Links
 from planner.forecast.memory import DEFAULT_MEMORY
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import ModelSpec
@@ -50,17 +49,6 @@ class LayerTiming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTiming:
-    """Alpha-beta of one collective over one group."""
-
-    op: str
-    ranks: int
-    hosts: int
-    alpha_seconds: float  # per ring step
-    busbw_bytes_per_second: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """What was measured."""
 
@@ -68,21 +56,20 @@ class Calibration:
     precision: str
     gemm_flops_per_second: float | None = None  # largest of the model's multiplications
     layer: LayerTiming | None = None
-    links: tuple[LinkTiming, ...] = ()
     taken_at_seconds: float | None = None
     versions: tuple[tuple[str, str], ...] = ()
     schema_version: int = SCHEMA_VERSION
 
 
 def _check_numbers(value: Any, name: str) -> None:
-    """Refuse numbers that are not positive; only the start-up time of a ring step may be 0."""
+    """Refuse numbers that are not positive."""
     if isinstance(value, dict):
         for key, member in value.items():
             _check_numbers(member, f"{name}.{key}" if name else key)
     elif isinstance(value, list):
         for member in value:
             _check_numbers(member, name)
-    elif isinstance(value, int | float) and not (0 < value < 1e30 or (value == 0 and name == "links.alpha_seconds")):
+    elif isinstance(value, int | float) and not 0 < value < 1e30:
         raise CalibrationError(f"{name}={value!r}: must be a positive number")
 
 
@@ -100,7 +87,7 @@ def parse_calibration(data: Any) -> Calibration:
     for name in ("device", "precision"):
         if not getattr(found, name):
             raise CalibrationError(f"{name}='': must be text")
-    return replace(found, links=found.links[:1000])
+    return found
 
 
 def load_calibration(path: Path | str) -> Calibration:
@@ -131,28 +118,6 @@ def check_device(calibration: Calibration, device: str, precision: str) -> None:
         raise CalibrationError(f"calibration is of {calibration.device!r}, the job runs on {device!r}: calibrate there")
     if calibration.precision != precision:
         raise CalibrationError(f"calibration is for {calibration.precision}, the job computes in {precision}")
-
-
-def with_links(calibration: Calibration, links: Links) -> Links:
-    """Bandwidths with the calibration's in place of the derived ones."""
-    gathers = {timing.hosts > 1: timing for timing in calibration.links if timing.op == "all_gather"}
-    for timing in sorted(calibration.links, key=lambda t: t.op):  # gathers before scatters
-        if timing.op not in ("all_gather", "reduce_scatter"):
-            continue
-        gather = gathers.get(timing.hosts > 1)
-        if timing.op == "reduce_scatter" and gather is not None:
-            share = timing.busbw_bytes_per_second / gather.busbw_bytes_per_second
-            links = replace(links, scatter_share=share)
-            continue
-        why = f"calibration: {timing.op} over {timing.ranks} ranks"
-        rate = timing.busbw_bytes_per_second
-        if timing.hosts > 1 and links.network is not None:
-            links = replace(links, network=replace(links.network, bytes_per_second=rate, how="measured", why=why))
-        elif timing.hosts == 1:
-            speed = replace(links.node, bytes_per_second=rate, how="measured", why=why)
-            island = speed if links.island_size >= links.ranks_per_node else links.island
-            links = replace(links, node=speed, island=island, alpha_intra_seconds=timing.alpha_seconds)
-    return links
 
 
 def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, constants: Constants = DEFAULT) -> Rates:
@@ -196,7 +161,10 @@ SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others
 SIGMA_ASSUMED = 0.55  # a CPU or a GPU without measurements
 SIGMA_MEMORY_CPU = 0.25
 Z80 = 1.2816
-SIGMA_LINK_ASSUMED = 0.5  # of the share of a step that crosses a link of unknown speed
+SIGMA_LINK_ASSUMED = 0.5  # of the speed of a network that was not measured
+# Of PCIe between GPUs: 1.2 GB/s (8 L40S), 4.7 (4 L40S), 20 (2 L40S) and 25 (8 RTX PRO 6000) were measured, all of links
+# of 32 GB/s and more (aws-samples and ai-dynamo/aiconfigurator).
+SIGMA_PCIE_ASSUMED = 1.0
 
 FILE = Path(__file__).with_name("intervals.json")
 LONG_CONTEXT_TOKENS = 16384

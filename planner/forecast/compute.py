@@ -76,6 +76,13 @@ class Constants:
     # H100 with 8 experts each ran 150 kernels per layer and micro-batch (Megatron-Bridge, perf-moe-comm-overlap).
     kernels_expert: float = 2.0
     kernels_quantize: float = 4.0
+    # Biases of experts, as gpt-oss has them, in Megatron-LM's TEGroupedMLP: `_apply_bias` adds each expert's bias times
+    # the router's fp32 weight by itself and joins the results in fp32; the clamp of the gate is not fused with it. The
+    # bytes pass memory per element of an expert's output and of its first product, forward and backward, as a
+    # TorchDispatchMode counts them for these lines (megatron/core: transformer/moe/experts.py, fused_bias_geglu.py).
+    expert_bias_bytes: float = 66.0
+    clamped_gate_bytes: float = 23.0
+    kernels_expert_bias: float = 2.0  # per expert: its product with the weights, its sum
     tp_hidden: float = 0.525  # share of the tensor-parallel traffic that overlap hides, where the stack overlaps
     overlap_loss: float = 0.155  # of the shorter of two overlapped things still shows: SMs and HBM are shared
     overlap_loss_network: float = 0.3  # the same of sharded weights and gradients that cross the network
@@ -231,6 +238,12 @@ def layer_cost(
         kernels += constants.kernels_routing
         if engine.fused:
             each = constants.kernels_expert + (constants.kernels_quantize if rates.quantized_bytes else 0.0)
+            if model.family == "gpt_oss":  # a third of the bytes: the backward pass counts twice
+                each += constants.kernels_expert_bias
+                biased = (
+                    constants.expert_bias_bytes * model.hidden + 2.0 * constants.clamped_gate_bytes * model.expert_ffn
+                )
+                moved += tokens / (tp if ep > 1 else 1) * model.experts_per_token * biased / 3.0
             kernels += each * model.experts / ep
         if engine.merges_expert_adapters and {"gate_proj", "up_proj", "down_proj"} & set(lora_targets):
             # Experts are read and written with their adapters added; twice that, backward, for their gradients.

@@ -210,6 +210,7 @@ class Engine:
     logits_bytes: float = 12.0  # live bytes per token and vocabulary entry around the loss
     bucket_bytes: float = 0.0  # flat communication buffers outside the parts, where there is data parallelism
     gradient_buffer: bool = False  # one buffer holds all gradients throughout the step
+    adds_in_products: bool = False  # each gradient to those of the micro-batches before, without a pass by itself
     ddp_bucket_copies: bool = False  # DDP's gradients are tensors beside its buckets, not views of them
     splits_heads: bool = False  # context parallelism exchanges tokens for heads (Ulysses) in place of a ring
     ends_apart: bool = False  # FSDP2 with the embedding and the head as units by themselves
@@ -306,17 +307,17 @@ class Engine:
         h, columns = float(model.hidden), attention_columns(model)
         hidden, inner = self.stored_tensors(share)
         split = layout.tp if layout.sequence_parallel else 1
-        kept = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp
+        stored = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp
         # Each expert's input, and its result before the results of a token are summed.
         mixtures = (model.layers - model.dense_layers) / model.layers
-        kept += 2.0 * model.experts_per_token * mixtures * h / (layout.tp if layout.ep > 1 else split)
+        stored += 2.0 * model.experts_per_token * mixtures * h / (layout.tp if layout.ep > 1 else split)
         if self.fused and layout.precision in EIGHT_BITS:
             # Transformer Engine keeps what a product needs of its input in a byte: of two norms, and of the MLP.
-            kept -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
+            stored -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
         merged = 0.0
         if self.merges_expert_adapters and self.adapts_experts(share.train, model):  # saved for the inputs' gradients
             merged = share.element * weights(model).routed_per_layer * mixtures / max(layout.tp, layout.ep)
-        return share.tokens * share.element * kept + share.tokens * self.score_bytes(share) + merged
+        return share.tokens * share.element * stored + share.tokens * self.score_bytes(share) + merged
 
     def adapts_experts(self, train: TrainSpec, model: ModelSpec) -> bool:
         """Whether routed experts have adapters."""

@@ -134,14 +134,18 @@ class Links:
             return self.alpha_intra_seconds + size_bytes / slowest.bytes_per_second
         return self.alpha_inter_seconds + size_bytes * min(stride, self.ranks_per_node) / slowest.bytes_per_second
 
-    def all_to_all_seconds(self, bytes_per_rank: float, size: int, stride: int) -> float:
-        """Every rank sends (size-1)/size of its bytes away, evenly: over the network, then on inside the node."""
+    def all_to_all_seconds(self, bytes_per_rank: float, size: int, stride: int, spread: float | None = None) -> float:
+        """Every rank sends (size-1)/size of its bytes away, evenly: over the network, then on inside the node.
+
+        With `spread`, bytes that several ranks of a domain need enter it once and reach so many of them over NVLink.
+        """
         if size <= 1:
             return 0.0
         # An NVLink domain of several nodes sends to the others through the networks of all of them.
         domain = max(self.island_size, self.ranks_per_node)
         members = max(1, min(size, domain // stride)) if self.network else size
-        seconds = bytes_per_rank * (members - 1) / size / self.island.bytes_per_second
+        inside = (members - 1) / size if spread is None else spread * (members - 1) / members
+        seconds = bytes_per_rank * inside / self.island.bytes_per_second
         if self.network is None or members == size:
             return self.alpha_intra_seconds * size + seconds
         out = bytes_per_rank * (size - members) / size * self.ranks_per_node

@@ -74,8 +74,8 @@ def memory_parts(
     share = share_of(model, train, engine.as_run(layout), on_cpu=on_cpu)
     in_weights, gradients, optimizer = _states(engine, share)
     gathered = engine.gathered(share)
-    kept = _stored(engine, share, first_stage=first_stage)
-    gradients, activations, logits = _backward(engine, share, gradients, kept)
+    stored = _stored(engine, share, first_stage=first_stage)
+    gradients, activations, logits = _backward(engine, share, gradients, stored)
     held = in_weights + gradients + optimizer + gathered + activations + logits
     on_gpu = DEFAULT_MEMORY.context_bytes + (layout.world_size > 1) * DEFAULT_MEMORY.nccl_bytes
     load = engine.load(share)
@@ -175,20 +175,20 @@ def _stored(engine: Engine, share: Share, *, first_stage: bool) -> _Pass:
     if layout.checkpointing == "selective" and not engine.selective_attention:
         per_layer = engine.selective_activations(share, boundary)
     full = layout.checkpointing == "full"
-    kept = share.layers * (boundary if full else per_layer)
+    total = share.layers * (boundary if full else per_layer)
     if layout.checkpointing == "none":  # the graph of each micro-batch held has the weights it was made with
-        kept, copies = kept + copies, 0.0
+        total, copies = total + copies, 0.0
     again = per_layer if full else 0.0
     logits = engine.logits(share)
     # The loss, and with it the forward pass, is over before a layer is made again.
-    first = micro_batches_held(layout) * kept + max(again, copies)
-    last = kept + max(again, copies + logits)
+    first = micro_batches_held(layout) * total + max(again, copies)
+    last = total + max(again, copies + logits)
     if layout.pp > 1 and (first_stage or first > last):
         return _Pass(per_layer, first, 0.0)
     return _Pass(per_layer, last - logits, logits)
 
 
-def _backward(engine: Engine, share: Share, gradients: float, kept: _Pass) -> tuple[float, float, float]:
+def _backward(engine: Engine, share: Share, gradients: float, stored: _Pass) -> tuple[float, float, float]:
     """Gradients, activations and logits at the peak: gradients appear as the backward pass frees activations."""
     layout = share.layout
     ddp = share.zero == 0 and layout.data_parallel > 1 and not engine.in_units(share)
@@ -197,15 +197,15 @@ def _backward(engine: Engine, share: Share, gradients: float, kept: _Pass) -> tu
     # gradients, from step to step.
     buffered = share.adapters or engine.gradient_buffer or layout.gradient_accumulation > 1 or share.zero in (1, 2)
     persistent = buffered or (ddp and not buckets)
-    activations, logits = kept.activations, kept.logits
+    activations, logits = stored.activations, stored.logits
     each = engine.state_bytes(share).gradients * share.model.vocab * share.model.hidden
     by = share.group if engine.shards_gradients(share) else 1.0
     head = min(gradients, each / layout.tp / by)  # the first of them, and largest
     if share.train.optimizer_in_backward:
         gradients = head
     elif not persistent:
-        if activations + logits + head >= gradients + kept.per_layer:
+        if activations + logits + head >= gradients + stored.per_layer:
             gradients = head
         else:
-            activations, logits = min(activations, kept.per_layer), 0.0
+            activations, logits = min(activations, stored.per_layer), 0.0
     return gradients + buckets, activations, logits

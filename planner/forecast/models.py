@@ -23,6 +23,7 @@ from planner.forecast.specs import ModelSpec
 _MAX_CONFIG_BYTES = 1 << 20
 _TABLES = read_table(__file__, "models.toml")
 _FAMILIES: dict[str, list[str]] = _TABLES["families"]
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")  # what one class passes over: passed_over
 
 
 class ModelError(ValueError):
@@ -201,10 +202,8 @@ def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> d
     dense = _dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
     if dense >= layers:
         return {}
-    width = _whole(config, ("moe_intermediate_size",), default=ffn)
+    width = _whole(config, ("intermediate_size" if family == "llama4" else "moe_intermediate_size",), default=ffn)
     shared = 0
-    if family in ("llama4", "gpt_oss", "minimax_m2"):
-        width = _whole(config, ("intermediate_size",))
     if family in _FAMILIES["shared"]:
         shared = width * _whole(config, ("n_shared_experts",), default=0)
     elif family in ("qwen2_moe", "qwen3_next"):
@@ -212,7 +211,7 @@ def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> d
     elif family == "llama4":
         shared = width
     return {
-        "experts": _experts(config, family),
+        "experts": _whole(config, _EXPERTS, default=_TABLES["experts"][family]),
         "experts_per_token": _whole(config, ("num_experts_per_tok",), default=2),
         "expert_ffn": width,
         "shared_expert_ffn": shared,
@@ -257,15 +256,6 @@ def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
         raise ModelError(f"config.json: rope_parameters={parameters!r}: must be an object")
     each = [one for one in parameters.values() if isinstance(one, Mapping)] or [parameters]
     return tuple(sorted({str(one.get("rope_type") or one.get("type") or "default") for one in each}))
-
-
-def _experts(config: Mapping[str, Any], family: str) -> int:
-    names: tuple[str, ...] = ("num_local_experts", "num_experts")
-    if family in _FAMILIES["shared"]:
-        names = ("n_routed_experts", "num_local_experts")
-    elif family in ("qwen2_moe", "qwen3_next", "llama4"):
-        names = ("num_local_experts",) if family == "llama4" else ("num_experts",)
-    return _whole(config, names, default=_TABLES["experts"][family])
 
 
 def _indices(config: Mapping[str, Any], name: str) -> list[int]:
@@ -343,7 +333,7 @@ def model_from_file(path: Path, *, any_type: bool = False) -> ModelSpec:
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return model_from_config(config, name=name, any_type=any_type)
     except bounded.TooLargeError as error:
-        raise ModelError(f"{path}: {error}, which no config.json is") from None
+        raise ModelError(f"{path}: {error}, so it is not a config.json") from None
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}") from None
     except ValueError as error:

@@ -280,7 +280,7 @@ def longest_row(train: TrainSpec) -> int:
 
 def rows_are_assumed(train: TrainSpec) -> bool:
     """Return whether nobody measured how long the rows are, so that `longest_row` is only an upper bound."""
-    return not (train.packing or train.length_histogram or train.mean_tokens is not None)
+    return not (train.packing or train.length_histogram)
 
 
 Method = Literal["full", "lora", "qlora"]
@@ -331,7 +331,6 @@ class TrainSpec:
 
     method: Method = "lora"
     sequence_length: int = 2048  # tokens per sequence, padded or packed
-    mean_tokens: float | None = None  # real tokens per sequence where padding is to the longest; None: all
     global_batch: int | None = None  # sequences per optimizer step; None: the planner chooses
     precision: str = "bf16"  # asked for; Layout.precision is what runs, and what forecasts go by: fp32 on any CPU
     optimizer: str = "adamw"
@@ -347,4 +346,3 @@ class TrainSpec:
     dtype: str = "auto"  # what TRL's trainer loads the model in; auto: as computed with
     fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine has
     asked: tuple[tuple[str, Any], ...] = ()  # members of contracts.layout.Layout that the job's settings give
-    host_threads: int = 1  # OMP threads per rank, for an optimizer on the CPU; torchrun sets OMP_NUM_THREADS=1

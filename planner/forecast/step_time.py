@@ -15,7 +15,7 @@ from typing import NamedTuple
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
 from planner.forecast.engine import NF4_BYTES, Question, Share, last_stage, share_of
-from planner.forecast.specs import Weights, document_length, expected_longest, mean_length, weights
+from planner.forecast.specs import ModelSpec, Weights, document_length, expected_longest, mean_length, weights
 
 COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send")
 
@@ -72,11 +72,8 @@ class Job(Question):
 
     def sequence(self, micro_batch: int) -> float:
         """Tokens per sequence that are computed: packed to the full length, or padded to a micro-batch's longest."""
-        if not self.train.packing:
-            if self.train.mean_tokens is not None:
-                return self.train.mean_tokens
-            if self.train.length_histogram:
-                return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
+        if self.train.length_histogram and not self.train.packing:
+            return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
         return float(self.train.sequence_length)
 
     def attended(self, micro_batch: int) -> float:
@@ -88,7 +85,7 @@ class Job(Question):
 
     def real_tokens(self, micro_batch: int) -> float:
         """Tokens per sequence that are not padding."""
-        if self.train.length_histogram and not self.train.packing and self.train.mean_tokens is None:
+        if self.train.length_histogram and not self.train.packing:
             return mean_length(self.train.length_histogram, self.train.sequence_length)
         return self.sequence(micro_batch)
 
@@ -209,11 +206,11 @@ class _Step:
         """
         if not self.job.engine.ends_apart or self.layout.pp > 1:
             return 0.0
-        kept = self.head_bytes
+        total = self.head_bytes
         if not self.full and self.count.head:
             embedding = self.share.element * self.count.embedding / self.layout.tp
-            kept += embedding * (1 - 1 / self.layout.gradient_accumulation)
-        return kept
+            total += embedding * (1 - 1 / self.layout.gradient_accumulation)
+        return total
 
     @property
     def head_bytes(self) -> float:
@@ -230,6 +227,17 @@ class _Step:
     def ends(self) -> float:
         """FSDP units beside the layers."""
         return (2.0 if self.job.engine.ends_apart else 1.0) if self.sharded else 0.0
+
+    @property
+    def accumulation(self) -> float:
+        """Seconds of a micro-batch in which its gradients are added to those before: two read, one written."""
+        engine, share = self.job.engine, self.share
+        micro_batches = self.layout.gradient_accumulation
+        if engine.adds_in_products:
+            return 0.0
+        here = share.part(share.trained, share.routed_trained, sharded=engine.shards_gradients(share))
+        moved = 3.0 * engine.state_bytes(share).gradients * here
+        return moved / self.job.rates.hbm * (micro_batches - 1) / micro_batches
 
     @property
     def hooks(self) -> float:
@@ -285,7 +293,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     return StepParts(
         gemm=m * (layers * (cost.gemm * passes + cost.merged) + micro.head_gemm * passes),
         attention=m * layers * cost.attention * 3.5,
-        elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + exchange.copied),
+        elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + step.accumulation + exchange.copied),
         dequantize=m * layers * layer.dequantize,
         recompute=m * layers * layer.recompute,
         host=m * (layers * layer.host + host_ends),
@@ -314,10 +322,10 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
     reduced, found = engine.reduced_bytes(job.train, layout), {}
     if step.sharded:
         gathers, again = engine.gathers(layout), engine.gathers_again(layout)
-        kept = again * step.stored_bytes
+        stored = again * step.stored_bytes
         if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays from the first forward pass on
-            kept = (gathers + again - 1) * step.head_bytes
-        found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - kept
+            stored = (gathers + again - 1) * step.head_bytes
+        found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
     if layout.cp > 1:
         found["cp", "all_to_all"] = m * step.layers * step.exchanges * sum(step.exchanged_bytes)
@@ -411,18 +419,28 @@ def _expert_parallel(step: _Step) -> float:
     layout, model = step.layout, step.job.model
     if layout.ep == 1:
         return 0.0
-    links, copies = step.job.links, float(model.experts_per_token)
-    if step.job.engine.sends_tokens_once:  # how many of the receivers have one of its k experts, at random
+    links, copies, spread = step.job.links, float(model.experts_per_token), None
+    if step.job.engine.sends_tokens_once:
         domains = layout.ep / max(links.island_size, links.ranks_per_node)
-        # a model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437)
-        receivers = max(1.0, (domains if domains > 1 else float(layout.ep)) * model.expert_groups)
-        copies = receivers * (1.0 - (1.0 - 1.0 / receivers) ** copies)
+        copies = each = _receivers(model, float(layout.ep))
+        if domains > 1:
+            copies = _receivers(model, domains)
+            spread = each / copies
     sent = step.share.element * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
     mixtures = 1.0 - model.dense_layers / model.layers
     interleaved = layout.virtual_stages > 1 and layout.checkpointing != "full"
     shown = 1.0 - step.job.engine.hidden_experts * interleaved
-    return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1)
+    return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1, spread)
+
+
+def _receivers(model: ModelSpec, of: float) -> float:
+    """How many `of` so many receivers have one of a token's k experts, at random.
+
+    A model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437).
+    """
+    among = max(1.0, of * model.expert_groups)
+    return float(among * (1.0 - (1.0 - 1.0 / among) ** model.experts_per_token))
 
 
 def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
@@ -434,9 +452,10 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
     again = layer.recompute + layer.dequantize - once
     backward = layer.backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host
     last = last_stage(step.job.model, step.layout)
+    added = step.accumulation
     if step.layers * (forward + backward) > last * (forward + backward) + head:
-        return _Micro(step.layers, step.layers * forward, step.layers * backward, 0.0, 0.0, 0.0)
-    return _Micro(last, last * forward, last * backward + head, head, head_gemm, head_loss)
+        return _Micro(step.layers, step.layers * forward, step.layers * backward + added, 0.0, 0.0, 0.0)
+    return _Micro(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
 
 
 def _sharded(step: _Step, micro: _Micro) -> _Exchange:

@@ -106,7 +106,7 @@ def check_limit(name: str, amount: str) -> None:
         if not page or not bytes_wanted or bytes_wanted % page:
             raise JobError(f"resource {name}={amount!r}: must be bytes in whole pages, such as 5120Mi")
     elif not amount.isdecimal():
-        raise JobError(f"resource {name}={amount!r}: must be a whole number, for devices are not shared out in parts")
+        raise JobError(f"resource {name}={amount!r}: must be a whole number, because devices cannot be divided")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class JobSpec:
         for name in self.environment:
             check_form("variable", "environment ", name)
             if name in RESERVED_ENVIRONMENT:
-                raise JobError(f"environment {name}: set by the job controller, which refuses it from outside")
+                raise JobError(f"environment {name}: the job controller sets it, and refuses a value from outside")
         for name, amount in self.limits.items():
             check_limit(name, amount)
         self._check_placement()
@@ -275,5 +275,5 @@ def _named(resource: str, allocatable: Sequence[str] | None) -> str:
     if len(found) == 1:
         return found[0]
     offered = f"the nodes offer {', '.join(found) or 'none'}"
-    detail = offered if allocatable is not None else "not asked what the nodes offer (KUBECONFIG or --context would)"
+    detail = offered if allocatable is not None else "the cluster was not asked (set KUBECONFIG or --context)"
     raise JobError(f"resource {resource}: {detail}; name the one to use with --resource NAME=COUNT")

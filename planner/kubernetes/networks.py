@@ -109,7 +109,7 @@ def attached(
     if not all(rails):
         return advice
     seen = f"net1 to net{len(networks)}: {', '.join(interfaces)}"
-    where = Reason(rule="A pod has GIDs of the rails alone that it has a network on", evidence=seen, source=_MULTUS)
+    where = Reason(rule="A pod has GIDs only of the rails to which it has a network", evidence=seen, source=_MULTUS)
     needs = [PodNeed(name="network", value=name, reason=where) for name in networks]
     if resource:
         needs.append(PodNeed(name="resource", value=f"{resource}: 1", reason=where))
@@ -155,8 +155,8 @@ def _hcas(snapshot: Snapshot, ports: Sequence[PortView]) -> str:
 
 def _ports(snapshot: Snapshot) -> list[tuple[str, PortView]]:
     """The RoCE ports that are recommended to NCCL, by the interface that a macvlan can stand on."""
-    kept = [view for view in choose_ports(_node(snapshot)).chosen if view.port.link_layer == "Ethernet"]
-    return [(name, view) for view in kept if (name := view.device.bond or view.port.netdev)]
+    ports = [view for view in choose_ports(_node(snapshot)).chosen if view.port.link_layer == "Ethernet"]
+    return [(name, view) for view in ports if (name := view.device.bond or view.port.netdev)]
 
 
 def _node(snapshot: Snapshot) -> NodeView:

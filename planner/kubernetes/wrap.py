@@ -26,7 +26,7 @@ _MONITOR_START = f"{_MONITOR_FOLDER}/finetune/autostart"
 _KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
 _BY_HAND = "what to add by hand: topoflight recommend -o env"
 _OTHERS = {
-    "MPIJob": "mpirun hands its ranks only what -x names: topoflight recommend -o env, each line with -x",
+    "MPIJob": "mpirun passes only what -x names to its ranks: topoflight recommend -o env, each line with -x",
     **dict.fromkeys(("RayJob", "RayCluster", "RayService"),
                     "Ray's workers take theirs from runtime_env's env_vars: topoflight recommend -o env"),
 }  # fmt: skip
@@ -236,8 +236,8 @@ class _Wrapper:
         if wanted.monitor:
             self._monitor_files(part.pod)
         if part.restart == "Never":
-            self._note("restartPolicy is Never: no pod is made anew, neither after a failed gate nor after one that "
-                      "was lost with its node; launched again, the trainer goes on where it saved")  # fmt: skip
+            self._note("restartPolicy is Never: no pod is recreated, neither after a failed gate nor after its "
+                      "node was lost; launch the job again to resume from its last checkpoint")  # fmt: skip
         self._annotate(part.pod)
 
     @property
@@ -267,9 +267,9 @@ class _Wrapper:
         container = self._part.container
         for entry in container.get("env") or ():
             if isinstance(entry, dict) and entry.get("name") == name:
-                stands = entry.get("value", "a value from elsewhere")
-                if stands != value:
-                    self._note(f"{name}={stands} is the manifest's and stays; recommended is {value} ({reason})")
+                present = entry.get("value", "a value from elsewhere")
+                if present != value:
+                    self._note(f"{name}={present} is set in the manifest and stays; recommended is {value} ({reason})")
                 return
         if any(re.search(rf"(^|[\s;&]){re.escape(name)}=", word) for word in self._part.command):
             self._note(f"{name} is set in the command and stays; recommended is {value} ({reason})")
@@ -293,7 +293,7 @@ class _Wrapper:
         folder = self._lasting_folder()
         self._variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
         if folder is None:
-            self._note("NCCL's log stays in the pod's: no claim is mounted; `kubectl logs POD | topoflight evidence -`")
+            self._note("no claim is mounted; NCCL logs into the pod's log: `kubectl logs POD | topoflight evidence -`")
             return
         log = f"{folder}/nccl-{self._job.name}.%h.%p.log"
         self._variable("NCCL_DEBUG_FILE", log, f"read by: topoflight evidence {log.split('%')[0]}*")
@@ -350,11 +350,11 @@ class _Wrapper:
         for name, count in wanted.items():
             there = family(name, list(has)) if name.endswith("/*") else [n for n in has if n == name]
             if there:
-                stands = str(has[there[0]])
-                if stands != count and quantity(stands) != quantity(count):
-                    self._note(f"{there[0]}: {stands} is the manifest's and stays; recommended is {count}")
+                present = str(has[there[0]])
+                if present != count and quantity(present) != quantity(count):
+                    self._note(f"{there[0]}: {present} is set in the manifest and stays; recommended is {count}")
             elif name.endswith("/*"):
-                self._note(f"needs {name}: {count}, by what name the nodes offer it is unknown: --resource NAME=COUNT")
+                self._note(f"needs {name}: {count}, but its name on the nodes is unknown: add --resource NAME=COUNT")
             else:
                 self._limit(name, count, has)
         self._rdma({*has, *wanted})
@@ -393,7 +393,7 @@ class _Wrapper:
             or "networking.gke.io/interfaces" in marks  # there the network brings its device
         ):
             return
-        self._note("asks for no RDMA device, and without one NCCL goes over TCP: --resource NAME=COUNT adds it, by the "
+        self._note("requests no RDMA device, and without one NCCL uses TCP: --resource NAME=COUNT adds it, by the "
                   "name that the nodes' device plugin offers (rdma/..., openshift.io/..., nvidia.com/...)")  # fmt: skip
 
     def _shared_memory(self, wanted_bytes: int, reason: str) -> None:
@@ -408,7 +408,7 @@ class _Wrapper:
             limit = quantity(str((volume.get("emptyDir") or {}).get("sizeLimit", "")))
             if limit is not None and limit < wanted_bytes:
                 self._note(
-                    f"shared memory of {limit // 2**20} MiB is the manifest's and stays; needed: {size} ({reason})"
+                    f"shared memory of {limit // 2**20} MiB is set in the manifest and stays; needed: {size} ({reason})"
                 )
             if limit is not None and memory is not None and limit > memory:
                 self._note(
@@ -439,7 +439,7 @@ class _Wrapper:
             made[NETWORKS_ANNOTATION] = network
             self._reasons["network"] = f"{network}: {reason}"
         elif network not in str(there):
-            self._note(f"network {there} is the manifest's and stays; recommended is {network} ({reason})")
+            self._note(f"network {there} is set in the manifest and stays; recommended is {network} ({reason})")
 
     def _capability(self, name: str, reason: str) -> None:
         security = self._part.container.get("securityContext") or {}
@@ -464,7 +464,7 @@ class _Wrapper:
         taken = {each.get("name") for each in body.get("containers") or ()}
         if there is not None:
             if there.get("image") != image:
-                self._note(f"an init container {GATE!r} is the manifest's and stays")
+                self._note(f"an init container {GATE!r} is set in the manifest and stays")
             return
         command = ["topoflight", "preflight", "-o", "table"]
         for check in self._wanted.require:
@@ -591,7 +591,7 @@ def _job(document: Document, configs: dict[str, Any]) -> Job | None:
     except (AttributeError, TypeError) as error:
         raise WrapError(f"{kind}/{name}: is not built as a {kind} is: {error}") from None
     if not parts:
-        raise WrapError(f"{kind}/{name}: which container trains is unknown: none, or several, and not one has GPUs")
+        raise WrapError(f"{kind}/{name}: no container, or several without GPUs, so the one that trains is unknown")
     parts = tuple(part for part in parts if part.gpus) or parts  # a driver without GPUs takes no part in collectives
     counted = [part.replicas for part in parts]
     nodes = sum(n or 0 for n in counted) if None not in counted else None

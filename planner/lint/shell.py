@@ -367,6 +367,8 @@ class _Reader(Programs):
             through = ran if ";&" in marks else []
             todo += ran if ";;&" in marks else []
             ends += [] if {";&", ";;&"} & marks else ran
+        for each in todo:
+            each.status = True
         return self._merged([*ends, *through, *todo])
 
     def _fits(self, value: str | None, node: Node) -> bool | None:
@@ -392,11 +394,14 @@ class _Reader(Programs):
         body, given = node.child_by_field_name("body"), self._words_of_loop(node)
         ends, todo, open_ = Shells(), [shell], given is None and node.type != "while_statement"
         for number in range(_MOST_ROUNDS + 2):
+            ran = {id(each): each.status for each in todo} if number else {}
             todo = self._begin_round(node, given, todo, number)
             open_ = open_ or any(each.status is None for each in todo)
             for each in todo if number else ():  # only the first round is left out in one way
                 each.status = number < 3 if each.status is None else each.status
             yes, no = self._decide(todo, node, f"the loop of line {self.line(node)}")
+            for each in no:  # the loop ends as its last round did, and well without one
+                each.status, each.likely = ran.get(id(each)) if number else True, True
             ends += no
             if not yes or body is None:
                 break
@@ -677,7 +682,7 @@ class _Reader(Programs):
 
     # -- built-ins that change the way through the script
 
-    def _leave_block(self, call: Call) -> None:
+    def _end_block(self, call: Call) -> None:
         """exit, return, break and continue: nothing more runs here."""
         if call.program in ("exit", "return") and call.words:
             self.shell.status = number_of(call) == 0 if call.words[0].text.isdecimal() else None
@@ -749,7 +754,7 @@ _EACH: Mapping[str, Callable[[_Reader, Node, Shell], Shells]] = {
 _BUILTINS: Mapping[str, Callable[[_Reader, Call], Shells | None]] = {
     "echo": _Reader.echo, "printf": _Reader.printf, "cat": _Reader.cat, "tee": _Reader.tee, "eval": _Reader._eval,
     **dict.fromkeys((".", "source"), _Reader._source), "shift": _Reader.shift, "set": _Reader.options_of_shell,
-    **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._leave_block),
+    **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._end_block),
     "setenv": lambda reader, call: reader.unread(call.line, "setenv belongs to the C shell, which is not supported"),
     **dict.fromkeys((":", "true", "false"), _Reader._truth),
     **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader.assign_unknown), "trap": _Reader.trap,

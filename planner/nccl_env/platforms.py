@@ -164,7 +164,7 @@ CLOUDS = {"aws": "AWS", "azure": "Azure", "gcp": "Google Cloud", "oci": "OCI"}
 
 
 def cloud_of(info: HostinfoFacts) -> tuple[str, str] | None:
-    """The cloud a machine is of and the fact that tells: "oci", "chassis asset tag OracleCloud.com"; else None."""
+    """The cloud of a machine and the fact that shows it: "oci", "chassis asset tag OracleCloud.com"; else None."""
     tag, vendor, product = info.chassis_asset_tag or "", info.vendor or "", info.product or ""
     if tag in _ASSET_TAGS:
         return _ASSET_TAGS[tag], f"chassis asset tag {tag}"
@@ -251,7 +251,7 @@ def published(case: Situation, name: str) -> Setting | None:
     if any(name in (info.nccl_conf or {}) for node in probed if (info := node.hostinfo())):
         return None  # the machine's own file says it already, and may say it otherwise
     evidence = "; ".join(dict.fromkeys(_evidence(node, row) for node in probed))
-    rule = f"Published for {row.name}; nothing that a probe sees says it"
+    rule = f"Published for {row.name}; no fact of a probe confirms it"
     source = f"{recipe.source.name}, {recipe.source.date}"
     return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=source))
 

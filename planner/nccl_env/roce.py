@@ -163,7 +163,7 @@ def _is_nvidia(view: PortView) -> bool:
 def _protected(view: PortView) -> str:
     priorities = view.port.pfc_priorities
     if priorities is None:
-        return f"{view.name} does not tell its flow control"
+        return f"{view.name} does not report its flow control"
     return f"{view.name} flow control on {f'priority {_numbers(priorities)}' if priorities else 'no priority'}"
 
 

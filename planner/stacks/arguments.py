@@ -180,7 +180,7 @@ def _script(options: dict[str, Any], files: Files, parsed: CommandSettings) -> N
                 settings[name] = inside
     settings = _by_usual_names(settings, parsed)
     if strange := sorted(set(settings) - known_settings()):
-        parsed.notes.append(f"settings of the script's own, which no forecast reads: {', '.join(strange)}")
+        parsed.notes.append(f"settings of the script itself, which the forecast ignores: {', '.join(strange)}")
     parsed.unknown += [f"{name}={settings[name]!r}: what the script's own setting does to memory and step time"
                        for name in strange if _telling(name, settings[name])]  # fmt: skip
     parsed.settings = {name: value for name, value in settings.items() if name not in strange}
@@ -276,5 +276,5 @@ def as_run(parsed: CommandSettings) -> dict[str, Any]:
         assumed["dtype"] = "float32"  # TRL 1.x ModelConfig; from_pretrained itself has the type of the file
     if assumed:
         words = ", ".join(f"{name}={str(value).lower()}" for name, value in assumed.items())
-        parsed.notes.append(f"taken as TRL 1.x and transformers 5 have them, as nothing says: {words}")
+        parsed.notes.append(f"not set, so the defaults of TRL 1.x and transformers 5 apply: {words}")
     return {**made, **assumed}

@@ -27,6 +27,7 @@ ENGINE = Engine(
     hidden_experts=0.37,
     logits_bytes=8.0,
     gradient_buffer=True,
+    adds_in_products=True,  # gradient_accumulation_fusion, on by default
     sends_parts=True,
     tp_overlap=True,
     selective_attention=True,

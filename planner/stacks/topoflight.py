@@ -89,10 +89,10 @@ class Topoflight(Fsdp):
         """The layer's input and the result of every product and of attention (finetune/parallel.py, KEPT)."""
         model = share.model
         products = attention_columns(model) + model.hidden + (2.0 if model.gated_mlp else 1.0) * mlp_width(model)
-        kept = products + model.hidden
+        stored = products + model.hidden
         if model.experts:  # the results of a token's experts, before they are summed
-            kept += (model.experts_per_token - 1.0) * model.hidden * (1.0 - model.dense_layers / model.layers)
-        return boundary + share.tokens * share.element * kept / share.layout.tp
+            stored += (model.experts_per_token - 1.0) * model.hidden * (1.0 - model.dense_layers / model.layers)
+        return boundary + share.tokens * share.element * stored / share.layout.tp
 
     def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
         """Selectively: what lies between the products it keeps."""

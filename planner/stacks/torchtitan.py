@@ -26,8 +26,8 @@ class Torchtitan(Fsdp):
         if model.experts or model.kv_rank or model.linear_layers or not model.gated_mlp:
             return super().selective_activations(share, boundary)
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        kept = 2.0 * q + kv + model.ffn + model.hidden
-        return boundary + share.tokens * share.element * kept / share.layout.tp
+        stored = 2.0 * q + kv + model.ffn + model.hidden
+        return boundary + share.tokens * share.element * stored / share.layout.tp
 
 
 ENGINE = Torchtitan(

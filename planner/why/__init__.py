@@ -67,7 +67,7 @@ def _nothing(facts: RunFacts) -> Verdict:
         hint = Unknown(what="whether it runs: its host's process table was not read", command="ps on its host")
         found = not_yet([f"rank {rank} {one.words}" for rank, one in mute], mute[0][1].grace)
         return replace(found, unknown=(*unknown, hint))
-    line = "no fault found: no rank is missing, late or gone, and no call waits for long"
+    line = "no fault found: no rank is missing, late or dead, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"
     return Verdict(state="fine", line=line, unknown=tuple(unknown))
@@ -78,4 +78,4 @@ def _sources(facts: RunFacts) -> tuple[str, ...]:
         "flight recorder": facts.traces, "rank states": facts.states, "processes": facts.processes,
         "stacks": (*facts.stacks, *facts.unranked), "watchdog": facts.log.traces,
     }  # fmt: skip
-    return tuple(f"{name}: {len(rows)} ranks" for name, rows in counts.items() if rows)
+    return tuple(f"{name}: {len(rows)} rank{'s' * (len(rows) > 1)}" for name, rows in counts.items() if rows)

@@ -21,7 +21,7 @@ class BlockedCalls:
 
     waits: dict[int, Call] = field(default_factory=dict)
     missing: dict[int, set[int]] = field(default_factory=dict)  # by waiting rank: ranks that have not come
-    unseen: dict[int, set[int]] = field(default_factory=dict)  # by waiting rank: ranks of which no source tells it
+    unseen: dict[int, set[int]] = field(default_factory=dict)  # by waiting rank: ranks that no source shows
     here: dict[int, set[int]] = field(default_factory=dict)  # by waiting rank: ranks that have come, itself included
     sizes: dict[int, int | None] = field(default_factory=dict)  # by waiting rank: how many ranks its group has
     roots: set[int] = field(default_factory=set)  # waited for, and waiting for no other rank
@@ -181,7 +181,7 @@ def _lengths(call: Call) -> tuple[object, ...]:
 
 
 def _has_come(other: int, rank: int, call: Call, traces: Mapping[int, RankTrace], facts: RunFacts) -> bool | None:
-    """Whether a rank has come to another rank's call; None where no source tells. A log that lacks it says nothing."""
+    """Whether a rank has entered another rank's call; None if no source shows it. A log without it proves nothing."""
     trace, state = traces.get(other), facts.states.get(other)
     # what a rank wrote before the wait began says nothing of the wait
     began_ago = waited(traces[rank], call, facts) + facts.ages.get(rank, 0.0) if rank in facts.states else None
@@ -318,7 +318,7 @@ def mismatch(rows: Mapping[int, Call], *, size: int | None) -> Cause:
     for rank, call in sorted(rows.items()):
         by_kind.setdefault(call.words, []).append(rank)
     each = ", ".join(f"{ranks_of(ranks)} call{'s' if len(ranks) == 1 else ''} {k}" for k, ranks in by_kind.items())
-    rest = "; no majority tells which of them is wrong"
+    rest = "; there is no majority, so it is unknown which of them is wrong"
     if size is None:
         rest = "; the log names no process group, so they may be of different groups"
     elif len(rows) < size <= MOST_RANKS:

@@ -51,7 +51,7 @@ class Cause:
     evidence: tuple[str, ...] = ()
     action: str = ""
     cost: float | None = None  # share of the run's time that it takes while it lasts
-    price: str = ""  # the cost in words, and in hours and money where steps and prices are known
+    price: str = ""  # the cost as text, and in hours and currency if steps and prices are known
 
 
 def cause_named(
@@ -268,7 +268,7 @@ def since_wait_began(rank: int, facts: RunFacts, begun: float) -> Activity:
     if total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
         return now
     busy = max(long, key=lambda one: long[one])
-    words = f"{DOING[busy]} in {long[busy] / total:.0%} of the looks at it since then; now it {DOING[now.kind]}"
+    words = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
     return Activity(busy, words, facts.limit)
 
 

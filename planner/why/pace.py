@@ -109,7 +109,7 @@ def _late(facts: RunFacts) -> Verdict | None:
         else:
             cost = min(1.0, one.work - one.usual)
             causes.append(replace(cause_of(one.rank, what, facts, one.wait, share=one.share), cost=cost,
-                                  price=f"{cost:.0%} of the time of every other rank"))  # fmt: skip
+                                  price=f"every other rank loses {cost:.0%} of its time"))  # fmt: skip
     if causes:
         alone = causes[0].share is not None and causes[0].share >= EXPLAINS
         ranks = tuple(c.ranks[0] for c in causes[: 1 if alone else None])
@@ -223,7 +223,7 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
     looked at. Looks at long work (a checkpoint, an evaluation) are left out. `since` is the share of the run left out.
     """
     works: dict[int, tuple[float, int]] = {}
-    spans: dict[int, float] = {}  # marks are thinned out as a run grows, so their number does not tell its time
+    spans: dict[int, float] = {}  # marks are thinned out as a run grows, so their number does not show its time
     for rank, state in facts.states.items():
         start = state.marks[int(since * len(state.marks))] if state.marks else Mark()
         old = start.moving  # a file of a job's own may count otherwise
@@ -240,7 +240,7 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
         usual, least = median(share for share, _ in others), min(n for _, n in others)
         error = sqrt(_variance(work, taken) + OUTLIER**2 * _variance(usual, least))
         margin = _quantile(len(works)) * error
-        wait = (f"rank states: it is outside of collectives in {work:.0%} of {taken} looks, the others in {usual:.0%} "
+        wait = (f"rank states: it is outside collectives in {work:.0%} of {taken} samples, the others in {usual:.0%} "
                 f"(margin {margin:.0%})")  # fmt: skip
         found.append(Lateness(rank=rank, work=work, usual=usual, margin=margin, sampling=margin, seconds=spans[rank],
                               wait=wait))  # fmt: skip
@@ -271,8 +271,8 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     if more[kind] <= 2 * sqrt(0.25 / total + 0.25 / theirs):
         return Activity("unknown", "is late; what it does longer than the others is not known")
     share = mine.get(kind, 0) / total
-    return Activity(kind, f"{DOING[kind]} in {share:.0%} of the looks at it, {rest.get(kind, 0) / theirs:.0%} at the "
-                    "others")  # fmt: skip
+    return Activity(kind, f"{DOING[kind]} in {share:.0%} of its samples, {rest.get(kind, 0) / theirs:.0%} of those "
+                    "of the others")  # fmt: skip
 
 
 # Clocks of ranks, aligned by what both ends of a collective observed --------------------------------------------------

@@ -73,7 +73,7 @@ def by_models(facts: RunFacts) -> Verdict | None:
     usual, most = kinds.most_common(1)[0]
     odd = tuple(sorted(rank for rank, kind in rows.items() if kind != usual)) if 2 * most > size else ()
     each = "; ".join(f"rank {rank} has {kind}" for rank, kind in sorted(rows.items())[:8])
-    who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} another model than the others" if odd else (
+    who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} a different model than the others" if odd else (
         "the ranks' models differ")  # fmt: skip
     return verdict_of("failed", (cause_named("models", who=who, each=each, ranks=odd),), facts, odd)
 
@@ -131,7 +131,7 @@ def by_errors(facts: RunFacts) -> Verdict | None:
         return None
     reported = {rank for rank, trace in facts.log.traces.items() if trace.calls}
     waiting = tuple(sorted(reported - set(own)))
-    wait = (f"watchdog: {ranks_of(waiting)} waited in vain",) if waiting else ()
+    wait = (f"watchdog: {ranks_of(waiting)} timed out waiting",) if waiting else ()
     if len(own) > 1 and facts.first not in own and (not facts.in_order or are_alike(list(own.values()))):
         return _several(own, facts, wait, waiting)
     first = facts.first if facts.first in own and facts.first is not None else next(iter(own))
@@ -175,12 +175,12 @@ def by_peer(facts: RunFacts) -> Verdict | None:
 
 
 def by_timeouts(facts: RunFacts) -> Verdict | None:
-    """Ranks that ended as they had waited for too long, where nothing tells more: gloo names neither call nor peer."""
+    """Ranks that ended after they had waited too long, if no source says more: gloo names neither call nor peer."""
     rows = {rank: error for rank, error in sorted(facts.log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None
     cause = cause_named("in_vain", who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
-    return open_verdict("failed", cause, facts, tuple(rows), "which rank has not come", _EVERY_LOG)
+    return open_verdict("failed", cause, facts, tuple(rows), "which rank has not entered the call", _EVERY_LOG)
 
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
@@ -199,7 +199,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
     waited = tuple(sorted(facts.gave_up))
     busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and outlived(rank, facts)}
     if busy:
-        wait = f"rank states: {ranks_of(waited)} waited in vain"
+        wait = f"rank states: {ranks_of(waited)} timed out waiting"
         if all(one.kind in LONG_PHASES for one in busy.values()):
             return timeout_too_short(busy, facts, wait, waited)
         busy = {rank: one for rank, one in busy.items() if one.kind not in LONG_PHASES}
@@ -254,7 +254,7 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
         message = (
             "every rank has ended; those that left an error had lost another"
             if whole
-            else (f"{ranks_of(ranks)} ended, having lost another or waited for it in vain; the others have not ended")
+            else f"{ranks_of(ranks)} ended after the loss of a peer or a timeout; the others have not ended"
         )
         action = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
     else:
@@ -275,7 +275,7 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
     who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
     rest = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
     line = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in rest)])
-    hint = Unknown(what="whether the ranks move: one stack of each does not tell", command="take the stacks once more "
+    hint = Unknown(what="whether the ranks move: one stack does not show it", command="take the stacks once more "
                    "some seconds later, or topoflight why --run DIR --watch")  # fmt: skip
     return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))
 

@@ -138,7 +138,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
     """All of a group are in a call and nothing moves; groups wait for each other; or the missing rank is not known."""
     if blocked.met:
         inside = sorted(blocked.here[min(blocked.met)])
-        message = f"{ranks_of(inside)} are all in {describe(blocked.waits[min(blocked.met)])}: it does not move"
+        message = f"{ranks_of(inside)} are all in {describe(blocked.waits[min(blocked.met)])}, which does not progress"
         cause = network(facts, "transfers no data", wait, message, between=inside)
         return verdict_of("stuck", (cause,), facts, (), waiting)
     if circle := blocked.circle():
@@ -156,7 +156,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
     if unseen and len(what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
         rows = [f"rank {rank} has not written since the others wait; {wait}" for rank in unseen]
         return not_yet(rows, facts.limit, waiting)
-    rest = f"whether {ranks_of(unseen)} came is not known" if unseen else "which rank has not come is not known"
+    rest = f"whether {ranks_of(unseen)} entered is unknown" if unseen else "the rank that has not entered is unknown"
     counts = tuple(
         f"{len(blocked.here[rank])} of the {size} ranks of group {blocked.waits[rank].group} are seen in number "
         f"{blocked.waits[rank].number}"
@@ -175,7 +175,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
     cause = cause_named("rank_unknown", waits=blocked.describe(waiting), rest=rest, evidence=evidence)
     how = ("topoflight why LOG_OF_EVERY_RANK --flight-recorder DIR; on the next run "
            "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
-    return open_verdict("stuck", cause, facts, waiting, "which rank has not come to the call", how)
+    return open_verdict("stuck", cause, facts, waiting, "which rank has not entered the call", how)
 
 
 def _age(blocked: BlockedCalls, facts: RunFacts, traces: Mapping[int, RankTrace]) -> str:
@@ -195,20 +195,20 @@ def _by_calls(
         return Activity("gpu", f"has called {describe(mine)}, and its GPU has not begun it: work before it still runs")
     if mine is not None:
         kind = "gpu" if rank in blocked.left else "unknown"
-        return Activity(kind, f"is still in {describe(mine)}, which the others have left")
+        return Activity(kind, f"is still in {describe(mine)}, which the others have finished")
     if rank in facts.states or rank in facts.processes or rank in facts.stacks:
         return None
     call = next(blocked.waits[one] for one, others in sorted(blocked.missing.items()) if rank in others)
     trace = traces[rank]
     last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
     newest = trace.enqueued.get(call.group) or (last.number if last else 0)
-    since = f"; its last there is number {newest}" if newest else "; it has called nothing there"
+    since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
     where = f", from {last.frames[0]}" if last and last.frames else ""
-    return Activity("unknown", f"has not come to {describe(call)}{since}{where}")
+    return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
 
 
 def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:
-    """The cause between ranks that have all come: a link or a node, by the pairs of hosts whose bytes wait.
+    """The cause if all ranks have entered the call: a link or a node, by the pairs of hosts whose bytes wait.
 
     `between` are in a call that does not move; for others the looks from `since` on count, Unix seconds: before it,
     the network was as it should be. A link or a node is named only where more looks saw bytes wait there than
@@ -218,7 +218,7 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
     hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
     if len(hosts) == 2:  # only these two are in the call that does not move
         pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)})
-    rows = (*evidence, *(f"{a} to {b}: bytes wait to be sent in {n} looks" for (a, b), n in pairs.most_common(6)))
+    rows = (*evidence, *(f"{a} to {b}: bytes wait to be sent in {n} samples" for (a, b), n in pairs.most_common(6)))
     links: Counter[frozenset[str]] = Counter()
     for pair, n in pairs.items():
         links[frozenset(pair)] += n

@@ -115,11 +115,11 @@ def _unlike_twins(gpus: list[Gpu]) -> Iterator[Finding]:
 
 
 def _unlike(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: int) -> Finding:
-    share, says = min(1.0, _LEFT[row["left"]](own, usual)), row["says"]
+    share, text = min(1.0, _LEFT[row["left"]](own, usual)), row["says"]
     cost = f" {row['cost'].format(share=share)}" if own < usual else " One of them is not what it should be."
     made = finding(
         "gpu.device.mixed twin", gpu, by_loss(1.0 - share) if others > 1 and own < usual else Status.WARN,
-        own=says.format(own / row["unit"]), usual=says.format(usual / row["unit"]), cost=cost,
+        own=text.format(own / row["unit"]), usual=text.format(usual / row["unit"]), cost=cost,
         others=f"{others} other {gpu.name or 'GPU'}{'s have' if others > 1 else ' has'}",
         question=row["question"], remedy=WORDS["twins"][row["remedy"]],
     )  # fmt: skip
@@ -189,14 +189,14 @@ def _short_of_links(gpu: Gpu, most: int) -> Finding:
     else:
         status = by_loss(1.0 - active / whole)
     name = subject_of(gpu)
-    says = f"{name} has {active} of {whole} NVLinks active." if gpu.nvlinks else (
+    text = f"{name} has {active} of {whole} NVLinks active." if gpu.nvlinks else (
         f"The driver says that {name} has no NVLink; its twins have {most}.")  # fmt: skip
     evidence = f"nvmlDeviceGetNvLinkState = 1 on {active} links, 0 on {f'links {down}' if down else 'none'}"
     if not gpu.nvlinks:
         evidence = "nvmlDeviceGetNvLinkState(0) = NOT_SUPPORTED"
     instead = "replace the board or its NVLink bridge" if direct else "restart the fabric manager or replace the board"
     share = 100 * active / whole
-    return finding("gpu.nvlink.missing", gpu, status, says=says, seen=evidence, share=share, replace=instead)
+    return finding("gpu.nvlink.missing", gpu, status, says=text, seen=evidence, share=share, replace=instead)
 
 
 # P2P ----------------------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ class BusGpu:
 
     bus_id: str
     driver: str | None = None
-    minor: int | None = None  # N of /dev/nvidiaN; None where the driver's /proc does not tell
+    minor: int | None = None  # N of /dev/nvidiaN; None if the driver's /proc does not show it
     node_exists: bool | None = None  # None where the minor is unknown
     node_usable: bool | None = None  # this process may open it
 

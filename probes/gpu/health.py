@@ -15,7 +15,7 @@ from typing import Literal
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
-from hardware.gpus import clock_share, on_grace
+from hardware.gpus import clock_share, gpu_named
 from probes import api
 from probes.gpu.facts import Gpu, GpuFacts
 
@@ -172,7 +172,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
 
 
 def held_bytes(gpu: Gpu) -> int | None:
-    """Memory that others hold: used, without what a driver keeps for itself. None where NVML does not tell."""
+    """Memory that others hold: used, without what a driver keeps for itself. None if NVML does not report it."""
     if not gpu.memory_bytes or gpu.memory_used_bytes is None:
         return None
     reserved = max(RESERVED_BYTES, int(RESERVED_RATIO * gpu.memory_bytes))
@@ -182,7 +182,7 @@ def held_bytes(gpu: Gpu) -> int | None:
 def _held(gpu: Gpu) -> Iterator[Finding]:
     """A job that runs holds its memory too: a note, as its processes are. What holds it and rests is in the way.
 
-    For the job that a gate is about, full memory fails, whichever process uses it: `agent.checks.view.for_next_job`.
+    For the job that a gate is about, full memory fails, whichever process uses it: `agent.checks.verdict.for_next_job`.
     """
     held, size = held_bytes(gpu), gpu.memory_bytes or 0
     if held is None or held < HELD_RATIO * size:
@@ -219,7 +219,7 @@ FULL_CLOCK_RATIO = 0.9
 
 
 def _clock_loss(gpu: Gpu, least: float) -> float:
-    """The share of its highest clock that a GPU has lost: `least` where its clock does not tell, as of one at rest."""
+    """The share of its highest clock that a GPU has lost: `least` if its clock does not show it, as of one at rest."""
     if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
         return least
     return max(least, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)
@@ -243,7 +243,7 @@ def _heat(gpu: Gpu) -> Iterator[Finding]:
     now, slowdown = gpu.temperature_celsius, gpu.temperature_slowdown_celsius
     limit = min(HOT_CELSIUS, slowdown or HOT_CELSIUS)
     if now is not None and now >= limit:
-        cut = f", and is cut at {slowdown:.0f} C" if slowdown else ""
+        cut = f", and again at {slowdown:.0f} °C" if slowdown else ""
         yield finding("gpu.thermal.hot", gpu, limit=limit, cut=cut)
     held: list[tuple[str, float, str]] = []  # code, the least that the clock loses, why
     if "hw_slowdown" in reasons and not reasons & (THERMAL | {"hw_power_brake"}):
@@ -316,8 +316,7 @@ def _xids(gpu: Gpu) -> Iterator[Finding]:
 
 
 _LOG_UNREAD = (
-    "the kernel's log is not readable here, and NVML tells only of Xids that come from the first scan on: whether one "
-    "came before is not known"
+    "the kernel log is not readable here, and NVML reports only Xids after the first scan, so earlier Xids are unknown"
 )
 
 
@@ -333,7 +332,7 @@ def unjudged(facts: GpuFacts) -> dict[str, str]:
 RULES: tuple[Rule, ...] = (
     _pcie,
     _nvlink_errors,
-    _when("gpu.c2c.off", lambda gpu: gpu.c2c_enabled is False and on_grace(gpu.name)),
+    _when("gpu.c2c.off", lambda gpu: gpu.c2c_enabled is False and bool((row := gpu_named(gpu.name)) and row.grace)),
     _fabric,
     _when("gpu.fabric.degraded", lambda gpu: gpu.fabric_degraded),
     _mig,

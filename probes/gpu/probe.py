@@ -72,8 +72,8 @@ def _refused(gpu: Gpu) -> Finding:
     where = f" at {gpu.bus_id}" if gpu.bus_id else ""
     xids = f"; kernel log: Xid {', '.join(map(str, gpu.xids))}" if gpu.xids else ""
     if gpu.broken:
-        says, remedy = WORDS["broken"][gpu.refusal or ""], WORDS["repair"][gpu.refusal or ""]
-        return finding("gpu.device.lost", gpu, where=where, xids=xids, says=says, remedy=remedy)
+        words, remedy = WORDS["broken"][gpu.refusal or ""], WORDS["repair"][gpu.refusal or ""]
+        return finding("gpu.device.lost", gpu, where=where, xids=xids, says=words, remedy=remedy)
     code = "gpu.device.denied" if gpu.refusal == "NO_PERMISSION" else IDENTITY
     return finding(code, gpu, where=where, xids=xids)
 

@@ -237,7 +237,7 @@ def _confidential(host: Host) -> tuple[bool | None, tuple[str, ...]]:
 
 
 def _placed(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, list[int]] | None) -> tuple[Gpu, ...]:
-    """A lost GPU does not tell where it is; where it is the only one, it is at the address that is left over."""
+    """A lost GPU does not report its address; if it is the only one, it is at the address that is left over."""
     lost = [gpu for gpu in gpus if gpu.bus_id is None]
     left = set(addresses) - {gpu.bus_id for gpu in gpus}
     if len(lost) != 1 or len(left) != 1:
@@ -266,7 +266,7 @@ def _granted(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Xids of places where sysfs shows no device, of whatever driver; none where sysfs does not tell."""
+    """Xids of places where sysfs shows no device, of whatever driver; none if sysfs does not show it."""
     try:
         present = {name.rpartition(".")[0].lower() for name in host.list_dir(DEVICES)} if xids else set()
     except OSError:

@@ -169,9 +169,9 @@ class LiveHost:
     def kernel_log(self, word: str) -> tuple[str, ...]:
         """Lines of the kernel's log with the word, of earlier looks too; a container sees the kernel's as well."""
         lines = _log_lines(word)
-        kept = self._log.setdefault(word, deque(maxlen=LINES_MAX))
-        append_new_lines(kept, lines)
-        return tuple(kept)
+        newest = self._log.setdefault(word, deque(maxlen=LINES_MAX))
+        append_new_lines(newest, lines)
+        return tuple(newest)
 
     # Drivers and the kernel's sockets --------------------------------------------------------------------------
 
@@ -205,9 +205,9 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 17, 1 << 24  # what kernels keep; the newest pa
 LINES_MAX = 256  # a failing GPU repeats itself
 
 
-def append_new_lines(kept: deque[str], lines: Iterable[str]) -> None:
+def append_new_lines(newest: deque[str], lines: Iterable[str]) -> None:
     """Add the lines that are not in `kept`. Each line is unique, since it has the kernel's time stamp."""
-    kept.extend([line for line in lines if line not in kept])
+    newest.extend([line for line in lines if line not in newest])
 
 
 def _log_lines(word: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from rigs.recorded import H100, NAMES, of_code, path_of, raised, statuses, view
 from rigs.tables import each_row
 from scanned import scan
 
-from agent.checks.view import build_view
+from agent.checks.verdict import build_view
 
 
 @each_row("overlay", sorted(path.name for path in OVERLAYS.iterdir()))

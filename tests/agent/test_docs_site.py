@@ -63,6 +63,19 @@ def test_what_others_link_to_is_there(site: Path) -> None:
     assert set(VERBS) <= set(re.findall(r"<h2 id=\"([^\"]+)\"", texts[site / "reference/cli/index.html"]))
 
 
+@each_row("page", sorted((ROOT / "docs" / "how-to").glob("*.md")))
+def test_a_how_to_guide_has_goal_prerequisites_commands_verify_and_undo(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    parts = (
+        r"\*\*Goal:\*\* ",
+        r"\*\*Prerequisites:\*\* ",
+        r"^ *```(console|sh)$",
+        r"\b[Vv]erify",
+        r"\b([Uu]ndo|Uninstall)\b",
+    )
+    assert [part for part in parts if not re.search(part, text, re.M)] == []
+
+
 PARTS = ["Meaning", "Cause", "Confirm", "Remedy", "Severity"]
 GATE = {code for code in ALL_CODES if not code.startswith("env.")}
 

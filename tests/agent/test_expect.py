@@ -20,8 +20,7 @@ from rigs.tables import each_row
 
 from agent.checks.expect import KEYS, Expectation, expectation, parse, read_file
 from agent.checks.host_checks import EXPECT_CODES
-from agent.checks.verdict import GateError, judge
-from agent.checks.view import build_view
+from agent.checks.verdict import GateError, build_view, judge
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import NodeRecord
 from agent.cluster.publish import records_of

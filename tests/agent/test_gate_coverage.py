@@ -21,8 +21,7 @@ from rigs.tables import each_row
 from scanned import scan
 
 from agent.checks.measured import PROBE_CODES
-from agent.checks.verdict import judge
-from agent.checks.view import View, build_view
+from agent.checks.verdict import View, build_view, judge
 from agent.cluster.gate import checks_of
 from agent.cluster.publish import node_feature, records_of
 from agent.http.server import create

@@ -18,7 +18,7 @@ from agent.checks.expect import Expectation, parse
 from agent.checks.explain import section
 from agent.checks.history import AT_ONCE, History
 from agent.checks.measured import ALL_CODES
-from agent.checks.view import View, build_view
+from agent.checks.verdict import View, build_view
 from agent.metrics import exposition
 from agent.pages import render
 from contracts.finding import Status

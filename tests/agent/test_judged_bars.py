@@ -154,7 +154,7 @@ def test_a_baseline_is_the_first_bar(tmp_path: Path) -> None:
     assert read_baseline(saved).busbw == read_baseline(path).busbw
     path.write_text(json.dumps({"schema_version": 1, "checks": []}))
     assert read_baseline(path).busbw == {}
-    with pytest.raises(GateError, match="holds no verified benchmark"):  # it would be compared with nothing
+    with pytest.raises(GateError, match="contains no verified benchmark"):  # it would be compared with nothing
         read_baseline(path, ("busbw",))
 
 

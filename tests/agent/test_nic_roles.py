@@ -19,7 +19,7 @@ from rigs import recorded
 from rigs.tables import each_row
 from scanned import scan
 
-from agent.checks.view import build_view
+from agent.checks.verdict import build_view
 from contracts.finding import Finding
 from probes.api import Snapshot
 from probes.host.recording import load

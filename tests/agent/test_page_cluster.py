@@ -278,7 +278,7 @@ def test_the_console_filters() -> None:
     assert names(kind=kind) == ["hgx-h100-sick-nvlink"]
     assert [name for name, _ in shown(held, places=places).map] == ["r2", "r10", "no label"]
     assert "By <code>example.com/rack</code>" in page(held, places=places)
-    assert "In plain order: no label of the Nodes names a rack or a switch" in page(held)
+    assert "Sorted by name: no label of the Nodes names a rack or a switch" in page(held)
     assert names_in(page(held, search="thermal")) == ["hgx-h100-sick-thermal"]
 
 

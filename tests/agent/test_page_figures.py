@@ -19,15 +19,15 @@ from rigs.tables import each_row, rows_of
 from agent.advice.advise import for_view
 from agent.advice.request import Request
 from agent.base import result_store
-from agent.base.inputs import RequestError
-from agent.checks.view import build_view
+from agent.base.options import RequestError
+from agent.checks.verdict import build_view
 from agent.http.questions import read_form
 from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages import report
-from agent.pages.charts import bench_bars, by_network, not_drawn, transport_of
 from agent.terminal.findings import findings
+from agent.terminal.measured import bench_bars, by_network, not_drawn, transport_of
 from collectives.bench.results import result_from_json
 from contracts.finding import Interval
 from contracts.run_record import RunRecord, record_of
@@ -133,7 +133,7 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
     boxes = re.findall(r'<li class="finding f-(?:fail|warn)">.*?</li>\n(?=<li class="finding|</ol>)', html, re.DOTALL)
     if name == "sick-h100-thermal":
         assert len(boxes) == 2
-        for words in ("GPU6", "88 C", "slowed down to 1050", "gpu.thermal.hot", "gpu.thermal.throttling", "too hot"):
+        for words in ("GPU6", "88 °C", "slowed down to 1050", "gpu.thermal.hot", "gpu.thermal.throttling", "too hot"):
             assert words in boxes[1], words
 
 
@@ -151,8 +151,8 @@ def test_the_matrix_follows_its_legend_and_names_every_nic(name: str, dense: boo
 
 def test_one_lost_gpu_does_not_hide_where_the_nics_of_the_others_are() -> None:
     html = pages.node_page(view("sick-h100-gpu-lost"), None, "", trouble=None)
-    assert "PIX for 7 GPUs, undecidable for 1 GPU" in html
-    assert "Nearest NIC of each GPU (undecidable for GPU5)" in html
+    assert "PIX for 7 GPUs, unknown for 1 GPU" in html
+    assert "Nearest NIC of each GPU (unknown for GPU5)" in html
 
 
 def test_the_page_may_load_nothing_but_its_own_inline_blocks() -> None:
@@ -249,7 +249,7 @@ def test_what_is_in_no_comparison_says_why() -> None:
     found = records_of([record(["NET/IB/0"], 1.0, status="running"), record([], 1.0), record(["NET/Socket/0"], 1.0)])
     assert by_network(found) == ()
     told = "\n".join(not_drawn(found))
-    assert "not complete but running" in told and "names no transport" in told and "took one network" in told
+    assert "running, not complete" in told and "names no transport" in told and "took one network" in told
 
 
 def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal() -> None:

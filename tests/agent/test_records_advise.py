@@ -17,7 +17,7 @@ from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
-from agent.checks.view import build_view
+from agent.checks.verdict import build_view
 from agent.cluster import node_facts
 from agent.cluster.nodes import from_resource
 from agent.cluster.publish import FirstSeen, history_of_record, to_resource

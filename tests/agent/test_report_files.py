@@ -19,8 +19,7 @@ from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from agent.base.output import console, write_atomic
-from agent.checks.verdict import judge
-from agent.checks.view import build_view
+from agent.checks.verdict import build_view, judge
 from agent.cluster.nodes import Fleet
 from agent.http.server import create
 from agent.http.state import State

@@ -12,7 +12,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.checks.explain import sections
 from agent.checks.measured import ALL_CODES
-from agent.checks.view import build_view, with_environment
+from agent.checks.verdict import build_view, with_environment
 from contracts.finding import Status, by_loss
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts

@@ -25,6 +25,7 @@ from kustomization import helm, render
 from rigs import crds
 from rigs.tables import each_row
 
+from agent.cli.hosts import DEMO
 from agent.cli.main import cli
 from contracts import run_record
 from contracts.job_plan import JobPlan, read
@@ -139,7 +140,7 @@ class Reader:
     def ours(self, words: list[str], given: str = "") -> list[str]:
         """A command of ours, run; nothing it prints is an error that the page does not show."""
         into = words[words.index(">") + 1] if ">" in words else None
-        words = words[: words.index(">")] if into else words
+        words = [str(DEMO) if word == "$DEMO" else word for word in words[: words.index(">") if into else None]]
         if words[0] == "capture":
             shutil.copy(MACHINES / f"{next(self.captured)}.json", self.folder / words[-1])
             return []

@@ -72,7 +72,7 @@ def test_a_forecast_that_cannot_be_made_is_unknown_and_the_rest_is_added(tmp_pat
 
 def test_what_mpirun_starts_is_said(tmp_path: Path) -> None:
     said = wrap(tmp_path / "job.yaml", manifest(tmp_path).replace("torchrun", "mpirun -np 2 python"))
-    assert said.exit_code == 0 and "only what its -x names" in said.stderr
+    assert said.exit_code == 0 and "only the variables that -x names" in said.stderr
 
 
 def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Pat
     for replica in job["spec"]["pytorchReplicaSpecs"].values():
         replica["template"]["spec"]["hostNetwork"] = True
     assert "fail env.interface.absent" in wrap(path, yaml.safe_dump_all([config, job], sort_keys=False)).stderr
-    assert "Master: restartPolicy is Never: no pod is made anew" in done.stderr
+    assert "Master: restartPolicy is Never: no pod is recreated" in done.stderr
     assert "NCCL_IB_HAC" in (tmp_path / "new.yaml").read_text()
     plain, _ = wrapped(tmp_path)
     assert "restartPolicy is Never:" not in plain.stderr and "env." not in plain.stderr

@@ -68,10 +68,10 @@ STANDS_STILL = {"silence_seconds": SILENCE_SECONDS}
         ("rank=1:die@iteration=45", {}, (f"rank 1 on {HOST}: died silently", "killed by SIGKILL"),
          f"rank 0 on {HOST}: died", 1),
         ("rank=1:stop@iteration=20", STANDS_STILL, (
-            f"no rank moved for {SILENCE_SECONDS} s", f"rank 0 on {HOST}: waits in all_gather",
+            f"no rank made progress for {SILENCE_SECONDS} s", f"rank 0 on {HOST}: waits in all_gather",
             f"rank 1 on {HOST}: gave no answer, not even to SIGTERM"), "", None),
         ("rank=0:stall@iteration=20", STANDS_STILL, (
-            f"rank 0 on {HOST}: has not come to where the others wait", f"rank 1 on {HOST}: waits"), "", None),
+            f"rank 0 on {HOST}: has not reached the point where", f"rank 1 on {HOST}: waits"), "", None),
         ("rank=1:fail@iteration=20", {}, (f"rank 1 on {HOST}: RuntimeError: fault asked for",), "", None),
     ],
     ids=["died", "was stopped", "stalls", "fails"],

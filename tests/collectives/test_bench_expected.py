@@ -109,7 +109,7 @@ def test_the_algorithm_is_that_of_version_and_environment(
     rows = hello("hgx-h100-8xH100-8hca", 8, environment=environment, versions={"nccl": version})
     found = held("hgx-h100-8xH100-8hca", "all_reduce", 1 << 30, rows)["as it is"]
     assert found.algorithm == algorithm
-    assert any("by choice" in why for why in found.why) is bool(environment and algorithm == "ring")
+    assert any("by a setting" in why for why in found.why) is bool(environment and algorithm == "ring")
 
 
 def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:

@@ -7,17 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rigs.netns import hosts, missing
+from rigs.netns import RANKS_ON_HOSTS, hosts
 
 from collectives.bench import results
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.netns,
-    pytest.mark.usefixtures("forked_ranks"),
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(missing("tc") is not None, reason=str(missing("tc"))),
-]
+pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(1200), *RANKS_ON_HOSTS]
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_BYTES_PER_SECOND = 200e6 / 8  # what the rig lets through on eth0
@@ -93,7 +87,7 @@ def test_a_cut_link_ends_both_sides_with_what_was_measured_before():
     for found in (near, far):
         assert not found.complete
         assert [m.bytes for m in found.measurements] == [65536] and found.measurements[0].verified
-        assert "no rank moved for 12 s" in found.problems[0]
+        assert "no rank made progress for 12 s" in found.problems[0]
     assert "rank 1 on host-1: no sign of life" in "\n".join(near.problems)
     assert "rank 1 on host-1: the job's store at 10.244.0.1:29555 has not answered" in "\n".join(far.problems)
 

@@ -9,7 +9,7 @@ from rigs.tables import each_row, rows_of
 from collectives.bench import results
 from collectives.bench.rank import predict_seconds
 from collectives.bench.results import BenchResult, Measurement, spread_ratio
-from collectives.bench.run import BenchSpec, Case, SpecError, assemble, fit_latency, name_stragglers, sweep
+from collectives.bench.run import BenchSpec, Case, SpecError, assemble, fit_latency, name_stragglers
 from collectives.bench.watch import Outcome
 
 
@@ -54,11 +54,6 @@ def test_the_fit_finds_latency_and_bandwidth_of_verified_sizes_of_its_operation(
     assert fit.points == 4
     points = [measurement(1_000, 1e-3), measurement(2_000, 2e-3, verified=False), measurement(3_000, 1, op="broadcast")]
     assert fit_latency("all_gather", points) is None
-
-
-def test_a_sweep_keeps_within_its_bounds():
-    assert sweep(8, 100, 4) == (8, 32)
-    assert sweep(8, 8, 2) == (8,)
 
 
 def wrong_settings():

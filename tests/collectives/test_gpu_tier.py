@@ -32,7 +32,7 @@ def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
 
 
 @pytest.mark.long
-@each_row(("name", "more"), RUNS)
+@each_row(("name", "more"), RUNS.items())
 def test_every_run_of_the_tier_can_be_launched_on_a_gpu(name, more, tmp_path):
     """Planned for one H100, with the model and the rows that the tier makes: nothing of it is refused."""
     host = ROOT / "tests" / "machines" / "hgx-h100-8xH100-8hca.json"

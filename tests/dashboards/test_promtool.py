@@ -17,7 +17,7 @@ from test_real_prometheus import run as run_of
 
 from agent import metrics
 from agent.checks.measured import with_bench
-from agent.checks.view import View, build_view
+from agent.checks.verdict import View, build_view
 
 ROOT = Path(__file__).parent.parent.parent
 

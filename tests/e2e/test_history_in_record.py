@@ -18,10 +18,10 @@ from starlette.testclient import TestClient
 
 from agent.checks import history
 from agent.checks.history import Event, History, HistoryState, since_words
-from agent.checks.view import View, build_view
+from agent.checks.verdict import View, build_view
 from agent.cluster.client import ApiError, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, from_resource
-from agent.cluster.publish import MOST_CHANGES, LeftBehind, history_of_record, records_of, to_resource
+from agent.cluster.publish import MOST_CHANGES, PreviousRecord, history_of_record, records_of, to_resource
 from agent.http import serve
 from agent.http.state import State
 from agent.metrics import agent_values
@@ -176,18 +176,18 @@ def _time(at: float) -> str:
 @pytest.mark.parametrize("status", [403, 404, 500])
 def test_who_may_not_read_begins_anew_and_who_could_not_asks_again(api: ApiServer, status: int) -> None:
     handed_out: list[Any] = ["a view of before"]
-    left = LeftBehind(client_of(api), "n1", lambda: handed_out[0])
+    left = PreviousRecord(client_of(api), "n1", lambda: handed_out[0])
     api.faults.append((status, {}))
-    assert not left.kept(), "nothing is written before it was asked"
+    assert not left.is_in_view(), "nothing is written before it was asked"
     found = left()
     assert found == (None if status == 500 else HistoryState())
     if status == 500:
         with pytest.raises(ApiError):
-            left.kept()
+            left.is_in_view()
         assert left() == HistoryState()
-    assert not left.kept(), "nor while the newest view is without it"
+    assert not left.is_in_view(), "nor while the newest view is without it"
     handed_out[0] = "the view of that scan"
-    assert left.kept()
+    assert left.is_in_view()
 
 
 def test_a_start_reads_the_record_once_though_there_is_none(api: ApiServer, agents: Any, tray: Snapshot) -> None:

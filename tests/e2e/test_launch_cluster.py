@@ -50,10 +50,10 @@ def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: st
 
 
 def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
-    """And the error says that nothing was made."""
+    """And the error says that nothing was created."""
     client = client_of(api)
     assert len(list(submission.create(client, documents("trainjob")))) == 3
-    with pytest.raises(ApiError, match=r"trainjob/sft: the API server says 409.*nothing was made"):
+    with pytest.raises(ApiError, match=r"trainjob/sft: the API server says 409.*nothing was created"):
         list(submission.create(client, documents("trainjob")))
 
 
@@ -156,12 +156,12 @@ ONE = ["1" if word == "2" else word for word in NO_CLAIM]
         (GATED, "warning: no gate"), ([*GATED, "--no-preflight"], ""),
         ([*GATED, "--preflight-image", "registry.example/topoflight:1"], ""),
         # the nodes have eight HCAs; of a device plugin's resource, however it is called, one is enough to be sure
-        ([*WORDS, *DRY], "the pods ask for none"),
-        ([*WORDS, *DRY, "--resource", "rdma/hca=0"], "the pods ask for none"),
+        ([*WORDS, *DRY], "the pods request none"),
+        ([*WORDS, *DRY, "--resource", "rdma/hca=0"], "the pods request none"),
         *(([*WORDS, *DRY, "--resource", f"{name}=1"], "")
           for name in ("rdma/hca", "openshift.io/mlnx", "nvidia.com/hostdev")),
         # one pod needs no shared folder, and what it writes is gone with it
-        ([*ONE, *DRY], "end with the pod"), ([*ONE, *DRY, "--claim", "c"], ""),
+        ([*ONE, *DRY], "are lost with the pod"), ([*ONE, *DRY, "--claim", "c"], ""),
         # Azure's topology file lies in the node's image; a pod's is another
         ([*AZURE, *DRY, *WITH_RDMA], "NCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml is a file of the node"),
     ],
@@ -214,7 +214,7 @@ def test_a_device_that_no_node_offers_is_warned_of(kubeconfig: ApiServer) -> Non
     """EFA goes by one name everywhere, so the job is made all the same; an autoscaler may bring the nodes."""
     efa = [str(path_of("aws-p4d-8xA100-4efa")) if word == str(H100) else word for word in WORDS]
     words = [*efa, "--api", "job", "--dry-run", "--no-dra"]
-    warning = "vpc.amazonaws.com/efa is needed on 2 nodes, and fewer offer it"
+    warning = "vpc.amazonaws.com/efa is needed on 2 nodes, and fewer nodes offer it"
     for name, count in (("a", "4"), ("b", "0")):
         status = {"allocatable": {"vpc.amazonaws.com/efa": count, "nvidia.com/gpu": "8"}}
         kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
@@ -240,7 +240,7 @@ def test_devices_that_cannot_be_chosen_are_named(kubeconfig: ApiServer) -> None:
         kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
     assert "the nodes offer rdma/x, rdma/y" in CliRunner().invoke(launch, words).output
     asked_nobody = CliRunner(env={"KUBECONFIG": None}).invoke(launch, words)
-    assert asked_nobody.exit_code == 2 and "not asked what the nodes offer" in asked_nobody.output
+    assert asked_nobody.exit_code == 2 and "the cluster was not asked" in asked_nobody.output
 
 
 COLLECTIONS = {
@@ -259,7 +259,7 @@ def launched(*words: str) -> Any:
     [
         *((kind, "Failed", 0, "had failed: deleted") for kind in COLLECTIONS),
         ("trainjob", "Complete", 1, "is complete: --name"),
-        ("job", None, 1, "is not done; nothing was made"),
+        ("job", None, 1, "is not done; nothing was created"),
     ],
 )
 def test_the_same_command_goes_on_after_a_job_that_failed(
@@ -289,7 +289,7 @@ def test_what_was_there_is_not_called_created(kubeconfig: ApiServer) -> None:
     done = CliRunner().invoke(launch, [*NO_CLAIM, "--api", "job", "--name", "sft", "--storage-class", "cephfs"])
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == [
-        "persistentvolumeclaim/shared was there: left as it is", "configmap/sft-config was there: updated",
+        "persistentvolumeclaim/shared already exists and was not changed", "configmap/sft-config was there: updated",
         "service/sft created", "job/sft created",
     ]  # fmt: skip
     assert kubeconfig.of_kind("PersistentVolumeClaim")[0]["spec"] == {"resources": "of its owner"}
@@ -304,7 +304,7 @@ def test_pods_that_admission_refuses_are_told(kubeconfig: ApiServer, kind: str) 
     kubeconfig.pods_refused = PSS
     done = launched("--api", kind)
     assert done.exit_code == 3
-    assert f"no pod comes: FailedCreate: {PSS}" in done.stderr and "sft has been created" in done.stderr
+    assert f"no pod starts: FailedCreate: {PSS}" in done.stderr and "sft has been created" in done.stderr
     assert done.stdout.splitlines()[-1].endswith("/sft created")
 
 

@@ -86,7 +86,9 @@ def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does
     """A request of GPU and NIC for each rank, one PCIe root for each pair; the GPUs are not asked for twice."""
     two_nodes(cluster, EIGHT, EIGHT[::-1])
     done = run_job()
-    assert done.stderr == ("DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra leaves it\n")
+    assert done.stderr == (
+        "DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra turns it off\n"
+    )
     (template,) = cluster.of_kind("ResourceClaimTemplate")
     devices = template["spec"]["spec"]["devices"]
     assert len(devices["requests"]) == 16
@@ -112,7 +114,7 @@ def test_what_was_said_comes_before_what_the_cluster_can(cluster: ApiServer, wor
 def test_a_plan_of_more_nics_than_gpus_stays_with_the_device_plugins(cluster: ApiServer) -> None:
     """A claim would leave three of four EFA devices of a p5 behind."""
     done = CliRunner().invoke(launch, ["--machine", "p5.48xlarge", *WORDS, "--dry-run"])
-    told = "the plan's pods take 32 of vpc.amazonaws.com/efa, the claim would one for each of 8 GPUs"
+    told = "the plan's pods take 32 of vpc.amazonaws.com/efa, the claim would request one for each of 8 GPUs"
     assert done.stderr.splitlines()[0] == f"DRA: not used: {told}"
 
 
@@ -294,7 +296,7 @@ def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
     assert limits(forced["Job"]) == {}
     both = CliRunner().invoke(launch, ["--host", str(roce), *WORDS, "--dry-run", *DRA, "--resource", "rdma/x=1"])
     assert both.exit_code == 2
-    assert "--resource rdma/x: with --dra the claim takes GPU and NIC" in both.output
+    assert "--resource rdma/x: with --dra the claim requests GPU and NIC" in both.output
 
 
 RACK = ["--machine", "gb200-nvl72", *WORDS]
@@ -318,5 +320,5 @@ def test_a_job_over_nvlink_is_made_with_its_compute_domain_or_told_that_it_has_n
     assert limits(job)["nvidia.com/gpu"] == "4"
     assert domains == ([] if why else [0])
     assert [each["resourceClaimTemplateName"] for each in claims] == ([] if why else ["sft-compute-domain-channel"])
-    none = f"no ComputeDomain: {why}; between nodes NCCL goes by the network, not by NVLink"
+    none = f"no ComputeDomain: {why}; between nodes NCCL uses the network, not NVLink"
     assert (none in done.stderr) == bool(why)

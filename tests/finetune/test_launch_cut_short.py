@@ -60,10 +60,10 @@ def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
 
 @pytest.mark.parametrize(
     ("does", "code", "fate"),
-    [("saves", 75, "stopped by SIGTERM: the job saved and ended; the same command goes on from there"),
+    [("saves", 75, "stopped by SIGTERM: the job saved and ended; run the same command again to resume"),
      ("is done", 0, "stopped by SIGTERM: the job was done by then"),
-     ("only ends", 1, "stopped by SIGTERM: the job ended without saving (exit code 1); the same command goes on from "
-                      "its last checkpoint, if it had saved one")],
+     ("only ends", 1, "stopped by SIGTERM: the job ended without saving (exit code 1); run the same command again to "
+                      "resume from the last checkpoint, if one was saved")],
 )  # fmt: skip
 def test_sigterm_is_passed_on_and_its_outcome_told(tmp_path, does, code, fate):
     """75 only where the job saved; the handler of before is back."""

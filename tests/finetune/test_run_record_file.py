@@ -12,8 +12,8 @@ from rigs.tables import each_row
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from agent.pages.charts import division
 from agent.pages.report import make_environment
+from agent.terminal.measured import division
 from contracts import run_record
 from contracts.job_config import JobConfig
 from contracts.run_record import compare, own_exit_code, record_of

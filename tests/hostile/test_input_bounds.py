@@ -21,7 +21,7 @@ from rigs.command import process, python
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
-from agent.base.inputs import RequestError
+from agent.base.options import RequestError
 from agent.base.recordings import BundleError, unpack_bundle
 from agent.checks.baseline import read as read_baseline
 from agent.checks.verdict import GateError
@@ -39,7 +39,8 @@ from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
-from planner.lint.sources import EnvironmentTextError, read_text
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import read_text
 from planner.slurm import ScriptError, wrap_script
 from probes.host.recording import load, load_all
 from probes.interfaces.read import parse_network_status

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe, Process
 from multiprocessing.connection import Connection
 
-from load import Client, latencies
+from resident import Client, latencies
 
 CLIENTS = 100
 ASKERS = 200  # of costly questions, from several addresses: one address has fewer connections
@@ -28,10 +28,7 @@ def load(port: int, path: str, *, clients: int = CLIENTS, seconds: float, least:
     def ask(one: Client) -> list[int]:
         found: list[int] = []
         while time.monotonic() < end or len(found) < least:
-            one.ask()
-            while (status := one.take()) is None:
-                pass
-            found.append(status)
+            found.append(one.fetch())
         one.socket.close()
         return found
 

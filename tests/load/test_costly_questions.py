@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import crowds
-import load
 import psutil
 import pytest
 import resident
@@ -256,9 +255,9 @@ def test_scrapes_do_not_wait_for_the_planner(served: Served) -> None:
     resident.get(served.port, crowds.COSTLY.format(1, 1024))
     seen = []
     for _ in range(5):  # the three latest of three hundred are other work's as often as the agent's
-        alone = crowds.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
+        alone = crowds.percentile(resident.latencies(served.port, "/metrics", 300), 0.99)
         with crowds.background_load(served.port):
-            beside = crowds.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
+            beside = crowds.percentile(resident.latencies(served.port, "/metrics", 300), 0.99)
         seen.append((alone, beside))
         if beside <= 3 * alone:
             return

@@ -14,7 +14,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
 from agent.advice.request import Request
-from agent.checks.view import build_view
+from agent.checks.verdict import build_view
 from contracts.finding import Finding, Status
 from planner.advice import Recommendation
 from planner.forecast.faults import ENDS, RULES, THROUGH_HOST_SHARE

@@ -9,6 +9,7 @@ import pytest
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from hardware.units import GIB
+from planner.explain import sigma_of_links
 from planner.forecast.compute import cpu_rates, gpu_rates, layer_cost
 from planner.forecast.engine import Engine, StateBytes, share_of
 from planner.forecast.links import Links, Speed
@@ -126,6 +127,40 @@ def test_an_optimizer_step_reads_and_writes_what_the_stack_stores() -> None:
     ):  # fmt: skip
         share = share_of(MODEL, train, Layout(world_size=1))
         assert engine_named(engine).step_bytes(share) == each, engine
+
+
+def test_a_link_that_nobody_measured_widens_the_interval_by_what_it_may_show() -> None:
+    """Of traffic that compute hides at the assumed speed too; what was measured, or crosses no link, adds nothing."""
+    pcie = Speed(bytes_per_second=100 * GB, how="assumed", link="PCIe")
+    layout = Layout(world_size=8, dp_shard=8, micro_batch=4)
+    sigmas = []
+    for speed in (pcie, replace(pcie, link="xGMI"), replace(pcie, how="measured")):
+        one = job(replace(links(1), island_size=1, island=speed, node=speed))
+        sigmas.append(sigma_of_links(one, layout, step_parts(one, layout)))
+    shown = step_parts(job(replace(links(1), island_size=1, island=pcie, node=pcie)), layout)
+    assert shown.communication < 0.25 * shown.total
+    assert sigmas[0] > 2 * sigmas[1] > 0.05 and sigmas[2] == 0.0  # at a third of the speed little is hidden
+    alone = job(replace(links(1), island_size=1, island=pcie, node=pcie))
+    replicas = Layout(world_size=1, micro_batch=2)
+    assert sigma_of_links(alone, replicas, step_parts(alone, replicas)) == 0.0
+
+
+def test_gradients_of_several_micro_batches_are_added_up_in_memory() -> None:
+    """Of 4 micro-batches 3 add theirs: 4 bytes read twice and written once, of the shard where gradients are sharded.
+
+    Megatron's products add to the buffer themselves (gradient_accumulation_fusion).
+    """
+    one = job(links(1))
+    ddp = Layout(world_size=8, dp_replicate=8, sharding="ddp", gradient_accumulation=4)
+    fsdp = Layout(world_size=8, dp_shard=8, gradient_accumulation=4)
+    for layout, share in ((ddp, 1), (fsdp, 8)):
+        took, fused = (
+            step_parts(replace(one, engine=replace(one.engine, adds_in_products=added)), layout).elementwise
+            for added in (False, True)
+        )
+        by_hand = 3 * 3.0 * 4.0 * weights(MODEL).total / share / one.rates.hbm
+        assert took - fused == pytest.approx(by_hand), layout.family
+    assert engine_named("megatron").adds_in_products
 
 
 def test_shards_that_cross_the_network_hide_less_well() -> None:

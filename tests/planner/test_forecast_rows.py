@@ -16,7 +16,9 @@ import yaml
 from forecast import as_run
 from rigs.tables import each_row
 from rows import Row, read_row
+from widths import Sample, learn
 
+from planner.forecast.calibration import MIXTURE, PLAIN, Z80
 from planner.forecast.specs import weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +204,17 @@ def test_no_layout_published_is_asked_of_the_planner() -> None:
     empty = dict.fromkeys(("tp", "pp", "dp", "mbs"), "")
     assert "layout" in read({**empty, "framework": "NVIDIA NeMo", "gbs": "64", "world": "64"}).assumed
     assert "layout" not in read({**empty, "framework": "torchtitan", "gbs": "64", "world": "64"}).assumed
+
+
+def test_a_kind_of_job_seen_in_one_source_is_no_narrower_than_any_other() -> None:
+    """Its rows lie close to each other, which tells nothing of how far the next source is off."""
+    spread = [Sample(source=name, error=0.4 * (n % 2) - 0.2) for name in ("a", "b", "c") for n in range(20)]
+    alone = [Sample(source="d", error=0.01, kinds=(MIXTURE,)) for _ in range(20)]
+    sigmas = learn([*spread, *alone], engines=set(), calibrated=0.1, memory={}, pair=0.1, pair_same=0.1).kinds
+    assert sigmas[MIXTURE] == sigmas[PLAIN] == pytest.approx(0.2 / Z80, abs=0.01)
+    both = learn([*spread, *alone, Sample(source="a", error=0.0, kinds=(MIXTURE,))], engines=set(), calibrated=0.1,
+                 memory={}, pair=0.1, pair_same=0.1)  # fmt: skip
+    assert both.kinds[MIXTURE] < 0.05 < both.kinds[PLAIN]
 
 
 def test_a_missing_file_is_a_usage_error() -> None:

@@ -65,6 +65,22 @@ def test_every_degree_that_divides_the_experts_is_tried(experts: int, ranks: int
     assert search_planned(planned, {"ep": experts}).best
 
 
+@each_row(
+    ("model", "settings", "says"),
+    [
+        ("gpt-oss-20b", {"engine": "topoflight"}, "trains llama, mistral"),
+        ("Llama-3.1-8B", {"engine": "topoflight", "precision": "fp8"}, "does not support fp8"),
+        ("Llama-3.1-8B", {"engine": "megatron", "method": "qlora"}, "does not support qlora"),
+    ],
+)
+def test_what_no_degree_changes_is_said_of_every_layout(model: str, settings: dict[str, Any], says: str) -> None:
+    """One reason, and not the same one for each degree."""
+    train = TrainSpec(**{"method": "full", **settings})
+    found = search_planned(plan(machines.cluster("p5.48xlarge", 2), (), model_named(model), train))
+    assert ([row.what for row in found.rejected], found.best) == (["every layout"], [])
+    assert says in found.rejected[0].reason
+
+
 FP8 = Layout(world_size=8, tp=8, precision="fp8", sequence_parallel=True)
 MXFP8 = Layout(world_size=8, dp_shard=8, sharding="zero1", precision="mxfp8")
 DDP = Layout(world_size=8, dp_replicate=8, sharding="ddp")

@@ -74,7 +74,7 @@ def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(
 def test_old_level_number_is_translated() -> None:
     """Legacy 3 is PHB."""
     findings = found({"NCCL_P2P_LEVEL": "3"})
-    assert any("reads it as PHB" in finding.message for finding in findings)
+    assert any("reads this one as PHB" in finding.message for finding in findings)
 
 
 @each_row(("value", "version", "fails"), rows("algorithms"))

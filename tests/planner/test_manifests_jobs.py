@@ -325,7 +325,7 @@ def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
     """A record without nvidia_peermem; the options answer."""
     words = ("--host", MACHINES / "sick-h100-no-peermem.json", "--network", "--claim", "c", "--model",
              "Qwen/Qwen2.5-0.5B", "--no-preflight")  # fmt: skip
-    assert "--no-host-mofed to have the network operator bring it" in launched(*words)[1]
+    assert "--no-host-mofed if the network operator installs it" in launched(*words)[1]
     documents, told = launched(*words, "--no-host-mofed")
     assert "host-mofed" not in told
     kinds = {each["kind"]: each for each in documents}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rigs.tables import each_row
 
-from agent.base import inputs
+from agent.base.options import read_input
 from agent.checks import baseline
 from collectives.bench.results import read_result
 from contracts import bounded, run_record
@@ -45,7 +45,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "baseline": baseline.read,
     "config.json": model_from_file,
     "recording": load,
-    "verb": lambda path: inputs.read(str(path), 1000, hint=""),
+    "verb": lambda path: read_input(str(path), 1000, hint=""),
 }
 
 

@@ -13,7 +13,7 @@ from rigs.recorded import with_facts
 from rigs.tables import each_row, rows_of
 from scanned import scan
 
-from agent.checks.view import build_view, for_next_job
+from agent.checks.verdict import build_view, for_next_job
 from agent.metrics import _link_values as link_values
 from contracts.finding import Finding, Status
 from contracts.tables import read_table

@@ -11,7 +11,7 @@ from typing import Any
 
 from rigs.recorded import H100, view
 
-from agent.checks.view import build_view
+from agent.checks.verdict import build_view
 from agent.cluster.nodes import Fleet, NodeRecord, from_resource
 from agent.cluster.publish import FirstSeen, records_of, to_resource
 from probes.api import Snapshot

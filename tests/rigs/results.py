@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from collectives.bench.results import BenchResult, Measurement
+from collectives.search.plan import SearchResult, Verdict
 
 # As the job writes it, with every member that the agent needs.
 RUN: dict[str, Any] = {
@@ -32,3 +34,15 @@ def benchmark(*measured: Measurement, **more: Any) -> BenchResult:
         "versions": {}, "started_at_seconds": 1000.0, "seconds": 3.0,
     }  # fmt: skip
     return BenchResult(measurements=measured, **{**usual, **more})
+
+
+def search_result(hosts: Sequence[str], bad: Collection[int] = ()) -> SearchResult:
+    """A search of these hosts that found some of them stuck."""
+    verdicts = tuple(
+        Verdict(node=node, state="bad", reason="stuck") if node in bad else Verdict(node=node, state="good")
+        for node in range(len(hosts))
+    )
+    return SearchResult(
+        hosts=tuple(hosts), domains=("",) * len(hosts), began=1.7e9, seconds=60.0, verdicts=verdicts, links=(),
+        rounds=4, tests=5, node_minutes=8.0, visible_loss=0.05, tested_pairs=0, drawn=(), pairs=(),
+    )  # fmt: skip

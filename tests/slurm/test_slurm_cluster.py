@@ -205,7 +205,7 @@ def load(verb: str, folder: Path, *words: str) -> str:
 
 def test_a_search_under_srun_names_the_bad_node_as_slurm_does(cluster: Slurm) -> None:
     """A node that never comes is lost. Of the two that are left the search judges none."""
-    command = load("search", cluster.folder, "--wait", "150", "--size", "2M", "-o", "slurm")
+    command = load("search", cluster.folder, "--wait", "100", "--size", "2M", "-o", "slurm")
     script = f'[ "$SLURMD_NODENAME" = node03 ] || exec {command}'
     words = ("srun", "--nodes=3", "--ntasks-per-node=1", "bash", "-c", script)
     environment = {**cluster.environment, "GLOO_SOCKET_IFNAME": "lo"}

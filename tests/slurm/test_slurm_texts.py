@@ -16,6 +16,7 @@ import nvml_profile
 import pytest
 from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
+from rigs.results import search_result
 from rigs.tables import each_row, rows_of
 
 from agent.jobs.search import slurm_hosts
@@ -191,11 +192,9 @@ def test_the_logs_of_a_job_are_found(
 
 
 def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
-    result = {"hosts": [f"gpu-{number:02d}.example.com" for number in range(4)], "verdicts": [
-        {"node": 1, "state": "bad"}, {"node": 2, "state": "bad"}, {"node": 3, "state": "good"},
-    ]}  # fmt: skip
-    assert slurm_hosts(result) == "gpu-[01-02]\n"
-    assert slurm_hosts({**result, "verdicts": result["verdicts"][2:]}) == ""
+    hosts = [f"gpu-{number:02d}.example.com" for number in range(4)]
+    assert slurm_hosts(search_result(hosts, bad=(1, 2))) == "gpu-[01-02]\n"
+    assert slurm_hosts(search_result(hosts)) == ""
 
 
 def rack(first: int, last: int, *leaves: str, clique: str = "", gpus: int = 8) -> list[Placement]:

@@ -111,7 +111,7 @@ def test_pxn_is_promised_only_over_nvlink():
     """A PCIe server has no NVLink; Polaris has, but no GPU with a NIC at PXB or nearer; with one, the way is named."""
     for name in ("l40s-4x-pcie", "polaris-4xA100-nv4"):
         far = [finding for finding in check(topology(name)) if finding.code == "topology.gpu_nic.far"]
-        assert far and all("(PXN) is closed" in finding.remedy for finding in far)
+        assert far and all("cannot take the way through another GPU (PXN)" in finding.remedy for finding in far)
     node = topology("polaris-4xA100-nv4")
     beside = tuple(
         replace(near, label="PIX", path=PathClass.PIX) if near.gpu == "GPU1" else near for near in node.nearest_nic

@@ -182,7 +182,7 @@ def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> Ra
 @each_row(
     ("looks", "named", "words"),
     [
-        ([(90, 10), (45, 55), (45, 55)], (0,), "outside of collectives in 90% of 100 looks"),
+        ([(90, 10), (45, 55), (45, 55)], (0,), "outside collectives in 90% of 100 samples"),
         ([(32, 8), (22, 18), (22, 18)], (), "not distinguishable yet"),  # forty looks are too few
         ([(60, 40), (55, 45), (57, 43)], (), "no fault found"),
         ([(20, 4), (4, 20), (4, 20)], (), "no fault found"),  # fewer than 30 looks
@@ -262,7 +262,7 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         ([alive(0, "collective"), alive(1), ended(2)], {}, "fine", (), "no fault found"),  # rank 0 may wait for rank 1
         ([ended(0, ago=4000.0), alive(1, ago=4003.0)], {"silence": 4000.0}, "failed", (),
          "rank 1 has ended without a final state"),
-        ([ended(0, LOST, 5.0), alive(1), alive(2)], {}, "failed", (), "rank 0 ended, having lost another"),
+        ([ended(0, LOST, 5.0), alive(1), alive(2)], {}, "failed", (), "rank 0 ended after the loss of a peer"),
         ([ended(0, LOST, 5.0), alive(1, ago=60.0), alive(2)], {}, "stuck", (1,), "no heartbeat for 57 s"),
         ([alive(0, ago=400.0), alive(1, ago=400.0)], {"processes": {0: "gone", 1: "gone"}, "first": 1}, "failed", (1,),
          "rank 1 on h1: its process is gone"),
@@ -287,9 +287,9 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         ([ended(0, LOST, 3.0), replace(alive(1, ago=9.0), addresses=("10.0.0.9",)), alive(2, ago=6.0)], {}, "failed",
          (1,), "has closed its connections, and wrote no final state"),
         ([ended(0, LOST, 3.0), *(replace(alive(r, ago=9.0), addresses=("10.0.0.9",)) for r in (1, 2))], {}, "failed",
-         (), "rank 0 ended, having lost another"),  # two ranks have that address
+         (), "rank 0 ended after the loss of a peer"),  # two ranks have that address
         ([ended(0, CUT, 3.0), replace(alive(1, ago=9.0), ends=("10.0.0.9:28048",)), alive(2)], {}, "failed", (),
-         "rank 0 ended, having lost another"),
+         "rank 0 ended after the loss of a peer"),
         # the clock of the host of rank 1 is 40 s behind: it still saved when the others gave up
         ([ended(0, GAVE_UP, 1.0), alive(1, "save", ago=41.0, of=100.0)], {"ages": {0: 0.0, 1: 3.0},
          "processes": {1: "gone"}}, "failed", (), "timeout of 120 s is shorter"),

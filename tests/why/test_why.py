@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from rigs.tables import each_row, rows_of
 
-from agent.advice import network_cost
+from agent.advice import causes
 from agent.advice.request import Request
-from agent.checks import causes
 from agent.cluster.node_facts import unpublished
 from agent.why import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
@@ -304,7 +303,7 @@ WAITS = {"started": True}
 FIRST_OF_TWO = {r: [call(1), call(2, done=False, size=8 if r == 0 else 5)] for r in range(2)}
 TWO_AND_TWO = {r: [call(1), call(2, "broadcast" if r < 2 else "gather", done=False)] for r in range(4)}
 TORCH = {1: Call(group="", number=21, op="broadcast"), 0: Call(group="", number=21, op="allreduce")}
-HUNG = {6: "stood still for 480 s"}
+HUNG = {6: "made no progress for 480 s"}
 BY_FILES = "640 s by the dumps' file times"
 NETWORK, BEHIND, TIMEOUT = "network", "rank.behind", "call.timeout"
 Row = tuple[str, RunFacts, str, tuple[int, ...], str, tuple[str, ...]]
@@ -319,15 +318,15 @@ def of_calls() -> Iterator[Row]:
            "stuck", (2,), "rank.stopped", ())  # fmt: skip
     yield ("a process that is gone", replace(waiting(phase="compute", for_seconds=3.0), processes={2: "gone"}),
            "failed", (2,), "rank.gone", ())  # fmt: skip
-    yield "nothing was read of a rank", unread, "stuck", (), TIMEOUT, ("whether rank 2 came is not known",)
+    yield "nothing was read of a rank", unread, "stuck", (), TIMEOUT, ("whether rank 2 entered is unknown",)
     yield ("a size of the job that cannot be true costs no memory", replace(waiting(), world=10**15), "stuck", (2,),
            BEHIND, ())  # fmt: skip
     yield "dumps alone", dumped(WAITS, WAITS, {}, WAITS), "stuck", (2,), BEHIND, (
-        "its last there is number 3", BY_FILES)  # fmt: skip
+        "its last call there is number 3", BY_FILES)  # fmt: skip
     yield "dumps: not begun", dumped(WAITS, WAITS, {"started": False}, WAITS), "stuck", (2,), BEHIND, (
         "its GPU has not begun it", BY_FILES)  # fmt: skip
     yield "dumps of three", dumped(WAITS, WAITS, WAITS), "stuck", (), TIMEOUT, (
-        "whether rank 3 came is not known", BY_FILES)  # fmt: skip
+        "whether rank 3 entered is unknown", BY_FILES)  # fmt: skip
     yield "all have come", dumped(WAITS, WAITS, WAITS, WAITS), "stuck", (), NETWORK, (
         "every rank of the group has entered", BY_FILES)  # fmt: skip
     yield "the dumps count before the watchdog", replace(dumped(WAITS, WAITS, {}, WAITS), log=logged(
@@ -347,8 +346,8 @@ def of_calls() -> Iterator[Row]:
     yield "two against two name no rank", of(TWO_AND_TWO), "stuck", (), "call.other", ("disagree",)
     yield "groups that wait for each other are a circle", circle(), "stuck", (0, 1), "call.circle", ()
     yield ("in a call that the others have left", left_behind(call(44, "all_gather", done=False, at=NOW - 60)),
-           "stuck", (2,), BEHIND, ("which the others have left",))  # fmt: skip
-    yield "it has called ahead as well", ahead(), "stuck", (2,), BEHIND, ("which the others have left",)
+           "stuck", (2,), BEHIND, ("which the others have finished",))  # fmt: skip
+    yield "it has called ahead as well", ahead(), "stuck", (2,), BEHIND, ("which the others have finished",)
     yield ("it may have left since it dumped", ahead(taken=NOW - 30), "stuck", (),
            NETWORK, ())  # fmt: skip
     yield ("of a reduce the others may have left before one comes", ahead(call(44)), "stuck", (1,),
@@ -391,7 +390,7 @@ def of_logs() -> Iterator[Row]:
         "some have left number 122",)  # fmt: skip
     waits, heard = (0, "", 10, None), "torch.distributed.DistBackendError: NCCL error in: x, remote process exited"
     yield ("who ended with its own error", logged(waits, errors={3: "ValueError: no rows", 1: heard}), "failed", (3,),
-           "rank.gone", ("ValueError: no rows", "rank 0 waited in vain"))  # fmt: skip
+           "rank.gone", ("ValueError: no rows", "rank 0 timed out waiting"))  # fmt: skip
     yield "who only heard of an end", logged(waits, errors={1: heard}), "stuck", (), TIMEOUT, ()
     both = dict.fromkeys((1, 3), "ValueError: no rows")
     yield "two errors", logged(waits, errors=both), "failed", (), "ranks.gone", ()
@@ -503,7 +502,7 @@ ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10:
         (NOTHING, SILENT, SILENT, ("stuck", (1,), "rank.silent"), ""),
         (NOTHING, replace(SILENT, timeouts=1), None, ("stuck", (1,), "rank.silent"), ""),
         (judge(LATE), ONE_LISTED, None, ("stuck", (2,), BEHIND), ""),
-        (judge(LATE), ras.RasReport(total=1, most=256), None, ("stuck", (), TIMEOUT), "which rank has not come"),
+        (judge(LATE), ras.RasReport(total=1, most=256), None, ("stuck", (), TIMEOUT), "which rank has not entered"),
         (judge(waiting(phase="data")), counts("AllReduce", {r: 9 - (r == 0) for r in range(4)}), None,
          ("stuck", (2,), "rank.data"), "lists outliers"),  # it does not overrule the calls
     ],
@@ -558,13 +557,13 @@ metadata: {{name: a, annotations: {{k8s.v1.cni.cncf.io/networks: '{}'}}}}
 def test_the_interface_of_rdma_is_named_by_who_knows_it(tmp_path: Path, networks: str, words: str) -> None:
     manifest = tmp_path / "job.yaml"
     manifest.write_text(NETWORKS.format(networks))
-    assert network_cost.rdma_of((), Evidence(), manifest) == words
-    assert network_cost.rdma_of((), Evidence(hcas=("mlx5_1:1/RoCE",)), manifest) == "mlx5_1"
+    assert causes.rdma_of((), Evidence(), manifest) == words
+    assert causes.rdma_of((), Evidence(hcas=("mlx5_1:1/RoCE",)), manifest) == "mlx5_1"
     port = RdmaPort(port=1, state="ACTIVE", netdev="net1")
     device = RdmaDevice(name="mlx5_1", kind="hca", ports=(port, replace(port, port=2, state="DOWN", netdev="net2")))
     scan = replace(unpublished("a", ""), outcomes={"rdma": Ok(facts=RdmaFacts(source="sysfs", devices=(device,)))})
-    assert network_cost.rdma_of((scan,), Evidence(), manifest) == "net1"
-    assert network_cost.rdma_of((), Evidence(), None) == ""
+    assert causes.rdma_of((scan,), Evidence(), manifest) == "net1"
+    assert causes.rdma_of((), Evidence(), None) == ""
 
 
 def test_a_cause_costs_its_share_of_all_steps() -> None:
@@ -572,10 +571,10 @@ def test_a_cause_costs_its_share_of_all_steps() -> None:
     assert slow.causes[0].cost == pytest.approx(0.5, abs=0.05)
     record = RunRecord(measured=Measured(step_seconds=2.0))
     request = Request(price="36", nodes=2).changed(steps=3600)
-    found = network_cost.with_price(slow, record, request, 0)
+    found = causes.with_price(slow, record, request, 0)
     assert "min of 2 h 0 min for 3600 steps, +68 of your prices" in found.causes[0].price
     assert found.forecast.startswith("without it: ")
-    assert network_cost.with_price(slow, RunRecord(), request, 0) == slow
+    assert causes.with_price(slow, RunRecord(), request, 0) == slow
 
 
 SOCKETS = """pod-0:1:2 [0] NCCL INFO NCCL version 2.21.5+cuda12.4

@@ -26,5 +26,5 @@ def test_a_fault_of_forked_ranks(name: str) -> None:
 def check(name: str) -> None:
     """Make a fault once, and compare the verdict with its row in bench/why_faults.toml."""
     fault = next(one for one in why.FAULTS if one.name == name)
-    result = why.one(fault)
+    result = why.run_fault(fault)
     assert result.right, result.verdict

@@ -1,7 +1,7 @@
 """NCCL's topology XML, as NCCL_TOPO_DUMP_FILE writes it and NCCL_TOPO_FILE reads it.
 
 Specification: NCCL src/graph/xml.cc. Static files that cloud makers ship hold only ``<pci>`` elements; dumps also
-hold ``<gpu>``, ``<nvlink>``, ``<nic>`` and ``<net>``. NCCL does not tell PHB from NODE: both are one CPU element. A
+hold ``<gpu>``, ``<nvlink>``, ``<nic>`` and ``<net>``. NCCL does not separate PHB and NODE: both are one CPU element. A
 PCI element is a GPU by its class or a ``<gpu>`` below it, a NIC by its class or a ``<nic>`` below it; a ``<nic>``
 directly below ``<cpu>`` is a socket interface without hardware of its own. The text is a stranger's: no document
 type, no entities, bounded in size, depth and number of elements; expat's handlers see declarations before anything is
@@ -22,7 +22,6 @@ from topology.derive import complete
 from topology.formats import TopologyFileError
 from topology.graph import Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
 from topology.links import PciTree, joined, pcie_pair
-from topology.reference import recognise
 
 __all__ = ["SOURCE", "parse"]
 
@@ -80,7 +79,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
         )
     )
     nearest = tuple(replace(near, label=SAME_CPU) if near.label == "PHB" else near for near in node.nearest_nic)
-    return recognise(replace(node, nearest_nic=nearest))
+    return replace(node, nearest_nic=nearest)
 
 
 def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:

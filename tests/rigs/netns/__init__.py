@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NETWORKS = {"eth0": "10.244.0", "net1": "192.168.77"}
 UNDERLAY = "10.99.0"
 _PORTS = {"eth0": "u", "net1": "f"}  # bridge ports, by host number
@@ -40,6 +42,13 @@ def missing(*more: str) -> str | None:
         return "namespaces need root"
     absent = [tool for tool in ("unshare", "nsenter", "ip", *more) if shutil.which(tool) is None]
     return f"not installed: {', '.join(absent)}" if absent else None
+
+
+# What every test of ranks on several hosts needs, beside the marks of its tier, which stand in its own file.
+RANKS_ON_HOSTS = (
+    pytest.mark.usefixtures("forked_ranks"),
+    pytest.mark.skipif(missing("tc") is not None, reason=str(missing("tc"))),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The verbs capture, bundle and diff: a host recorded in a file, all that a support bundle holds, and what differs."""
+"""The verbs scan, demo, capture, bundle and diff: hosts as their probes see them, recorded in files, and compared."""
 
 from __future__ import annotations
 
@@ -10,24 +10,62 @@ import click
 
 from agent.base import units
 from agent.base.hosts import snapshots
-from agent.base.options import with_options
-from agent.base.output import emit, print_text, waiting, write_result
+from agent.base.options import command
+from agent.base.output import console, emit, print_text, write_result
+from agent.base.progress import waiting
 from agent.base.recordings import bundle_differences
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
 
 
-@click.command()
-@with_options("capture")
-def capture(root: str, target: Path | None) -> None:
-    """Record this host in a file that every command can read with --host.
-
-    The recording contains no environment variables except those of NCCL and related libraries, and no process names.
-    """
+@command("scan")
+@click.argument("name", required=False)
+def scan(
+    hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
+) -> None:
+    """Inspect this host and print its devices and findings. Reads only. NAME selects one node, device or code."""
+    from agent.checks.verdict import build_view, named
+    from agent.terminal.hosts import scan as show
     from probes.registry import ALL
-    from probes.scanner import Scanner
-    from probes.wire import dumps
+
+    view = build_view(snapshots(hosts, ALL, root=root, timeout_seconds=timeout))
+    view = named(view, name) if name else view
+    value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
+    verbose = verbose or everything or bool(name)
+    emit(value if len(value) > 1 else value[0], form,
+         lambda out: show(out, view, verbose=verbose, everything=everything or bool(name)))  # fmt: skip
+
+
+DEMO = Path(__file__).parents[1] / "data" / "demo.json"
+
+
+@command("demo")
+@click.pass_context
+def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
+    """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
+    from agent.checks.verdict import build_view
+    from agent.terminal.hosts import scan as show
+    from probes.registry import ALL
+
+    print_text("This node is a built-in example with deliberate faults. It is not a real machine.")
+    view = build_view(snapshots((DEMO,), ALL))
+    show(console(), view, verbose=verbose, everything=False)
+    print_text(f"Check your own node: topoflight preflight. Every command can read this one: --host {DEMO}")
+    if page:
+        root = context.find_root().command
+        serve = root.get_command(context, "serve") if isinstance(root, click.Group) else None
+        assert serve is not None  # noqa: S101 - a verb of the same program
+        # no state folder: what a built machine shows is not kept with this host's own history
+        options = {"folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
+        context.invoke(serve, **options, interval=3600.0)
+
+
+@command("capture")
+def capture(root: str, target: Path | None) -> None:
+    """Scan this host and write its recording."""
+    from probes.registry import ALL
+    from probes.scanner import Scanner, dumps
 
     with waiting("capture: asking this host"), Scanner(root, probes=ALL) as scanner:
         text = dumps(scanner.capture()[1])
@@ -38,15 +76,11 @@ def capture(root: str, target: Path | None) -> None:
     print_text(f"{target}: {len(text)} bytes", err=True)
 
 
-@click.command()
-@with_options("bundle")
+@command("bundle")
 def bundle(
     root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
 ) -> None:
-    """Create a support bundle: recording, findings, versions, limits, devices of the kubelet, and logs.
-
-    Values that look like secrets are removed. Every command reads the file with `--host bundle.tgz`. Nothing is sent.
-    """
+    """Collect the files of the hosts and write them as one."""
     from agent.jobs import bundle as making
 
     if cluster:
@@ -72,14 +106,10 @@ def bundle(
         print_text(line, err=True)
 
 
-@click.command()
+@command("diff")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@with_options("diff")
 def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
-    """Show the differences between the recordings A and B that matter for training, worst first.
-
-    With --fleet DIR: show the nodes that differ from the others, and the groups of equal nodes.
-    """
+    """Read the recordings and print what differs."""
     from probes.registry import ALL
     from topology import diff as differ
 

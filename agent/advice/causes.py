@@ -1,7 +1,11 @@
-"""What the causes of `topoflight why` cost: TCP compared with RDMA by the forecast, slow steps by the run's record."""
+"""Causes in the verdict of `topoflight why`: what they cost, and those that a manifest and scans of the nodes add.
+
+TCP is compared with RDMA by the forecast, slow steps by the run's record.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -10,9 +14,11 @@ from pathlib import Path
 from agent.advice import advise
 from agent.advice.request import Request, cluster_of, model_of, price_of
 from agent.base import units
-from agent.base.inputs import RequestError
+from agent.base.options import InputError, RequestError
+from agent.checks.lint import lint_text
 from collectives.nccl_log.transport import Evidence
 from contracts import bounded
+from contracts.finding import Finding
 from contracts.layout import LayoutError, values_of
 from contracts.run_record import RunRecord
 from contracts.yaml_text import YamlTextError
@@ -20,6 +26,9 @@ from hardware.units import GIGA
 from planner.forecast import machines
 from planner.kubernetes.manifests import attached
 from planner.kubernetes.yaml_edit import documents
+from planner.lint.documents import missing_sources
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import guess_kind
 from planner.recommend import forecast_named, plan
 from planner.why import Cause, Unknown, Verdict
 from probes.api import Snapshot
@@ -108,11 +117,11 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
     if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
         times = measured / forecast.mid if forecast.mid else measured / forecast.high
-        said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
+        sentence = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
         parts = tuple(
             f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
         )
-        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
+        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(sentence, *parts),
                       cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip
         causes = (*verdict.causes, cause)
         return replace(
@@ -161,12 +170,12 @@ def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | Non
         if device.kind in ("hca", "efa") and port.state == "ACTIVE"
     ]  # fmt: skip
     names = names or [name.partition(":")[0] for name in found.hcas]
-    said = ""
+    origin = ""
     if not names and manifest is not None:
         with suppress(OSError, bounded.TooLargeError, YamlTextError):
             names = attached(documents(bounded.read_text(manifest, 16 << 20)))
-            said = " of the manifest's networks"
-    return units.some(list(dict.fromkeys(names)), most=4) + said if names else ""
+            origin = " of the manifest's networks"
+    return units.some(list(dict.fromkeys(names)), most=4) + origin if names else ""
 
 
 def _has_budget(request: Request) -> bool:
@@ -181,3 +190,86 @@ def _socket_rate(snapshots: Sequence[Snapshot], interface: str | None) -> str | 
         if one.name == interface and one.speed_bytes_per_second
     ]  # fmt: skip
     return f"{min(speeds) * 8 / GIGA:g}G" if speeds else None
+
+
+# What `topoflight lint-env` and scans of nodes find.
+
+
+def with_manifest(verdict: Verdict, path: Path) -> Verdict:
+    """The settings of the job's environment that `topoflight lint-env` warns of."""
+    try:
+        text = bounded.read(path, 16 << 20).decode("utf-8", errors="replace")
+    except (OSError, bounded.TooLargeError) as error:
+        raise InputError(f"--manifest {path}: {error}") from None
+    try:
+        linted = lint_text(text, "auto", nccl_version=None, machine=None, name=path.name)
+        read, wrong = linted.read, [check for check in linted.checks if check.status in ("fail", "warn")]
+    except InputError:
+        if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE):
+            raise
+        read, wrong = "sets no variable of NCCL", []
+    wrong.sort(key=lambda check: check.status != "fail")
+    causes = tuple(
+        Cause(code=one.code, message=f"{one.subject}: {one.message}" if one.subject else one.message,
+              evidence=one.evidence[:2], action=one.remedy)
+        for one in wrong[:8]
+    )  # fmt: skip
+    change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
+    others = tuple(
+        Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
+                command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
+        for name in _named_elsewhere(text, path.name)[:4]
+    )  # fmt: skip
+    if verdict.state == "fine" and any(c.status == "fail" or c.code == "env.debug.leftover" for c in wrong):
+        verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
+    elif verdict.state == "fine" and causes:
+        verdict = replace(verdict, line=f"fine except for its manifest: {causes[0].message}")
+    if causes and not verdict.forecast:
+        others = (*others, Unknown(what="the forecast after the change",
+                                   command="topoflight recommend --model NAME --machine NAME --nodes N"))  # fmt: skip
+    return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change),
+                   sources=(*verdict.sources, f"manifest: {read}"), unknown=(*verdict.unknown, *others))  # fmt: skip
+
+
+def _named_elsewhere(text: str, file: str) -> list[str]:
+    """Name what a manifest takes its environment from and does not hold: "ConfigMap nccl"."""
+    if guess_kind(text, file) not in ("yaml", "json"):
+        return []
+    try:
+        return missing_sources(documents(text))
+    except (YamlTextError, EnvironmentTextError):
+        return []
+
+
+_NETWORK = ("link", "network")  # causes of which a NIC may be the reason
+_OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
+
+
+def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
+    """What is wrong on the nodes behind it, by scans: of a cause of the network its NICs, of others their GPUs.
+
+    A finding explains a cause that was found without it; it accuses nobody by itself.
+    """
+    sources = (*verdict.sources, f"nodes: {len({check.node for check in checks})}")
+    causes, nics, gpus = [], list(verdict.nics), list(verdict.gpus)
+    for cause in verdict.causes:
+        kinds, named = (_OF_NIC, nics) if cause.code.startswith(_NETWORK) else (_OF_GPU, gpus)
+        found = [
+            check for check in checks
+            if check.node in cause.nodes and check.status in ("fail", "warn") and check.code.startswith(kinds)
+        ]  # fmt: skip
+        found.sort(key=lambda check: check.status != "fail")
+        named += [
+            subject for check in found[:8] if check.status == "fail" and check.subject
+            and (subject := f"{check.node} {check.subject}") not in named
+        ]  # fmt: skip
+        said = tuple(f"{check.node}: {check.code} {check.subject}: {check.message}"[:300] for check in found[:4])
+        action = found[0].remedy if found and found[0].remedy else cause.action
+        causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
+    scanned = {check.node for check in checks}
+    missing = tuple(
+        Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")
+        for node in verdict.nodes if node not in scanned
+    )  # fmt: skip
+    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources,
+                   unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
