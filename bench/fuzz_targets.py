@@ -48,7 +48,8 @@ from planner import why
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
-from planner.lint.sources import KINDS, EnvironmentTextError, read_text
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import KINDS, read_text
 from planner.slurm import ScriptError, wrap_script
 from probes.host.recording import RecordedHost, load
 from probes.interfaces.read import annotation, parse_network_status
@@ -291,7 +292,7 @@ def topo_xml(data: bytes) -> object:
 def slurm_conf(data: bytes) -> object:
     """topology.conf and gres.conf, compared with two nodes."""
     nodes = tuple(Placement(node=f"n{n}", leaves=frozenset({f"s{n}"}), gpus=8) for n in (1, 2))
-    return [compare_topology(_text(data), nodes), compare_gres(_text(data), nodes)]
+    return [compare(lambda _: _text(data), nodes) for compare in (compare_topology, compare_gres)]
 
 
 @reads(b"#!/bin/bash\n#SBATCH -N 2\nexport A=1\nif x; then\n  srun torchrun t.py\nfi\n", errors=(ScriptError,))

@@ -21,7 +21,7 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -210,7 +210,7 @@ def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Re
         kind = next((seen[each][name].kind for each in reversed(versions) if seen[each][name].kind), "")
         default = "unset" if kind == "text" else seen[versions[-1]][name].default
         if old is not None and old.reader == "libnccl":  # no source says more of it
-            old = replace(old, kind=kind, default=default)
+            old = old._replace(kind=kind, default=default)
         elif old is None or old.status == "other":
             first = None if versions[0] == min(seen) else versions[0]
             old = NcclName(
@@ -218,9 +218,9 @@ def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Re
                 default=default, reader="libnccl",
             )  # fmt: skip
         if versions[-1] == newest:
-            rows[name] = replace(old, status="current", last=None, kind=old.kind or kind)
+            rows[name] = old._replace(status="current", last=None, kind=old.kind or kind)
         else:
-            rows[name] = replace(old, status="removed", last=max(versions[-1], old.last or versions[-1]), kind="")
+            rows[name] = old._replace(status="removed", last=max(versions[-1], old.last or versions[-1]), kind="")
     for name, row in known.items():
         if row.status == "current" and name not in by_name:
             print(f"{name}: in no library read, {row.reader}", file=sys.stderr)

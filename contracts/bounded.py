@@ -10,7 +10,6 @@ import codecs
 import errno
 import os
 import stat
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -95,6 +94,8 @@ def tar_files(
         TooLargeError: The archive, one of its headers or a wanted file is too large.
         tarfile.TarError: It is no archive, or ends too early.
     """
+    import tarfile  # only readers of archives wait for it
+
     left = limit_bytes
 
     def take(size: int) -> bytes:
@@ -132,6 +133,8 @@ def tar_files(
 
 def _pax_path(header: bytes) -> str:
     """Return the path of a PAX header, whose records are "LENGTH KEY=VALUE\\n"; empty where it has none."""
+    import tarfile
+
     while header:
         length, _, _ = header.partition(b" ")
         if not length.isdigit() or not 0 < int(length[:9]) <= len(header):

@@ -79,3 +79,9 @@ def _numbers(text: str, part: str) -> Sequence[str]:
 def slurm_name(host: str) -> str:
     """The name that Slurm has for a host by default: its name without the domain. An address stays as it is."""
     return host if re.fullmatch(r"[\d.]+|.*:.*", host) else host.partition(".")[0]
+
+
+def cluster_name(text: str) -> str:
+    """ClusterName of slurm.conf; empty where it has none."""
+    found = re.search(r"^[ \t]*ClusterName[ \t]*=[ \t]*([^\s#]+)", text, re.MULTILINE | re.IGNORECASE)
+    return found[1] if found else ""

@@ -8,7 +8,6 @@ names and paths of secrets, references such as `$TOKEN`, words such as `auth: re
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 from typing import Any
 
@@ -51,14 +50,6 @@ def redact(text: str) -> str:
                 at = value.end(group)
         text = "".join([*pieces, text[at:]])
     return _FORMS.sub(LEFT_OUT, text)
-
-
-class RedactedFormatter(logging.Formatter):
-    """Leaves secrets out of whole lines of a log: message, arguments and traceback."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Format as usual, then redact."""
-        return redact(super().format(record))
 
 
 def without_secrets(value: Any) -> Any:

@@ -137,52 +137,36 @@ def _split_projections(named: Mapping[str, torch.Tensor]) -> list[int]:
 
 def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> list[str]:
     """Each difference between what was asked for and what runs, in one sentence."""
-    wrong = [
-        f"{name}: asked {getattr(requested, name)}, got {getattr(got, name)}"
-        for name in ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "precision")
-        if getattr(requested, name) != getattr(got, name)
-    ]
-    if shards(requested) > 1:
-        wrong += _sharding(requested, got)
-    split, projections = got.split_projections
-    if requested.tp > 1 and split != projections:
-        wrong.append(f"tp={requested.tp}: {split} of {projections} projections are split")
-    if requested.pp > 1:
-        wrong += _pipeline(requested, got)
-    checkpointed = got.checkpointed_layers == sum(got.stage_layers)
-    if checkpointed != (requested.checkpointing != "none"):
-        wrong.append(f"checkpointing: asked {requested.checkpointing}, {got.checkpointed_layers} layers do it")
-    if (got.compiled_layers == sum(got.stage_layers)) != requested.compile:
-        wrong.append(f"compile: asked {requested.compile}, {got.compiled_layers} layers are compiled")
-    expected = "nccl" if str(got.device).startswith("cuda") else "gloo"
-    if got.backend not in (expected, "none"):
-        wrong.append(f"backend: {got.backend}, expected {expected} on {got.device}")
-    for name, value in environment.items():
-        if os.environ.get(name) != value:
-            wrong.append(f"environment: the plan sets {name}={value}, this process has {os.environ.get(name)!r}")
-    return wrong
-
-
-def _sharding(requested: Layout, got: EffectiveLayout) -> list[str]:
-    wrong = []
-    if got.wrapper != "FSDP":
-        wrong.append(f"asked {requested.family}, got {'DDP' if got.wrapper == 'DDP' else 'no sharding'}")
-    if got.unsharded_parameters:
-        wrong.append(f"{got.unsharded_parameters} parameters are not sharded over dp_shard")
+    layers, sharded, (split, projections) = sum(got.stage_layers), shards(requested) > 1, got.split_projections
     reshards = requested.reshard_after_forward and requested.sharding == "zero3"
-    if got.reshard_after_forward != reshards:
-        wrong.append(f"reshard_after_forward: asked {reshards}, got {got.reshard_after_forward}")
-    return wrong
-
-
-def _pipeline(requested: Layout, got: EffectiveLayout) -> list[str]:
-    wrong = []
-    names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-    if got.schedule != names[requested.schedule]:
-        wrong.append(f"schedule: asked {requested.schedule}, got {got.schedule}")
-    if requested.stage_layers and not set(got.stage_layers) <= set(requested.stage_layers):
-        wrong.append(f"stage_layers: asked {requested.stage_layers}, this rank holds {got.stage_layers}")
-    return wrong
+    kinds = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+    expected = "nccl" if str(got.device).startswith("cuda") else "gloo"
+    wrong = {
+        **{f"{name}: asked {getattr(requested, name)}, got {getattr(got, name)}":
+               getattr(requested, name) != getattr(got, name)
+           for name in ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "precision")},
+        f"asked {requested.family}, got {'DDP' if got.wrapper == 'DDP' else 'no sharding'}":
+            sharded and got.wrapper != "FSDP",
+        f"{got.unsharded_parameters} parameters are not sharded over dp_shard":
+            sharded and bool(got.unsharded_parameters),
+        f"reshard_after_forward: asked {reshards}, got {got.reshard_after_forward}":
+            sharded and got.reshard_after_forward != reshards,
+        f"tp={requested.tp}: {split} of {projections} projections are split":
+            requested.tp > 1 and split != projections,
+        f"schedule: asked {requested.schedule}, got {got.schedule}":
+            requested.pp > 1 and got.schedule != kinds[requested.schedule],
+        f"stage_layers: asked {requested.stage_layers}, this rank holds {got.stage_layers}":
+            requested.pp > 1 and bool(requested.stage_layers)
+            and not set(got.stage_layers) <= set(requested.stage_layers),
+        f"checkpointing: asked {requested.checkpointing}, {got.checkpointed_layers} layers do it":
+            (got.checkpointed_layers == layers) != (requested.checkpointing != "none"),
+        f"compile: asked {requested.compile}, {got.compiled_layers} layers are compiled":
+            (got.compiled_layers == layers) != requested.compile,
+        f"backend: {got.backend}, expected {expected} on {got.device}": got.backend not in (expected, "none"),
+        **{f"environment: the plan sets {name}={value}, this process has {os.environ.get(name)!r}":
+               os.environ.get(name) != value for name, value in environment.items()},
+    }  # fmt: skip
+    return [text for text, holds in wrong.items() if holds]
 
 
 def check(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> EffectiveLayout:

@@ -109,11 +109,6 @@ def of_board(gpu: Gpu, watts: float | None) -> Gpu:
     return replace(gpu, matmul_bf16=gpu.matmul_bf16 * share, matmul_fp8=fp8, matmul_fp32=gpu.matmul_fp32 * share)
 
 
-def fallback_gpu() -> Gpu:
-    """The GPU whose speed is assumed of one in no row."""
-    return next(gpu for gpu in gpus() if gpu.is_fallback)
-
-
 def soldered(name: str) -> bool:
     """Whether a board of this name exists only with NVLink in use: there no link at all is a fault, not a choice."""
     gpu = gpu_named(name)
@@ -129,12 +124,6 @@ def refuses_peers(name: str) -> bool:
 def without_gdr(name: str) -> bool:
     """Whether a GPU has no GPUDirect RDMA by design: it is sold for games, or its memory is the host's."""
     return is_of("sold for games", name) or is_of("without GPUDirect RDMA", name)
-
-
-def on_grace(name: str | None) -> bool:
-    """Whether a Grace CPU hangs on this GPU's C2C link."""
-    gpu = gpu_named(name)
-    return gpu is not None and gpu.grace
 
 
 def model_of(vendor_id: int | None, device_id: int | None) -> tuple[str | None, tuple[int, int] | None]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from hardware.gpus import gpu_named
 from hardware.tables import read
 
 
@@ -92,8 +92,16 @@ def recognised() -> tuple[Machine, ...]:
     return tuple(row for row in machines() if row.gpu_pattern is not None)
 
 
-def topology_series(gpu: str) -> str | None:
-    """Which of Azure's topology files is of machines with this GPU, as the driver names it; None: none is."""
-    wanted = gpu_named(gpu)
-    with_file = (row for row in machines() if row.topology_file)
-    return next((row.topology_file for row in with_file if wanted and gpu_named(row.gpu) == wanted), None)
+def machine_of_host(model: str | None, gpus: int, product: str | None) -> Machine | None:
+    """The row of a host by its GPUs' model and number and DMI's product name; None where none fits."""
+    row = next((row for row in recognised() if model and _fits(row, model, gpus, product)), None)
+    return row if row and gpus not in row.other_sizes else None
+
+
+def _fits(row: Machine, model: str, gpus: int, product: str | None) -> bool:
+    if re.search(rf"\b(?:{row.gpu_pattern})", model) is None:
+        return False
+    if row.product is not None:
+        return product is not None and re.search(row.product, product) is not None
+    # A missing GPU must not turn a broken HGX into an unknown machine; one extra is a different machine.
+    return row.gpus == gpus or (row.gpus == 8 and 4 < gpus < 8)

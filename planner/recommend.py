@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.trl import spelled
-from hardware.gpus import Gpu, fallback_gpu, gpu_named, of_board
+from hardware.gpus import Gpu, gpu_named, gpus, of_board
 from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import RankedLayout, Recommendation, Rejected
@@ -33,6 +33,7 @@ from planner.forecast.specs import (
 from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
+from planner.nccl_env.situation import situation
 from planner.nccl_env.texts import Note
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
@@ -99,7 +100,7 @@ def _rates(
         known = [gpu for name in models if (gpu := gpu_named(name))]
         if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest model
             return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
-        other = fallback_gpu()
+        other = next(gpu for gpu in gpus() if gpu.is_fallback)
         unknowns.append(
             f"GPU {node.gpus[0].model!r} is not in the catalogue: the speed of {other.name} is assumed; "
             "run topoflight calibrate"
@@ -418,10 +419,11 @@ def recommend(
 
     `findings` are what is known to be wrong with the nodes, by hostname; the answer for sound nodes is given as well.
     """
-    env = nccl_env.settings(
+    case = situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
         evidence=evidence, ranks_per_node=ranks_per_node,
     )  # fmt: skip
+    env = nccl_env.settings(case)
     answer = Recommendation(
         settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from probes.api import Failed, Outcome, Snapshot, Source, host_name
 from probes.child import EndedError, HangError, Probes, Worker, WorkerError
-from probes.wire import Json, OutcomeError, archive, outcome_from_json
+from probes.wire import KIND, METHODS, SCHEMA_VERSION, Json, OutcomeError, outcome_from_json
 
 RETRY_SECONDS = 600.0
 """How long a probe rests whose driver call hung or crashed: each attempt costs the probe's whole time limit."""
@@ -151,3 +152,28 @@ def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
             into[key].update(answer)
         else:
             into[key] = answer
+
+
+def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
+    """The content of a recording file."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": KIND,
+        "hostname": identity["hostname"],
+        "captured_at": identity["time"],
+        "source": source,
+        "answers": {method: dict(sorted(answers[method].items())) for method in METHODS if method in answers},
+    }
+
+
+def dumps(content: dict[str, Json]) -> str:
+    """The recording as JSON with one answer per line, so that two of them can be compared by eye."""
+    head = {k: v for k, v in content.items() if k != "answers"}
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
+    sections = [f"  {json.dumps(m)}: {_section(a)}" for m, a in content["answers"].items()]
+    return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
+
+
+def _section(answers: dict[str, Json]) -> str:
+    rows = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in answers.items()]
+    return "{\n" + ",\n".join(rows) + "\n  }"

@@ -11,7 +11,6 @@ source, and `answers` by method and question. An error is an answer too: {"$errn
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -122,28 +121,3 @@ METHODS = (
 
 class RecordingError(ValueError):
     """A file is not a recording that can be read here."""
-
-
-def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
-    """The content of a recording file."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "kind": KIND,
-        "hostname": identity["hostname"],
-        "captured_at": identity["time"],
-        "source": source,
-        "answers": {method: dict(sorted(answers[method].items())) for method in METHODS if method in answers},
-    }
-
-
-def dumps(content: dict[str, Json]) -> str:
-    """The recording as JSON with one answer per line, so that two of them can be compared by eye."""
-    head = {k: v for k, v in content.items() if k != "answers"}
-    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
-    sections = [f"  {json.dumps(m)}: {_section(a)}" for m, a in content["answers"].items()]
-    return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
-
-
-def _section(answers: dict[str, Json]) -> str:
-    rows = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in answers.items()]
-    return "{\n" + ",\n".join(rows) + "\n  }"

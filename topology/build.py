@@ -25,7 +25,6 @@ from probes.rdma.facts import RdmaDevice, RdmaFacts
 from topology.derive import complete
 from topology.graph import UNKNOWN, Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
 from topology.links import NvLinks, PciTree, active_targets, joined, pcie_pair
-from topology.reference import recognise
 
 SOURCES: tuple[Source[Any], ...] = (
     hostinfo.SOURCE, pci_facts.SOURCE, gpu_facts.SOURCE, rdma_facts.SOURCE, interface_facts.SOURCE,
@@ -44,7 +43,7 @@ def build(snapshot: Snapshot) -> NodeTopology:
     warnings: list[str] = []
     gpus = _gpus(facts, tree, warnings)
     nics = nics_of(snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts), tree)
-    node = complete(
+    return complete(
         NodeTopology(
             hostname=snapshot.hostname,
             gpus=gpus,
@@ -59,7 +58,6 @@ def build(snapshot: Snapshot) -> NodeTopology:
             product=host.product if host else None,
         )
     )
-    return recognise(node)
 
 
 def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[GpuNode, ...]:

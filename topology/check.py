@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.gpus import most_links, without_gdr
+from hardware.machines import Machine
 from hardware.tables import is_of
 from probes.api import codes_of, finding
+from topology.derive import reference_of
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
-from topology.reference import departures, reference_of
 
 TEXTS = read_table(__file__, "findings.toml")
 CODES = codes_of(TEXTS)
 
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
+_NO_ADAPTER = ("ethernet", "rxe", "siw")  # sockets, and RDMA in software
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
 _NODE_IS_PHB = (
     " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
@@ -33,7 +36,7 @@ def check(
 ) -> tuple[Finding, ...]:
     """Every finding about this node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None where it sets none.
 
-    `gpus_on_bus` is what the PCI bus of a host shows (`probes.pci.facts.bare_metal_gpus`); None in a container or a
+    `gpus_on_bus` is what the PCI bus of a host shows (`probes.pci.probe.bare_metal_gpus`); None in a container or a
     guest, and where it was not read. `in_container` says that devices of the host may be hidden here.
     """
     farthest = farthest_gdr(gdr_level)
@@ -338,6 +341,56 @@ def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
                 ", ".join(device.name for device in refused[:8]),
                 tuple(device.gdr_refused for device in refused[:4]), count=len(refused), total=len(devices), kind=kind,
             )  # fmt: skip
+
+
+def departures(node: NodeTopology) -> tuple[str, ...]:
+    """What differs from the reference machine, in words; empty where nothing does or no row fits."""
+    row = reference_of(node)
+    if row is None:
+        return ()
+    found = []
+    if len(node.gpus) != row.gpus:
+        found.append(f"{len(node.gpus)} GPUs, {row.called} has {row.gpus}")
+    found += _nvlink_departures(node, row)
+    # An adapter of unknown kind is not known to be a different one.
+    kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
+    nics = [nic for nic in node.nics if nic.kind in kinds]
+    # Slingshot's NICs have no verbs device: by the names that HPE's host software gives their interfaces
+    slingshot = any(re.fullmatch(r"hsn\d+", nic.name) for nic in node.nics)
+    if row.devices is not None and len(nics) < row.devices and not slingshot:
+        found.append(f"{len(nics)} {row.nic_kind or 'RDMA'} devices, {row.called} has {row.devices}")
+    elif (
+        row.gpu_nic and node.source == "probes" and all(nic.kind in _NO_ADAPTER for nic in node.nics) and not slingshot
+    ):
+        found.append(f"no RDMA adapter, {row.called} has them")
+    if row.gpu_nic and not node.virtual and nics:
+        lost = {gpu.name for gpu in node.gpus if not gpu.usable}
+        decided = [near for near in node.nearest_nic if near.gpu not in lost]
+        farthest = row.gpu_nic_farthest or row.gpu_nic
+        far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" of XML
+        if far:
+            found.append(f"nearest NIC of {', '.join(far)} is farther than {farthest}, which {row.called} has")
+    return tuple(found)
+
+
+def _nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
+    pairs = node.gpu_pairs(usable=True)
+    if not row.links_per_pair or not pairs or not node.nvlink_known:
+        return []
+    fewest, found = min(row.links_per_pair), []
+    pairs = [pair for pair in pairs if pair.label != UNKNOWN]  # what was not read is not missing
+    without = [pair for pair in pairs if not pair.nvlinks]
+    if row.all_to_all and without:
+        found.append(f"{len(without)} of {len(pairs)} GPU pairs have no NVLink, {row.called} has NV{fewest} on all")
+    fewer = [
+        f"{pair.a}-{pair.b} {pair.label}"
+        for pair in pairs
+        if pair.nvlinks and pair.nvlinks + pair.nvlinks_unread < fewest
+    ]
+    if fewer:
+        more = f" and {len(fewer) - 4} more" if len(fewer) > 4 else ""
+        found.append(f"{', '.join(fewer[:4])}{more}: fewer NVLinks than {row.called}'s NV{fewest}")
+    return found
 
 
 def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
-"""What follows from devices and pairs, whatever their source: NVLink islands, each GPU's nearest NICs, rails, signs
-of a virtual machine.
+"""What follows from devices and pairs, whatever their source: the machine, NVLink islands, each GPU's nearest NICs,
+rails, signs of a virtual machine.
 
 Specification: `nvidia-smi topo -m` labels; NCCL src/graph/search.cc for why the nearest NIC decides.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, pairwise
 
+from hardware.machines import Machine, machine_of_host
 from topology.graph import (
     FARTHEST,
     UNKNOWN,
@@ -29,7 +30,7 @@ from topology.graph import (
 
 
 def complete(node: NodeTopology) -> NodeTopology:
-    """The node with islands, nearest NICs and rails derived from its pairs; `topology.paths` says what they carry.
+    """The node with its machine, islands, nearest NICs and rails; `topology.paths` says what they carry.
 
     A reason in `virtual` is kept; without one, the pairs themselves may show that a hypervisor hides the tree.
     """
@@ -37,7 +38,7 @@ def complete(node: NodeTopology) -> NodeTopology:
     drawn = node.source == "NCCL XML"
     virtual = node.virtual or (None if drawn else why_virtual(node.gpus, node.nics, node.pairs))
     nearest = nearest_nic(node.gpus, node.nics, node.pairs, virtual)
-    warnings = node.warnings
+    warnings, machine = node.warnings, reference_of(node)
     if virtual and virtual not in warnings:
         warnings = (*warnings, virtual)
     return replace(
@@ -48,31 +49,15 @@ def complete(node: NodeTopology) -> NodeTopology:
         nearest_nic=nearest,
         rails=rails(nearest),
         expectations=(),
+        sku=machine.called if machine else None,
         warnings=warnings,
     )
 
 
-def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
-    """The node as a job sees it that uses its first `count` usable GPUs only: the others' paths and rails are left out.
-
-    Raises ValueError where the node has fewer.
-    """
-    usable = tuple(gpu for gpu in node.gpus if gpu.usable)
-    if not 1 <= count <= len(usable):
-        raise ValueError(
-            f"ranks per node = {count}: must be from 1 to {len(usable)}, the usable GPUs of {node.hostname}; NCCL "
-            "takes one rank per GPU"
-        )
-    if count == len(node.gpus):
-        return node
-    chosen = usable[:count]
-    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in chosen}
-    pairs = tuple(pair for pair in node.pairs if pair.a not in dropped and pair.b not in dropped)
-    nearest = tuple(near for near in node.nearest_nic if near.gpu not in dropped)
-    return replace(
-        node, gpus=chosen, pairs=pairs, islands=islands(chosen, pairs), nearest_nic=nearest, rails=rails(nearest),
-        expectations=(),
-    )  # fmt: skip
+def reference_of(node: NodeTopology) -> Machine | None:
+    """The row a node belongs to by GPU model, count and product name, None where no model is known or none fits."""
+    models = {gpu.model for gpu in node.gpus if gpu.model}
+    return machine_of_host(models.pop(), len(node.gpus), node.product) if len(models) == 1 else None
 
 
 SYS_RANK = rank("SYS")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from contracts.tables import read_table
-from hardware.gpus import link_named, nvlink
+from hardware.gpus import nvlink
 from hardware.units import GIGA
 
 SCHEMA_VERSION = 1
@@ -241,9 +241,6 @@ _RANKS = {name: row["rank"] for name, row in _LABELS.items() if "rank" in row}
 FARTHEST = 99
 """Rank of an unknown label: never the nearest."""
 
-LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()) if "meaning" in row)
-"""nvidia-smi's own legend, printed under a rendered matrix so that other tools read it."""
-
 
 def nvlinks(label: str) -> int:
     """The count of an NV# label, 0 for any other."""
@@ -256,11 +253,6 @@ def path_class(label: str) -> PathClass | None:
     return PathClass.NVL if nvlinks(label) else _PATHS.get(label)
 
 
-def pair_of(a: str, b: str, label: str, evidence: str) -> Pair:
-    """The pair of two devices that nvidia-smi shows with this label."""
-    return Pair(a=a, b=b, label=label, path=path_class(label), nvlinks=nvlinks(label), evidence=evidence)
-
-
 def rank(label: str) -> int:
     """Position of a label, nearest first; NVLink before PCIe, unknown last."""
     return 0 if label.startswith("NV") else _RANKS.get(label, FARTHEST)
@@ -269,13 +261,6 @@ def rank(label: str) -> int:
 def level(label: str) -> str:
     """The current word for a label: SOC is SYS."""
     return "SYS" if label == "SOC" else label
-
-
-def lower(first: str, second: str) -> str:
-    """The worse of two labels the two directions of one pair were given: what really works both ways."""
-    if UNKNOWN in (first, second):
-        return second if first == UNKNOWN else first
-    return max(first, second, key=lambda label: (rank(label), -nvlinks(label)))
 
 
 class Pairs:
@@ -321,18 +306,6 @@ def nvlink_bytes_per_second(compute_capability: tuple[int, int] | None) -> float
         return None
     link = nvlink(compute_capability)
     return link.nccl_bytes_per_second if link else None
-
-
-def nvlink_candidates(count: int) -> tuple[float, float]:
-    """Least and most that one of a GPU's `count` NVLinks may carry where its generation is unknown.
-
-    18 links have Hopper and Blackwell, up to 4 also the bridges of SM 8.6 (NVIDIA data sheets).
-    """
-    first, last = ("NVLink 4", "NVLink 5") if count >= 18 else ("NVLink 3", "NVLink 4")
-    if count <= 4:
-        first = "NVLink 3 bridge"
-    low, high = (link_named(name).nccl_bytes_per_second or 0.0 for name in (first, last))
-    return low, high
 
 
 def pcie_bytes_per_second(transfers_per_second: float | None, width: int | None) -> float | None:

@@ -1,7 +1,7 @@
 """What joins the ranks of a benchmark on these hosts: as it is, and as it should be.
 
 As it is: the links that were found. As it should be: those of the machine that the node was recognised as
-(topology/reference.py), else the best of its own: a GPU or NIC that has less than its equals has lost it. Ranks take
+(hardware/machines.toml), else the best of its own: a GPU or NIC that has less than its equals has lost it. Ranks take
 GPUs in their order, one each, as torchrun's local ranks do.
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from contracts.finding import Interval
-from hardware.gpus import gpu_named, most_links, refuses_peers
+from hardware.gpus import gpu_named, link_named, most_links, refuses_peers
 from hardware.units import GIGA
+from topology.derive import reference_of
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
 from topology.graph import (
     Expectation,
@@ -23,7 +24,6 @@ from topology.graph import (
     NodeTopology,
     Pairs,
     nvlink_bytes_per_second,
-    nvlink_candidates,
     pcie_bytes_per_second,
 )
 from topology.plan import (
@@ -36,7 +36,6 @@ from topology.plan import (
     rail_plan,
     usable_rate,
 )
-from topology.reference import reference_of
 
 Bar = Literal["as it is", "as it should be"]
 _X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
@@ -213,13 +212,25 @@ def _inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -
     return _pcie(node, gpus, known, bar)
 
 
+def _nvlink_candidates(count: int) -> tuple[float, float]:
+    """Least and most that one of a GPU's `count` NVLinks may carry where its generation is unknown.
+
+    18 links have Hopper and Blackwell, up to 4 also the bridges of SM 8.6 (NVIDIA data sheets).
+    """
+    first, last = ("NVLink 4", "NVLink 5") if count >= 18 else ("NVLink 3", "NVLink 4")
+    if count <= 4:
+        first = "NVLink 3 bridge"
+    low, high = (link_named(name).nccl_bytes_per_second or 0.0 for name in (first, last))
+    return low, high
+
+
 def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str) -> Carried:
     capability = gpus[0].compute_capability
     value = nvlink_bytes_per_second(capability)
     kind = "NVSwitch" if switched else "NVLink"
     if value is not None:
         return kind, span(count * value), (words, f"one NVLink carries {value / GIGA:g} GB/s in NCCL's plan")
-    low, high = nvlink_candidates(count)
+    low, high = _nvlink_candidates(count)
     assumption = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
     return kind, between(count * low, count * high), (words, assumption)
 

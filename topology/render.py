@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from contracts.tables import read_table
+from hardware.machines import recognised
+from topology.check import departures
+from topology.derive import reference_of
 from topology.graph import (
-    LEGEND,
     SELF,
     UNKNOWN,
     ClusterTopology,
@@ -21,9 +24,11 @@ from topology.graph import (
     Pairs,
 )
 from topology.paths import with_expectations
-from topology.reference import candidates, departures
 
 Json = dict[str, Any]
+_LABELS = read_table(__file__, "labels.toml")
+_LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()) if "meaning" in row)
+"""nvidia-smi's own legend, printed under a matrix so that other tools read it."""
 
 
 # The matrix ---------------------------------------------------------------------------------------------------------
@@ -53,7 +58,7 @@ def render_matrix(node: NodeTopology) -> str:
         lines.append("\t".join((labels[device.name], *cells)) + _affinity(device, affinity))
     lines += ["", "Legend:", ""]
     shows_nvlink = node.nvlink_known or not node.source.endswith("-mp")
-    lines += [f"  {label:<4} = {meaning}" for label, meaning in LEGEND if label != "NV#" or shows_nvlink]
+    lines += [f"  {label:<4} = {meaning}" for label, meaning in _LEGEND if label != "NV#" or shows_nvlink]
     if UNKNOWN in "".join(lines[1 : len(labels) + 1]) and any(pair.label == UNKNOWN for pair in node.pairs):
         lines.append(f"  {UNKNOWN:<4} = Unknown: no probe could read it")
     named = [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]
@@ -114,7 +119,7 @@ def json_document(node: NodeTopology) -> Json:
     node, labels = with_expectations(node), columns(node)
     return {
         **_values(node, "schema_version", "hostname", "source", "sku"),
-        "sku_candidates": list(candidates(node)),
+        "sku_candidates": list(_candidates(node)),
         **_values(node, *_NODE_FACTS),
         "gpus": [_values(gpu, *_GPU) for gpu in node.gpus],
         "nics": [
@@ -175,3 +180,25 @@ def cluster_document(cluster: ClusterTopology) -> Json:
         "warnings": list(cluster.warnings),
         "nodes": [json_document(node) for node in cluster.nodes],
     }
+
+
+def _candidates(node: NodeTopology) -> tuple[str, ...]:
+    """Rows that fit by shape alone, for a source that names no model: GPU count, NVLinks, nearest NIC."""
+    row = reference_of(node)
+    if row is not None:
+        return (row.called,)
+    if any(gpu.model for gpu in node.gpus) or not node.nvlink_known:
+        return ()
+    pairs = node.gpu_pairs()
+    most = max((pair.nvlinks for pair in pairs), default=0)
+    near = {entry.label for entry in node.nearest_nic}
+    return tuple(
+        row.called
+        for row in recognised()
+        if row.gpus == len(node.gpus)
+        and row.links_per_pair
+        and max(row.links_per_pair) == most
+        and (not row.all_to_all or all(pair.nvlinks for pair in pairs))
+        and (row.gpu_nic is None or not near or not near.isdisjoint((row.gpu_nic, row.gpu_nic_farthest)))
+        and (row.devices is None or len(node.nics) in (0, row.devices))
+    )

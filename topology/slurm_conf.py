@@ -7,14 +7,16 @@ and gres.conf(5) (NodeName, Name, Count, File, AutoDetect). LLDP tells which swi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
+from contracts.host_list import HostListError, cluster_name, compress_host_list, expand_host_list, slurm_name
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
+
+MOST_FILES = 64  # that include each other; Slurm has no bound
 
 
 class SlurmConfError(ValueError):
@@ -93,15 +95,30 @@ def _switch(name: str) -> str:
     return re.sub(r"[^\w.-]", "-", name)
 
 
-def _lines(text: str, file: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each line's place ("topology.conf, line 3") and its members by lower-case name. Raises SlurmConfError."""
-    number = 1
-    for line in text.replace("\\\n", "\0").split("\n"):
+Read = Callable[[str], str]
+"""Gives the text of a file by its name, which is relative to the folder of Slurm's configuration or absolute."""
+
+
+def _lines(file: str, read: Read, names: list[str] | None = None) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each line's place ("topology.conf, line 3") and its members by lower-case name, those of included files, too.
+
+    `names` are the files that were read before. Raises SlurmConfError.
+    """
+    names, number = [] if names is None else names, 1
+    names.append(file)
+    for line in read(file).replace("\\\n", "\0").split("\n"):
         place, words = f"{file}, line {number}", line.replace("\0", "").partition("#")[0].split()
         number += 1 + line.count("\0")  # of lines that a backslash continues
-        if any("=" not in word for word in words):
+        if len(words) == 2 and words[0].lower() == "include":
+            name = words[1]
+            if "%c" in name:  # slurm.conf(5), INCLUDE MODIFIERS
+                name = name.replace("%c", cluster_name(read("slurm.conf")))
+            if name in names or len(names) == MOST_FILES:
+                raise SlurmConfError(f"{place}: {name!r}: a file is read once, and at most {MOST_FILES} files are")
+            yield from _lines(name, read, names)
+        elif any("=" not in word for word in words):
             raise SlurmConfError(f"{place}: {line.strip()[:80]!r} must consist of NAME=VALUE")
-        if words:
+        elif words:
             yield place, {key.lower(): value for key, _, value in (word.partition("=") for word in words)}
 
 
@@ -112,10 +129,10 @@ def _hosts(place: str, text: str) -> tuple[str, ...]:
         raise SlurmConfError(f"{place}: {error}") from None
 
 
-def compare_topology(text: str, placements: Sequence[Placement]) -> list[str]:
+def compare_topology(read: Read, placements: Sequence[Placement]) -> list[str]:
     """Where topology.conf groups nodes in another way than their wires or NVLink domains do."""
     wrong: list[str] = []
-    rows = [(place, row) for place, row in _lines(text, "topology.conf") if "nodes" in row]
+    rows = [(place, row) for place, row in _lines("topology.conf", read) if "nodes" in row]
     wired = {node: leaf for leaf, nodes in groups_of(placements).items() for node in nodes}
     domains = {one.node: one.clique for one in placements if one.clique}
     placed: dict[str, str] = {}
@@ -135,11 +152,11 @@ def compare_topology(text: str, placements: Sequence[Placement]) -> list[str]:
     return wrong
 
 
-def compare_gres(text: str, placements: Sequence[Placement]) -> list[str]:
+def compare_gres(read: Read, placements: Sequence[Placement]) -> list[str]:
     """Nodes whose GPUs in gres.conf are not as many as were found; what AutoDetect fills in is not compared."""
     counts: dict[str, int] = {}
     places: dict[str, str] = {}
-    for place, row in _lines(text, "gres.conf"):
+    for place, row in _lines("gres.conf", read):
         if row.get("name", "").lower() != "gpu" or not ("file" in row or "count" in row):
             continue
         files = re.sub(r"^/dev/", "", row.get("file", "")).replace("/", "_")

@@ -35,6 +35,7 @@ from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
+from planner.nccl_env.situation import situation
 from planner.recommend import best_layout, plan, recommend
 from planner.sweep import FrontierPoint, frontier
 from probes.api import Snapshot
@@ -275,13 +276,14 @@ def _member(request: Request, name: str) -> Any:
 
 def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Recommendation:
     """The NCCL environment alone, where no model was named."""
-    found = nccl_env.settings(
+    case = situation(
         snapshots,
         cluster,
         nccl_version=parse_version(request.nccl_version),
         multi_node=spans_nodes(request, cluster),
         ranks_per_node=request.ranks_per_node,
     )
+    found = nccl_env.settings(case)
     seen = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
     backend = "rccl" if found.backend == "rccl" else seen
     return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs, backend=backend)

@@ -26,7 +26,8 @@ from hardware.units import GIGA
 from planner.forecast import machines
 from planner.kubernetes.manifests import attached
 from planner.kubernetes.yaml_edit import documents
-from planner.lint.documents import DocumentError, missing_sources
+from planner.lint.documents import missing_sources
+from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import guess_kind
 from planner.recommend import forecast_named, plan
 from planner.why import Cause, Unknown, Verdict
@@ -236,7 +237,7 @@ def _named_elsewhere(text: str, file: str) -> list[str]:
         return []
     try:
         return missing_sources(documents(text))
-    except (YamlTextError, DocumentError):
+    except (YamlTextError, EnvironmentTextError):
         return []
 
 

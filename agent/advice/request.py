@@ -17,13 +17,13 @@ from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import values_of
 from contracts.tables import read_texts
 from planner.forecast import machines, models
+from planner.forecast.machines import with_gpus
 from planner.forecast.models import hub_id
 from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram
 from planner.recommend import MeasuredStep
 from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
-from topology.derive import with_gpus
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:

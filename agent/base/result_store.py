@@ -94,7 +94,9 @@ def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:
     found: dict[tuple[str, str], RunRecord] = {}
     held = 0
     for place in places:
-        files = [place] if place.is_file() else [*place.glob("*.json"), *place.glob("*/run.json")]
+        own = place / "run.json"  # the other documents in the folder of a run, such as plan.json, are no records
+        files = [place] if place.is_file() else [*([own] if own.is_file() else place.glob("*.json")),
+                                                 *place.glob("*/run.json")]  # fmt: skip
         for path in sorted(files, reverse=True)[:STORED_RUNS]:
             with contextlib.suppress(OSError):  # the reader of the file reports the error
                 held += path.stat().st_size

@@ -42,12 +42,20 @@ def prepare() -> None:
             stream.reconfigure(errors=UNENCODABLE)
 
 
+class _RedactedFormatter(logging.Formatter):
+    """Leaves secrets out of whole lines of a log: message, arguments and traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format as usual, then redact; few verbs log anything, and the patterns take a while to load."""
+        from contracts.redaction import redact
+
+        return redact(super().format(record))
+
+
 def log_to_stderr(level: int) -> None:
     """Write the log to standard error, without secrets."""
-    from contracts.redaction import RedactedFormatter
-
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(RedactedFormatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_RedactedFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 

@@ -23,7 +23,7 @@ from contracts.finding import Finding, Status
 from contracts.plain import PlainError
 from probes.api import Snapshot
 from probes.child import replay
-from probes.pci import facts as pci_facts
+from probes.pci import probe as pci_probe
 from probes.pci.facts import PciFacts
 from probes.registry import ALL
 from probes.wire import RecordingError
@@ -119,7 +119,7 @@ def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ..
     found = []
     for node, facts in now.items():
         before = then.get(alias.get(node, node))
-        for key, words, listed in (("gpus", "GPU", pci_facts.gpus), ("hcas", "HCA", pci_facts.hcas)):
+        for key, words, listed in (("gpus", "GPU", pci_probe.gpus), ("hcas", "HCA", pci_probe.hcas)):
             earlier = {device.bus_id for device in listed(before)} if before else set()
             have = {device.bus_id for device in listed(facts)}
             if len(have) < len(earlier):

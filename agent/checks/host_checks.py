@@ -18,7 +18,7 @@ from contracts.redaction import redact
 from contracts.tables import read_table
 from hardware.nics import fastest
 from planner.lint.environment import lint
-from planner.lint.machine import machine_of, recorded_environments
+from planner.lint.machine import machine_of
 from planner.lint.values import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
@@ -27,9 +27,10 @@ from probes.increases import CODES as RISING_CODES
 from probes.increases import risen_since
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
-from probes.pci import facts as pci_facts
-from probes.pci.facts import PciFacts, amd_gpus, bare_metal_gpus
-from probes.pci.facts import gpus as gpus_on_bus
+from probes.pci import probe as pci_probe
+from probes.pci.facts import PciFacts, amd_gpus
+from probes.pci.probe import bare_metal_gpus
+from probes.pci.probe import gpus as gpus_on_bus
 from probes.rdma.facts import OTHER, RAIL, RdmaDevice, RdmaFacts
 from probes.registry import ALL, SCAN_CODES, failures, findings_of
 from topology import check as topology_check
@@ -77,15 +78,15 @@ def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     gpus = snapshot.facts(GpuFacts)
     if pci is None:  # the GPUs that NVML and sysfs show
         return {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
-    shown = {"gpu"} if pci_facts.gpus(pci) or pci_facts.foreign_accelerators(pci) else set()
-    return shown | ({"rdma"} if pci_facts.hcas(pci) else set())
+    shown = {"gpu"} if pci_probe.gpus(pci) or pci_probe.foreign_accelerators(pci) else set()
+    return shown | ({"rdma"} if pci_probe.hcas(pci) else set())
 
 
 def no_gpu_read(snapshot: Snapshot) -> str:
     """Why nothing is known of the GPUs on the bus; empty if one was read, or if there is none."""
     pci = snapshot.facts(PciFacts)
-    on_bus = pci_facts.gpus(pci) if pci else ()
-    foreign = pci_facts.foreign_accelerators(pci) if pci else ()
+    on_bus = pci_probe.gpus(pci) if pci else ()
+    foreign = pci_probe.foreign_accelerators(pci) if pci else ()
     facts = snapshot.facts(GpuFacts)
     if facts is None:
         if on_bus:
@@ -106,7 +107,7 @@ def no_gpu_read(snapshot: Snapshot) -> str:
 def no_hca_read(snapshot: Snapshot) -> str:
     """Why nothing is known of the HCAs on the bus; empty if one was read, or if there is none."""
     pci = snapshot.facts(PciFacts)
-    on_bus = pci_facts.hcas(pci) if pci else ()
+    on_bus = pci_probe.hcas(pci) if pci else ()
     if not on_bus:
         return ""
     facts = snapshot.facts(RdmaFacts)
@@ -342,9 +343,10 @@ def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding,
         why = "the environment of this host was not read"
         return tuple(_unknown(snapshot.hostname, dict.fromkeys(ENVIRONMENT_CODES, why)))
     machine = machine_of(snapshot, node)
+    read = {"process": host.nccl_environment, "nccl.conf": host.nccl_conf or {}}
     findings = [
         finding
-        for named in recorded_environments(snapshot)
-        for finding in lint(named.environment, machine=machine, source=named.source)
+        for source, environment in read.items()
+        for finding in lint(environment, machine=machine, source=f"{snapshot.hostname} {source}")
     ]
     return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)

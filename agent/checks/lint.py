@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -15,7 +15,8 @@ from agent.base.options import InputError, parse_version
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from planner.lint.environment import lint
-from planner.lint.sources import EnvironmentTextError, Reading, listed_lines, read_text, why_nothing
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import Reading, listed_lines, read_text, why_nothing
 
 if TYPE_CHECKING:
     from planner.lint.machine import ProbedMachine
@@ -31,8 +32,7 @@ def process_environment(pid: str) -> str:
         raise InputError(f"process {pid}: {error.strerror}") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linted:
+class Linted(NamedTuple):
     """What was read of a text, and what is to be said of it."""
 
     read: str  # in words: how many variables, in which form

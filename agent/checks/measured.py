@@ -19,9 +19,9 @@ from probes.api import Snapshot, finding
 from probes.registry import ALL, SCAN_CODES
 from topology.build import build
 from topology.check import CODES as TOPOLOGY_CODES
+from topology.check import departures
 from topology.expected import FAILS_BELOW
 from topology.paths import Bar as BarName
-from topology.reference import departures
 
 BUSBW, NVLS, MNNVL = "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off"
 SHOULD: Final = "as it should be"

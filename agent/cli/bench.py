@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
 from agent.base.hosts import snapshots
 from agent.base.options import command
-from agent.base.output import Progress, console, emit, print_text, render, save_document, write_result
+from agent.base.output import console, emit, print_text, render, save_document, write_result
+from agent.base.progress import Progress
 
 if TYPE_CHECKING:
     from collectives.bench.results import BenchResult

@@ -11,7 +11,8 @@ import click
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import command
-from agent.base.output import console, emit, print_text, waiting, write_result
+from agent.base.output import console, emit, print_text, write_result
+from agent.base.progress import waiting
 from agent.base.recordings import bundle_differences
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
 def capture(root: str, target: Path | None) -> None:
     """Scan this host and write its recording."""
     from probes.registry import ALL
-    from probes.scanner import Scanner
-    from probes.wire import dumps
+    from probes.scanner import Scanner, dumps
 
     with waiting("capture: asking this host"), Scanner(root, probes=ALL) as scanner:
         text = dumps(scanner.capture()[1])

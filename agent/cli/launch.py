@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -15,7 +16,8 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.hosts import snapshots
 from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable
-from agent.base.output import Progress, console, difference, print_text, render, waiting, write_result
+from agent.base.output import console, print_text, render, write_result
+from agent.base.progress import Progress, waiting
 from agent.base.units import count
 from contracts import plain
 
@@ -68,7 +70,7 @@ def launch(
     if why:
         print_text(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
-    if shown != "brief":
+    if shown != "brief" and not options["over"]:
         _print_forecast(advice)
     folder = folder or _folder(options)
     if options["api"] == "slurm":
@@ -377,7 +379,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
         _record(text, found, options, record)
         return
     made, notes = (wrapped_script if is_batch_script(text) else wrapped)(text, found, options)
-    print_text(difference(text, made, source, str(output or source)), nl=False)
+    print_text(_difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         print_text(f"note: {line}", err=True)
     if made == text:
@@ -398,3 +400,12 @@ def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folde
     print_text(f"{folder / 'run.json'}: {made.status}")
     for line in (*made.plan.notes, *made.notes):
         print_text(f"note: {line}", err=True)
+
+
+def _difference(before: str, after: str, source: str, target: str) -> str:
+    """As unified diff, which patch(1) and `git apply -p0` take; empty for the same text."""
+    old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
+    import difflib
+
+    rows = difflib.unified_diff(old, new, source, target)
+    return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)

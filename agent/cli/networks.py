@@ -11,7 +11,8 @@ import click
 
 from agent.base.hosts import snapshots
 from agent.base.options import command, require_writable
-from agent.base.output import Progress, emit, print_text, render, waiting, write_atomic
+from agent.base.output import emit, print_text, render, write_atomic
+from agent.base.progress import Progress, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console

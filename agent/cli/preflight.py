@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base.options import command, require_writable
-from agent.base.output import Progress, console, print_text, render, save_document, waiting, write_result
+from agent.base.output import console, print_text, render, save_document, write_result
+from agent.base.progress import Progress, waiting
 from contracts.host_list import expand_host_list
 from contracts.plain import printable
 
@@ -159,7 +160,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
 
     from agent.terminal import hosts, measured
     from agent.terminal.advice import recommendation
-    from agent.terminal.findings import findings, verdict
+    from agent.terminal.findings import findings
     from agent.terminal.topology import node
 
     one = whole.snapshots[0].hostname if len(whole.snapshots) == 1 else ""
@@ -187,7 +188,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     for note in whole.notes:
         out.print(f"· {escape(note)}")
     if verbose:
-        verdict(out, whole.verdict, whole.seconds)
+        hosts.last_line(out, whole.verdict, whole.seconds)
 
 
 def _kind(node: NodeRecord) -> str:

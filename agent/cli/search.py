@@ -9,7 +9,8 @@ from typing import Any
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.options import command
-from agent.base.output import Progress, console, print_text, render, save_document, write_result
+from agent.base.output import console, print_text, render, save_document, write_result
+from agent.base.progress import Progress
 
 
 @command("search")

@@ -88,13 +88,14 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
         print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
         return
     compared = {"topology.conf": slurm.compare_topology, "gres.conf": slurm.compare_gres}
-    there = {name: folder / name for name in compared if (folder / name).is_file()}
+    there = [name for name in compared if (folder / name).is_file()]
     if not there:
         raise InputError(f"--slurm-conf {folder}: neither topology.conf nor gres.conf is in it")
-    wrong: list[str] = []
-    for name, path in there.items():
-        text = read_input(str(path), _LIMIT_BYTES, hint="").decode(errors="replace")
-        wrong += compared[name](text, placements)
+
+    def read(name: str) -> str:
+        return read_input(str(folder / name), _LIMIT_BYTES, hint="").decode(errors="replace")
+
+    wrong = [line for name in there for line in compared[name](read, placements)]
     print_text(
         "\n".join(wrong) or f"{' and '.join(there)}: no difference from {count(len(placements), 'scanned node')}"
     )

@@ -74,7 +74,8 @@ def _of_job(job: str, run: Path | None, logs: tuple[str, ...]) -> tuple[Path | N
 
     if not re.fullmatch(r"\d{1,9}(_\d{1,9})?", job):
         raise click.UsageError(f"--job {job[:40]!r}: must be the id of a Slurm job, such as 1234 or 1234_5")
-    folder, found = job_files(job)
+    folder, found, where = job_files(job)
+    print_text(where, err=True)
     return run or folder, (*logs, *map(str, found))
 
 

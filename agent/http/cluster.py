@@ -32,9 +32,9 @@ from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts.layout import LayoutError
 from planner.advice import Recommendation
+from planner.forecast.machines import with_gpus
 from planner.nccl_env.texts import Note
 from topology.cluster import join
-from topology.derive import with_gpus
 from topology.graph import NodeTopology
 from topology.render import cluster_document, json_document
 

@@ -42,10 +42,12 @@ from contracts.finding import Finding, Status
 from planner.forecast.models import model_named
 from planner.forecast.specs import weights
 from planner.nccl_env import environment as nccl_env
+from planner.nccl_env.situation import situation
 from probes import wire
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort, nccl_gid_index
+from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
+from probes.rdma.probe import nccl_gid_index
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
@@ -228,7 +230,7 @@ def network_environment(found: Sequence[Snapshot]) -> dict[str, str]:
     In a pod with a secondary network that is the interface's name; without it the ranks would take the default network.
     """
     cluster = join([build(snapshot) for snapshot in found])
-    advised = nccl_env.settings(found, cluster, multi_node=True).settings
+    advised = nccl_env.settings(situation(found, cluster, multi_node=True)).settings
     return {s.name: s.value for s in advised if s.name.startswith(("NCCL_", "GLOO_")) and s.name not in os.environ}
 
 

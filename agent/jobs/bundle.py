@@ -34,8 +34,8 @@ from contracts.tables import read_table
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
-from probes.pci.facts import gpus as on_the_bus
-from probes.wire import dumps
+from probes.pci.probe import gpus as on_the_bus
+from probes.scanner import dumps
 
 LOG_LINES = 2000
 NODE_SECONDS = 180

@@ -324,19 +324,25 @@ def over(advice: Recommendation, network: Attached, request: Request, found: Seq
             raise JobError(f"--over {network.name},{network.rate}: no forecast: {there.rejected[0].reason}")
         chosen = replace(chosen, forecast=there.chosen.forecast)
     needs = tuple(need for need in advice.needs if need.name != "network")
-    if network.rdma:
-        return replace(advice, chosen=chosen, needs=needs)
-    why = Reason(rule="compare-networks runs over TCP on this interface", evidence=f"--over {network.name}",
-                 source="the user")  # fmt: skip
+    advice = replace(advice, chosen=chosen, needs=needs)
+    return advice if network.rdma else over_tcp(advice, network.name)
+
+
+def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
+    """The same plan over TCP on this interface, without what only RDMA needs."""
+    why = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
     settings = tuple(
         setting for setting in advice.settings
         if not setting.name.startswith(_TCP_SETTINGS) and not setting.name.endswith("_SOCKET_IFNAME")
     )  # fmt: skip
     backend = "NCCL" if advice.backend == "nccl" else "GLOO"
-    variables = [(f"{backend}_SOCKET_IFNAME", network.name), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
+    variables = [(f"{backend}_SOCKET_IFNAME", interface), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
+    if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would take by itself
+        variables.append(("NCCL_NET", "Socket"))
     return replace(
-        advice, chosen=chosen, settings=(*settings, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
-        needs=tuple(n for n in needs if n.name not in ("memlock", "capability") and not n.value.startswith(_RDMA)),
+        advice, settings=(*settings, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
+        needs=tuple(need for need in advice.needs
+                    if need.name not in ("memlock", "capability") and not need.value.startswith(_RDMA)),
     )  # fmt: skip
 
 

@@ -21,7 +21,8 @@ from agent.base import EXIT_PASS, units, version
 from agent.base import result_store as keep
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.options import InputError
-from agent.base.output import Progress, document, write_atomic
+from agent.base.output import document, write_atomic
+from agent.base.progress import Progress
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from agent.checks.expect import Expectation
 
 REASON_CHARACTERS = 400  # `sinfo -R` and logs show it in one line
+PROBE_SECONDS = 30.0  # that a probe may take; a node in trouble is slow
 CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
 CALIBRATION_SECONDS = 120.0
 
@@ -113,7 +115,10 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
             if not keep.read_runs([place]):
                 raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
         progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
-        found = read_snapshots(options["hosts"], ALL, root=options["root"], quiet=True, stop=stop)
+        seconds = min(PROBE_SECONDS, options["timeout"])
+        found = read_snapshots(
+            options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, quiet=True, stop=stop
+        )
         report = (
             _unscanned(options, progress)
             if stop.is_set()

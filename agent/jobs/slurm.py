@@ -10,19 +10,21 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import advise
 from agent.advice.job_settings import grace, grace_notice, job_plan
 from agent.advice.request import Request
+from agent.base import units
 from agent.base.options import InputError
 from agent.base.output import write_atomic
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from contracts import bounded
 from contracts.host_list import expand_host_list
-from contracts.job_plan import dumps
+from contracts.job_plan import RunForecast, dumps
 from planner.advice import Recommendation
 from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
 from planner.slurm import (
@@ -68,7 +70,14 @@ def job_of(
     """The job that the options describe, with the recommendation inside, and notes. Raises InputError or ValueError."""
     select((), require=options["require"], known=ALL_CODES)
     folder, nodes = folder.absolute(), options["nodes"] or 1
+    if options["over"]:
+        from agent.jobs.networks import over_tcp
+
+        check_word("--over", options["over"])
+        advice = over_tcp(advice, options["over"])
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
+    if options["over"]:  # the rate of this network is unknown
+        plan = replace(plan, forecast=RunForecast())
     assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
     ranks, left = divmod(plan.layout.world_size, nodes)
     if left:
@@ -144,35 +153,44 @@ def _check_syntax(text: str) -> list[str]:
     return []
 
 
-def job_files(job_id: str) -> tuple[Path | None, tuple[Path, ...]]:
-    """The run's folder of a job, None where it has none, and its logs. Raises SlurmError where nothing is found.
+def job_files(job_id: str) -> tuple[Path | None, tuple[Path, ...], str]:
+    """The run's folder of a job, None where it has none, its logs, and where they were found. Raises SlurmError.
 
-    `launch` writes the log into the run's folder; a script that `wrap` has changed has NCCL's logs in topoflight-ID
-    below the folder that the job was submitted from. The controller forgets a job some minutes after its end; the
-    accounting still knows it then.
+    `launch` writes the log into the run's folder, in which the script is, too; a script that `wrap` has changed has
+    NCCL's logs in topoflight-ID below the folder that the job was submitted from. The controller forgets a job some
+    minutes after its end; the accounting still knows it then.
     """
     try:
         rows = (line.strip().partition("=") for line in slurm("scontrol", "show", "job", job_id).splitlines())
-        fields = {name: value for name, _, value in rows}
+        fields, knows = {name: value for name, _, value in rows}, "the controller"
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
-        fields = _accounted(job_id)
-    work = Path(fields.get("WorkDir") or ".")
+        fields, knows = _accounted(job_id), "the accounting (sacct)"
+    work = Path(fields.get("WorkDir") or Path.cwd())
+    scripts = [path for word in fields.get("SubmitLine", "").split() if bounded.is_file(path := work / word)]
+    named = [work, *(path.parent for path in scripts)] if fields else []
     own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array's task
     names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
-    log = next((path for name in names if (path := work / name).is_file()), Path())
-    logs = (*((log,) if log.name else ()), *sorted((work / f"topoflight-{own_id}").glob("*.log")))
-    run = next((path for path in (log.parent, work) if log.name and (path / "ranks").is_dir()), None)
-    if not logs:
-        raise SlurmError(f"job {job_id}: no file of it was found in {work.absolute()}; give its logs, or --run FOLDER")
-    return run, logs
+    folders = tuple(dict.fromkeys([*named, Path.cwd()]))
+    for folder in folders:
+        log = next((path for name in names if (path := folder / name).is_file()), None)
+        logs = (*((log,) if log else ()), *sorted((folder / f"topoflight-{own_id}").glob("*.log")))
+        if logs:
+            run = next((path for path in (log.parent, folder) if (path / "ranks").is_dir()), None) if log else None
+            whose = f"which {knows} names" if folder in named else "the current folder"
+            state = fields.get("JobState", "").partition(" ")[0]
+            what = f"job {job_id}{f' ({state})' if state else ''}: {units.count(len(logs), 'log')}"
+            return run, logs, f"{what} in {logs[0].parent}, {whose}"
+    known = f"{knows} knows the job" if fields else "neither the controller nor the accounting (sacct) knows the job"
+    where = ", ".join(map(str, folders))
+    raise SlurmError(f"job {job_id}: no file of it was found in {where}; {known}; give its logs, or --run FOLDER")
 
 
 def _accounted(job_id: str) -> dict[str, str]:
-    """JobId and WorkDir of a job by Slurm's accounting; empty if the accounting does not know the job."""
+    """JobId, WorkDir and SubmitLine of a job by Slurm's accounting; empty if the accounting does not know the job."""
     try:
-        row = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobIDRaw,WorkDir").partition("\n")[0]
+        row = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobIDRaw,WorkDir,SubmitLine").partition("\n")[0]
     except SlurmError:
         return {}
-    return dict(zip(("JobId", "WorkDir"), row.split("|", 1), strict=False))
+    return dict(zip(("JobId", "WorkDir", "SubmitLine"), row.split("|", 2), strict=True)) if "|" in row else {}

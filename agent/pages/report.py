@@ -36,8 +36,8 @@ from planner.nccl_env.environment import render_k8s, render_shell
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
+from topology.check import departures
 from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
-from topology.reference import departures
 from topology.render import columns
 
 if TYPE_CHECKING:

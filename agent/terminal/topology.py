@@ -13,8 +13,8 @@ from agent.base.lines import headline
 from agent.base.tables import pairs, point, table
 from agent.base.units import expected_rate
 from contracts.finding import Finding
+from topology.check import departures
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
-from topology.reference import departures
 from topology.render import columns, render_matrix
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import cattrs
 
 from collectives.search.plan import Outcome, Search, Test
+from contracts.host_list import expand_host_list
 
 POLL_SECONDS = 0.2
 HANG_SILENCES = 4.0  # silences without any progress of a test, after which its ranks are started anew
@@ -158,6 +159,12 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
     return search
 
 
+def _names(nodes: int) -> Sequence[str]:
+    """What nodes are called that never came: by the list of Slurm's job step, else by their number."""
+    hosts = expand_host_list(os.environ.get("SLURM_STEP_NODELIST", ""))
+    return hosts if len(hosts) == nodes else [f"node {node}" for node in range(nodes)]
+
+
 def coordinate(settings: Settings, store: Any) -> None:
     """Search to the end; the journal has the result. Exits where the journal is of another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
@@ -167,7 +174,8 @@ def coordinate(settings: Settings, store: Any) -> None:
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
     joined = fleet.gather()
     described = [joined.get(node, {}) for node in range(settings.nodes)]
-    names = [row.get("host", f"node {node}") for node, row in enumerate(described)]
+    unnamed = _names(settings.nodes)
+    names = [row.get("host", unnamed[node]) for node, row in enumerate(described)]
     absent = {node: f"did not join within {settings.wait_seconds:g} s" for node in range(settings.nodes)
               if node not in joined}  # fmt: skip
     header = next((row for row in rows if "hosts" in row), None)
@@ -180,7 +188,7 @@ def coordinate(settings: Settings, store: Any) -> None:
         _write_row(journal, header)
     search = resume(header, rounds)
     if search is None or len(header["hosts"]) != len(names) or any(
-        header["hosts"][node] not in (names[node], f"node {node}") for node in joined
+        header["hosts"][node] not in (names[node], unnamed[node]) for node in joined
     ):  # fmt: skip
         sys.exit(f"{journal} is of other nodes or of another version: give another --journal file")
     search.lost = {**absent, **search.lost}

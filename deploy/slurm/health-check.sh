@@ -1,26 +1,34 @@
 #!/bin/bash
 # HealthCheckProgram of slurmd: drains this node with the finding as the reason, and resumes it when the check passes.
 # It resumes only a node whose reason begins with "topoflight: ", and replaces no other reason than "Prolog error",
-# which Slurm sets when prolog.sh has failed.
+# which Slurm sets when prolog.sh has failed. It ends within 10 seconds, whether the drivers and the controller answer or not.
 # shellcheck source=settings
 . "$(dirname "$0")/settings"
 node=${SLURMD_NODENAME:-$(hostname -s)}
 export SLURMD_NODENAME=$node SLURM_SCRIPT_CONTEXT=health_check
-findings=$(timeout --kill-after=1 "$seconds" "$topoflight" preflight -q -o reason "${options[@]}" 2>&1)
-code=$?
-current=$(timeout 10 sinfo -h -N -n "$node" -o '%T|%E') || exit 0 # the controller does not answer: the next check tries again
+slurm() { # one command of Slurm, in what is left of the time
+  timeout "$((SECONDS < seconds ? seconds + 1 - SECONDS : 1))" "$@" && return
+  log health-check "node not changed: $1 failed or did not answer (exit code $?)"
+  return 1
+}
+check_node
+case $code in
+  0 | 3 | 4) ;;
+  *) log health-check "node not checked (exit code $code): $findings"
+     exit 0 ;;
+esac
+current=$(slurm sinfo -h -N -n "$node" -o '%T|%E') || exit 0
 current=${current%%$'\n'*}
 state=${current%%|*} reason=${current#*|}
-case $code in
-  3) new_reason="topoflight: ${findings%%$'\n'*}"
-     case $reason in
-       "$new_reason") ;;
-       none | "Prolog error" | "topoflight: "*)
-         timeout 10 scontrol update "NodeName=$node" State=DRAIN "Reason=$new_reason" ;;
-     esac ;;
-  0 | 4) case $state:$reason in
-       drain*:"topoflight: "*) timeout 10 scontrol update "NodeName=$node" State=RESUME ;;
-     esac ;;
-  *) log health-check "node not checked (exit code $code): $findings" ;;
-esac
+if [ "$code" -eq 3 ]; then
+  new_reason="topoflight: ${findings%%$'\n'*}"
+  case $reason in
+    "$new_reason") ;;
+    none | "Prolog error" | "topoflight: "*) slurm scontrol update "NodeName=$node" State=DRAIN "Reason=$new_reason" ;;
+  esac
+else
+  case $state:$reason in
+    drain*:"topoflight: "*) slurm scontrol update "NodeName=$node" State=RESUME ;;
+  esac
+fi
 exit 0

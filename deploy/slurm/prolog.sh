@@ -5,8 +5,7 @@
 # shellcheck source=settings
 . "$(dirname "$0")/settings"
 export SLURM_SCRIPT_CONTEXT=${SLURM_SCRIPT_CONTEXT:-prolog_slurmd}
-findings=$(timeout --kill-after=1 "$seconds" "$topoflight" preflight -q -o reason "${options[@]}" 2>&1)
-code=$?
+check_node
 case $code in
   0 | 4) exit 0 ;;
   3) log prolog "job ${SLURM_JOB_ID:-?} is not started: $findings"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
-from topology.derive import islands, nearest_nic, through_neighbours, with_gpus
+from topology.derive import islands, nearest_nic, rails, through_neighbours
 from topology.graph import (
     ClusterTopology,
     GpuNode,
@@ -165,6 +165,29 @@ def _in_domain(node: NodeTopology, number: int) -> NodeTopology:
     """The node as one of an NVLink domain of several."""
     domain = f"{node.hostname}: domain {number}"
     return replace(node, gpus=tuple(replace(gpu, nvlink_domain=domain) for gpu in node.gpus))
+
+
+def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
+    """The node as a job sees it that uses its first `count` usable GPUs only: the others' paths and rails are left out.
+
+    Raises ValueError where the node has fewer.
+    """
+    usable = tuple(gpu for gpu in node.gpus if gpu.usable)
+    if not 1 <= count <= len(usable):
+        raise ValueError(
+            f"ranks per node = {count}: must be from 1 to {len(usable)}, the usable GPUs of {node.hostname}; NCCL "
+            "takes one rank per GPU"
+        )
+    if count == len(node.gpus):
+        return node
+    chosen = usable[:count]
+    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in chosen}
+    pairs = tuple(pair for pair in node.pairs if pair.a not in dropped and pair.b not in dropped)
+    nearest = tuple(near for near in node.nearest_nic if near.gpu not in dropped)
+    return replace(
+        node, gpus=chosen, pairs=pairs, islands=islands(chosen, pairs), nearest_nic=nearest, rails=rails(nearest),
+        expectations=(),
+    )  # fmt: skip
 
 
 def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> ClusterTopology:

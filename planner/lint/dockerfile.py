@@ -11,15 +11,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planner.lint.script import NAMED, OPEN, Assigned, Inner, Script, Unread
+from planner.lint.script import NAMED, OPEN, Assigned, Inner, Script, Unread, words
 from planner.lint.shell import read_assignment, read_shell, read_words
 
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
-_INSTRUCTIONS = {
-    "ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "MAINTAINER",
-    "ONBUILD", "RUN", "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
-}  # fmt: skip
+_INSTRUCTIONS = words()["documents"]["instructions"]
 
 
 class _Instruction(NamedTuple):

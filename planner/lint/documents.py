@@ -15,7 +15,17 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
-from planner.lint.script import NAME, OPEN, Assigned, Inner, Script, is_judged, pattern, words
+from planner.lint.script import (
+    NAME,
+    OPEN,
+    Assigned,
+    EnvironmentTextError,
+    Inner,
+    Script,
+    is_judged,
+    pattern,
+    words,
+)
 from planner.lint.shell import expand, read_shell, read_words
 from planner.lint.values import finding
 
@@ -26,14 +36,10 @@ _MOST_BRANCHES = 4  # of one `if ... else if ... else` of a template
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
 
-class DocumentError(ValueError):
-    """A text that is not the document it looks like."""
-
-
 def missing_sources(documents: list[Any]) -> list[str]:
     """Name the ConfigMaps and Secrets that variables come from and that are not among the documents.
 
-    Raises DocumentError.
+    Raises EnvironmentTextError.
     """
     walk = _Walk(documents)
     for document in documents:
@@ -44,7 +50,7 @@ def missing_sources(documents: list[Any]) -> list[str]:
 def parse(text: str, kind: str) -> list[list[Any]]:
     """Parse YAML, JSON or TOML. Returns the documents once for each branch that a template may take.
 
-    Raises DocumentError.
+    Raises EnvironmentTextError.
     """
     try:
         if kind == "toml":
@@ -54,7 +60,7 @@ def parse(text: str, kind: str) -> list[list[Any]]:
         texts = _without_templates(text) if "{{" in text or "{%" in text else [text]
         return [_parse_yaml(each) for each in texts]
     except (YamlTextError, tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DocumentError(str(error)) from None
+        raise EnvironmentTextError(str(error)) from None
 
 
 def _parse_yaml(text: str) -> list[Any]:
@@ -99,7 +105,7 @@ def _without_templates(text: str) -> list[str]:
 def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
     """Read every place with variables. What only another branch of a template sets holds under a condition.
 
-    Raises DocumentError where the text has no end.
+    Raises EnvironmentTextError where the text has no end.
     """
     first: dict[str, Script] = {}
     for number, documents in enumerate(branches):
@@ -152,7 +158,7 @@ class _Walk:
         if not isinstance(node, dict | list) or id(node) in self._seen:
             return
         if self._left < 0 or depth > _LIMIT_DEPTH:
-            raise DocumentError(f"more than {_LIMIT_NODES} nodes or {_LIMIT_DEPTH} levels: no manifest is that large")
+            raise EnvironmentTextError(f"more than {_LIMIT_NODES} nodes or {_LIMIT_DEPTH} levels are not read")
         self._seen.add(id(node))
         if isinstance(node, list):
             self._list(node, source, depth, key)

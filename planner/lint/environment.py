@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from planner.lint.script import NODES, pattern, whole_number
 from planner.lint.values import (
-    LEVEL_NAMES,
-    LEVELS,
-    TCP_PROVIDERS,
     NameList,
     check_kind,
     check_quotes,
@@ -31,6 +27,7 @@ from planner.lint.values import (
     is_quoted,
     other_net,
     strtoll,
+    values,
 )
 from planner.nccl_env.names import (
     RESERVED,
@@ -57,14 +54,12 @@ def settings() -> Mapping[str, Any]:
     return read_table(__file__, "data/settings.toml")
 
 
-_DEFAULT_EFFECT = "it overrides what NCCL works out by itself"
 # Those that switch a transport or an algorithm off as a whole.
 _COSTLY = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_PXN_DISABLE")
 _ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
+class _Case(NamedTuple):
     """What the judgement of each variable of an environment depends on."""
 
     version: Version | None
@@ -189,7 +184,7 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
         yield finding("env.debug.leftover/pxn", name, value)
     else:
         off = name in _COSTLY and (name in ("NCCL_ALGO", "NCCL_PROTO") or strtoll(value)[0] != 0)
-        effect = settings()["effect"].get(name, _DEFAULT_EFFECT)
+        effect = settings()["effect"].get(name, "it overrides what NCCL works out by itself")
         yield finding("env.debug.leftover", name, value, status=Status.WARN if off else Status.INFO, effect=effect)
 
 
@@ -209,8 +204,8 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
     number, whole = strtoll(value)
     if name == "NCCL_P2P_DISABLE" or not value:
         return number == 1
-    if name in LEVELS:
-        return value in LEVEL_NAMES or value[0].isdigit()
+    if name in values()["level"]["names"]:
+        return value in values()["level"]["known"] or value[0].isdigit()
     if value.upper() == entry.default.upper() or (whole and entry.default == str(number)):
         return False
     return whole or not entry.default.lstrip("-").isdigit()
@@ -366,14 +361,13 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
         yield finding("env.rdma.tcp/any", "NCCL_NET", net)
     provider = environment.get("FI_PROVIDER", "")
     first = re.split(r"[;,]", provider)[0].strip().lower()
-    if first in TCP_PROVIDERS:
+    if first in values()["words"]["tcp"]:
         yield finding("env.rdma.tcp/provider_any", "FI_PROVIDER", provider, provider=first)
 
 
 def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
     """An interface of which every node has its own, that no other node reaches."""
     size = environment.get("WORLD_SIZE", environment.get("OMPI_COMM_WORLD_SIZE", ""))
-    many = (whole_number(size) or 0) > 1
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environment.get(name, "")
         wanted = NameList.parse(value)
@@ -382,12 +376,9 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
         ]
         if wanted.negated or not local or len(local) < len(wanted.entries) or nodes == 1:
             continue
-        status = Status.FAIL if nodes else Status.WARN if many else Status.INFO
-        known = (
-            f"the job has {nodes} nodes"
-            if nodes
-            else f"the job has {size} ranks"
-            if many
-            else "the job's size is not known"
-        )
+        status, known = Status.INFO, "the job's size is not known"
+        if nodes:
+            status, known = Status.FAIL, f"the job has {nodes} nodes"
+        elif (whole_number(size) or 0) > 1:
+            status, known = Status.WARN, f"the job has {size} ranks"
         yield finding("env.interface.unfit/local", name, value, status=status, names=", ".join(local), size=known)

@@ -168,6 +168,9 @@ def walk(node: Node | None, *kinds: str) -> Iterator[Node]:
 class Expander:
     """Expands words with the variables of `shell`. What only a run can tell stays open."""
 
+    capture: Callable[[Sequence[Node]], str]  # what the commands of a substitution write
+    assign: Callable[[str, str, str, int], None]  # gives a variable its default: name, value, text, line
+
     def __init__(self, shell: Shell) -> None:
         self.shell = shell
         self.script = Script()
@@ -180,13 +183,6 @@ class Expander:
         """Count work done. Returns whether more of it may follow."""
         self._work += characters
         return self._work < _MOST_WORK
-
-    def capture(self, nodes: Sequence[Node]) -> str:
-        """What the commands of a substitution write."""
-        return OPEN if nodes else ""
-
-    def assign(self, name: str, value: str, raw: str, line: int) -> None:
-        """Give a variable its default, as `${NAME:=value}` does."""
 
     def text(self, node: Node) -> str:
         """The node as it is written."""

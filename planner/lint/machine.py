@@ -13,13 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.finding import Finding
-from planner.lint.script import NamedEnvironment
 from planner.lint.values import NameList, finding, other_net, strtoll
 from planner.nccl_env.hcas import choose_ports, gid_index_problem
 from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.nodes import UNFIT_ROLES, NodeView, PortView, best_interface, p2p_level_effect, running_interfaces
 from probes.api import Snapshot
-from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
 from topology.build import build
 from topology.graph import NodeTopology
@@ -45,13 +43,9 @@ class ProbedMachine:
 
     def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
         """Every contradiction between the environment and the machine it is for."""
-        yield from _interfaces(environment, self.node)
-        yield from _gloo(environment, self.node)
-        yield from _hcas(environment, self.node)
-        yield from _fabric(environment, self.node)
-        yield from _peers(environment, self.node)
+        for rule in (_interfaces, _gloo, _hcas, _fabric, _peers, _class):
+            yield from rule(environment, self.node)
         yield from _gids(environment, self.node, version)
-        yield from _class(environment, self.node)
 
 
 def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> ProbedMachine:
@@ -251,16 +245,3 @@ def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     if level is not None and gpus:
         effect = p2p_level_effect(level, node)
         yield finding("env.p2p.level", "NCCL_P2P_LEVEL", level, f"{len(gpus)} GPUs", effect=effect)
-
-
-def recorded_environments(snapshot: Snapshot) -> tuple[NamedEnvironment, ...]:
-    """Return the environments that a scan itself saw: the variables of its process, and nccl.conf."""
-    facts = snapshot.facts(HostinfoFacts)
-    if facts is None:
-        return ()
-    found = (("process", facts.nccl_environment), ("nccl.conf", facts.nccl_conf))
-    return tuple(
-        NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=dict(environment))
-        for source, environment in found
-        if environment
-    )

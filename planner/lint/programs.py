@@ -7,7 +7,7 @@ sbatch(1) --export, docker-run(1) -e, apptainer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -63,6 +63,8 @@ class Call(NamedTuple):
 class Programs(Expander):
     """Simple commands: assignments, and what a program gets. Module `shell` follows the statements around them."""
 
+    nested: Callable[..., None]  # follows a script that another shell runs
+
     def __init__(self, known: Mapping[str, str], before: Sequence[Assigned]) -> None:
         given = [Assigned(name=name, value=value, raw=value, exported=False) for name, value in known.items()]
         super().__init__(Shell({each.name: each for each in (*given, *before)}))
@@ -77,9 +79,6 @@ class Programs(Expander):
         self._seen: set[tuple[str, bool, frozenset[tuple[str, str]]]] = set()
         self._sets = 0  # settings in the words of commands
         self._written: dict[str, str] = {}  # files that the script itself writes
-
-    def nested(self, text: str, line: int, rest: Sequence[Word] | None = None, *, surely: bool = True) -> None:
-        """Follow a script that another shell runs."""
 
     # -- what is said of the text
 

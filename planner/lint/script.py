@@ -28,6 +28,10 @@ _JUDGED = re.compile(
 )
 
 
+class EnvironmentTextError(ValueError):
+    """A text that cannot be read as the kind it was said to be, or that is not the document it looks like."""
+
+
 @cache
 def words() -> Mapping[str, Mapping[str, frozenset[str]]]:
     """Words of commands and documents: data/words.toml as written."""
@@ -80,8 +84,7 @@ Settings = dict[str, Assigned]
 """Variables by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inner:
+class Inner(NamedTuple):
     """Text of another form inside: a here-document, what echo writes into a file, JSON in an option."""
 
     text: str
@@ -89,8 +92,7 @@ class Inner:
     line: int  # of its first row; 0: unknown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Unread:
+class Unread(NamedTuple):
     """A line that the reader could not understand, or a setting that no started program gets."""
 
     line: int  # 0: unknown

@@ -367,6 +367,8 @@ class _Reader(Programs):
             through = ran if ";&" in marks else []
             todo += ran if ";;&" in marks else []
             ends += [] if {";&", ";;&"} & marks else ran
+        for each in todo:
+            each.status = True
         return self._merged([*ends, *through, *todo])
 
     def _fits(self, value: str | None, node: Node) -> bool | None:
@@ -392,11 +394,14 @@ class _Reader(Programs):
         body, given = node.child_by_field_name("body"), self._words_of_loop(node)
         ends, todo, open_ = Shells(), [shell], given is None and node.type != "while_statement"
         for number in range(_MOST_ROUNDS + 2):
+            ran = {id(each): each.status for each in todo} if number else {}
             todo = self._begin_round(node, given, todo, number)
             open_ = open_ or any(each.status is None for each in todo)
             for each in todo if number else ():  # only the first round is left out in one way
                 each.status = number < 3 if each.status is None else each.status
             yes, no = self._decide(todo, node, f"the loop of line {self.line(node)}")
+            for each in no:  # the loop ends as its last round did, and well without one
+                each.status, each.likely = ran.get(id(each)) if number else True, True
             ends += no
             if not yes or body is None:
                 break

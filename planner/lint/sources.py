@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from contracts.tables import read_table
 from planner.lint.script import (
@@ -17,6 +17,7 @@ from planner.lint.script import (
     OPEN,
     SETS,
     Assigned,
+    EnvironmentTextError,
     NamedEnvironment,
     Script,
     Settings,
@@ -26,29 +27,18 @@ from planner.lint.script import (
 )
 from planner.nccl_env.names import is_read
 
-FORMS: Mapping[str, str] = {
-    "env": "env file", "shell": "shell script", "conf": "nccl.conf", "yaml": "YAML", "json": "JSON", "toml": "TOML",
-    "dockerfile": "Dockerfile", "log": "NCCL log", "process": "process",
-    "other": "no form that is read",
-}  # fmt: skip
+_PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
+FORMS: Mapping[str, str] = _PATTERNS["forms"]
 KINDS = tuple(kind for kind in FORMS if kind != "other")
 _DOCUMENTS = ("yaml", "json", "toml")
 _PROGRAMS = ("shell", "dockerfile")
-_PLAIN = ("env", "conf", "log", "process")
-_LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes
-_LIMIT_LOG = 16 << 20
-_LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
+_LIMITS = {"log": 16 << 20, **dict.fromkeys(("env", "conf", "process"), 8 << 20)}  # characters
+_LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign, all other forms
 _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
-_PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
 
 
-class EnvironmentTextError(ValueError):
-    """A text that cannot be read as the kind it was said to be, or in which no variable was found."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """All environments of one text, and what they were read as."""
 
     form: str
@@ -75,10 +65,6 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
     Without `kind` the form is recognised by its looks and its file's name. Only variables that concern communication
     are kept: the rest may hold secrets.
     """
-    if len(text) > (_LIMIT_LOG if (kind or guess_kind(text[:_LIMIT_SCRIPT], name)) == "log" else _LIMIT_CHARACTERS):
-        raise EnvironmentTextError(
-            f"{len(text)} characters: more than {_LIMIT_CHARACTERS}, no environment is that large"
-        )
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if kind is not None and kind not in FORMS:
         raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
@@ -98,14 +84,14 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
 
 
 def _reading(text: str, kind: str) -> Reading:
-    if kind not in _PLAIN and len(text) > _LIMIT_SCRIPT:
-        raise EnvironmentTextError(f"{len(text)} characters: more than the {_LIMIT_SCRIPT} that are read of a {kind}")
-    if kind not in _PLAIN:
+    if len(text) > (limit := _LIMITS.get(kind, _LIMIT_SCRIPT)):
+        raise EnvironmentTextError(f"{len(text)} characters are more than the {limit} that are read of a {kind}")
+    if kind not in _LIMITS:
         from planner.lint.expansion import limit_parsing  # the parser, which no plain list of variables needs
 
         limit_parsing()
     title, parts = _read(text, kind, 0)
-    own = _own(text) if kind not in _PLAIN else frozenset[str]()
+    own = _own(text) if kind not in _LIMITS else frozenset[str]()
     environments = tuple(each for source, script in parts for each in _environments(source, script, own))
     unread = [each for _, script in parts for each in script.unread]
     found = {name for _, script in parts for settings in script.settings() for name in settings}
@@ -177,15 +163,11 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
     """The form in words, and each place's script. `first` is the number of the text's first line; 0: unknown."""
     title = FORMS[kind]
     if kind in _DOCUMENTS:
-        from planner.lint.documents import DocumentError, form, parse, read_documents
+        from planner.lint.documents import form, parse, read_documents
 
-        try:
-            branches = parse(text, kind)
-            places = read_documents(branches)
-        except DocumentError as error:
-            raise EnvironmentTextError(str(error)) from None
+        branches = parse(text, kind)
         title, parts = form(branches[0], kind), []
-        for place, script in places.items():
+        for place, script in read_documents(branches).items():
             parts += [(place, script), *_inner(script, place, depth)]
         return title, parts
     script = _script(text, kind, first)

@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from planner.lint.script import whole_number
 from planner.nccl_env.names import NcclName, Version, names, torch_names, version_text
 
-LEVEL_NAMES = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
-_LEVEL_SINCE: Mapping[str, Version] = MappingProxyType({"C2C": (2, 26, 2), "P2C": (2, 27, 3), "PXN": (2, 12, 7)})
-LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")
-_OLD_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")
-
-_ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
-_PROTOCOLS = ("LL", "LL128", "Simple")
-_FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
 _ATTN_SINCE = (2, 32, 3)  # NCCL_DEBUG=ATTN: libnccl.so.2 of the wheel 2.32.3; 2.31.2 does not know it
 _UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
-_YES, _NO = ("true", "yes", "on", "y", "t", "enable", "enabled"), ("false", "no", "off", "n", "f", "none", "disable")
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
 _OLDEST_TIMEOUT = 14  # the default up to 2.13, 67 ms a try (env.rst); no release waits less by itself
 _MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5; an index above is none
@@ -82,8 +71,7 @@ def strtoll(text: str) -> tuple[int, bool]:
     return -number if sign == "-" else number, match.end() == len(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameList:
+class NameList(NamedTuple):
     """NCCL_IB_HCA or NCCL_SOCKET_IFNAME as NCCL parses it."""
 
     negated: bool
@@ -117,9 +105,6 @@ class NameList:
         return any(self.hits(entry, name, port) for entry in self.entries) != self.negated
 
 
-TCP_PROVIDERS = ("tcp", "sockets", "udp", "net")
-
-
 def other_net(environment: Mapping[str, str]) -> str:
     """The setting that says that a network plugin carries the traffic, and not NCCL's own RDMA or sockets; or ""."""
     net, plugin = environment.get("NCCL_NET", ""), environment.get("NCCL_NET_PLUGIN", "")
@@ -129,7 +114,7 @@ def other_net(environment: Mapping[str, str]) -> str:
         return f"NCCL_NET_PLUGIN={plugin}"
     provider = environment.get("FI_PROVIDER", "")
     first = re.split(r"[;,]", provider)[0].strip().lower()
-    return f"FI_PROVIDER={provider}" if first and first not in TCP_PROVIDERS and first[0] != "^" else ""
+    return f"FI_PROVIDER={provider}" if first and first not in values()["words"]["tcp"] and first[0] != "^" else ""
 
 
 def is_quoted(value: str) -> bool:
@@ -165,7 +150,7 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
-    if name in LEVELS:
+    if name in values()["level"]["names"]:
         yield from _level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
         yield from _algorithms(name, value, version)
@@ -196,43 +181,34 @@ def fits(name: str, value: str) -> bool:
         return (
             path == name.endswith(("_FILE", "_PATH")) or (path and name.endswith("_PLUGIN"))
             if not number
-            else name in LEVELS
+            else name in values()["level"]["names"]
         )
     return True
 
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
     """A value of another kind than the variable takes: an interface for a device, a key for an index."""
-    like = values()["like"]
-    entries = [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
-    bare = [each.split(":")[0] if not re.fullmatch(like["address"], each) else each for each in entries]
-    if name == "NCCL_IB_HCA":
-        wrong = [each for each in bare if re.fullmatch(like["interface"], each) or re.fullmatch(like["address"], each)]
-        wants, lists = "RDMA devices, as mlx5_0", "ls /sys/class/infiniband"
-    elif name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        wrong = [each for each in bare if re.fullmatch(like["device"], each) or re.fullmatch(like["address"], each)]
-        wants, lists = "network interfaces, as eth0", "ip -br addr"
-        if name == "GLOO_SOCKET_IFNAME" and value[:1] in ("^", "="):
-            wrong = [value]
-    elif name == "NCCL_IB_PKEY":
-        number, whole = strtoll(value)
-        if whole and number >= _MOST_PKEYS:
-            yield finding("env.value.kind/key", name, value)
-        return
-    else:
-        return
-    if wrong:
-        yield finding("env.value.kind/names", name, value, wanted=wants, wrong=", ".join(wrong), command=lists)
+    row = values()["kind"].get(name)
+    number, whole = strtoll(value)
+    if name == "NCCL_IB_PKEY" and whole and number >= _MOST_PKEYS:
+        yield finding("env.value.kind/key", name, value)
+    elif row is not None:
+        like = values()["like"]
+        entries = [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
+        bare = [each.split(":")[0] if not re.fullmatch(like["address"], each) else each for each in entries]
+        wrong = [each for each in bare if any(re.fullmatch(like[kind], each) for kind in ("address", row["wrong"]))]
+        wrong = [value] if name == "GLOO_SOCKET_IFNAME" and value[:1] in ("^", "=") else wrong
+        if wrong:
+            wanted, command = values()[row["names"]]["wanted"], values()[row["names"]]["command"]
+            yield finding("env.value.kind/names", name, value, wanted=wanted, wrong=", ".join(wrong), command=command)
 
 
 def _effect_of_garbage(name: str, entry: NcclName) -> str:
-    if name in LEVELS:
-        return "NCCL does not know such a level and keeps its default"
-    if name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"):
-        return "no device or interface has a name with quotes, so nothing matches"
-    if entry.kind == "text":
-        return str(values()["text"].get(name, {}).get("effect", "NCCL takes it with the quotes"))
-    return "NCCL reads the number 0"
+    """What NCCL does with a value in quotes."""
+    effects = values()["quoted"]
+    if name not in effects and entry.kind == "text":
+        return str(values()["text"].get(name, {}).get("effect", effects["text"]))
+    return str(effects.get(name, effects["number"]))
 
 
 def _default(name: str, entry: NcclName) -> str:
@@ -280,18 +256,18 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
     The status is that of the number that NCCL then uses.
     """
     word = value.strip().lower()
-    wish = " Write 1 if you mean yes." if word in _YES else ""
+    wish = " Write 1 if you mean yes." if word in values()["words"]["yes"] else ""
     status = Status.WARN
     if name == "NCCL_P2P_DISABLE":
         only = "and only exactly 1 disables peer access: it does nothing"
         effect = "and disables peer access" if number == 1 else only
     elif entry.default == str(number) or (number == 0 and name in members("zero_is_unset")):
-        status = Status.INFO if word in _NO else status
+        status = Status.INFO if word in values()["words"]["no"] else status
         effect = "which is the default: it does nothing" if entry.default == str(number) else "as if it were not set"
     elif _INTEGER.match(value):
         status = Status.INFO if _INTEGER.fullmatch(value.rstrip()) else status
         effect = f"instead of {_default(name, entry)}"
-    elif word in _NO:
+    elif word in values()["words"]["no"]:
         status, effect = Status.INFO, "as the word says"
     elif name in values()["zero"] or name in members("bytes"):
         status = Status.FAIL
@@ -299,7 +275,7 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
     elif name in members("flags") or name in members("carries_data"):
         # a word does not mean 0
         status = Status.FAIL if name in members("carries_data") else status
-        effect = "which turns off what it names" + (", the opposite of the word" if word in _YES else "")
+        effect = "which turns off what it names" + (", the opposite of the word" if wish else "")
     else:
         effect = f"instead of {_default(name, entry)}"
     yield finding("env.value.ignored/word", name, value, status=status, number=number, effect=effect, wish=wish)
@@ -347,8 +323,9 @@ def _out_of_range(name: str) -> str:
 
 
 def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    if value in LEVEL_NAMES:
-        since = _LEVEL_SINCE.get(value)
+    known, old = values()["level"]["known"], values()["level"]["old"]
+    if value in known:
+        since = tuple(values()["level"]["since"].get(value, ()))
         if since and version and version < since:
             yield finding(
                 "env.value.level/too_new", name, value, since=version_text(since), version=version_text(version)
@@ -356,10 +333,10 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         return
     if value[:1].isdigit():
         number, _ = strtoll(value)
-        yield finding("env.value.level/number", name, value, meant=_OLD_LEVELS[min(number, len(_OLD_LEVELS) - 1)])
+        yield finding("env.value.level/number", name, value, meant=old[min(number, len(old) - 1)])
         return
     right = value.strip().upper()
-    hint = f"Write {name}={right}" if right in LEVEL_NAMES else f"Use one of {', '.join(LEVEL_NAMES)}"
+    hint = f"Write {name}={right}" if right in known else f"Use one of {', '.join(known)}"
     yield finding("env.value.level", name, value, hint=hint)
 
 
@@ -368,8 +345,8 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
 
     All-gather and reduce-scatter work only with Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc).
     """
-    words = _ALGORITHMS if name == "NCCL_ALGO" else _PROTOCOLS
-    known, functions = ({each.lower() for each in table} for table in (words, _FUNCTIONS))
+    words = values()["words"][name]
+    known, functions = ({each.lower() for each in table} for table in (words, values()["words"]["functions"]))
     strict = version is None or version >= (2, 24, 0)
     status = Status.FAIL if strict and version is not None else Status.WARN
     unknown, gathers = list[str](), True

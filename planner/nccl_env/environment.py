@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from planner.nccl_env import gpus as gpus
 from planner.nccl_env import interfaces as interfaces
@@ -22,14 +22,9 @@ from planner.nccl_env.hcas import choose_ports, is_virtual_function
 from planner.nccl_env.names import RESERVED
 from planner.nccl_env.nodes import NodeView
 from planner.nccl_env.platforms import published, settings_as_published
-from planner.nccl_env.situation import Situation, situation
+from planner.nccl_env.situation import Situation
 from planner.nccl_env.texts import Note, PodNeed, Setting, need, note, setting
-from probes.api import Snapshot
 from probes.limits.probe import LimitsFacts
-from topology.graph import ClusterTopology
-
-if TYPE_CHECKING:  # a question without a log does not wait for its reader
-    from collectives.nccl_log.transport import Evidence
 
 
 class RenderError(ValueError):
@@ -306,29 +301,8 @@ RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
 _KEPT = ("NCCL_MNNVL_ENABLE", "NCCL_NET_GDR_LEVEL", "NCCL_NVLS_ENABLE")  # notes of needs, not of variables to set
 
 
-def settings(
-    snapshots: Sequence[Snapshot],
-    cluster: ClusterTopology,
-    *,
-    nccl_version: tuple[int, ...] | None = None,
-    multi_node: bool | None = None,
-    evidence: Evidence | None = None,
-    ranks_per_node: int | None = None,
-) -> EnvAdvice:
-    """The environment for a job on this cluster.
-
-    `multi_node` None with one snapshot means that the job may come to span nodes: the network is then advised on too.
-    `ranks_per_node` None: one per GPU, or two without any. `evidence` of an earlier run supplies the NCCL version and
-    tells where NCCL fell back to TCP.
-    """
-    case = situation(
-        snapshots,
-        cluster,
-        nccl_version=nccl_version,
-        multi_node=multi_node,
-        evidence=evidence,
-        ranks_per_node=ranks_per_node,
-    )
+def settings(case: Situation) -> EnvAdvice:
+    """The environment for a job."""
     answers = [answer for rule in RULES if (answer := rule(case)) is not None]
     chosen = tuple(answer for answer in answers if isinstance(answer, Setting))
     notes = tuple(answer for answer in answers if isinstance(answer, Note))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hardware.machines import catalogue, topology_series
+from hardware.gpus import gpu_named
+from hardware.machines import catalogue, machines
 from planner.nccl_env.nodes import NodeView, all_nvlink, p2p_level_effect
 from planner.nccl_env.situation import Situation
 from planner.nccl_env.texts import Note, Setting, note, setting
@@ -120,7 +121,7 @@ def _topology_files(node: NodeView) -> tuple[str, ...]:
 
 def _azure_file(node: NodeView) -> str | None:
     """The file of this VM's series, where it is on the disk: Azure's HPC images name it in /etc/nccl.conf."""
-    series = next((found for name in node.gpu_names() if (found := topology_series(name))), None)
+    series = next((found for name in node.gpu_names() if (found := _topology_series(name))), None)
     wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
     there = _topology_files(node)
     return next((path for path in wanted if path in there), None)
@@ -172,3 +173,10 @@ def pcie_pairs(case: Situation) -> Note | None:
             pair = beyond[0]
             return note("p2p_level.pcie", f"{node.hostname}: {pair.a}-{pair.b} {pair.label}")
     return None
+
+
+def _topology_series(gpu: str) -> str | None:
+    """Which of Azure's topology files is of machines with this GPU, as the driver names it; None: none is."""
+    wanted = gpu_named(gpu)
+    with_file = (row for row in machines() if row.topology_file)
+    return next((row.topology_file for row in with_file if wanted and gpu_named(row.gpu) == wanted), None)

@@ -116,20 +116,6 @@ def subnet_prefix(view: PortView) -> str | None:
     return first.exploded[:19] if first is not None and first.version == 6 else None
 
 
-def undecided(ports: Sequence[PortView]) -> dict[str, list[str]]:
-    """Fabrics of one size that do not reach each other, each with its ports; empty where there is one fabric.
-
-    Ports that are each alone in their InfiniBand subnet are rails, as are RoCE ports each in an IP subnet of its own.
-    """
-    found: dict[str, list[str]] = defaultdict(list)
-    for view in ports:
-        layer, prefix = view.port.link_layer or "?", subnet_prefix(view)
-        found[f"{layer} subnet {prefix}" if prefix else layer].append(view.name)
-    layers = {view.port.link_layer for view in ports}
-    shared = any(len(names) > 1 for names in found.values())
-    return dict(found) if len(layers) > 1 or (len(found) > 1 and shared) else {}
-
-
 def _addressed(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """A RoCE port with nothing but link-local GIDs reaches no other node, and NCCL takes it all the same."""
     bare = [view for view in ports if is_unaddressed(view)]
@@ -227,8 +213,3 @@ def gid_index_problem(view: PortView, index: int) -> tuple[Status, str] | None:
     if is_link_local(gid):
         return severity, "is link-local, which no router passes on: connections to another subnet fail"
     return None
-
-
-def missing_ports(node: NodeView) -> tuple[PortView, ...]:
-    """Ports that NCCL ignores without a message because they are not ACTIVE."""
-    return tuple(view for view in node.verbs_ports() if view.port.state is not None and view.port.state != "ACTIVE")

@@ -142,7 +142,7 @@ def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_d
     unasked = _unasked(facts)
     if best is None or unasked is None:
         return None
-    current = node.interface_of(unasked)
+    current = _interface_of(node, unasked)
     equals = _equals(node, facts, best) if sockets_carry_data else (best,)
     names = tuple(each.name for each in equals)
     if best.role == "secondary" and (current is None or current.role != "secondary"):
@@ -158,7 +158,7 @@ def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_d
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
         return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": what}
     defaults = nccl_takes(facts)
-    others = [each for name in defaults if name not in names and (each := node.interface_of(name)) is not None]
+    others = [each for name in defaults if name not in names and (each := _interface_of(node, name)) is not None]
     if sockets_carry_data and others and best.name in defaults:
         left = ", ".join(f"{each.name} ({each.role}{_speed(each)})" for each in others)
         evidence = f"{', '.join(names)}: {best.role}{_speed(best)}; NCCL would add {left}"
@@ -203,3 +203,9 @@ def _joined(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeVie
     if any(present[host] & set(distinct) != set(own) for host, own in names.items()):
         return None
     return exact_if_needed(distinct, {name for there in present.values() for name in there})
+
+
+def _interface_of(node: NodeView, name: str) -> Interface | None:
+    """The interface of that name."""
+    facts = node.interfaces()
+    return next((each for each in facts.interfaces if each.name == name), None) if facts else None

@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from contracts.tables import read_table
 
@@ -24,8 +23,7 @@ Version = tuple[int, int, int]
 Status = Literal["current", "removed", "other"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclName:
+class NcclName(NamedTuple):
     """One variable, who reads it and since when."""
 
     name: str
@@ -94,26 +92,13 @@ def names() -> Mapping[str, NcclName]:
 
 
 @cache
-def _stamps() -> Mapping[str, str]:
-    """What the head of the table says of itself: `newest`, `read on`, `libraries`."""
-    text = (_DATA / "nccl_env_names.tsv").read_text(encoding="utf-8")
-    found = (line.removeprefix("# ").partition(": ") for line in text.splitlines() if line.startswith("# "))
-    return MappingProxyType({key: value for key, colon, value in found if colon})
-
-
-@cache
 def newest_read() -> Version:
     """The newest release the table was extracted from: a newer NCCL may read names that are not in it."""
-    return parse_version(_stamps()["newest"])
+    text = (_DATA / "nccl_env_names.tsv").read_text(encoding="utf-8")
+    return parse_version(text.partition("\n# newest: ")[2].partition("\n")[0])
 
 
-def read_on() -> date:
-    """The day on which the table was extracted."""
-    return date.fromisoformat(_stamps()["read on"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginName:
+class PluginName(NamedTuple):
     """A variable, or with `prefix` a family of them, that a plugin or other software reads."""
 
     plugin: str
@@ -208,8 +193,7 @@ def replacement(name: str) -> str | None:
 # -- what platforms publish
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(NamedTuple):
     """Where a recipe is written, and the date of the revision that was read."""
 
     name: str
@@ -250,8 +234,7 @@ class Platform:
         return {name: (value, recipe) for recipe in self.recipes for name, value in recipe.values.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Platforms:
+class Platforms(NamedTuple):
     """The whole table."""
 
     rows: tuple[Platform, ...]

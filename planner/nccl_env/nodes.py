@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -134,11 +135,6 @@ class NodeView:
             if view.port.state == "ACTIVE" and view.port.link_layer in ("InfiniBand", "Ethernet")
         )
 
-    def interface_of(self, name: str) -> Interface | None:
-        """The interface of that name."""
-        facts = self.interfaces()
-        return next((each for each in facts.interfaces if each.name == name), None) if facts else None
-
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -257,20 +253,12 @@ def p2p_level_effect(level: str, node: NodeView) -> str:
     """What NCCL_P2P_LEVEL does on this node, in words."""
     gpus = node.gpu_count()
     if gpus == 1:
-        return (
-            "No effect: this node or pod has one GPU, so there is no peer to reach; everything goes over the network."
-        )
-    if level != "NVL":
-        return "It overrides NCCL's own limit (PXB); unset it unless a measurement shows that it helps."
-    if gpus and all_nvlink(node):
-        return (
-            "No effect here: it allows direct access between GPUs joined by NVLink, and all pairs of this node are. "
-            "It can go; between pods or nodes it never applies."
-        )
-    return (
-        "It limits direct access to GPU pairs joined by NVLink; pairs on PCIe only then go through host memory, which "
-        "helps only where PCIe peer access is broken or slow. Unset it unless a measurement shows that it helps."
-    )
+        key = "p2p_level.one_gpu"
+    elif level != "NVL":
+        key = "p2p_level.other"
+    else:
+        key = "p2p_level.all_nvlink" if gpus and all_nvlink(node) else "p2p_level.some_nvlink"
+    return str(read_table(__file__, "data/advice.toml")[key]["text"])
 
 
 def all_nvlink(node: NodeView) -> bool:

@@ -5,6 +5,7 @@ Specification: NCCL docs/userguide/source/env.rst, src/transport/net_ib/init.cc;
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from hardware.units import gigabits
@@ -14,17 +15,15 @@ from planner.nccl_env.hcas import (
     choose_ports,
     is_software,
     is_virtual_function,
-    missing_ports,
     subnet_prefix,
-    undecided,
 )
 from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.nodes import RDMA_KINDS, NodeView, PortView, port_subnet
 from planner.nccl_env.platforms import recognise
 from planner.nccl_env.situation import Situation, by_host, together
 from planner.nccl_env.texts import Note, Setting, note, setting
+from topology.derive import reference_of
 from topology.graph import NicNode
-from topology.reference import reference_of
 
 
 def ib_hca(case: Situation) -> Setting | Note | None:
@@ -57,7 +56,7 @@ def ib_hca(case: Situation) -> Setting | Note | None:
 def _undecided(choices: dict[str, PortChoice]) -> Note | None:
     """Where the ports alone do not say which fabric is for training, or whether one is."""
     for host, choice in choices.items():
-        if fabrics := undecided(choice.chosen):
+        if fabrics := _fabrics(choice.chosen):
             listed = "; ".join(f"{fabric}: {', '.join(names)}" for fabric, names in fabrics.items())
             return note("hca.two_fabrics", by_host([(host, listed)]))
     software = [
@@ -68,13 +67,32 @@ def _undecided(choices: dict[str, PortChoice]) -> Note | None:
     return None
 
 
+def _fabrics(ports: Sequence[PortView]) -> dict[str, list[str]]:
+    """Fabrics of one size that do not reach each other, each with its ports; empty where there is one fabric.
+
+    Ports that are each alone in their InfiniBand subnet are rails, as are RoCE ports each in an IP subnet of its own.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    for view in ports:
+        layer, prefix = view.port.link_layer or "?", subnet_prefix(view)
+        found[f"{layer} subnet {prefix}" if prefix else layer].append(view.name)
+    layers = {view.port.link_layer for view in ports}
+    shared = any(len(names) > 1 for names in found.values())
+    return dict(found) if len(layers) > 1 or (len(found) > 1 and shared) else {}
+
+
+def _missing_ports(node: NodeView) -> tuple[PortView, ...]:
+    """Ports that NCCL ignores without a message because they are not ACTIVE."""
+    return tuple(view for view in node.verbs_ports() if view.port.state is not None and view.port.state != "ACTIVE")
+
+
 def _not_of_this_pod(case: Situation, host: str) -> tuple[PortView, ...]:
     """Ports that are down and that no network of this pod is on: up again, NCCL would take them and fail."""
     node = _view(case, host)
     choice = choose_ports(node)
     if not choice.secondary or any(is_virtual_function(view) for view in choice.chosen):
         return ()
-    return tuple(view for view in missing_ports(node) if view.device.name not in choice.secondary)
+    return tuple(view for view in _missing_ports(node) if view.device.name not in choice.secondary)
 
 
 def hca_value(node: NodeView, choice: PortChoice) -> str | None:
@@ -164,7 +182,7 @@ def _no_hca(case: Situation) -> Note:
         return note("hca.assumed")
     if all(node.rdma() is None for node in case.nodes):
         return note("hca.no_device")
-    down = [(node.hostname, view.name) for node in case.nodes for view in missing_ports(node)]
+    down = [(node.hostname, view.name) for node in case.nodes for view in _missing_ports(node)]
     if down:
         return note("hca.down", by_host(together(down)))
     return note("hca.no_port")
@@ -222,14 +240,14 @@ def _returning(node: NodeView, choice: PortChoice) -> list[PortView]:
     models = {view.device.model for view in choice.chosen} - {None}
     if choice.secondary:
         return []
-    return [view for view in missing_ports(node) if view.device.model in models]
+    return [view for view in _missing_ports(node) if view.device.model in models]
 
 
 def silent_ports(case: Situation) -> Note | None:
     """A port that is down costs a rail and no message: NCCL never lists it."""
     if case.backend != "nccl" or case.one_node or not case.rdma_ports:
         return None
-    down = [(node.hostname, f"{view.name} {view.port.state}") for node in case.nodes for view in missing_ports(node)]
+    down = [(node.hostname, f"{view.name} {view.port.state}") for node in case.nodes for view in _missing_ports(node)]
     if not down:
         return None
     return note("hca.silent", by_host(together(down)))

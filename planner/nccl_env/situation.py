@@ -103,7 +103,12 @@ def situation(
     evidence: Evidence | None = None,
     ranks_per_node: int | None = None,
 ) -> Situation:
-    """Join snapshots and topology by host name; several nodes are multi-node unless it is denied."""
+    """Join snapshots and topology by host name; several nodes are multi-node unless it is denied.
+
+    `multi_node` None with one snapshot means that the job may come to span nodes: the network is then advised on too.
+    `ranks_per_node` None: one per GPU, or two without any. `evidence` of an earlier run supplies the NCCL version and
+    tells where NCCL fell back to TCP.
+    """
     nodes = tuple(_nodes(snapshots, cluster))
     if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
         multi_node = True

@@ -254,9 +254,10 @@ def _is_outside_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:
 # GPUs of the bus ------------------------------------------------------------------------------------------------------
 
 
-def check_bus(bus: GpuBus | None, listed: set[str], count: int) -> Iterator[Finding]:
+def check_bus(bus: GpuBus | None, listed: set[str], count: int, granted: int | None = None) -> Iterator[Finding]:
     """GPUs of the bus under NVIDIA's driver that NVML does not list; `listed` are its addresses, `count` its number.
 
+    `granted`: GPUs that Slurm gave the job; None outside a job.
     Where NVML gives fewer addresses than GPUs (a lost one, a virtual machine that hides them) only the number counts.
     """
     if bus is None:
@@ -266,7 +267,7 @@ def check_bus(bus: GpuBus | None, listed: set[str], count: int) -> Iterator[Find
     unplaced = max(0, count - len(listed))
     if not absent or len(absent) <= unplaced:
         return
-    assigned = {gpu: _is_assigned(gpu, bus, count) for gpu in absent}
+    assigned = {gpu: _is_assigned(gpu, bus, count, granted) for gpu in absent}
     missing = [gpu for gpu in absent if assigned[gpu]]
     if len(missing) > unplaced:
         yield _missing(missing, bound, count, unplaced)
@@ -274,13 +275,15 @@ def check_bus(bus: GpuBus | None, listed: set[str], count: int) -> Iterator[Find
         yield _not_assigned(others, bound, count, bus, doubtful=None in (assigned[gpu] for gpu in others))
 
 
-def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int) -> bool | None:
+def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int, granted: int | None) -> bool | None:
     """Whether the GPU is assigned to this process; None if that is unknown.
 
     A GPU that a container or a device cgroup hides from this process is not assigned to it.
     """
     if gpu.node_exists:
         return bool(gpu.node_usable)  # a device cgroup (Slurm, a container engine) refuses the node
+    if granted is not None and granted <= count:
+        return False
     if bus.container is None and bus.requested is None and not bus.all_requested:
         return True  # without a container all GPUs of the host are
     if bus.requested is not None:

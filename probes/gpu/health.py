@@ -15,7 +15,7 @@ from typing import Literal
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
-from hardware.gpus import clock_share, on_grace
+from hardware.gpus import clock_share, gpu_named
 from probes import api
 from probes.gpu.facts import Gpu, GpuFacts
 
@@ -332,7 +332,7 @@ def unjudged(facts: GpuFacts) -> dict[str, str]:
 RULES: tuple[Rule, ...] = (
     _pcie,
     _nvlink_errors,
-    _when("gpu.c2c.off", lambda gpu: gpu.c2c_enabled is False and on_grace(gpu.name)),
+    _when("gpu.c2c.off", lambda gpu: gpu.c2c_enabled is False and bool((row := gpu_named(gpu.name)) and row.grace)),
     _fabric,
     _when("gpu.fabric.degraded", lambda gpu: gpu.fabric_degraded),
     _mig,

@@ -27,7 +27,8 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
     if facts.driver_error:
         yield _driver(facts, facts.driver_error)
         return
-    yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus))
+    granted = facts.granted[1] if facts.granted else None
+    yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus), granted)
     yield from _fallen(facts)
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     for gpu in facts.gpus:

@@ -1,13 +1,11 @@
-"""What is known of network interfaces, what each is for as a training pod sees it, and which one NCCL takes by itself.
+"""What is known of network interfaces, and which one NCCL takes by itself.
 
-Specification: rtnetlink(7); the Multus annotation k8s.v1.cni.cncf.io/network-status; NCCL user guide,
-NCCL_SOCKET_IFNAME; NCCL src/misc/socket.cc (order of the search, running interfaces only); getifaddrs(3) lists IPv4
-addresses before IPv6 ones, in the order of the interfaces' indices.
+Specification: rtnetlink(7); NCCL user guide, NCCL_SOCKET_IFNAME; NCCL src/misc/socket.cc (order of the search, running
+interfaces only); getifaddrs(3) lists IPv4 addresses before IPv6 ones, in the order of the interfaces' indices.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -58,60 +56,10 @@ class InterfacesFacts:
 SOURCE = Source(name="interfaces", facts=InterfacesFacts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One attached network."""
-
-    network: str
-    interface: str
-    default: bool = False
-    mtu_bytes: int | None = None
-    bus_id: str | None = None
-    rdma_device: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkStatus:
-    """The annotation, and the file it was found in."""
-
-    source: str
-    by_interface: dict[str, Entry] = field(default_factory=dict)
-    error: str | None = None
-
-
-# Kinds that stand for another interface's wire, and kinds that end in software.
+# Kinds that stand for another interface's wire.
 ON_A_WIRE = {"macvlan", "ipvlan", "vlan", "bond", "ipoib", "team", "macvtap"}
-POD_KINDS = {"veth", "netkit", "ipvlan", "macvlan"}
-
-_DOCKER = re.compile(r"docker\d*$|docker_gwbridge$|br-[0-9a-f]{12}$|virbr\d|podman\d|lxcbr\d|lxdbr\d|cni-podman")
-_MULTUS_DEFAULT_NAME = re.compile(r"net\d+$")  # Multus names interfaces net1, net2, ... where nothing else is asked
 
 _LAST = ("docker", "lo", "virbr")  # NCCL takes these last, in this order; virbr since 2.28
-
-
-def role_of(interface: Interface, entry: Entry | None, *, default: str | None, in_pod: bool) -> str:
-    """ "loopback", "pod-default", "secondary", "host", "docker", "bridge" or "virtual"."""
-    if interface.name == "lo":
-        return "loopback"
-    if entry is not None:
-        return "pod-default" if entry.default else "secondary"
-    if _DOCKER.match(interface.name):
-        return "docker"
-    if interface.kind in ("bridge", "openvswitch"):
-        return "bridge"
-    # In a host's own namespace the default route goes out of a card or a bond; through a veth it leaves a container.
-    if interface.name == default and interface.kind in POD_KINDS:
-        return "pod-default"
-    in_container = in_pod or interface.parent_elsewhere
-    if in_container and (_MULTUS_DEFAULT_NAME.match(interface.name) or interface.kind in ("macvlan", "ipvlan")):
-        return "secondary"
-    if in_pod and interface.is_vf and interface.name != default:
-        return "secondary"
-    if in_pod and interface.name == "eth0" and interface.kind in POD_KINDS:
-        return "pod-default"
-    if interface.bus_id or interface.driver or interface.kind in ON_A_WIRE:
-        return "host"
-    return "virtual" if interface.kind else "unknown"
 
 
 def usable_by_nccl(interface: Interface) -> bool:

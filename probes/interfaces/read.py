@@ -1,4 +1,5 @@
-"""Reads links, addresses and routes through rtnetlink, and from /sys/class/net what it does not contain.
+"""Reads links, addresses and routes through rtnetlink, and from /sys/class/net what it does not contain, and says what
+each interface is for as a training pod sees it.
 
 Beside them two files that others left: the Multus annotation of the pod, written by the downward API (a fieldRef
 environment variable is fixed before the networks are attached, so a volume is the dependable way), and the switch port
@@ -13,9 +14,10 @@ little-endian, and the Ethernet frame).
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.tables import read_table
@@ -23,7 +25,7 @@ from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
 from probes.hostinfo.read import container, of_agent
-from probes.interfaces.facts import Entry, Interface, InterfacesFacts, NetworkStatus, nccl_choice, role_of
+from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice
 from probes.pci.facts import DEVICES
 from probes.rdma.facts import ipv4_of
 from probes.rdma.read import read_gids
@@ -32,6 +34,31 @@ NAMES = read_table(__file__, "names.toml")
 NET = "/sys/class/net"
 LINKS_MAX = 4096
 IFF_UP, IFF_RUNNING = 0x1, 0x40
+POD_KINDS = {"veth", "netkit", "ipvlan", "macvlan"}
+
+_DOCKER = re.compile(r"docker\d*$|docker_gwbridge$|br-[0-9a-f]{12}$|virbr\d|podman\d|lxcbr\d|lxdbr\d|cni-podman")
+_MULTUS_DEFAULT_NAME = re.compile(r"net\d+$")  # Multus names interfaces net1, net2, ... where nothing else is asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One attached network."""
+
+    network: str
+    interface: str
+    default: bool = False
+    mtu_bytes: int | None = None
+    bus_id: str | None = None
+    rdma_device: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkStatus:
+    """The annotation, and the file it was found in."""
+
+    source: str
+    by_interface: dict[str, Entry] = field(default_factory=dict)
+    error: str | None = None
 
 
 def read(host: Host) -> InterfacesFacts:
@@ -83,6 +110,31 @@ def read(host: Host) -> InterfacesFacts:
         network_status_source=status.source if status else None,
         network_status_error=status.error if status else None,
     )
+
+
+def role_of(interface: Interface, entry: Entry | None, *, default: str | None, in_pod: bool) -> str:
+    """ "loopback", "pod-default", "secondary", "host", "docker", "bridge" or "virtual"."""
+    if interface.name == "lo":
+        return "loopback"
+    if entry is not None:
+        return "pod-default" if entry.default else "secondary"
+    if _DOCKER.match(interface.name):
+        return "docker"
+    if interface.kind in ("bridge", "openvswitch"):
+        return "bridge"
+    # In a host's own namespace the default route goes out of a card or a bond; through a veth it leaves a container.
+    if interface.name == default and interface.kind in POD_KINDS:
+        return "pod-default"
+    in_container = in_pod or interface.parent_elsewhere
+    if in_container and (_MULTUS_DEFAULT_NAME.match(interface.name) or interface.kind in ("macvlan", "ipvlan")):
+        return "secondary"
+    if in_pod and interface.is_vf and interface.name != default:
+        return "secondary"
+    if in_pod and interface.name == "eth0" and interface.kind in POD_KINDS:
+        return "pod-default"
+    if interface.bus_id or interface.driver or interface.kind in ON_A_WIRE:
+        return "host"
+    return "virtual" if interface.kind else "unknown"
 
 
 def _is_for_userspace(host: Host, entry: Entry) -> bool:

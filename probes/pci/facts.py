@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hardware.gpus import NVIDIA
-from hardware.nics import MELLANOX, is_efa, is_virtual
 from probes.api import Source
 
 
@@ -88,9 +87,7 @@ def is_network(class_code: int) -> bool:
 
 AMD = 0x1002
 CRAY = 0x17DB
-INFINIBAND_CLASS = 0x0207
 _VGA = 0x0300
-_DISPLAY, _ACCELERATOR = 0x0380, 0x1200  # display controller without VGA; processing accelerator
 _STUBS = {"pci-stub", "pciback", "xen-pciback"}
 
 
@@ -99,65 +96,10 @@ def is_passed_through(driver: str | None) -> bool:
     return driver is not None and ("vfio" in driver or driver in _STUBS)
 
 
-def gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """NVIDIA GPUs of this host: none that a virtual machine holds, and no virtual function of one."""
-    return tuple(d for d in _nvidia(facts) if not is_passed_through(d.driver) and d.physical_function is None)
-
-
-def passed_through(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """NVIDIA GPUs that a virtual machine holds, or may hold: nothing of them can be read here."""
-    return tuple(d for d in _nvidia(facts) if is_passed_through(d.driver) and d.physical_function is None)
-
-
-def bare_metal_gpus(facts: PciFacts) -> int | None:
-    """NVIDIA GPUs that the bus shows, those that a virtual machine holds included; None in a container or a guest.
-
-    There the bus may show fewer than the board has, and nothing is wrong with it.
-    """
-    if facts.hypervisor is not None or facts.container is not None:
-        return None
-    return len(gpus(facts)) + len(passed_through(facts))
-
-
-def _nvidia(facts: PciFacts) -> list[PciDevice]:
+def nvidia_gpus(facts: PciFacts) -> list[PciDevice]:
+    """NVIDIA GPUs of the bus, those that a virtual machine holds and virtual functions included."""
     # A display adapter of a management controller is class 03 00 too: only NVIDIA's count as GPUs here.
     return [d for d in facts.devices if is_gpu(d.class_code) and d.vendor_id == NVIDIA]
-
-
-def foreign_accelerators(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """Accelerators of other vendors: processing accelerators, and AMD's display controllers without VGA (Instinct).
-
-    A VGA controller of another vendor is a screen (a management controller, the CPU's own graphics) and is left out.
-    """
-    return tuple(
-        d
-        for d in facts.devices
-        if d.vendor_id != NVIDIA
-        and d.physical_function is None
-        and not is_passed_through(d.driver)
-        and (d.class_code >> 8 == _ACCELERATOR or (d.class_code >> 8 == _DISPLAY and d.vendor_id == AMD))
-    )
-
-
-def hcas(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """Network functions made for RDMA, or that do it: InfiniBand, EFA, ConnectX and BlueField, whatever has a device.
-
-    A virtual function that does no RDMA here may be Ethernet only or another pod's, and is left out.
-    """
-    return tuple(
-        d
-        for d in facts.devices
-        if is_network(d.class_code) and not is_passed_through(d.driver) and (bool(d.rdma) or _made_for_rdma(d))
-    )
-
-
-def _made_for_rdma(device: PciDevice) -> bool:
-    if device.physical_function is not None:
-        return False
-    if device.class_code >> 8 == INFINIBAND_CLASS or is_efa(device.vendor_id, device.device_id):
-        return True
-    # a virtual function seen in a guest has no link to its physical one, and may be Ethernet only
-    return device.vendor_id == MELLANOX and not is_virtual(device.vendor_id, device.device_id)
 
 
 def amd_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
@@ -165,7 +107,7 @@ def amd_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
 
     A VGA controller (03 00) counts only where no NVIDIA GPU is there: beside one it is the CPU's own display.
     """
-    nvidia = bool(_nvidia(facts))
+    nvidia = bool(nvidia_gpus(facts))
     return tuple(
         device
         for device in facts.devices

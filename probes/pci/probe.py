@@ -13,28 +13,85 @@ from typing import Any
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import NVIDIA
-from hardware.nics import is_efa
+from hardware.nics import MELLANOX, is_efa, is_virtual
 from probes.api import Sample, finding, known_samples, probe_of
 from probes.pci.facts import (
+    AMD,
     DEVICES,
-    INFINIBAND_CLASS,
     SOURCE,
     PciDevice,
     PciFacts,
     amd_gpus,
     ancestors,
-    gpus,
-    hcas,
     is_bridge,
     is_gpu,
     is_network,
     is_passed_through,
+    nvidia_gpus,
 )
 
 EVIDENCE_MAX = 16
+INFINIBAND_CLASS = 0x0207
+_DISPLAY, _ACCELERATOR = 0x0380, 0x1200  # display controller without VGA; processing accelerator
 DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
 
 TEXTS = read_table(__file__, "findings.toml")
+
+
+def gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """NVIDIA GPUs of this host: none that a virtual machine holds, and no virtual function of one."""
+    return tuple(d for d in nvidia_gpus(facts) if not is_passed_through(d.driver) and d.physical_function is None)
+
+
+def passed_through(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """NVIDIA GPUs that a virtual machine holds, or may hold: nothing of them can be read here."""
+    return tuple(d for d in nvidia_gpus(facts) if is_passed_through(d.driver) and d.physical_function is None)
+
+
+def bare_metal_gpus(facts: PciFacts) -> int | None:
+    """NVIDIA GPUs that the bus shows, those that a virtual machine holds included; None in a container or a guest.
+
+    There the bus may show fewer than the board has, and nothing is wrong with it.
+    """
+    if facts.hypervisor is not None or facts.container is not None:
+        return None
+    return len(gpus(facts)) + len(passed_through(facts))
+
+
+def foreign_accelerators(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """Accelerators of other vendors: processing accelerators, and AMD's display controllers without VGA (Instinct).
+
+    A VGA controller of another vendor is a screen (a management controller, the CPU's own graphics) and is left out.
+    """
+    return tuple(
+        d
+        for d in facts.devices
+        if d.vendor_id != NVIDIA
+        and d.physical_function is None
+        and not is_passed_through(d.driver)
+        and (d.class_code >> 8 == _ACCELERATOR or (d.class_code >> 8 == _DISPLAY and d.vendor_id == AMD))
+    )
+
+
+def hcas(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """Network functions made for RDMA, or that do it: InfiniBand, EFA, ConnectX and BlueField, whatever has a device.
+
+    A virtual function that does no RDMA here may be Ethernet only or another pod's, and is left out.
+    """
+    return tuple(
+        d
+        for d in facts.devices
+        if is_network(d.class_code) and not is_passed_through(d.driver) and (bool(d.rdma) or _made_for_rdma(d))
+    )
+
+
+def _made_for_rdma(device: PciDevice) -> bool:
+    if device.physical_function is not None:
+        return False
+    if device.class_code >> 8 == INFINIBAND_CLASS or is_efa(device.vendor_id, device.device_id):
+        return True
+    # a virtual function seen in a guest has no link to its physical one, and may be Ethernet only
+    return device.vendor_id == MELLANOX and not is_virtual(device.vendor_id, device.device_id)
 
 
 def check(facts: PciFacts) -> Iterator[Finding]:

@@ -1,7 +1,6 @@
-"""What is known of RDMA devices and ports, and which GID of a RoCE port carries RoCE v2 and would be NCCL's.
+"""What is known of RDMA devices and ports.
 
-Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; InfiniBand Architecture, Annex A17 (RoCEv2); NCCL
-src/transport/net_ib (choice of the GID index since 2.21).
+Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; InfiniBand Architecture, Annex A17 (RoCEv2).
 """
 
 from __future__ import annotations
@@ -111,22 +110,3 @@ def ipv4_of(gid: Gid) -> str | None:
 def is_link_local(gid: Gid) -> bool:
     """Whether no other subnet is reached by it, and NCCL does not choose it: fe80::/10."""
     return gid.gid.lower().startswith("fe80")
-
-
-def nccl_gid_index(port: RdmaPort) -> int | None:
-    """The index NCCL 2.21 and newer takes with nothing set: IPv4 before IPv6, then RoCE v2 before v1, else entry 0.
-
-    None for InfiniBand, where the index has no such meaning, and where the table is unknown.
-    """
-    if port.link_layer != "Ethernet" or not port.gids_known or not port.gids:
-        return None
-    ipv4 = [gid for gid in port.gids if ipv4_of(gid)]
-    best = [gid for gid in ipv4 if gid.type == ROCE_V2] or ipv4
-    return best[0].index if best else 0
-
-
-def rocev2_gid_index(port: RdmaPort) -> int | None:
-    """The first RoCE v2 entry that can be routed: with IPv4, else a global IPv6, else link-local."""
-    routed = [gid for gid in port.gids if gid.type == ROCE_V2]
-    routed.sort(key=lambda gid: (ipv4_of(gid) is None, is_link_local(gid), gid.index))
-    return routed[0].index if routed else None

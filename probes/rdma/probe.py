@@ -5,7 +5,8 @@ Ports are compared with those of their own role: the rails of the GPUs, or what 
 
 Sources: InfiniBand Architecture (port states, link widths); NCCL user guide, Troubleshooting ("RoCE", "InfiniBand"),
 NCCL_IB_GID_INDEX and NCCL_IB_ADDR_FAMILY; NCCL src/transport/net_ib (only ACTIVE ports are listed, silently; a
-connection takes the smaller MTU of its ends); ibv_reg_mr(3); Linux include/rdma/ib_addr.h (the MTU of RoCE); NVIDIA,
+connection takes the smaller MTU of its ends; choice of the GID index since 2.21); ibv_reg_mr(3); Linux
+include/rdma/ib_addr.h (the MTU of RoCE); NVIDIA,
 "Recommended Network Configuration Examples for RoCE Deployment": a lossless fabric has PFC on one priority (3 by
 custom), a lossy one lives by ECN and selective repeat, which is a choice and no fault.
 """
@@ -31,8 +32,6 @@ from probes.rdma.facts import (
     RdmaPort,
     ipv4_of,
     is_link_local,
-    nccl_gid_index,
-    rocev2_gid_index,
 )
 
 TEXTS = read_table(__file__, "findings.toml")
@@ -43,6 +42,25 @@ ROCE_FULL_MTU_BYTES = 4096
 ROCE_WIRE_BYTES = 8 + 14 + 20 + 8 + 12 + 4 + 4 + 12  # IEEE 802.3; InfiniBand Architecture, annex A17 (RoCE v2)
 
 Ports = list[tuple[RdmaDevice, RdmaPort]]
+
+
+def nccl_gid_index(port: RdmaPort) -> int | None:
+    """The index NCCL 2.21 and newer takes with nothing set: IPv4 before IPv6, then RoCE v2 before v1, else entry 0.
+
+    None for InfiniBand, where the index has no such meaning, and where the table is unknown.
+    """
+    if port.link_layer != "Ethernet" or not port.gids_known or not port.gids:
+        return None
+    ipv4 = [gid for gid in port.gids if ipv4_of(gid)]
+    best = [gid for gid in ipv4 if gid.type == ROCE_V2] or ipv4
+    return best[0].index if best else 0
+
+
+def rocev2_gid_index(port: RdmaPort) -> int | None:
+    """The first RoCE v2 entry that can be routed: with IPv4, else a global IPv6, else link-local."""
+    routed = [gid for gid in port.gids if gid.type == ROCE_V2]
+    routed.sort(key=lambda gid: (ipv4_of(gid) is None, is_link_local(gid), gid.index))
+    return routed[0].index if routed else None
 
 
 def check(facts: RdmaFacts) -> Iterator[Finding]:

@@ -180,3 +180,7 @@ def test_runs_prints_its_bars_or_why_there_are_none(tmp_path: Path) -> None:
     assert "a comparison needs two" in " ".join(done.stdout.split())
     done = topoflight("preflight", "--host", SOUND, "--runs", tmp_path)
     assert done.exit_code == 2 and "no record of a run" in done.stderr
+    (tmp_path / "run.json").write_text((measured / "net1.json").read_text())
+    (tmp_path / "plan.json").write_text("{}")  # a job leaves its plan beside its record
+    done = topoflight("preflight", "--host", SOUND, "--runs", measured, "--runs", tmp_path)
+    assert "TCP over net1 (gloo)" in done.stdout and "is in no comparison" not in " ".join(done.stdout.split())

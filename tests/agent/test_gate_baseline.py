@@ -24,7 +24,7 @@ from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord
 from agent.cluster.publish import to_resource
 from contracts.finding import Finding, Status
-from probes.wire import dumps
+from probes.scanner import dumps
 
 rows = rows_of(__file__)
 

@@ -59,7 +59,7 @@ def test_every_machine_fits_80_columns(name: str) -> None:
     topology.node(out, seen.topologies[0], brief=True)
     findings_view.findings(out, seen.checks)
     advice_view.recommendation(out, advise.for_view(seen, Request.of(model="Llama-3.1-8B")))
-    findings_view.verdict(out, seen.verdict, 1.0)
+    hosts.last_line(out, seen.verdict, 1.0)
     text = text_of(out)
     assert max(len(line) for line in text.splitlines() if not line.startswith("  topoflight ")) <= 80
     assert "\x1b" not in text
@@ -81,7 +81,7 @@ def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
     """The verdict of a healthy machine says which checks were not measured."""
     seen, out = view(), console()
     findings_view.findings(out, seen.checks)
-    findings_view.verdict(out, seen.verdict, 1.0)
+    hosts.last_line(out, seen.verdict, 1.0)
     text = " ".join(text_of(out).split())
     unknown = {check.code for check in seen.checks if check.status == "unknown"}
     assert unknown and all(code in text for code in unknown)

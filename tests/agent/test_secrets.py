@@ -35,7 +35,7 @@ from agent.jobs.bundle import pack_bundle
 from contracts import run_record
 from contracts.redaction import redact, without_secrets
 from probes.host.recording import RecordedHost, RecordingHost
-from probes.wire import archive, dumps
+from probes.scanner import archive, dumps
 
 # Built from parts, so that no scanner of this repository takes them for real ones.
 MIXED = "aB3" + "dE5fG7hJ9k" * 4

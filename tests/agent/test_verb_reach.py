@@ -23,7 +23,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
     "topo": (9_000, None),
-    "lint-env": (9_000, 9_650),
+    "lint-env": (9_000, None),
     "scan": (16_000, None),
     "recommend": (22_000, None),
     "preflight": (28_000, None),

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from rigs.command import python
 from rigs.tables import each_row
 
-from hardware.gpus import gpu_named, gpus, links, model_of, nvlink, on_grace, refuses_peers, soldered, without_gdr
+from hardware.gpus import gpu_named, gpus, links, model_of, nvlink, refuses_peers, soldered, without_gdr
 from hardware.machines import machines as rows
 from hardware.nics import fastest, is_efa, is_virtual, models, nics
 from planner.forecast import machines
@@ -74,7 +74,11 @@ def test_nccl_plans_below_the_wire() -> None:
 
 @each_row(("name", "built_with_nvlink", "no_peers", "grace"), NAMES["names"])
 def test_what_a_drivers_name_says(name: str, built_with_nvlink: bool, no_peers: bool, grace: bool) -> None:
-    assert (soldered(name), refuses_peers(name), on_grace(name)) == (built_with_nvlink, no_peers, grace)
+    assert (soldered(name), refuses_peers(name), bool(gpu_named(name) and gpu_named(name).grace)) == (
+        built_with_nvlink,
+        no_peers,
+        grace,
+    )
 
 
 def test_gpus_without_gpudirect_rdma() -> None:

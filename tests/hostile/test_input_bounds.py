@@ -39,7 +39,8 @@ from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
-from planner.lint.sources import EnvironmentTextError, read_text
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import read_text
 from planner.slurm import ScriptError, wrap_script
 from probes.host.recording import load, load_all
 from probes.interfaces.read import parse_network_status
@@ -83,10 +84,10 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
         b"}" + b")" + b"\x85" * 900_000 + b"Ns.", b"}]Ns.", b"]q\x00}h\x00Ns.", b"0.", b"\x8d" + b"\xff" * 8,
     )),
     ("host list", text(expand_host_list), HostListError, (b"n[1-999999999]", b"n[1-9999]" * 9, b"n[" * 100_000)),
-    ("topology.conf", text(lambda raw: compare_topology(raw, ())), SlurmConfError, (
+    ("topology.conf", text(lambda raw: compare_topology(lambda _: raw, ())), SlurmConfError, (
         b"SwitchName=s Nodes=n[1-999999999]", b"x" * MIB, b"SwitchName=s Nodes=" + b"n[1-9]" * 40,
     )),
-    ("gres.conf", text(lambda raw: compare_gres(raw, ())), SlurmConfError, (
+    ("gres.conf", text(lambda raw: compare_gres(lambda _: raw, ())), SlurmConfError, (
         b"Name=gpu File=/dev/nvidia[0-999999999]", b"Name=gpu Count=" + b"9" * MIB,
     )),
     ("batch script", text(lambda raw: wrap_script(raw, (), python="python", has_log=True)), ScriptError, (

@@ -23,7 +23,7 @@ from scanned import scan
 
 from probes.host.protocol import Host, Json
 from probes.host.recording import RecordingHost
-from probes.wire import archive, dumps
+from probes.scanner import archive, dumps
 
 FOLDER = Path(__file__).parent
 Row = dict[str, Any]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from planner.nccl_env import environment
+from planner.nccl_env.situation import situation
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.hostinfo.probe import HostinfoFacts
@@ -15,6 +17,11 @@ from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import ClusterTopology, NearestNic, NodeTopology
 
 GBIT = 1e9 / 8
+
+
+def settings(*given: Any, **more: Any) -> environment.EnvAdvice:
+    """What is advised in a situation."""
+    return environment.settings(situation(*given, **more))
 
 
 def interface(name: str, role: str, address: str = "10.0.0.1/24", **more: Any) -> Interface:

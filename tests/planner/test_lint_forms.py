@@ -13,8 +13,8 @@ import yaml
 from rigs.tables import each_row
 
 from planner.lint.environment import lint
-from planner.lint.script import NamedEnvironment
-from planner.lint.sources import EnvironmentTextError, Reading, guess_kind, read_text, why_nothing
+from planner.lint.script import EnvironmentTextError, NamedEnvironment
+from planner.lint.sources import Reading, guess_kind, read_text, why_nothing
 
 
 def reading(text: str, name: str = "") -> Reading:

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from nccl_env_hosts import host
 from rigs.tables import each_row
 
+from agent.checks.host_checks import environment_checks
 from planner.lint.environment import lint
-from planner.lint.machine import recorded_environments
-from planner.lint.script import NamedEnvironment
+from planner.lint.script import EnvironmentTextError, NamedEnvironment
 from planner.lint.sources import (
     KINDS,
-    EnvironmentTextError,
     guess_kind,
     read_text,
 )
+from topology.build import build
 
 JOB, TRAINJOB, MPIJOB = Path(__file__).with_name("lint_jobs.yaml").read_text(encoding="utf-8").split("---\n")[1:]
 
@@ -85,11 +85,16 @@ def test_where_an_environment_stands() -> None:
 
 def test_what_a_scan_saw() -> None:
     """The process and nccl.conf of a recorded host, where it had any."""
-    machine = host("a", nccl_environment={"NCCL_NET": "IB"}, nccl_conf={"NCCL_IB_HBA": "mlx5_1"})
-    found = recorded_environments(machine)
-    assert [each.source for each in found] == ["a process", "a nccl.conf"]
-    assert [f.code for each in found for f in lint(each.environment)] == ["env.name.unknown"]
-    assert recorded_environments(host("b")) == ()
+    for more, wrong in (
+        (
+            {"nccl_environment": {"NCCL_ALGO": "Ringg"}, "nccl_conf": {"NCCL_IB_HBA": "mlx5_1"}},
+            ["NCCL_ALGO", "NCCL_IB_HBA"],
+        ),
+        ({"nccl_environment": {}}, []),
+    ):
+        machine = host("a", **more)
+        found = environment_checks(machine, build(machine))
+        assert sorted(each.subject for each in found if each.status == "warn") == wrong
 
 
 @each_row(

@@ -12,14 +12,18 @@ from planner.lint.values import texts, values
 from planner.nccl_env.names import names, plugin_of, torch_names
 from planner.nccl_env.texts import texts as advice_texts
 
-OTHERS = {"CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE"}
+OTHERS = {
+    "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME",
+}  # fmt: skip
 
 
 def test_every_name_is_one_that_something_reads() -> None:
     table, more = values(), settings()
     used = {
-        *(name for part in ("text", "range", "choice", "zero") for name in table[part]),
-        *(name for members in table["names"].values() for name in members),
+        *(name for part in ("text", "range", "choice", "zero", "kind") for name in table[part]),
+        *(name for members in table["names"].values() for name in members), *table["level"]["names"],
+        *(name for name in (*table["quoted"], *table["words"]) if name.isupper()),
         *(name for part in ("plugin_values", "effect", "efa_needless", "torch", "needs") for name in more[part]),
         *(row["other"] for row in more["needs"].values()), *(row["cause"] for row in more["shadows"]),
         *(name for row in more["shadows"] for name in row["names"]),

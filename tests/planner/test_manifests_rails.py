@@ -10,14 +10,13 @@ from typing import Any
 
 import build
 import pytest
-from nccl_env_hosts import cluster, host, interface, port
+from nccl_env_hosts import cluster, host, interface, port, settings
 from rigs.pods import Document, launched, templates
 from rigs.tables import each_row, rows_of
 
 from planner.advice import Recommendation
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError
-from planner.nccl_env.environment import settings
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface
 from probes.rdma.facts import RdmaDevice

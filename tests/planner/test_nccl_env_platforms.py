@@ -14,6 +14,7 @@ from typing import Any
 
 import platform_machines as built
 import yaml
+from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
 from rigs.tables import each_row
 
@@ -22,7 +23,7 @@ from agent.advice.request import Request, cluster_of
 from agent.checks.host_checks import checks_of_snapshot, covered
 from agent.checks.verdict import judge
 from planner.forecast import machines
-from planner.nccl_env.environment import EnvAdvice, settings
+from planner.nccl_env.environment import EnvAdvice
 from planner.nccl_env.names import Platform, names, platforms
 from planner.nccl_env.platforms import recognise
 from planner.nccl_env.situation import situation

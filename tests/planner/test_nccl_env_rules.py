@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nccl_env_hosts import GBIT, cluster, host, interface, pci, port, v2_gid
+from nccl_env_hosts import GBIT, cluster, host, interface, pci, port, settings, v2_gid
 from rigs.tables import each_row
 
 from collectives.nccl_log.transport import Evidence
 from planner.forecast import machines
-from planner.nccl_env.environment import EnvAdvice, settings
+from planner.nccl_env.environment import EnvAdvice
 from planner.nccl_env.names import names
 from probes.api import Failed, Snapshot
 from probes.interfaces.facts import Interface

@@ -24,8 +24,9 @@ from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 from probes.scanner import Scanner
 from topology.build import build
+from topology.check import departures
+from topology.derive import reference_of
 from topology.graph import NodeTopology
-from topology.reference import departures, reference_of
 
 rows = rows_of(__file__)
 

@@ -94,6 +94,10 @@ SHELL: dict[str, str] = {}
         ("PropagateResourceLimitsExcept=CORE", SLURMD, "of the shell"),
         (" PropagateResourceLimits=CORE,MEMLOCK # x", SLURMD, "of the shell"),
         ("#PropagateResourceLimits=NONE", SHELL, None),
+        ("Include %c-limits.conf", SHELL, "of slurmd, by PropagateResourceLimits=NONE"),
+        ("Include limits.conf", SHELL, "of slurmd, by PropagateResourceLimits=NONE in /etc/slurm/slurm.conf"),
+        (" include /etc/slurm/limits.conf # x", SLURMD, None),
+        ("#Include limits.conf", SHELL, None),
         (None, SLURMD, None),
     ],
 )
@@ -101,7 +105,9 @@ def test_the_memlock_limit_is_the_jobs_or_is_not_judged(
     conf: str | None, environment: dict[str, str], reason: str | None
 ) -> None:
     """Slurm gives a job the limit of the shell that submits it, or slurmd's; the other one says nothing."""
-    files = {} if conf is None else {SLURM_CONF: f"ClusterName=c\n{conf}\n"}
+    more = "Include slurm.conf\nInclude none.conf\nPropagateResourceLimits=NONE\n"
+    files = {} if conf is None else {SLURM_CONF: f"ClusterName=c\n{conf}\n", "/etc/slurm/limits.conf": more}
+    files |= {"/etc/slurm/c-limits.conf": more} if files else {}
     facts = read_limits(host(files=files, environment=environment))
     raised = any(found.code == "limits.memlock.low" for found in limits.check(facts))
     why = limits.unjudged(facts).get("limits.memlock.low")

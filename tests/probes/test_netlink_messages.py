@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from probes.host import netlink
 from probes.host.live import LiveHost
 from probes.host.recording import RecordedHost, RecordingHost
-from probes.wire import archive
+from probes.scanner import archive
 
 
 def attribute(kind: int, value: bytes) -> bytes:

@@ -16,7 +16,8 @@ from contracts.finding import Finding, Status
 from probes.api import UnavailableError
 from probes.increases import rdma_increases
 from probes.rdma import probe as rdma
-from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of, nccl_gid_index, rocev2_gid_index
+from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of
+from probes.rdma.probe import nccl_gid_index, rocev2_gid_index
 from probes.rdma.read import parse_rate, roce_mtu
 from probes.rdma.read import read as read_rdma
 

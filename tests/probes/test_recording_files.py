@@ -19,8 +19,8 @@ from probes.host.live import LiveHost
 from probes.host.protocol import GpuHandle, Host, NvmlError
 from probes.host.recording import RecordedHost, RecordingHost, load
 from probes.registry import ALL
-from probes.scanner import Scanner
-from probes.wire import KIND, SCHEMA_VERSION, RecordingError, archive, dumps, outcome_to_json
+from probes.scanner import Scanner, archive, dumps
+from probes.wire import KIND, SCHEMA_VERSION, RecordingError, outcome_to_json
 
 MACHINES = Path(__file__).parent.parent / "machines"
 NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))

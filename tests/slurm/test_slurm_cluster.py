@@ -1,11 +1,13 @@
-"""Topoflight on a real slurmctld and two real slurmd: health check, prolog, epilog, launch, requeue, why."""
+"""Topoflight on a real slurmctld and real slurmd: health check, prolog, epilog, launch, requeue, search, why."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,16 +27,16 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Two nodes, with the scripts of deploy/slurm as prolog, epilog and health check."""
+    """Three nodes, with the scripts of deploy/slurm as prolog, epilog and health check."""
     folder = tmp_path_factory.mktemp("slurm")
     shutil.copytree(SCRIPTS, folder / "scripts")
     expect(folder, "")
     more = f"Prolog={folder}/scripts/prolog.sh\nEpilog={folder}/scripts/epilog.sh\n"
-    placed = [Placement(node=f"node0{n}", leaves=frozenset({f"leaf{n}"})) for n in (1, 2)]
+    placed = [Placement(node=f"node0{n}", leaves=frozenset({f"leaf{n}"})) for n in (1, 2, 3)]
     (folder / "topology.conf").write_text(topology_conf(placed))
     more += "TopologyPlugin=topology/tree\n"
     more += f"HealthCheckProgram={folder}/scripts/health-check.sh\nHealthCheckInterval=0\nHealthCheckNodeState=ANY\n"
-    with slurm_cluster(folder, more=more) as made:
+    with slurm_cluster(folder, 3, more) as made:
         yield made
 
 
@@ -67,7 +69,7 @@ def submitted(cluster: Slurm, *words: str) -> str:
 
 def test_slurm_reads_the_topology_that_is_written(cluster: Slurm) -> None:
     shown = cluster.run("scontrol", "show", "topology")
-    assert "SwitchName=top Level=1" in shown and "Nodes=node[01-02] Switches=leaf[1-2]" in shown
+    assert "SwitchName=top Level=1" in shown and "Nodes=node[01-03] Switches=leaf[1-3]" in shown
 
 
 def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluster: Slurm) -> None:
@@ -175,29 +177,90 @@ def test_a_cancelled_job_leaves_nothing(cluster: Slurm, tmp_path: Path) -> None:
     output = tmp_path / "run"
     number = submitted(cluster, "--output", str(output))
     eventually(lambda: (output / "ranks").is_dir(), "the ranks start", 300)
+    cancel(cluster, number)
+
+
+def cancel(cluster: Slurm, number: str) -> None:
+    """Cancel a job that runs: it ends, and so do all its processes."""
     cluster.run("scancel", number)
     eventually(lambda: not cluster.run("squeue", "-h"), "it is gone")
     assert cluster.job(number)["JobState"] == "CANCELLED"
     eventually(lambda: not processes_of(number), "no process is left")
 
 
+# One host is all nodes here, and one load at a time is allowed on a host: each task has locks of its own.
+ALONE = 'unshare --mount sh -c \'mount -t tmpfs none /run/lock && exec "$0" "$@"\' '
+
+
+def load(verb: str, folder: Path, *words: str) -> str:
+    """A search or a benchmark as a task of a job, in words for a shell."""
+    port = folder.joinpath("slurm.conf").read_text().partition("SlurmctldPort=")[2].split()[0]
+    where = ("--rendezvous", f"127.0.0.1:{int(port) + 7}", "--ranks", "1") if verb == "search" else ("--ranks", "2")
+    return ALONE + shlex.join([sys.executable, "-m", "agent.cli", verb, *where, *words])
+
+
+def test_a_search_under_srun_names_the_bad_node_as_slurm_does(cluster: Slurm) -> None:
+    """A node that never comes is lost. Of the two that are left the search judges none."""
+    command = load("search", cluster.folder, "--wait", "100", "--size", "2M", "-o", "slurm")
+    script = f'[ "$SLURMD_NODENAME" = node03 ] || exec {command}'
+    words = ("srun", "--nodes=3", "--ntasks-per-node=1", "bash", "-c", script)
+    environment = {**cluster.environment, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout) == (3, "node03\n"), done.stderr
+
+
+@pytest.mark.parametrize(("verb", "more", "module"), [
+    ("search", ("--nodes", "3", "--wait", "600"), "collectives.search.rank"),  # of which the third never comes
+    ("bench", ("--budget", "500"), "collectives.bench.rank"),
+])  # fmt: skip
+def test_a_cancelled_search_or_benchmark_leaves_nothing(
+    verb: str, more: tuple[str, ...], module: str, cluster: Slurm
+) -> None:
+    """Its ranks are processes of their own, which end with the job, too."""
+    task = "srun --ntasks-per-node=1 " + load(verb, cluster.folder, *more)
+    number = cluster.run(
+        "sbatch", "--parsable", "--nodes=2", "-o", "/dev/null", "-D", str(ROOT), "--wrap", task
+    ).strip()
+    eventually(lambda: any(module in line for line in processes_of(number)), f"the {verb} runs", 300)
+    cancel(cluster, number)
+
+
 def processes_of(number: str) -> list[str]:
-    """The processes that a job has started."""
+    """The command lines of the processes that a job has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"SLURM_JOB_ID={number}".encode() in path.read_bytes().split(b"\0"):
-                found.append(path.parent.name)
+                found.append(path.with_name("cmdline").read_text().replace("\0", " "))
         except OSError:
             continue
     return found
 
 
 def test_a_controller_that_does_not_answer_is_an_error(cluster: Slurm, tmp_path: Path) -> None:
-    """It is named within half a minute, and nothing was submitted."""
-    config = tmp_path / "slurm.conf"
-    text = (cluster.folder / "slurm.conf").read_text()
-    config.write_text(text.replace("SlurmctldPort=", "SlurmctldPort=1 #"))
-    silent = Slurm(folder=tmp_path, environment={**cluster.environment, "SLURM_CONF": str(config)})
-    done = topoflight(silent, "launch", "--api", "slurm", "--nodes", "2", "--output", str(tmp_path / "run"), fails=True)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("Error: sbatch: "), done.stderr
+    """Every command that asks it ends and names it, nothing is submitted, and no node is changed."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = tmp_path / "slurm.conf"
+        text = (cluster.folder / "slurm.conf").read_text()
+        config.write_text(text.replace("SlurmctldPort=", f"SlurmctldPort={silent.getsockname()[1]} #"))
+        expect(cluster.folder, "--expect gpus=8")
+        launch = ("launch", "--api", "slurm", "--nodes", "2", "--no-preflight", "--output", str(tmp_path / "run"))
+        commands = {
+            ("-m", "agent.cli", *launch): "Error: sbatch: ",
+            ("-m", "agent.cli", "why", "--job", "7"): "Error: scontrol: ",
+            (str(cluster.folder / "scripts" / "health-check.sh"),): "",
+        }  # fmt: skip
+        environment = {**cluster.environment, "SLURM_CONF": str(config), "SLURMD_NODENAME": "node02"}
+        with (cluster.folder / "scripts" / "settings").open("a") as settings:
+            settings.write(f"export SLURM_CONF={config}\n")
+        started = [
+            subprocess.Popen([sys.executable, *words] if len(words) > 1 else words, env=environment, cwd=ROOT,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for words in commands
+        ]  # fmt: skip
+        ended = [process.communicate(timeout=240)[1].splitlines()[-1:] for process in started]
+    expect(cluster.folder, "")
+    for process, said, wanted in zip(started, ended, commands.values(), strict=True):
+        assert process.returncode == bool(wanted) and "".join(said).startswith(wanted), said
+    assert "node not changed: sinfo failed or did not answer" in (cluster.folder / "log").read_text()
+    assert cluster.node("node02") == "idle|none"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
 import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import nvml_profile
 import pytest
 from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
@@ -14,13 +20,14 @@ from rigs.results import search_result
 from rigs.tables import each_row, rows_of
 
 from agent.jobs.search import slurm_hosts
-from agent.jobs.slurm import job_files
+from agent.jobs.slurm import SlurmError, job_files
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
 from planner.slurm import wrap_script
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.slurm_conf import (
     Placement,
+    Read,
     SlurmConfError,
     compare_gres,
     compare_topology,
@@ -28,6 +35,7 @@ from topology.slurm_conf import (
     topology_conf,
 )
 
+ROOT = Path(__file__).parent.parent.parent
 rows = rows_of(__file__)
 
 
@@ -66,6 +74,9 @@ def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
     assert "--require 'gpu.*'" in done.stdout and '"$restarts" -lt 5' in done.stdout and "ulimit -l" in done.stdout
     checked = subprocess.run(["bash", "-n"], input=done.stdout, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
+    over = topoflight(*LAUNCH, "--over", "ens5.7").stdout
+    assert "export NCCL_SOCKET_IFNAME=ens5.7\n" in over and "export NCCL_IB_DISABLE=1\n" in over
+    assert "export NCCL_NET=Socket\n" in over and "FI_" not in over and '"step_seconds": null' in over
     hosts = tmp_path / "hosts"
     hosts.write_bytes(b"n1\xff\n")
     for word, line in (
@@ -114,25 +125,68 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
 
 
 SPLIT = "#!/bin/bash\nif true; then\n  echo one\nfi; srun train\n"
-SHOWN = (
-    "JobId=1239 ArrayJobId=1234 ArrayTaskId=5 JobName=a\n   WorkDir={folder}\n   StdOut={folder}/a.out\n"  # scontrol
+SHOWN = (  # of scontrol
+    "JobId=1239 ArrayJobId=1234 ArrayTaskId=5 JobName=a\n   JobState=PENDING Reason=BeginTime\n"
+    "   WorkDir={folder}\n   StdOut={folder}/a.out\n"
 )
+FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
+ROW = "1234|{folder}|sbatch --parsable {folder}/run/job.sbatch"
+JOBS = [  # id, what scontrol says, what sacct says, where the command runs, logs, words on where they were found
+    (
+        "1234_5",
+        SHOWN,
+        "",
+        "",
+        ["a.out", "topoflight-1239/node01-7.log"],
+        "1234_5 (PENDING): 2 logs in {folder}, which the controller",
+    ),
+    ("1234", FORGOTTEN, ROW, "", ["run/slurm-1234.log"], "1 log in {folder}/run, which the accounting (sacct) names"),
+    ("1234", FORGOTTEN, "", "run", ["slurm-1234.log"], "in {folder}/run, the current folder"),
+    (
+        "1234",
+        FORGOTTEN,
+        "",
+        "",
+        [],
+        "job 1234: no file of it was found in {folder}; neither the controller nor the acc",
+    ),
+    ("9", FORGOTTEN, ROW, "run", [], "found in {folder}, {folder}/run; the accounting (sacct) knows the job"),
+    ("1234", "slurm_load_jobs error: Unable to contact slurm controller", ROW, "run", [], "scontrol: slurm_load_jobs"),
+]
 
 
-def test_a_statement_is_not_split_and_the_logs_of_an_array_s_task_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lines go before the whole `if`; NCCL's logs are in the folder of the task's own id."""
+def test_a_statement_is_not_split() -> None:
+    """The lines go before the whole `if`."""
     made, _ = wrap_script(SPLIT, (), python="python", has_log=True)
     assert made.startswith("#!/bin/bash\n# Added by") and made.endswith(SPLIT.partition("\n")[2])
-    scontrol, logs = tmp_path / "scontrol", (tmp_path / "a.out", tmp_path / "topoflight-1239" / "node01-7.log")
-    scontrol.write_text(f"#!/bin/sh\ncat <<'END'\n{SHOWN.format(folder=tmp_path)}END\n")
-    scontrol.chmod(0o755)
-    logs[1].parent.mkdir()
-    for log in logs:
-        log.write_text("x\n")
+
+
+@each_row(("job", "shown", "row", "here", "wanted", "where"), JOBS)
+def test_the_logs_of_a_job_are_found(
+    job: str, shown: str, row: str, here: str, wanted: list[str], where: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By the controller, by the accounting when the controller has forgotten the job, or in the current folder.
+
+    NCCL's logs of an array's task are in the folder of the task's own id.
+    """
+    folder = tmp_path / "jobs"
+    for name in ("a.out", "topoflight-1239/node01-7.log", "run/slurm-1234.log", "run/job.sbatch"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x\n")
+    for command, said in (("scontrol", shown), ("sacct", row)):
+        path = tmp_path / command
+        is_error = " error: " in said
+        path.write_text(f"#!/bin/sh\ncat <<'END'{' >&2; exit 1' * is_error}\n{said.format(folder=folder)}\nEND\n")
+        path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert job_files("1234_5") == (None, logs)
+    monkeypatch.chdir(folder / here)
+    try:
+        run, logs, text = job_files(job)
+    except SlurmError as error:
+        run, logs, text = None, (), str(error)
+    assert (run, [str(log.absolute().relative_to(Path.cwd())) for log in logs]) == (None, wanted)
+    assert where.format(folder=folder) in text, text
 
 
 def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
@@ -145,6 +199,13 @@ def rack(first: int, last: int, *leaves: str, clique: str = "", gpus: int = 8) -
     """Nodes that are wired alike."""
     numbers = range(first, last + 1)
     return [Placement(node=f"n{n:02d}", leaves=frozenset(leaves), clique=clique, gpus=gpus) for n in numbers]
+
+
+def compared(compare: Callable[[Read, list[Placement]], list[str]], text: str, placements: list[Placement],
+             **more: str) -> list[str]:  # fmt: skip
+    """How a configuration differs from the nodes; `more` are files that it includes, without ".conf"."""
+    files = {"topology.conf": text, "gres.conf": text, **{f"{name}.conf": text for name, text in more.items()}}
+    return compare(files.__getitem__, placements)
 
 
 RAILS = [*rack(1, 3, "leaf1", "leaf2"), *rack(4, 4, "leaf2"), *rack(5, 6, "leaf3", "leaf4"), *rack(7, 7)]
@@ -170,25 +231,47 @@ def test_topology_conf_is_written_and_compared() -> None:
     assert [line.partition(" #")[0] for line in blocks.splitlines() if not line.startswith("#")] == [
         "BlockName=block1 Nodes=n[01-02]", "BlockName=block2 Nodes=n[03-04]", "BlockSizes=2",
     ]  # fmt: skip
-    assert compare_topology(blocks, NVL) == [] and compare_topology(tree, RAILS[:-1]) == []
+    assert compared(compare_topology, blocks, NVL) == [] and compared(compare_topology, tree, RAILS[:-1]) == []
     for text, of_rails, of_domains in TOPOLOGIES:
         for placements, words in ((RAILS, of_rails), (NVL, of_domains)):
-            found = " ".join(compare_topology(text, placements))
+            found = " ".join(compared(compare_topology, text, placements))
             assert all(word in found for word in words) and bool(found) == bool(words), (text, found)
     with pytest.raises(SlurmConfError, match=r"topology.conf, line 2: 'Nodes n1' must consist"):
-        compare_topology("# x\nNodes n1", RAILS)
+        compared(compare_topology, "# x\nNodes n1", RAILS)
     with pytest.raises(SlurmConfError, match=r"topology.conf, line 4: 'Nodes n1' must consist"):
-        compare_topology("SwitchName=a \\\n Level=0 \\\n Nodes=n01\nNodes n1", RAILS)
+        compared(compare_topology, "SwitchName=a \\\n Level=0 \\\n Nodes=n01\nNodes n1", RAILS)
     with pytest.raises(SlurmConfError, match=r"topology.conf, line 1: 'n\[' is no host name"):
-        compare_topology("SwitchName=a Nodes=n[", RAILS)
+        compared(compare_topology, "SwitchName=a Nodes=n[", RAILS)
 
 
 def test_gres_conf_is_compared_with_the_gpus_that_were_found() -> None:
     for text, differences in rows("gres")().items():
-        assert len(compare_gres(text, RAILS)) == differences, text
-    assert compare_gres("NodeName=n01 Name=gpu Count=7", RAILS) == [
+        assert len(compared(compare_gres, text, RAILS)) == differences, text
+    assert compared(compare_gres, "NodeName=n01 Name=gpu Count=7", RAILS) == [
         "gres.conf, line 1: 7 GPUs on n01, and 8 were found"
     ]
+
+
+def test_included_files_are_read(tmp_path: Path) -> None:
+    """A file that is included stands at its place, and its own name is said; one that includes itself is refused."""
+    files = {"slurm": "ClusterName=ro\n"}
+    for text in ("Include rows.conf", "# x\n  include\trows.conf # y", "Include %cws.conf"):
+        assert compared(compare_gres, text, RAILS, rows="\nNodeName=n01 Name=gpu Count=7", **files) == [
+            "rows.conf, line 2: 7 GPUs on n01, and 8 were found"
+        ]
+    with pytest.raises(SlurmConfError, match=r"rows.conf, line 1: 'gres.conf': a file is read once"):
+        compared(compare_gres, "Include rows.conf", RAILS, rows="Include gres.conf")
+    chain = {f"f{number}": f"Include f{number + 1}.conf" for number in range(70)}
+    with pytest.raises(SlurmConfError, match=r"f62.conf, line 1: 'f63.conf': .* at most 64 files"):
+        compared(compare_gres, "Include f0.conf", RAILS, **chain)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "rows").write_text("Name=gpu Count=7\n")
+    inside = tmp_path / "sub" / "rows"
+    for name, code, said in (("sub/rows", 3, "sub/rows, line 1: 7 GPUs on"), (inside, 3, "7 GPUs on"),
+                             ("none", 2, "none: No such file"), ("sub", 2, "sub: Is a directory")):  # fmt: skip
+        (tmp_path / "gres.conf").write_text(f"Include {name}\n")
+        done = topoflight("topo", "--host", path_of(), "--slurm-conf", tmp_path)
+        assert done.exit_code == code and said in done.output, done.output
 
 
 def test_a_node_is_placed_by_the_switches_of_its_rdma_ports(tmp_path: Path) -> None:
@@ -208,3 +291,85 @@ def test_a_node_is_placed_by_the_switches_of_its_rdma_ports(tmp_path: Path) -> N
     assert differs.exit_code == 3 and "7 GPUs on" in differs.stdout
     (tmp_path / "gres.conf").write_bytes("# für alle\nName=gpu Count=8\n".encode("latin-1"))
     assert topoflight("topo", "--host", path_of(), "--slurm-conf", tmp_path).exit_code == 0
+
+
+HUNG = [  # script, what `topoflight` does, what sinfo does, words of the log
+    ("prolog.sh", "echo 'n1: gpu.x: bad'; exit 3", "", "prolog: job 7 is not started: n1: gpu.x: bad"),
+    ("prolog.sh", "exec sleep 600", "", "prolog: node not checked (exit code 124)"),
+    (
+        "health-check.sh",
+        "trap '' TERM; while :; do sleep 600; done",
+        "",
+        "health-check: node not checked (exit code 137)",
+    ),
+    ("health-check.sh", "exit 3", "exec sleep 600", "node not changed: sinfo failed or did not answer (exit code 124)"),
+]
+
+
+@each_row(("script", "check", "sinfo", "logged"), HUNG)
+def test_a_script_of_slurmd_ends_whatever_hangs(
+    script: str, check: str, sinfo: str, logged: str, tmp_path: Path
+) -> None:
+    """The check, the controller, or a process in a driver that no signal ends and that keeps the output open."""
+    shutil.copytree(ROOT / "deploy" / "slurm", tmp_path, dirs_exist_ok=True)
+    for name, text in (("topoflight", f"setsid sleep 600 & echo $! > {tmp_path}/pid\n{check}"), ("sinfo", sinfo)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    with (tmp_path / "settings").open("a") as settings:
+        settings.write(f'topoflight={tmp_path}/topoflight\nseconds=4\nlog() {{ echo "$1: $2" >> {tmp_path}/log; }}\n')
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run([tmp_path / script], env=environment, capture_output=True, timeout=300, check=False)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # raises where the script has waited for its end
+    assert done.returncode == ("is not started" in logged) and logged in (tmp_path / "log").read_text()
+
+
+def test_the_log_names_the_driver_call_that_hangs(tmp_path: Path) -> None:
+    """The node is not drained, because nothing is known of it."""
+    answers = json.loads(path_of().read_text())["answers"]
+    (tmp_path / "profile").write_text(nvml_profile.profile(answers["nvml"]))
+    nvml_profile.restore_files(answers, tmp_path / "root")
+    shutil.copytree(ROOT / "deploy" / "slurm", tmp_path / "scripts")
+    with (tmp_path / "scripts" / "settings").open("a") as settings:
+        settings.write(
+            f"topoflight={Path(sys.executable).parent}/topoflight\noptions=(--timeout 3 --root {tmp_path}/root)\n"
+        )
+        settings.write(f'seconds=120\nlog() {{ echo "$1: $2" >> {tmp_path}/log; }}\n')
+    environment = {
+        **os.environ, "LD_LIBRARY_PATH": str(nvml_profile.build(tmp_path).parent), "SLURMD_NODENAME": "node02",
+        "FAKE_NVML_PROFILE": str(tmp_path / "profile"), "FAKE_NVML_INJECT": "nvmlDeviceGetName@gpu1=hang",
+    }  # fmt: skip
+    subprocess.run([tmp_path / "scripts" / "health-check.sh"], env=environment, timeout=300, check=True)
+    log = (tmp_path / "log").read_text()
+    assert "node not checked (exit code 5): node02: " in log and "in nvmlDeviceGetName of GPU1" in log, log
+
+
+LIMITED = [  # GPUs whose device nodes the job's cgroup allows (None: the driver names no nodes), GPUs that NVML lists,
+    # GPUs that Slurm gave the job, exit code, the findings
+    (2, 2, "0,1", 0, {"gpu.device.not_given": "info"}),
+    (None, 2, "0,1", 0, {"gpu.device.not_given": "info"}),
+    (2, 1, "0,1", 3, {"gpu.device.not_given": "info", "gpu.device.missing": "fail", "gpu.device.hidden": "fail"}),
+    (8, 7, "0,1", 3, {"gpu.device.missing": "fail", "gpu.device.hidden": "info"}),  # no cgroup, and one is lost
+    (8, 8, "0,1", 0, {"gpu.device.hidden": "info"}),
+]
+
+
+@each_row(("usable", "count", "granted", "code", "wanted"), LIMITED)
+def test_a_gpu_that_the_cgroup_of_a_job_refuses_is_limited_and_not_lost(
+    usable: int | None, count: int, granted: str, code: int, wanted: dict[str, str], tmp_path: Path
+) -> None:
+    """The PCI bus shows eight; open(2) of the other jobs' device nodes ends with EPERM, and NVML leaves them out."""
+    recording = json.loads(path_of().read_text())
+    answers = recording["answers"]
+    information = sorted(path for path in answers["read_text"] if path.startswith("/proc/driver/nvidia/gpus/"))
+    for number, path in enumerate(information):
+        answers["exists"][f"/dev/nvidia{number}"] = True
+        answers["usable"][f"/dev/nvidia{number}"] = number < (usable or 0)
+        if usable is not None:
+            answers["read_text"][path] = f"Model: \t\t NVIDIA H100\nDevice Minor: \t {number}\n"
+    answers["nvml"]["nvmlDeviceGetCount"][""] = count
+    answers["environment"][""] = {"SLURM_JOB_GPUS": granted, "CUDA_VISIBLE_DEVICES": granted}
+    (tmp_path / "node.json").write_text(json.dumps(recording))
+    done = topoflight("preflight", "--host", tmp_path / "node.json", "-o", "json")
+    found = {check["code"]: check["status"] for check in json.loads(done.stdout)["checks"]
+             if check["code"].startswith("gpu.device.") and check["status"] not in ("pass", "unknown")}  # fmt: skip
+    assert (done.exit_code, found) == (code, wanted), done.stdout[:2000]

@@ -12,8 +12,8 @@ from topo_machines import topology
 from hardware.machines import recognised
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
-from topology.check import check
-from topology.derive import complete
+from topology.check import check, departures
+from topology.derive import complete, reference_of
 from topology.formats.text import parse
 from topology.graph import (
     GpuNode,
@@ -30,7 +30,6 @@ from topology.graph import (
 )
 from topology.links import NvLinks, PciTree
 from topology.paths import with_expectations
-from topology.reference import departures, recognise, reference_of
 
 rows = rows_of(__file__)
 
@@ -110,7 +109,7 @@ def test_what_follows_from_the_pairs():
         "four direct links add up": (rate(node(4, dict.fromkeys(combinations(range(4), 2), "NV4"))), 240.0),
         "a switch's do not": (rate(node(8, dict.fromkeys(combinations(range(8), 2), "NV12"))), 240.0),
         "PCIe cards are no HGX": (reference_of(node(8, {}, model="NVIDIA H100 PCIe")), None),
-        "an HGX that lost a GPU is still one": (recognise(SEVEN).sku, "HGX H100/H200"),
+        "an HGX that lost a GPU is still one": (complete(SEVEN).sku, "HGX H100/H200"),
         "and the loss is told": ("7 GPUs, HGX H100/H200 has 8" in departures(SEVEN), True),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
         "one GPU cut off from the switch": (codes(CUT_OFF), [("topology.nvlink.missing", "GPU3")]),
@@ -218,7 +217,7 @@ def test_every_recognised_machine_has_labels_that_exist():
 @each_row(("model", "product", "gpus", "sku"), rows("smaller"))
 def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, product, gpus, sku):
     made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV12"), model=model), product=product)
-    assert recognise(made).sku == sku
+    assert complete(made).sku == sku
     assert [words for words in departures(made) if sku is None] == []
 
 

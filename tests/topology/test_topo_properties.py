@@ -12,8 +12,8 @@ from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8
 from probes.pci.facts import PciDevice
 from topology.derive import complete
 from topology.formats import TopologyFileError, xml
-from topology.formats.text import parse
-from topology.graph import GpuNode, NicNode, NodeTopology, Pair, lower, nvlinks, path_class, rank
+from topology.formats.text import lower, parse
+from topology.graph import GpuNode, NicNode, NodeTopology, Pair, nvlinks, path_class, rank
 from topology.links import PciTree
 from topology.render import json_document
 from topology.render import render_matrix as matrix

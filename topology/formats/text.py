@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from topology.derive import complete, rails
 from topology.formats import TopologyFileError
-from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, lower, pair_of
+from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, nvlinks, path_class, rank
 
 MOST_BYTES = 16 * 2**20
 _MOST_LINE = 8_192  # 256 columns of up to 16 characters, and what a log puts before them
@@ -423,8 +423,20 @@ def _pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others
             seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
             if seen and a not in others and b not in others:
                 row, label = _agreed(a, b, seen, matrix)
-                made.append(pair_of(names.get(a, a), names.get(b, b), label, f"line {row.line} of {matrix.source}"))
+                made.append(_pair(names.get(a, a), names.get(b, b), label, f"line {row.line} of {matrix.source}"))
     return tuple(made)
+
+
+def _pair(a: str, b: str, label: str, evidence: str) -> Pair:
+    """The pair of two devices that nvidia-smi shows with this label."""
+    return Pair(a=a, b=b, label=label, path=path_class(label), nvlinks=nvlinks(label), evidence=evidence)
+
+
+def lower(first: str, second: str) -> str:
+    """The worse of two labels the two directions of one pair were given: what really works both ways."""
+    if UNKNOWN in (first, second):
+        return second if first == UNKNOWN else first
+    return max(first, second, key=lambda label: (rank(label), -nvlinks(label)))
 
 
 def _agreed(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tuple[_Row, str]:

@@ -22,7 +22,6 @@ from topology.derive import complete
 from topology.formats import TopologyFileError
 from topology.graph import Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
 from topology.links import PciTree, joined, pcie_pair
-from topology.reference import recognise
 
 __all__ = ["SOURCE", "parse"]
 
@@ -80,7 +79,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
         )
     )
     nearest = tuple(replace(near, label=SAME_CPU) if near.label == "PHB" else near for near in node.nearest_nic)
-    return recognise(replace(node, nearest_nic=nearest))
+    return replace(node, nearest_nic=nearest)
 
 
 def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:

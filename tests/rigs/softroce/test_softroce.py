@@ -19,7 +19,7 @@ import rig
 from probes.interfaces import probe as interfaces
 from probes.limits import probe as limits
 from probes.rdma import probe as rdma
-from probes.rdma.facts import nccl_gid_index
+from probes.rdma.probe import nccl_gid_index
 
 HERE = Path(__file__).parent
 
