@@ -232,10 +232,12 @@ class Search:
             mates = [other for other in clean if self._kind(node, other) == kind and other not in tried]
             add(kind, [node], [*mates, *clean], PARTNERS)
         for (kind, domain), pool in pools.items():
-            mates = [node for node in clean if kind == "far" or self._domains[node] == domain]
             for group in _parts([node for node in pool if node not in busy], GROUP // 2):
+                homes = {self._domains[node] for node in group}
+                mates = [node for node in clean if (self._domains[node] in homes) == (kind == "near")]
                 # Without a clean one in the domain, its nodes are compared with those of other domains.
-                add(kind, group, mates or self._members[domain], max(PARTNERS, len(group)))
+                others = clean if kind == "far" else self._members[domain]
+                add(kind, group, mates or others, max(PARTNERS, len(group)))
         links: list[int] = []
         for link in open_links:
             if any(measure.what == "stuck" for measure in self._links[link]):

@@ -123,7 +123,6 @@ def test_each_fault_is_named_nine_times_of_ten_among_eight_hosts(tmp_path):
 def test_torchrun_starts_two_ranks_on_each_of_three_hosts(tmp_path):
     python, processes = str(Path(sys.prefix) / "bin/python"), []  # not the interpreter of `forked_ranks`
     with hosts(3, default_rate=RATE) as rig:
-        rig.shape(1, "eth0", SLOW)
         for host in range(3):
             launch = ["-m", "torch.distributed.run", "--nnodes=3", f"--node-rank={host}", "--nproc-per-node=2",
                       f"--master-addr={rig.address(0)}", "--master-port=29573", "-m", "agent.cli"]  # fmt: skip
@@ -139,7 +138,7 @@ def test_torchrun_starts_two_ranks_on_each_of_three_hosts(tmp_path):
     assert out, said
     result = json.loads(out)
     assert result["hosts"] == ["host-0", "host-1", "host-2"]
-    assert [verdict["state"] == "bad" for verdict in result["verdicts"]] == [False, True, False], (result, said)
+    assert result["tests"] and all(verdict["state"] != "bad" for verdict in result["verdicts"]), (result, said)
 
 
 def check(name, tmp_path, count=HOSTS):

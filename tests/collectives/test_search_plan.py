@@ -133,6 +133,15 @@ def test_a_node_beside_stuck_nodes_and_links_is_not_stuck(sides, links):
     assert (score.accused, score.missed, score.links_missed) == ([], [], [])
 
 
+def test_suspects_of_several_domains_have_partners_of_others():
+    """A node that is slow by chance must not be compared with slow nodes alone, as it is where no other is far away."""
+    domains, planned = [name for name in "abcdef" for _ in range(4)], []
+    found = run(domains, lambda a, b, _: 1.5 if domains[a] != domains[b] and b in (0, 4) else 1.0, planned=planned)
+    assert [verdict.node for verdict in found.verdicts() if verdict.state == "bad"] == [0, 4]
+    again = [test for test in planned if test.kind == "far" and {0, 4} <= set(test.nodes) and len(test.nodes) < 24]
+    assert again and all(domains[node] not in "ab" for test in again for node in set(test.nodes) - {0, 4}), again
+
+
 def test_two_nodes_are_tested_once_and_not_judged():
     found = run(["", ""], lambda *_: 1.0)
     assert [verdict.reason for verdict in found.verdicts()] == ["few", "few"]
