@@ -136,11 +136,13 @@ def _check_option(number: int, rest: str) -> None:
         raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {words[0][:40]!r} is no option of sbatch")
 
 
-def wrap_script(text: str, settings: Sequence[Setting], *, python: str, has_log: bool) -> tuple[str, list[str]]:
+def wrap_script(
+    text: str, settings: Sequence[Setting], *, python: str, monitor: str = "", has_log: bool
+) -> tuple[str, list[str]]:
     """The script with what it lacks, and notes. Raises ScriptError.
 
     A variable that the script names anywhere outside comments stays as it is. `python` is an interpreter on the nodes
-    that has this package; `has_log` says whether the ranks use NCCL.
+    that has this package, `monitor` its folder that starts the rank monitor; `has_log` says whether the ranks use NCCL.
     """
     notes = check_options(text)
     if MARK in text:
@@ -159,6 +161,7 @@ def wrap_script(text: str, settings: Sequence[Setting], *, python: str, has_log:
     notes += [f"{setting.name} stays as the script sets it; recommended: {setting.value}" for setting in present]
     block = render(
         "wrap.sbatch", mark=MARK, settings=[setting for setting in settings if setting not in present], python=python,
+        monitor="" if "TOPOFLIGHT_RUN" in code else monitor,
         log={name for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE") if has_log and not re.search(rf"\b{name}\b", code)},
     )  # fmt: skip
     lines = text.split("\n")

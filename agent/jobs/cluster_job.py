@@ -148,7 +148,7 @@ def with_dra(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) 
     why = "" if named else _against_dra(advice, options)
     if not why:
         claimed = {**options, **chosen, "dra": True}
-        answer, why, unknown = _asked(options, lambda client: _dra_able(client, advice, claimed, named=named))
+        answer, why, unknown = _ask_cluster(options, lambda client: _dra_able(client, advice, claimed, named=named))
         if named and why:
             raise submission.CannotError(why)
         if not (why or unknown):
@@ -160,7 +160,7 @@ def with_dra(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) 
     return chosen
 
 
-def _asked(options: Mapping[str, Any], question: Callable[[Client], Any]) -> tuple[Any, str, str]:
+def _ask_cluster(options: Mapping[str, Any], question: Callable[[Client], Any]) -> tuple[Any, str, str]:
     """The cluster's answer, or why it cannot, or why that is unknown."""
     try:
         return question(connect(options["context"], tries=2)), "", ""
@@ -194,7 +194,7 @@ def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, a
     why = "--no-dra" if options["no_dra"] else ""
     if not why and asks:
         group, _, version = need.value.partition("/")
-        _, why, unknown = _asked(options, lambda client: submission.serves(client, group, version))
+        _, why, unknown = _ask_cluster(options, lambda client: submission.serves(client, group, version))
         if unknown:
             print_text(f"warning: unknown whether the cluster has ComputeDomains: {unknown}", err=True)
     if not why:

@@ -51,6 +51,7 @@ from planner.stacks.arguments import CommandSettings, as_run, read_command
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 
+AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # its files start the monitor
 _LIMIT_BYTES = 1 << 20  # of a file that the arguments name
 _STATE = "trainer_state.json"
 _WARM_UP = 2  # first steps that allocate and compile
@@ -106,8 +107,7 @@ def plan_of(
 
 def monitored(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The environment in which each rank's Python starts the monitor by itself (finetune/autostart)."""
-    start = Path(contracts.__file__).parent.parent / "finetune" / "autostart"
-    path = os.pathsep.join(filter(None, (str(start), environment.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (AUTOSTART, environment.get("PYTHONPATH"))))
     return {**environment, "TOPOFLIGHT_RUN": str(folder.absolute()), "PYTHONPATH": path}
 
 

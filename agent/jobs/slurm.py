@@ -118,6 +118,8 @@ def submit(job: SlurmJob) -> str:
 
 def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The script with what it lacks, and notes. Raises InputError that names the line."""
+    from agent.jobs.script import AUTOSTART
+
     if options["resources"] or options["preflight_image"]:
         raise InputError("--resource and --preflight-image are for manifests; a batch script asks with #SBATCH")
     try:
@@ -126,7 +128,9 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
         nodes = nodes_of(text)
         request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes)
         advice = advise(request, lambda: found)
-        made, notes = wrap_script(text, advice.settings, python=sys.executable, has_log=advice.backend == "nccl")
+        made, notes = wrap_script(
+            text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl"
+        )
     except ScriptError as error:
         raise InputError(str(error)) from None
     notes += unchecked
@@ -156,9 +160,9 @@ def _check_syntax(text: str) -> list[str]:
 def job_files(job_id: str) -> tuple[Path | None, tuple[Path, ...], str]:
     """The run's folder of a job, None where it has none, its logs, and where they were found. Raises SlurmError.
 
-    `launch` writes the log into the run's folder, in which the script is, too; a script that `wrap` has changed has
-    NCCL's logs in topoflight-ID below the folder that the job was submitted from. The controller forgets a job some
-    minutes after its end; the accounting still knows it then.
+    `launch` writes the log into the run's folder, in which the script is, too. A script that `wrap` has changed has
+    NCCL's logs and the ranks' states in topoflight-ID below the folder that the job was submitted from. The controller
+    forgets a job some minutes after its end; the accounting still knows it then.
     """
     try:
         rows = (line.strip().partition("=") for line in slurm("scontrol", "show", "job", job_id).splitlines())
@@ -175,9 +179,11 @@ def job_files(job_id: str) -> tuple[Path | None, tuple[Path, ...], str]:
     folders = tuple(dict.fromkeys([*named, Path.cwd()]))
     for folder in folders:
         log = next((path for name in names if (path := folder / name).is_file()), None)
-        logs = (*((log,) if log else ()), *sorted((folder / f"topoflight-{own_id}").glob("*.log")))
+        own = folder / f"topoflight-{own_id}"
+        logs = (*((log,) if log else ()), *sorted(own.glob("*.log")))
         if logs:
-            run = next((path for path in (log.parent, folder) if (path / "ranks").is_dir()), None) if log else None
+            places = (own, log.parent, folder) if log else (own,)
+            run = next((path for path in places if (path / "ranks").is_dir()), None)
             whose = f"which {knows} names" if folder in named else "the current folder"
             state = fields.get("JobState", "").partition(" ")[0]
             what = f"job {job_id}{f' ({state})' if state else ''}: {units.count(len(logs), 'log')}"

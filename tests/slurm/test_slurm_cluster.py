@@ -159,16 +159,20 @@ def test_a_job_is_saved_queued_again_and_trained_to_its_end(cluster: Slurm, tmp_
 def test_a_wrapped_script_runs_with_its_gate(cluster: Slurm, tmp_path: Path) -> None:
     """The gate runs on both nodes before the ranks, and ends the job where a check fails."""
     path = tmp_path / "own.sbatch"
-    path.write_text("#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2\nset -eu\nsrun bash -c 'echo rank $0'\n")
+    ranks = "srun bash -c 'echo rank $PYTHONPATH $(env | grep ^TOPO)'"
+    path.write_text(f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2\nset -eu\n{ranks}\n")
     topoflight(cluster, "wrap", str(path), "--apply")
-    for code, ranks, script in (
+    for code, count, script in (
         (0, 4, path.read_text()), (3, 0, path.read_text().replace("-o reason", "-o reason --expect gpus=8")),
     ):  # fmt: skip
         path.write_text(script)
         log = tmp_path / f"{code}.log"
         words = ("sbatch", "-W", "-o", str(log), str(path))
         done = subprocess.run(words, env=cluster.environment, capture_output=True, timeout=120, check=False)
-        assert (done.returncode, log.read_text().count("rank ")) == (code, ranks), log.read_text()
+        started = re.findall(
+            r"^rank \S+/finetune/autostart TOPOFLIGHT_RUN=\S+/topoflight-\d+$", log.read_text(), re.MULTILINE
+        )
+        assert (done.returncode, len(started)) == (code, count), log.read_text()
     assert "node01: expect." in log.read_text() and "node02: expect." in log.read_text()
 
 

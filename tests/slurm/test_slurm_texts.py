@@ -187,6 +187,8 @@ def test_the_logs_of_a_job_are_found(
         run, logs, text = None, (), str(error)
     assert (run, [str(log.absolute().relative_to(Path.cwd())) for log in logs]) == (None, wanted)
     assert where.format(folder=folder) in text, text
+    (folder / "topoflight-1239" / "ranks").mkdir()  # where the monitor in a wrapped script's ranks writes
+    assert not logs or job_files(job)[0] == (folder / "topoflight-1239" if "a.out" in wanted else None)
 
 
 def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
