@@ -185,7 +185,7 @@ def test_a_rank_that_is_always_late_is_named_with_its_host_and_lateness(ranks):
     assert (found.rank, found.host, found.iterations) == (1, "host-1", 40)
     assert found.late_seconds == pytest.approx(0.010, abs=0.001)
     assert found.share == 1.0
-    assert "came last in 40 of 40 meetings" in found.why
+    assert "came last in 40 of 40 collectives" in found.why
 
 
 @each_row("ranks", [2, 8, 64])

@@ -180,4 +180,4 @@ def test_a_name_from_inside_a_pod_is_told() -> None:
         "rdma/rdma_shared_device_eth=1",
     )
     _, told = launched("--host", MACHINES / "r760xa-2xA40-bf3.json", *words)
-    assert "warning: net1: so a pod calls it, not the node" in told
+    assert "warning: net1: these are names inside a pod;" in told

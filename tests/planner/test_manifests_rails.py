@@ -263,7 +263,7 @@ def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -
     (files,) = of_kind(documents, "ConfigMap")
     planned = json.loads(files["data"]["plan.json"])["environment"]
     assert planned.items() <= said.items() and planned["NCCL_SOCKET_IFNAME"] == "net1"
-    assert "warning: 192.168.3.0/24 (ens1f0np0 of rails-01 has 192.168.3.0/24): put free ranges" in told
+    assert "warning: 192.168.3.0/24 (ens1f0np0 of rails-01 has 192.168.3.0/24): choose free ranges" in told
 
 
 def test_a_device_that_the_user_names_is_asked_for_alone(four_rails: Path) -> None:
@@ -286,5 +286,5 @@ def test_one_rail_leaves_the_job_as_it_is() -> None:
     documents, told = networked(MACHINES / "l40s-4x-pcie.json", "--nodes", "2")
     (job,) = of_kind(documents, "Job")
     assert "metadata" not in job["spec"]["template"]
-    assert told.startswith("warning: the nodes have RDMA devices, and the pods ask for none") and told.count("\n") == 1
+    assert told.startswith("warning: the nodes have RDMA devices, but the pods request none") and told.count("\n") == 1
     assert [d["metadata"]["name"] for d in of_kind(documents, "MacvlanNetwork")] == ["rdmashared-net"]
