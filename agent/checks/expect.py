@@ -444,12 +444,16 @@ _TYPED: dict[str, Callable[[Any], str]] = {
 def settled(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """The checks of one node, with what an expectation answers that a scan alone cannot.
 
-    A node with as many GPUs or ACTIVE ports as its owner expects lacks none: others on the bus are not given to it, or
-    are not cabled.
+    A node with exactly as many GPUs or ACTIVE ports as its owner expects lacks none: others on the bus are not given to
+    it, or are not cabled. With more of them, ports of another network may stand in for one that is down.
     """
     checks = tuple(checks)
     met = {
-        check.subject.partition("=")[0] for check in checks if check.code == EXPECT_CODES[0] and check.status == "pass"
+        check.subject.partition("=")[0]
+        for check in checks
+        if check.code == EXPECT_CODES[0]
+        and check.status == "pass"
+        and re.search(rf"\b{check.subject.rpartition('=')[2].rpartition(':')[2]} (GPUs|RDMA)", check.message)
     }
     mild = {code for key, code in (("gpus", "gpu.device.not_given"), ("hcas", "rdma.port.down")) if key in met}
     return tuple(

@@ -184,7 +184,7 @@ def test_a_hung_drivers_record_meets_no_number_of_gpus() -> None:
 def test_as_many_as_expected_settle_what_a_scan_cannot_tell() -> None:
     """An uncabled port looks like a dead one, a GPU given to others like a lost one: the owner's number tells."""
     dead = snapshot("sick-h100-dead-hca")
-    for words, status in (("hcas=9", "info"), ("hcas=10", "fail")):
+    for words, status in (("hcas=8", "fail"), ("hcas=9", "info"), ("hcas=10", "fail")):
         assert statuses(build_view((dead,), expected=parse([words])), "rdma.port.down") == {status}
     gpus = facts(GpuFacts, dead)
     assert gpus.bus is not None
