@@ -94,8 +94,13 @@ def with_sockets(
     manifest: Path | None,
 ) -> Verdict:  # fmt: skip
     """The price of TCP, where the log shows it instead of RDMA, as `topoflight recommend` forecasts it."""
-    if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
+    if verdict.state not in ("slow", "fine"):
         return verdict
+    if not (found.inter_node_transport or "").startswith("Socket"):
+        cost = Unknown(what="what this costs: a cost is estimated only for TCP sockets in place of RDMA",
+                       command="compare the step time before and after the change")  # fmt: skip
+        is_asked = verdict.state == "slow" and request.model is not None
+        return replace(verdict, unknown=(*verdict.unknown, cost)) if is_asked else verdict
     cost = cost_of_sockets(found, request, layout, snapshots, manifest)
     causes = verdict.causes
     if cost.price and causes:

@@ -323,7 +323,8 @@ def _gdr_partial(found: _Findings, evidence: Evidence, facts: Facts) -> None:
     if sockets and missing <= sockets:  # sockets cannot have it: ranks that use sockets are reported as mixed networks
         return
     code = "gdr_partial" if sockets else _partial(evidence, facts)
-    lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total]
+    hosts = found.hosts_without_gdrdma() if code == "gdr_partial" else ()
+    lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total and name.split(" ")[0] not in hosts]
     far = [path for path in evidence.gdr_paths if path.startswith("disabled")]
     detail = _part(evidence, lacking) + (f"; {'; '.join(far[:3])}" if far and code == "gdr_partial" else "")
     severity = ""
@@ -333,7 +334,6 @@ def _gdr_partial(found: _Findings, evidence: Evidence, facts: Facts) -> None:
     elif code == "gdr_read_disabled_pre_ampere" and not gpus_before_ampere(evidence.gpus):
         detail += "; before 2.19 NCCL did so for every GPU without NVLink"
     lines = _channel_proof(found) + found.proof("GPUDirect RDMA too far")
-    hosts = found.hosts_without_gdrdma() if code == "gdr_partial" else ()
     if hosts:
         detail = f"none on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}; in total {detail}"
     found.add(code, detail=detail, lines=lines, severity=severity, hosts=hosts)
@@ -430,7 +430,7 @@ def _part(evidence: Evidence, lacking: list[str]) -> str:
         f"{word} {side.gdrdma} of {side.total}" for word, side in (("send", send), ("receive", receive)) if side.total
     ]
     text = f"{', '.join(seen)} {noun}"
-    return text + (f"; not all of {', '.join(lacking[:16])}" if lacking else "")
+    return text + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
 
 
 def _channel_proof(found: _Findings) -> tuple[ProofLine, ...]:
