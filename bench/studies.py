@@ -74,7 +74,7 @@ def lines() -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the page, and write it where that was asked."""
+    """Print the page, and write it to the file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/measurements/studies.md")
     write = parser.parse_args().write

@@ -217,7 +217,7 @@ class Trainer:
         norm = clip_gradients(self.named.values(), self.config.max_grad_norm, self.pipeline)
         if not math.isfinite(mean) or not math.isfinite(norm):
             self.store.finish()
-            raise DivergedError(f"step {number + 1}: loss {mean}, gradient norm {norm}; checkpoints are kept")
+            raise DivergedError(f"step {number + 1}: loss {mean}, gradient norm {norm}; the checkpoints remain")
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.engine.device.type == "cuda":

@@ -287,7 +287,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
         if not math.isfinite(mean):
-            raise loop.DivergedError(f"step {state.global_step}: loss {mean}; checkpoints are kept")
+            raise loop.DivergedError(f"step {state.global_step}: loss {mean}; the checkpoints remain")
         if stop:
             self.stopped = control.should_save = control.should_training_stop = True
 

@@ -97,10 +97,10 @@ def with_sockets(
     if verdict.state not in ("slow", "fine"):
         return verdict
     if not (found.inter_node_transport or "").startswith("Socket"):
-        no_cost = Unknown(what="what this costs: a cost is estimated only for TCP sockets in place of RDMA",
+        no_cost = Unknown(what="what this costs: a cost is estimated only for TCP sockets instead of RDMA",
                        command="compare the step time before and after the change")  # fmt: skip
-        is_asked = verdict.state == "slow" and request.model is not None
-        return replace(verdict, unknown=(*verdict.unknown, no_cost)) if is_asked else verdict
+        wants_cost = verdict.state == "slow" and request.model is not None
+        return replace(verdict, unknown=(*verdict.unknown, no_cost)) if wants_cost else verdict
     cost = cost_of_sockets(found, request, layout, snapshots, manifest)
     causes = verdict.causes
     if cost.price and causes:

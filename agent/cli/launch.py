@@ -119,7 +119,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     cluster_job.refuse_what_cannot_train(advice, options)
     advice, left_out = cluster_job.for_pods(advice, options, found)
     advice = cluster_job.on_rails(advice, options, found)
-    # The cluster is asked by a launch, and by a dry run where one is named.
+    # A launch queries the cluster, and so does a dry run if a cluster is named.
     asks = bool(form is None or options["context"] or os.environ.get("KUBECONFIG"))
     options = {**options, **cluster_job.with_dra(advice, options, asks=asks)}
     advice = cluster_job.with_compute_domain(advice, options, asks=asks)
@@ -361,7 +361,7 @@ def run(command: tuple[str, ...], folder: Path) -> None:
 @command("wrap")
 @click.argument("source", metavar="FILE|-")
 def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **options: Any) -> None:
-    """Read the file, print what would change, and write it if that was asked for."""
+    """Read the file, print what would change, and write it if requested."""
     from agent.jobs.script import wrapped
     from agent.jobs.slurm import wrapped_script
     from planner.slurm import is_batch_script

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @command("recommend")
 def recommend(**options: object) -> None:
-    """Ask the planner, and print the answer in the form that was asked for."""
+    """Ask the planner, and print the answer in the requested form."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
     from agent.advice.request import Request
     from probes.registry import ALL

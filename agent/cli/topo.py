@@ -35,7 +35,7 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
 def topo(
     hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool, slurm_conf: Path | None
 ) -> None:
-    """Read the topology, and print it in the form that was asked for."""
+    """Read the topology, and print it in the requested form."""
     from topology.paths import with_expectations
 
     if slurm_conf is not None or form.startswith("slurm"):

@@ -317,7 +317,7 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
                 gate_image=options["preflight_image"], log=advice.backend == "nccl", monitor=options["monitor"],
                 annotations=forecast(advice),
             ))  # fmt: skip
-        made, kept = wrap(text, additions)
+        made, of_wrap = wrap(text, additions)
         notes += [*others_in(manifest), *_judged(text, jobs, found)]
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
         template = isinstance(error, YamlTextError) and "{{" in text
@@ -326,7 +326,7 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
         # the manifest is a user's, in any shape that YAML has: a member of another kind than its API knows
         raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
-    return made, list(dict.fromkeys([*notes, *kept]))
+    return made, list(dict.fromkeys([*notes, *of_wrap]))
 
 
 def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[str]:
