@@ -368,10 +368,12 @@ def _adapted(model: ModelSpec, tp: int, targets: tuple[str, ...]) -> list[tuple[
 
 
 def head_cost(
-    model: ModelSpec, tokens: float, tp: int, rates: Rates, *, fused: bool, constants: Constants = DEFAULT
-) -> tuple[float, float]:
+    model: ModelSpec, tokens: float, tp: int, rates: Rates, engine: Engine, *, fused: bool,
+    constants: Constants = DEFAULT,
+) -> tuple[float, float]:  # fmt: skip
     """Forward seconds of the output projection, and forward-and-backward seconds of the loss over the vocabulary."""
     n = model.vocab / tp
     gemm = 2.0 * tokens * n * model.hidden * _rate_loss(tokens, n, model.hidden, constants) / (rates.head or rates.gemm)
-    passes = 6.0 if fused else 16.0  # bytes per logit: bf16 read twice and written; fp32 copies, softmax, gradient
-    return gemm, tokens * n * passes / rates.hbm
+    in_parts, whole = engine.loss_bytes if rates.device != "CPU" else Engine.loss_bytes
+    loss = tokens * n * (in_parts if fused else whole) / rates.hbm
+    return gemm, loss + (gemm if fused and engine.loss_again and rates.device != "CPU" else 0.0)

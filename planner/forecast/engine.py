@@ -207,6 +207,9 @@ class Engine:
     states: StateBytes = IN_HALF
     adapter_bytes: float = 4.0  # of an adapter's weight
     merges_expert_adapters: bool = False  # PEFT's ParamWrapper: the experts plus their adapters, made for each pass
+    # Through memory per logit: fused, bf16 read twice and written; else fp32 copies, softmax, gradient as well.
+    loss_bytes: tuple[float, float] = (6.0, 16.0)
+    loss_again: bool = False  # a fused loss is made in parts, each again in the backward pass, its projection included
     logits_bytes: float = 12.0  # live bytes per token and vocabulary entry around the loss
     bucket_bytes: float = 0.0  # flat communication buffers outside the parts, where there is data parallelism
     gradient_buffer: bool = False  # one buffer holds all gradients throughout the step

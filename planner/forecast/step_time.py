@@ -109,8 +109,9 @@ class Job(Question):
         cost = self._heads.get(key)
         if cost is None:
             cost = self._heads[key] = head_cost(
-                self.model, tokens, layout.tp, self.rates, fused=layout.fused_cross_entropy, constants=self.constants
-            )
+                self.model, tokens, layout.tp, self.rates, self.engine, fused=layout.fused_cross_entropy,
+                constants=self.constants,
+            )  # fmt: skip
         return cost
 
 
