@@ -30,7 +30,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     from agent.checks.baseline import against_baseline
     from agent.checks.baseline import read as read_baseline
     from agent.checks.measured import checks_of_bars
-    from agent.jobs.benchmark import replay_spec, spec_of, watch
+    from agent.jobs.benchmark import spec_of, watch
     from agent.terminal import measured
     from collectives.bench.run import run
     from probes.registry import ALL
@@ -41,8 +41,6 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     try:
         before = read_baseline(baseline, ("busbw",)).busbw  # first: a wrong file costs no run
         spec = spec_of(options)
-        if options["model"]:
-            spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
         progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
         result = run(spec, watch(progress.note), stop)
     finally:

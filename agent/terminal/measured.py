@@ -41,21 +41,6 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     out.print(_verdict(result, sum(not m.verified for m in result.measurements)))
     out.print(escape(where + (f"; {left} smaller sizes: -v" if left else "")))
     out.print(table_of(results_grid(shown)))
-    if result.step is not None and verbose:
-        rows = [
-            (
-                part.name,
-                units.size(part.bytes),
-                str(part.times),
-                str(part.group_ranks),
-                units.seconds(part.median_seconds),
-            )
-            for part in result.step.parts
-        ]
-        columns = ("one training step", "bytes", "calls", "ranks", "time")
-        out.print(table_of(Grid(columns=columns, rows=tuple(rows))))
-    if result.step is not None:
-        out.print(f"communication of one step without overlap: {units.seconds(result.step.median_seconds)}")
     if len(set(result.hosts)) > 1 and result.carried:
         over: dict[str, int] = {}
         for row in result.carried:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -34,7 +33,7 @@ class Rank:
     pulse: Pulse
     device: str
     control: Any = None  # process group of the control traffic
-    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    group: Any = None  # process group that is measured
     turn: int = 0  # rounds of fresh data so far
 
 
@@ -49,20 +48,18 @@ class Times:
 
 
 def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -> float:
-    """Measure one case in all its groups at once; returns the seconds of one iteration, the same on every rank.
+    """Measure one case; returns the seconds of one iteration, the same on every rank.
 
     The first iteration shows how many fit into `budget_seconds`. Where not even a verified round and a timed one fit
     into `left_seconds`, those of the whole run, nothing is measured.
     """
     op = ops.OPS[case.op]
-    groups = case.groups or (tuple(range(me.world)),)
-    side = side_of(me, op, case.bytes, groups)
+    side = ops.allocate(op, case.bytes, me.group, tuple(range(me.world)), me.rank, me.device)
     times = Times(runs=[[] for _ in range(me.world)], waits=[[] for _ in range(me.world)])
     name = f"{case.op} of {case.bytes} bytes"
-    if side is not None:  # NCCL connects with the first collective of a group, which is no iteration of anything
-        came = mark(me)
-        meet(me, side)
-        between(me, came, mark(me))
+    came = mark(me)
+    meet(me, side)  # NCCL connects with the first collective of a group, which is no iteration of anything
+    between(me, came, mark(me))
     started = time.monotonic()
     me.journal.write("case", op=case.op, bytes=case.bytes, where=name)
     _iterate(me, op, side, 1, name)
@@ -82,39 +79,18 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
         find_corrupt_ranks(me, op, side, times)
         spent = slowest(me, time.monotonic() - started)
         me.journal.write("progress", op=case.op, bytes=case.bytes, iterations=len(times.runs[0]), seconds=runs[-1:])
-        if _enough(me.plan, times, groups, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
+        if _enough(me.plan, times, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
             break
     if speaks():
-        for ranks in groups:
-            _write_measured(me, op, case, ranks, times)
+        _write_measured(me, op, case, times)
     return first
 
 
-def side_of(me: Rank, op: ops.Op, size_bytes: int, groups: tuple[tuple[int, ...], ...]) -> ops.Side | None:
-    """Allocate this rank's side in its group of several; None when it is in none of them."""
-    for ranks in groups:  # torch asks that every rank creates every group, in the same order
-        group_of(me, ranks)
-    mine = next((ranks for ranks in groups if me.rank in ranks), None)
-    return ops.allocate(op, size_bytes, me.groups[mine], mine, me.rank, me.device) if mine else None
-
-
-def group_of(me: Rank, ranks: tuple[int, ...]) -> Any:
-    """Give the process group of these ranks, made once."""
-    import torch.distributed as dist
-
-    if ranks not in me.groups:
-        limit = timedelta(seconds=me.plan.limit_seconds)
-        me.groups[ranks] = dist.new_group(list(ranks), backend=me.plan.backend, timeout=limit)
-    return me.groups[ranks]
-
-
-def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str) -> tuple[list[float], list[float]]:
+def _iterate(me: Rank, op: ops.Op, side: ops.Side, count: int, name: str) -> tuple[list[float], list[float]]:
     """Run the collective `count` times; returns seconds of the run, and seconds waited for the last to arrive."""
     runs, waits = [], []
     for _ in range(count):
         me.pulse.arrive(name)
-        if side is None:
-            continue
         came = mark(me)
         meet(me, side)
         began = mark(me)
@@ -122,7 +98,7 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str)
         ended = mark(me)
         waits.append(between(me, came, began))
         runs.append(between(me, began, ended))
-    return runs or [0.0] * count, waits or [0.0] * count
+    return runs, waits
 
 
 def meet(me: Rank, side: ops.Side) -> None:
@@ -152,12 +128,10 @@ def between(me: Rank, first: Any, second: Any) -> float:
     return float(first.elapsed_time(second)) / 1000
 
 
-def verified_round(me: Rank, op: ops.Op, side: ops.Side | None, name: str) -> tuple[int, ...]:
+def verified_round(me: Rank, op: ops.Op, side: ops.Side, name: str) -> tuple[int, ...]:
     """Run once on fresh data and compare every element; returns the global ranks whose data is wrong."""
     me.turn += 1
     me.pulse.arrive(f"verified round of {name}")
-    if side is None:
-        return ()
     ops.fill(op, side, me.turn)
     op.run(side)
     return tuple(side.ranks[place] if place >= 0 else ops.UNKNOWN_SOURCE for place in op.wrong(side, me.turn))
@@ -188,7 +162,7 @@ def gather(me: Rank, value: Any) -> list[Any]:
     return everyone
 
 
-def find_corrupt_ranks(me: Rank, op: ops.Op, side: ops.Side | None, times: Times) -> None:
+def find_corrupt_ranks(me: Rank, op: ops.Op, side: ops.Side, times: Times) -> None:
     """Find whose part made a sum wrong: each rank in turn shows what it gives."""
     import torch
     import torch.distributed as dist
@@ -198,12 +172,11 @@ def find_corrupt_ranks(me: Rank, op: ops.Op, side: ops.Side | None, times: Times
         return
     me.turn += 1
     found: list[int] = []
-    if side is not None:
-        ops.fill(op, side, me.turn)
-        for place, source in enumerate(side.ranks):
-            shown = side.send_buffer.clone() if place == side.me else torch.zeros_like(side.send_buffer)
-            dist.broadcast(shown, src=source, group=side.group)
-            found += [] if ops.matches(shown, (source,), me.turn) else [source]
+    ops.fill(op, side, me.turn)
+    for place, source in enumerate(side.ranks):
+        shown = side.send_buffer.clone() if place == side.me else torch.zeros_like(side.send_buffer)
+        dist.broadcast(shown, src=source, group=side.group)
+        found += [] if ops.matches(shown, (source,), me.turn) else [source]
     times.wrong |= {(seer, source) for seer, sources in enumerate(gather(me, found)) for source in sources}
 
 
@@ -217,35 +190,31 @@ def slowest(me: Rank, seconds: float) -> float:
     return float(value.item())
 
 
-def slowest_of_iteration(times: Times, ranks: tuple[int, ...]) -> list[float]:
+def slowest_of_iteration(times: Times) -> list[float]:
     """Give the seconds of the slowest rank of each iteration."""
-    return [max(seconds) for seconds in zip(*(times.runs[rank] for rank in ranks), strict=True)]
+    return [max(seconds) for seconds in zip(*times.runs, strict=True)]
 
 
-def _enough(plan: Plan, times: Times, groups: tuple[tuple[int, ...], ...], spent: float, budget_seconds: float) -> bool:
+def _enough(plan: Plan, times: Times, spent: float, budget_seconds: float) -> bool:
     iterations = len(times.runs[0])
     if iterations >= plan.max_iterations or spent >= budget_seconds:
         return True
     if plan.precision is None or iterations < plan.min_iterations:
         return False
-    spreads = [spread_ratio(slowest_of_iteration(times, ranks)) for ranks in groups]
-    return all(spread is not None and spread <= plan.precision for spread in spreads)
+    spread = spread_ratio(slowest_of_iteration(times))
+    return spread is not None and spread <= plan.precision
 
 
-def _write_measured(me: Rank, op: ops.Op, case: Case, ranks: tuple[int, ...], times: Times) -> None:
-    members = set(ranks)
+def _write_measured(me: Rank, op: ops.Op, case: Case, times: Times) -> None:
     me.journal.write(
         "measured",
         op=op.name,
-        bytes=ops.moved_bytes(op, case.bytes, len(ranks)),
-        part=case.part,
-        times=case.times,
-        ranks=ranks,
-        iteration_seconds=slowest_of_iteration(times, ranks),
-        rank_median_seconds=[median(times.runs[rank]) for rank in ranks],
-        wait_seconds=[times.waits[rank] for rank in ranks],
+        bytes=ops.moved_bytes(op, case.bytes, me.world),
+        iteration_seconds=slowest_of_iteration(times),
+        rank_median_seconds=[median(row) for row in times.runs],
+        wait_seconds=times.waits,
         rounds=times.rounds,
-        wrong=sorted(pair for pair in times.wrong if pair[0] in members),
+        wrong=sorted(times.wrong),
     )
 
 

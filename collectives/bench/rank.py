@@ -75,6 +75,7 @@ def _join(me: Rank, host: str) -> None:
         me.device = f"cuda:{local}"
     dist.init_process_group("gloo", timeout=timedelta(seconds=me.plan.limit_seconds))
     me.control = dist.group.WORLD
+    me.group = dist.new_group(backend=me.plan.backend, timeout=timedelta(seconds=me.plan.limit_seconds))
     environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # memory this rank may lock, which RDMA needs
     hello = {
