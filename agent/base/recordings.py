@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import re
@@ -10,7 +9,7 @@ import tarfile
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base.options import InputError
-from agent.base.output import print_text
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -40,11 +38,6 @@ def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None
             if not (stop and stop.is_set()):
                 found += replay(path, probes, stop)
                 paths += [path] * (len(found) - len(paths))
-            if path.name.endswith((".tgz", ".tar.gz")):
-                with contextlib.suppress(BundleError):
-                    packed = bounded.read(path, MOST_BUNDLE_BYTES)
-                    for line in bundle_differences(unpack_bundle(packed, "differences.txt")):
-                        print_text(line, err=True)
         except (OSError, RecordingError) as error:
             raise InputError(str(error)) from None
     return distinct_names(found, paths)
@@ -89,28 +82,17 @@ class BundleError(RuntimeError):
     """Why no bundle came; the message says what to do."""
 
 
-def bundle_differences(hosts: Mapping[str, Files], most: int = 10) -> list[str]:
-    """What kubelet, device plugins, NVML and the bus disagree on, a line each with its host; the rest is counted."""
-    found = []
-    for host, files in hosts.items():
-        lines = files.get("differences.txt", b"").decode(errors="replace").splitlines()
-        known = [line for line in lines if not line.startswith(("none:", "unknown"))]
-        found += [line if host == "cluster" else f"{host}: {line}" for line in known]
-    rest = [f"and {len(found) - most} more: differences.txt of each folder"] if len(found) > most else []
-    return found[:most] + rest
-
-
 def folder_name(host: str) -> str:
     """The folder of a host in a bundle."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
 
 
-def unpack_bundle(content: bytes, wanted: str = "") -> dict[str, Files]:
-    """Read the files of a bundle, by host: all of them, or the one named `wanted` of each. Raises BundleError."""
+def unpack_bundle(content: bytes) -> dict[str, Files]:
+    """Read the files of a bundle, by host. Raises BundleError."""
 
     def is_wanted(path: str) -> bool:
         name = path.partition("/")[2]
-        return bool(name) and ".." not in name and wanted in ("", name)
+        return bool(name) and ".." not in name
 
     found: dict[str, Files] = {}
     try:
