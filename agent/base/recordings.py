@@ -1,13 +1,8 @@
-"""The recordings of hosts that are given with --host, and the bundle: a file of recordings and more."""
+"""The recordings of hosts that are given with --host."""
 
 from __future__ import annotations
 
-import gzip
-import io
-import re
-import tarfile
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base.options import InputError
-from contracts import bounded
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -69,37 +63,3 @@ def _files(hosts: Sequence[Path]) -> list[Path]:
         else:
             files.append(path)
     return files
-
-
-# The file that `topoflight bundle` writes: a gzipped tar with a folder of files for each host.
-
-Files = dict[str, bytes]
-MOST_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB
-MOST_BUNDLE_BYTES = 512 << 20  # of a bundle, unpacked
-
-
-class BundleError(RuntimeError):
-    """Why no bundle came; the message says what to do."""
-
-
-def folder_name(host: str) -> str:
-    """The folder of a host in a bundle."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
-
-
-def unpack_bundle(content: bytes) -> dict[str, Files]:
-    """Read the files of a bundle, by host. Raises BundleError."""
-
-    def is_wanted(path: str) -> bool:
-        name = path.partition("/")[2]
-        return bool(name) and ".." not in name
-
-    found: dict[str, Files] = {}
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
-            for path, data in bounded.tar_files(stream, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, is_wanted):
-                host, _, name = path.partition("/")
-                found.setdefault(folder_name(host), {})[name] = data
-    except (tarfile.TarError, bounded.TooLargeError, EOFError, OSError, zlib.error) as error:
-        raise BundleError(f"not a bundle: {error}") from None
-    return found

@@ -11,8 +11,7 @@ import click
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import command
-from agent.base.output import console, emit, print_text, write_result
-from agent.base.progress import waiting
+from agent.base.output import console, emit, print_text, waiting, write_result
 
 if TYPE_CHECKING:
     from probes.api import Snapshot

@@ -14,8 +14,7 @@ from click.core import ParameterSource
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import NothingFitsError, RequestError, command
-from agent.base.output import emit, print_text, write_result
-from agent.base.progress import waiting
+from agent.base.output import emit, print_text, waiting, write_result
 from contracts.question import most
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import re
 import subprocess
 import tarfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,7 +25,6 @@ from typing import Any
 
 from agent.base import version
 from agent.base.output import document
-from agent.base.recordings import MOST_BUNDLE_BYTES, MOST_FILE_BYTES, BundleError, Files, folder_name, unpack_bundle
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import checks_of_scans
 from contracts import bounded
@@ -34,12 +34,19 @@ from contracts.tables import read_table
 from probes.api import Snapshot
 from probes.scanner import dumps
 
+Files = dict[str, bytes]
+MOST_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB
+MOST_BUNDLE_BYTES = 512 << 20  # of a bundle, unpacked
 LOG_LINES = 2000
 NODE_SECONDS = 180
 AT_ONCE = 8
 CHECKPOINT = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
 PLUGIN_CONTAINER = re.compile(r"nvidia-(gpu-)?device-plugin(-ctr)?$")
 _TABLE = read_table(__file__, "bundle.toml")
+
+
+class BundleError(RuntimeError):
+    """Why no bundle came; the message says what to do."""
 
 
 def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: Path) -> Files:
@@ -113,6 +120,29 @@ def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
                 entry.size, entry.mode = len(cut), 0o600
                 tar.addfile(entry, io.BytesIO(cut))
     return buffer.getvalue()
+
+
+def folder_name(host: str) -> str:
+    """The folder of a host in a bundle."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
+
+
+def unpack_bundle(content: bytes) -> dict[str, Files]:
+    """Read the files of a bundle, by host. Raises BundleError."""
+
+    def is_wanted(path: str) -> bool:
+        name = path.partition("/")[2]
+        return bool(name) and ".." not in name
+
+    found: dict[str, Files] = {}
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
+            for path, data in bounded.tar_files(stream, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, is_wanted):
+                host, _, name = path.partition("/")
+                found.setdefault(folder_name(host), {})[name] = data
+    except (tarfile.TarError, bounded.TooLargeError, EOFError, OSError, zlib.error) as error:
+        raise BundleError(f"not a bundle: {error}") from None
+    return found
 
 
 # A whole cluster, with what `kubectl` may do: exec into the agents' pods, read their logs, nodes and records.

@@ -21,8 +21,7 @@ from agent.base import EXIT_PASS, units, version
 from agent.base import result_store as keep
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.options import InputError
-from agent.base.output import document, write_atomic
-from agent.base.progress import Progress
+from agent.base.output import Progress, document, write_atomic
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline

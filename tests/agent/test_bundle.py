@@ -15,9 +15,8 @@ from rigs.tables import each_row
 from scanned import scan
 from test_secrets import PLANTED, SECRETS, S
 
-from agent.base.recordings import MOST_FILE_BYTES, Files, unpack_bundle
 from agent.jobs import bundle
-from agent.jobs.bundle import pack_bundle
+from agent.jobs.bundle import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
 from probes.host.recording import load, load_all
 from probes.wire import RecordingError
 

@@ -26,12 +26,11 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
-from agent.base.recordings import unpack_bundle
 from agent.cluster.publish import node_feature, records_of, to_resource
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import bundle, launch
-from agent.jobs.bundle import pack_bundle
+from agent.jobs.bundle import pack_bundle, unpack_bundle
 from contracts import run_record
 from contracts.redaction import redact, without_secrets
 from probes.host.recording import RecordedHost, RecordingHost
