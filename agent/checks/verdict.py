@@ -25,7 +25,6 @@ from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:
-    from agent.base.result_store import Line
     from agent.checks.expect import Expectation
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult
@@ -181,7 +180,6 @@ class View:
     made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; a clock that jumps does not age a view
     bench: BenchResult | None = None
     bench_at_seconds: float | None = None
-    benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
     search: SearchResult | None = None  # the last search for bad nodes that this host planned
     runs: tuple[RunRecord, ...] = ()  # newest first
     events: tuple[Event, ...] = ()  # the newest, oldest first; of the resident agent's own host
@@ -191,7 +189,6 @@ class View:
 def build_view(
     snapshots: Sequence[Snapshot],
     *,
-    benches: tuple[Line, ...] = (),
     runs: tuple[RunRecord, ...] = (),
     earlier: Sequence[Snapshot] = (),
     expected: Expectation | str | None = None,
@@ -210,7 +207,6 @@ def build_view(
         checks=without_secrets(checks),
         verdict=judge(checks),
         made_at_seconds=time.time(),
-        benches=benches,
         runs=runs,
         search=search,
     )

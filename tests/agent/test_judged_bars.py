@@ -327,4 +327,3 @@ def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) ->
     assert read_result(tmp_path / result_store.BENCH_FILE) == WHOLE
     result_store.save_benchmark_result(CUT, tmp_path)
     assert read_result(tmp_path / result_store.BENCH_FILE) == CUT
-    assert [line.complete for line in result_store.bench_history(tmp_path)] == [False, True]
