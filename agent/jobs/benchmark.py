@@ -14,8 +14,6 @@ from dataclasses import asdict, replace
 from itertools import takewhile
 from typing import Any
 
-import cattrs
-
 from agent.base import units
 from agent.checks.groups import ORDER
 from agent.checks.measured import (
@@ -38,6 +36,7 @@ from collectives.bench.perftest import Port
 from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
 from collectives.bench.results import Bar, RdmaResult, RdmaWrite, result_to_json
 from collectives.bench.run import run, visible_backend
+from contracts import plain
 from contracts.finding import Finding, Status
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
@@ -104,8 +103,7 @@ def links_of(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> d
     if not node.gpus:
         return {}
     links = {name: host_links(node, range(ranks), name, due) for name in BARS}
-    plain: dict[str, Any] = {name: asdict(each) for name, each in links.items()}
-    return plain | {"nvlink_domain": links[IS].domain}
+    return {name: asdict(each) for name, each in links.items()} | {"nvlink_domain": links[IS].domain}
 
 
 def expected(found: Sequence[Snapshot]) -> Expect | None:
@@ -146,8 +144,8 @@ def _bar_of(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[str
 def _links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
     """The links that a host's first rank reported."""
     try:
-        return cattrs.structure((row.get("links") or {})[name], Paths)
-    except (cattrs.BaseValidationError, KeyError, TypeError, ValueError):
+        return plain.read((row.get("links") or {})[name], Paths)
+    except (KeyError, TypeError, ValueError):
         return None
 
 

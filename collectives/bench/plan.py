@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cattrs
-
 from collectives.bench.ops import OPS
 from collectives.bench.results import Bar
+from contracts import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +53,12 @@ class Plan(Work):
 
 def write(plan: Plan, path: Path) -> None:
     """Write the plan for the ranks."""
-    path.write_text(json.dumps(cattrs.unstructure(plan)), encoding="utf-8")
+    path.write_text(json.dumps(plain.write(plan)), encoding="utf-8")
 
 
 def read(path: Path) -> Plan:
     """Read the plan, in a rank."""
-    plan: Plan = cattrs.structure(json.loads(path.read_text(encoding="utf-8")), Plan)
-    return plan
+    return plain.read(json.loads(path.read_text(encoding="utf-8")), Plan)
 
 
 # What to measure, where, and for how long; every setting is checked before anything starts.

@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
 
-import cattrs
-
 from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
 from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SpecError, Work
@@ -33,6 +31,7 @@ from collectives.bench.results import (
 )
 from collectives.bench.watch import Outcome
 from collectives.nccl_log.transport import Evidence
+from contracts import plain
 
 __all__ = ["BenchSpec", "Case", "SpecError", "run"]
 
@@ -146,7 +145,7 @@ def _measurement(
         "verified": event["rounds"] > 0 and not event["wrong"],
     }  # fmt: skip
     return replace(
-        cattrs.structure(values, Measurement), bars=bars, expectation=first.why if first else (),
+        plain.read(values, Measurement), bars=bars, expectation=first.why if first else (),
         expected_busbw_bytes_per_second=first.typical if first else None,
     )  # fmt: skip
 

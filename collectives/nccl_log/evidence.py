@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import cattrs
-
 from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES, PATHS, codes_with
 from collectives.nccl_log.ledger import Ledger, Runs
@@ -35,6 +33,7 @@ from collectives.nccl_log.transport import (
     RunEvidence,
     by_severity,
 )
+from contracts import plain
 from contracts.bounded import open_regular, utf8_chunks
 from contracts.redaction import without_secrets
 
@@ -104,8 +103,8 @@ def _inter(ledger: Ledger) -> str | None:
     torn = [key.partition("/")[2] for key, n in ledger.torn_transports.items() if n > 0 and key.startswith("NET/")]
     within = evidence_problems.single_node(ledger) is True
     carrying = {key for table in (ledger.transports, ledger.torn_transports) for key, n in table.items() if n > 0}
-    plain = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in carrying]
-    joined = [] if within else plain or [f"COLLNET ({name})" for name in names]
+    alone = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in carrying]
+    joined = [] if within else alone or [f"COLLNET ({name})" for name in names]
     if _nvlink_joins_nodes(ledger):
         joined.append("NVLink (MNNVL)")
     if joined:
@@ -447,9 +446,7 @@ def environment(debug_dir: str | Path) -> dict[str, str]:
 
 def to_json(evidence: Evidence) -> dict[str, Any]:
     """The verdict as plain data."""
-    data: dict[str, Any] = cattrs.unstructure(evidence)
-    data["exit_code"] = exit_code(evidence)
-    return data
+    return {**plain.write(evidence), "exit_code": exit_code(evidence)}
 
 
 def exit_code(evidence: Evidence, *, fail_on: str = "fail", require_gdrdma: bool = True) -> int:
