@@ -12,7 +12,7 @@ from typing import Any
 from contracts.finding import Interval
 from contracts.layout import Layout
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.nccl_env.texts import Note, PodNeed, Setting
+from planner.nccl_env.situation import Note, PodNeed, Setting
 
 SCHEMA_VERSION = 1
 

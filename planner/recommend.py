@@ -33,8 +33,7 @@ from planner.forecast.specs import (
 from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
-from planner.nccl_env.situation import situation
-from planner.nccl_env.texts import Note
+from planner.nccl_env.situation import Note, situation
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
 from planner.stacks import engine_named

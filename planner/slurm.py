@@ -17,7 +17,7 @@ from contracts.run_record import RESUMABLE
 from planner.advice import render
 from planner.kubernetes.job import END_SECONDS
 from planner.lint.expansion import limit_parsing, parse_lines, walk
-from planner.nccl_env.texts import Setting
+from planner.nccl_env.situation import Setting
 
 MOST_OPTION_CHARACTERS = 65536  # of a line; the time that shlex takes grows with the square of a word's length
 _KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")

@@ -37,7 +37,7 @@ from planner.kubernetes.job import (
     storage_rate,
 )
 from planner.kubernetes.manifests import Document
-from planner.nccl_env.texts import Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from probes.api import Snapshot
 
 # Device plugins' names of the devices that a DRA claim takes: GPUs, and NICs shared, by SR-IOV or of EFA.

@@ -47,7 +47,7 @@ from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.kubernetes.job import JobError
 from planner.kubernetes.manifests import POD_LABELS, Document
-from planner.nccl_env.texts import Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
 from probes.rdma.facts import RdmaFacts

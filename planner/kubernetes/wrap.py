@@ -17,7 +17,7 @@ from typing import Any
 from planner.kubernetes.job import RESERVED_ENVIRONMENT, family, quantity
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
 from planner.kubernetes.yaml_edit import documents, extended
-from planner.nccl_env.texts import PodNeed, Setting
+from planner.nccl_env.situation import PodNeed, Setting
 
 PREFIX = "topoflight.io"  # of annotations
 GATE, MONITOR = "preflight", "topoflight-monitor"

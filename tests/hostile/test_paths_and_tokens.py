@@ -30,7 +30,7 @@ from contracts.run_record import record_of
 from planner.kubernetes.job import JobError, JobSpec
 from planner.kubernetes.manifests import APIS, config_map, render
 from planner.nccl_env.environment import RenderError, render_k8s, render_shell
-from planner.nccl_env.texts import Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from probes.host import sysfs
 from probes.host.live import LiveHost
 from probes.host.recording import RecordedHost, load

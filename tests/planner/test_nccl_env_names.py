@@ -24,7 +24,7 @@ from planner.nccl_env.names import (
     plugin_of,
     replacement,
 )
-from planner.nccl_env.texts import Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 
 rows = rows_of(__file__)
 

@@ -17,7 +17,7 @@ from rigs.tables import each_row, rows_of
 from contracts.job_config import parse_config
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents, extended
-from planner.nccl_env.texts import PodNeed, Reason, Setting
+from planner.nccl_env.situation import PodNeed, Reason, Setting
 from planner.stacks.arguments import as_run, read_command
 
 rows = rows_of(__file__)
