@@ -17,8 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import cattrs
+
 from collectives.search.plan import Outcome, Search, Test
-from contracts import plain
 from contracts.host_list import expand_host_list
 
 POLL_SECONDS = 0.2
@@ -72,7 +73,7 @@ class Fleet:
 
     def run(self, number: int, tests: Sequence[Test], run: str) -> list[Outcome]:
         """Start the tests of a round, and wait until each has ended or cannot end."""
-        self._store.set(f"round/{number}", json.dumps({"run": run, "tests": plain.write(tests)}))
+        self._store.set(f"round/{number}", json.dumps({"run": run, "tests": cattrs.unstructure(tests)}))
         self._store.add("rounds", 1)
         waiting = {name: index for index, test in enumerate(tests) for name in self.rank_names(test.nodes)}
         for name in waiting:
@@ -152,9 +153,9 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
     search = Search(header["domains"], header["models"], header["rails"])
     search.lost.update({int(node): why for node, why in header["absent"].items()})
     for row in rounds:
-        if search.next_round() != tuple(plain.read(row["tests"], list[Test])):
+        if search.next_round() != tuple(cattrs.structure(row["tests"], list[Test])):
             return None
-        search.report(plain.read(row["outcomes"], list[Outcome]))
+        search.report(cattrs.structure(row["outcomes"], list[Outcome]))
     return search
 
 
@@ -198,10 +199,10 @@ def coordinate(settings: Settings, store: Any) -> None:
         spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
         minutes += spent
         row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent}
-        _write_row(journal, plain.write(row))
+        _write_row(journal, cattrs.unstructure(row))
         search.report(outcomes)
     found = search.result(header["hosts"], header["began"], time.time() - header["began"], minutes)
-    _write_row(journal, {"result": plain.write(found)})
+    _write_row(journal, {"result": cattrs.unstructure(found)})
     store.set("end", "")
     time.sleep(3)  # for the ranks to see it
 

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import cattrs
+
 from collectives.bench import processes
 from collectives.search.coordinator import Settings, read_journal
 from collectives.search.plan import SearchResult
 from collectives.search.rank import Place
-from contracts import plain
 from contracts.host_list import expand_host_list
 
 COORDINATORS = 4  # one, and those that take its place
@@ -110,7 +111,7 @@ def _lead(
         finally:
             tree.end(END_SECONDS)
         if (last := (read_journal(journal) or [{}])[-1].get("result")) is not None:
-            return plain.read(last, SearchResult)
+            return cattrs.structure(last, SearchResult)
         note("the coordinator died; another one continues from its journal")
     raise SearchError(f"the coordinator ended {COORDINATORS} times before the search was done")
 
