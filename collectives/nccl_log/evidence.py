@@ -72,7 +72,8 @@ def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
         return names[distance] if names and distance < len(names) else f"distance {distance}"
 
     return tuple(
-        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed ({count} lines)"
+        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed "
+        f"({count} line{'s' * (count != 1)})"
         for (enabled, distance, limit), count in ledger.facts.gdr_paths.most_common()
     )
 
@@ -338,7 +339,7 @@ def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
         first = found.get(problem.code)
         found[problem.code] = problem if first is None else replace(
             first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count,
-            hosts=tuple(dict.fromkeys((*first.hosts, *problem.hosts))),
+            hosts=tuple(sorted({*first.hosts, *problem.hosts})),
             ranks=tuple(sorted({*first.ranks, *problem.ranks})),
         )  # fmt: skip
     return by_severity(found.values())

@@ -116,7 +116,7 @@ class _Findings:
         own = {name: value for name, value in (("severity", severity), ("action", action)) if value}
         self.found[code] = problem_of(
             code, detail, lines=self._of_hosts(proof, hosts), count=count or self.ledger.codes[code] or 1,
-            hosts=tuple(hosts), ranks=ranks, **own,
+            hosts=tuple(sorted(hosts)), ranks=ranks, **own,
         )  # fmt: skip
 
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
@@ -472,12 +472,12 @@ def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> N
         none_found: dict[str, set[str]] = {"": set()} if facts.no_ib_device else {}
         for host, row in (listed or none_found).items():
             seen = {f"{name}:{port.split(':')[1]}" for port in row for name in port.split(":")[0].split("+")}
-            missing += [f"{host or 'this host'}: {port}" for port in sorted(wanted - seen)]
+            missing += [f"{host or 'this host'}: {port} (which --port names)" for port in sorted(wanted - seen)]
     elif len(listed) > 1:
-        most = max(listed.values(), key=len)
+        whole = max(listed, key=lambda host: len(listed[host]))
         for host, row in listed.items():
-            if row < most:
-                missing += [f"{host}: {port}" for port in sorted(most - row)]
+            if row < listed[whole]:
+                missing += [f"{host}: {port} (which {whole} lists)" for port in sorted(listed[whole] - row)]
     if missing:
         shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
         hosts = tuple(dict.fromkeys(each.partition(": ")[0] for each in missing if not each.startswith("this host: ")))

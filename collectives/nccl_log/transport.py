@@ -18,6 +18,11 @@ class ProofLine:
     file: str = ""  # where several were read
     host: str = ""  # that wrote it, where the line says so
 
+    @property
+    def place(self) -> str:
+        """Where it is read: "line 7 of node-b.log"."""
+        return f"line {self.line}" + (f" of {self.file}" if self.file else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogProblem:

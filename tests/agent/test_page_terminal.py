@@ -85,7 +85,7 @@ def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
     text = " ".join(text_of(out).split())
     unknown = {check.code for check in seen.checks if check.status == "unknown"}
     assert unknown and all(code in text for code in unknown)
-    assert f"{len(unknown)} checks could not run; {seen.verdict.by_check['pass']} passed" in text
+    assert f"{len(unknown)} checks could not run; {seen.verdict.listed['pass']} passed" in text
 
 
 def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones() -> None:
@@ -142,8 +142,8 @@ def test_findings_that_say_different_things_stay_apart() -> None:
         Finding(code="a.b", status=Status.WARN, node="n", subject=subject, message=message, remedy=remedy)
         for subject, message, remedy in (("x", "one", "fix"), ("y", "two", "fix"), ("z", "three", "replace"))
     ]
-    text = drawn(findings_view.findings, made)
-    assert all(word in text for word in ("x: one", "y: two", "three", "fix", "replace"))
+    text = " ".join(drawn(findings_view.findings, made).split())
+    assert all(words in text for words in ("a.b for x, y one x two y → fix", "a.b for z three → replace"))
     assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
 
@@ -249,6 +249,22 @@ def test_a_line_of_a_log_is_quoted_to_the_letter(tmp_path: Path) -> None:
     for line in LOG_LINES:
         assert line in result.output.replace("\n  ", ""), line
     assert result.output.index("✗ FAIL") < result.output.index("Proof")
+
+
+def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
+    """Hosts with as many share a line; the counts add up to those of all, and one host alone has no line of its own."""
+    two = [line.replace("gpu-a", "gpu-b") for line in LOG_LINES[2:]]
+    rows = {
+        "gpu-a, gpu-b: 2 via NET/IB, 0 with GPUDirect RDMA each": two,
+        "gpu-b: 2 via NET/IB, 1 with GPUDirect RDMA": [two[0], f"{two[1]}/GDRDMA"],
+        "gpu-b: 1 via NET/Socket": [two[0].replace("IB", "Socket")],
+    }
+    for words, more in rows.items():
+        (tmp_path / LOG).write_text("\n".join([*LOG_LINES, *more, ""]))
+        lines = [line.strip() for line in told("evidence", tmp_path / LOG, columns=120)]
+        assert words in lines, (words, lines)
+    (tmp_path / LOG).write_text("\n".join([*LOG_LINES, ""]))
+    assert not any(line.strip().startswith("gpu-a:") for line in told("evidence", tmp_path / LOG, columns=120))
 
 
 def test_a_terminal_has_colours_and_sees_that_work_is_under_way() -> None:
@@ -452,6 +468,7 @@ def test_a_table_breaks_lines_between_words_and_stacks_its_rows_where_they_do_no
     asked = ("recommend", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")
     lines = told(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
     words = {word for line in lines for word in line.split()}
+    assert "steps of 64 sequences (assumed: give --global-batch" in " ".join(" ".join(lines).split())
     assert {"machine", "network", "tokens/s", "GPU-hours", "cost", "p5.48xlarge", "p4d.24xlarge"} <= words
     assert max(len(line) for line in lines) <= columns
     stacked = sum(line.startswith("machine") for line in lines)
