@@ -372,7 +372,7 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _wanted: bool) -> Judgement
     level = farthest_gdr(host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None)
     far = [f"{one.gpu} ({one.label})" for one in near if not by_gdr(one, level)]
     able = units.some(far, "not possible from ") or "possible from every GPU"
-    return not far, f"GPUDirect RDMA is {able} to its nearest NIC"
+    return not far, f"GPUDirect RDMA is {able} to the nearest NIC"
 
 
 # Limits, interfaces ------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -18,7 +16,7 @@ from contracts.tables import read_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from collectives.nccl_log.transport import ChannelCount, Evidence
+    from collectives.nccl_log.transport import Evidence
 
 
 @command("evidence")
@@ -61,22 +59,6 @@ def _opening(out: Console, found: Evidence) -> None:
         headline(out, "unknown", "no channel in the log", "Run with NCCL_DEBUG=INFO.")
 
 
-def by_host(devices: Mapping[str, ChannelCount]) -> list[str]:
-    """Network channels of each host, where several are seen; hosts with as many share a line."""
-    total: Counter[tuple[str, str]] = Counter()
-    with_gdr: Counter[tuple[str, str]] = Counter()
-    for name, way in devices.items():
-        host, _, device = name.rpartition(" ")
-        key = host, device.partition("/")[0]
-        total[key] += way.total
-        with_gdr[key] += way.gdrdma
-    hosts: dict[str, list[str]] = {}
-    for (host, network), number in total.items():
-        rdma = "" if network == "Socket" else f", {with_gdr[host, network]} with GPUDirect RDMA"
-        hosts.setdefault(f"{number} via NET/{network}{rdma}", []).append(host)
-    return [f"{list_names(mine)}: {text}{' each' * (len(mine) > 1)}" for text, mine in hosts.items() if any(mine)]
-
-
 def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     """The verdict on a log and what to do, the problems with their lines; `verbose` with the lines that prove it."""
     from rich.markup import escape
@@ -103,7 +85,12 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     if found.transports:
         each = ", ".join(f"{number} via {name}" for name, number in sorted(found.transports.items()))
         rows.append(("channels", each))
-    rows += [("", words) for words in by_host(found.devices)]
+    hosts: dict[str, list[str]] = {}  # by what is said of them
+    for host, networks in found.by_host.items():
+        for network, way in networks.items():
+            rdma = "" if network == "Socket" else f", {way.gdrdma} with GPUDirect RDMA"
+            hosts.setdefault(f"{way.total} via NET/{network}{rdma}", []).append(host)
+    rows += [("", f"{list_names(mine)}: {words}{' each' * (len(mine) > 1)}") for words, mine in hosts.items()]
     rows.append(("NVLS", _NVLINK_WORDS[found.nvls_use]))
     if found.mnnvl_use not in ("unknown", "off"):
         clique = f", a clique of {found.mnnvl_clique} GPUs" if found.mnnvl_clique else ""

@@ -208,6 +208,17 @@ def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
     return {key: row for key, row in rows.items() if row.total > 0}
 
 
+def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
+    """Network channels of each host, where several have some."""
+    names = ledger.hosts.whole_names()
+    rows: dict[str, dict[str, ChannelCount]] = {}
+    for (host, network, _), (total, on) in sorted(ledger.devices.items()):
+        row = rows.setdefault(names.get(host, host).decode("utf-8", "replace"), {})
+        before = row.get(network, ChannelCount())
+        row[network] = ChannelCount(total=before.total + total, gdrdma=before.gdrdma + on)
+    return {name: row for name, row in rows.items() if name} if len(rows) > 1 else {}
+
+
 def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     """Channels between nodes first, then within a node, then what was announced."""
     ranks = {"NET/": 0, "COLLNET/": 0, "transport ": 1}
@@ -266,6 +277,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         torn_lines=ledger.torn_network,
         gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
         devices=_devices(ledger),
+        by_host=_by_host(ledger),
         gdr_paths=gdr_paths(ledger, version),
         nvls=facts.nvls,
         fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),

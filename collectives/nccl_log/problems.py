@@ -248,7 +248,9 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
         found.add("no_ib_device", lines=found.proof("no RDMA device"), count=facts.no_ib_device)
     chosen = set(facts.networks) | {name for name, row in ledger.networks.items() if row[0] > 0}
     if "Socket" in chosen and len(chosen) > 1 and not one_node:
-        found.add("mixed_networks", detail=", ".join(sorted(chosen)), lines=found.proof("network "))
+        on = {name: ", ".join(sorted(found.hosts_over(name))[:4]) for name in sorted(chosen)}
+        detail = "; ".join(f"{name} on {hosts}" if hosts else name for name, hosts in on.items())
+        found.add("mixed_networks", detail=detail, lines=found.proof("network "))
     if inter is not None and len(layers_in_use(ledger)) > 1:
         found.add("mixed_link_layers", detail=", ".join(evidence.hcas), lines=found.proof("RDMA devices in use"))
     suspects = [

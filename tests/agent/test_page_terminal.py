@@ -258,6 +258,7 @@ def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
         "gpu-a, gpu-b: 2 via NET/IB, 0 with GPUDirect RDMA each": two,
         "gpu-b: 2 via NET/IB, 1 with GPUDirect RDMA": [two[0], f"{two[1]}/GDRDMA"],
         "gpu-b: 1 via NET/Socket": [two[0].replace("IB", "Socket")],
+        "gpu-b: 1 via NET/AWS Libfabric, 1 with GPUDirect RDMA": [two[0].replace("IB/0", "AWS Libfabric/0/GDRDMA")],
     }
     for words, more in rows.items():
         (tmp_path / LOG).write_text("\n".join([*LOG_LINES, *more, ""]))
