@@ -262,10 +262,10 @@ def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
     }
     for words, more in rows.items():
         (tmp_path / LOG).write_text("\n".join([*LOG_LINES, *more, ""]))
-        lines = [line.strip() for line in told("evidence", tmp_path / LOG, columns=120)]
+        lines = [line.strip() for line in lines_of("evidence", tmp_path / LOG, columns=120)]
         assert words in lines, (words, lines)
     (tmp_path / LOG).write_text("\n".join([*LOG_LINES, ""]))
-    assert not any(line.strip().startswith("gpu-a:") for line in told("evidence", tmp_path / LOG, columns=120))
+    assert not any(line.strip().startswith("gpu-a:") for line in lines_of("evidence", tmp_path / LOG, columns=120))
 
 
 def test_a_terminal_has_colours_and_sees_that_work_is_under_way() -> None:
@@ -290,7 +290,7 @@ n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nranks 16 - Destroy COMPLETE
 """
 
 
-def told(*words: object, columns: int = 80) -> list[str]:
+def lines_of(*words: object, columns: int = 80) -> list[str]:
     done = topoflight(*words, COLUMNS=str(columns))
     assert done.exit_code in (0, 3), done.output
     return done.stdout.rstrip("\n").splitlines()
@@ -302,7 +302,7 @@ def told(*words: object, columns: int = 80) -> list[str]:
 )
 def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, words: str) -> None:
     verb, *options = words.split()
-    lines = told(verb, "--host", path_of(name), *options)
+    lines = lines_of(verb, "--host", path_of(name), *options)
     assert len(lines) <= 10, "\n".join(lines)
     assert max(map(len, lines)) <= 80
     if verb != "recommend":
@@ -318,7 +318,7 @@ def test_what_time_and_cost_still_need_is_named_and_what_was_given_is_not() -> N
     """Of the forecast of a whole run."""
     length = "--steps, --tokens, --epochs or --hours"
     for given, missing in ((), f"--price and {length}"), (("--price", "98"), length), (("--steps", "100"), "--price"):
-        lines = told("recommend", "--machine", "p5.48xlarge", "--model", "Qwen2.5-0.5B", *given)
+        lines = lines_of("recommend", "--machine", "p5.48xlarge", "--model", "Qwen2.5-0.5B", *given)
         assert f"  cost   not estimated. Add {missing}." in lines, "\n".join(lines)
 
 
@@ -333,7 +333,7 @@ def test_other_verbs_on_a_healthy_thing(tmp_path: Path) -> None:
         (("why", tmp_path / "nccl.log"), "fine: no fault found in what was read → "),
         (("evidence", tmp_path / "nccl.log"), "✓ no problem in the log"),
     ):
-        lines = told(*words)
+        lines = lines_of(*words)
         assert lines[0].startswith(first) and len(lines) <= 10, "\n".join(lines)
         assert max(map(len, lines)) <= 80
 
@@ -395,7 +395,7 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
     """One fault on ten nodes, another on one: the lines do not grow with the nodes, and none is left out."""
     faults = {"sick-h100-dead-hca": [*range(1, 11)], "sick-h100-memlock-64KiB": [11]}
     names = fleet(tmp_path, faults, 12)
-    lines = told("preflight", "-q", "--host", tmp_path, columns=60)
+    lines = lines_of("preflight", "-q", "--host", tmp_path, columns=60)
     text = "\n".join(lines)
     assert lines[0].startswith("✗ FAIL ") and len(lines) < 50
     assert max(map(len, lines)) <= 60
@@ -408,9 +408,9 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
 
 def test_a_name_shows_all_of_one_node_device_or_code(tmp_path: Path) -> None:
     fleet(tmp_path, {"sick-h100-dead-hca": [1]}, 2)
-    node = "\n".join(told("scan", "--host", tmp_path, "gpu-001"))
+    node = "\n".join(lines_of("scan", "--host", tmp_path, "gpu-001"))
     assert "rdma.port.down" in node and "gpu-000" not in node and "probe " in node
-    assert "mlx5_3:1" in "\n".join(told("scan", "--host", tmp_path, "mlx5_3:1"))
+    assert "mlx5_3:1" in "\n".join(lines_of("scan", "--host", tmp_path, "mlx5_3:1"))
     wrong = topoflight("scan", "--host", tmp_path, "gpu-009")
     assert wrong.exit_code == 2 and "gpu-009" in wrong.output and "gpu-000" in wrong.output
 
@@ -423,7 +423,7 @@ def test_hosts_as_slurm_writes_them() -> None:
 
 
 def test_the_demo_names_its_faults_and_says_that_it_is_built() -> None:
-    text = "\n".join(told("demo"))
+    text = "\n".join(lines_of("demo"))
     assert "built-in example" in text
     for code in ("gpu.nvlink.missing", "gpu.thermal.throttling", "rdma.port.down"):
         assert code in text, code
@@ -467,7 +467,7 @@ def test_the_script_for_a_shell_is_one_that_it_can_read(shell: str, shipped: str
 def test_a_table_breaks_lines_between_words_and_stacks_its_rows_where_they_do_not_fit(columns: int) -> None:
     """No heading and no name of a machine is cut, however narrow the terminal."""
     asked = ("recommend", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")
-    lines = told(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
+    lines = lines_of(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
     words = {word for line in lines for word in line.split()}
     assert "steps of 64 sequences (assumed: give --global-batch" in " ".join(" ".join(lines).split())
     assert {"machine", "network", "tokens/s", "GPU-hours", "cost", "p5.48xlarge", "p4d.24xlarge"} <= words
