@@ -15,7 +15,7 @@ from pathlib import Path
 from contracts.host_list import compress_host_list
 from contracts.run_record import RESUMABLE
 from planner.advice import render
-from planner.kubernetes.job import END_SECONDS
+from planner.kubernetes.job import END_SECONDS, RUNS_GATE
 from planner.lint.expansion import limit_parsing, parse_lines, walk
 from planner.nccl_env.texts import Setting
 
@@ -159,9 +159,11 @@ def wrap_script(
     code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#") or "#SBATCH" in line)
     present = [setting for setting in settings if re.search(rf"\b{setting.name}\b", code)]
     notes += [f"{setting.name} stays as the script sets it; recommended: {setting.value}" for setting in present]
+    if has_gate := bool(RUNS_GATE.search(code)):
+        notes.append("the script runs `topoflight preflight` already: no second check of the nodes is added")
     block = render(
         "wrap.sbatch", mark=MARK, settings=[setting for setting in settings if setting not in present], python=python,
-        monitor="" if "TOPOFLIGHT_RUN" in code else monitor,
+        monitor="" if "TOPOFLIGHT_RUN" in code else monitor, has_gate=has_gate,
         log={name for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE") if has_log and not re.search(rf"\b{name}\b", code)},
     )  # fmt: skip
     lines = text.split("\n")

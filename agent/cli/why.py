@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from contracts.question import most
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from agent.jobs.slurm import JobFiles
     from planner.why import Verdict
 
 
@@ -43,57 +45,62 @@ def why(
     if run is None:  # a run's folder among the logs
         run = next((Path(word) for word in logs if (Path(word) / "ranks").is_dir()), None)
         logs = tuple(word for word in logs if Path(word) != run)
+    again = None
     if job is not None:
-        run, logs = _of_job(job, run, logs)
+        of_job = _of_job(job)
+        run, logs, again = run or of_job.run, (*logs, *map(str, of_job.logs)), of_job.again
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
         sources = gathered.WhySources(
             logs=files, run=run, ras=ras, recorder=recorder, diagnostics=diagnostics,
             manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
-            published=published, limit=limit,
+            published=published, limit=limit, again=again,
         )  # fmt: skip
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --job, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is not None:
-            found = watch_run(
-                run, lambda verdict: _print_change(verdict, form), lambda text: print_text(text, err=True), limit=limit
-            )
+            report, warn = partial(_print_change, form=form, run=run), partial(print_text, err=True)
+            found = watch_run(run, report, warn, limit=limit)
             if form == "table":
                 emit(found, form, lambda out: show(out, found))
         else:
             found = gathered.answer(sources)
-            _emit(found, form)
+            _emit(found, form, run)
     if found.state in ("fine", "unknown"):
         sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
 
 
-def _of_job(job: str, run: Path | None, logs: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run's folder and the logs of a Slurm job, added to those of the command line."""
+def _of_job(job: str) -> JobFiles:
+    """The run's folder and the logs of a Slurm job; stderr says where they were found."""
     from agent.jobs.slurm import job_files
 
     if not re.fullmatch(r"\d{1,9}(_\d{1,9})?", job):
         raise click.UsageError(f"--job {job[:40]!r}: must be the id of a Slurm job, such as 1234 or 1234_5")
-    folder, found, where = job_files(job)
-    print_text(where, err=True)
-    return run or folder, (*logs, *map(str, found))
+    found = job_files(job)
+    print_text(found.where, err=True)
+    return found
 
 
-def _print_change(verdict: Verdict, form: str) -> None:
+def _print_change(verdict: Verdict, *, form: str, run: Path) -> None:
     """One line for each change of the verdict, with its time; a document in other forms."""
     if form == "table":
         line = verdict.line if verdict.line.startswith(verdict.state) else f"{verdict.state}: {verdict.line}"
         print_text(f"{time.strftime('%H:%M:%S')} {line}")
     else:
-        _emit(verdict, form)
+        _emit(verdict, form, run)
 
 
-def _emit(verdict: Verdict, form: str) -> None:
+def _emit(verdict: Verdict, form: str, run: Path | None) -> None:
     """Print a verdict; for Slurm the nodes that it names, as a host list."""
     if form != "slurm":
         emit(verdict, form, lambda out: show(out, verdict))
     elif verdict.nodes:
-        print_text(compress_host_list(map(slurm_name, verdict.nodes)))
+        from agent.why.ranks import states_of
+
+        states = states_of(run / "ranks")[0] if run else {}
+        known = {state.host: state.slurm_node for state in states.values()}
+        print_text(compress_host_list(known.get(node) or slurm_name(node) for node in verdict.nodes))
 
 
 def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ...]]:

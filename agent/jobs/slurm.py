@@ -10,15 +10,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.advice.advise import advise
 from agent.advice.job_settings import grace, grace_notice, job_plan
 from agent.advice.request import Request
 from agent.base import units
-from agent.base.options import InputError
+from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
@@ -69,11 +70,15 @@ def job_of(
 ) -> tuple[SlurmJob, list[str]]:
     """The job that the options describe, with the recommendation inside, and notes. Raises InputError or ValueError."""
     select((), require=options["require"], known=ALL_CODES)
-    folder, nodes = folder.absolute(), options["nodes"] or 1
+    folder, nodes, notes = folder.absolute(), options["nodes"] or 1, list[str]()
     if options["over"]:
-        from agent.jobs.networks import over_tcp
+        from agent.jobs.networks import missing_interface, over_tcp
 
         check_word("--over", options["over"])
+        if wrong := missing_interface(options["over"], found):
+            if options["hosts"]:
+                raise InputError(f"--over {options['over']}: {wrong}")
+            notes.append(f"--over {options['over']}: {wrong}. The nodes may differ; --host FILE is a recording of one")
         advice = over_tcp(advice, options["over"])
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
     if options["over"]:  # the rate of this network is unknown
@@ -96,16 +101,13 @@ def job_of(
         ipc_lock=any(need.name == "memlock" for need in advice.needs),
         restarts=RESTARTS if options["restarts"] is None else options["restarts"], save_seconds=seconds,
     )  # fmt: skip
-    return job, [*plan.notes, *filter(None, [grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, rate)])]
+    return job, [*notes, *plan.notes, *filter(None, [grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, rate)])]
 
 
 def _hosts(word: str | None) -> tuple[str, ...]:
     """The hosts of --exclude: a list, or a file with lists."""
     if word and ("/" in word or os.path.isfile(word)):  # noqa: PTH113 - Path.is_file raises OSError for a long list
-        try:
-            word = bounded.read(word, _LIST_BYTES).decode(errors="replace")
-        except OSError as error:
-            raise InputError(f"--exclude {word}: {error.strerror}") from None
+        word = read_input(word, _LIST_BYTES, hint="").decode(errors="replace")
     return expand_host_list(word or "")
 
 
@@ -157,46 +159,85 @@ def _check_syntax(text: str) -> list[str]:
     return []
 
 
-def job_files(job_id: str) -> tuple[Path | None, tuple[Path, ...], str]:
-    """The run's folder of a job, None where it has none, its logs, and where they were found. Raises SlurmError.
+# What a job that Slurm has queued again does, by its state (squeue(1), JOB STATE CODES).
+_AGAIN = {"PENDING": "it is queued again and waits", "CONFIGURING": "its nodes are made ready to run it again",
+          "RUNNING": "it runs again", "COMPLETED": "it ran again and completed"}  # fmt: skip
+
+
+class JobFiles(NamedTuple):
+    """The files of a Slurm job, and what Slurm says of it."""
+
+    run: Path | None  # the run's folder; None where the job has none
+    logs: tuple[Path, ...]
+    where: str  # they were found, in words
+    again: str  # what the job does now if it was queued again, in words; empty: it was not, or it has ended for good
+
+
+def job_files(job_id: str) -> JobFiles:
+    """The run's folder of a job, its logs, and where they were found. Raises SlurmError.
 
     `launch` writes the log into the run's folder, in which the script is, too. A script that `wrap` has changed has
-    NCCL's logs and the ranks' states in topoflight-ID below the folder that the job was submitted from. The controller
-    forgets a job some minutes after its end; the accounting still knows it then.
+    NCCL's logs and the ranks' states in topoflight-ID below the folder that the job was submitted from.
     """
-    try:
-        rows = (line.strip().partition("=") for line in slurm("scontrol", "show", "job", job_id).splitlines())
-        fields, knows = {name: value for name, _, value in rows}, "the controller"
-    except SlurmError as error:
-        if "Invalid job id" not in str(error):
-            raise
-        fields, knows = _accounted(job_id), "the accounting (sacct)"
+    fields = _shown(job_id)
+    state = fields.get("JobState", "").partition(" ")[0]
+    words = ", ".join(filter(None, (state, *(fields.get(name) for name in ("Reason", "Restarts")))))
+    again = f"{_AGAIN[state]} ({words})" if fields.get("Restarts") and state in _AGAIN else ""
     work = Path(fields.get("WorkDir") or Path.cwd())
-    scripts = [path for word in fields.get("SubmitLine", "").split() if bounded.is_file(path := work / word)]
-    named = [work, *(path.parent for path in scripts)] if fields else []
-    own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array's task
+    named = (fields.get("Command", ""), *fields.get("SubmitLine", "").split())
+    scripts = [path for word in named if bounded.is_file(path := work / word)]
+    of_job = [work, *(path.parent for path in scripts)] if fields else []
+    folders = tuple(dict.fromkeys([*of_job, Path.cwd()]))
     names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
-    folders = tuple(dict.fromkeys([*named, Path.cwd()]))
+    own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array's task
+    known = fields.get("by", "neither the controller nor the accounting (sacct)")
     for folder in folders:
         log = next((path for name in names if (path := folder / name).is_file()), None)
         own = folder / f"topoflight-{own_id}"
         logs = (*((log,) if log else ()), *sorted(own.glob("*.log")))
         if logs:
             places = (own, log.parent, folder) if log else (own,)
-            run = next((path for path in places if (path / "ranks").is_dir()), None)
-            whose = f"which {knows} names" if folder in named else "the current folder"
-            state = fields.get("JobState", "").partition(" ")[0]
-            what = f"job {job_id}{f' ({state})' if state else ''}: {units.count(len(logs), 'log')}"
-            return run, logs, f"{what} in {logs[0].parent}, {whose}"
-    known = f"{knows} knows the job" if fields else "neither the controller nor the accounting (sacct) knows the job"
+            awaited = (place for path in scripts if (place := _folder_of_monitor(path, own, logs[0].parent)))
+            run = next((path for path in places if (path / "ranks").is_dir()), next(awaited, None))
+            whose = f"which {known} names" if folder in of_job else "the current folder"
+            what = f"job {job_id}{f' ({words})' if words else ''}: {units.count(len(logs), 'log')}"
+            return JobFiles(run, logs, f"{what} in {logs[0].parent}, {whose}", again)
+    if state == "PENDING":
+        raise SlurmError(f"job {job_id} has not started ({words}), so there is nothing to diagnose yet")
     where = ", ".join(map(str, folders))
-    raise SlurmError(f"job {job_id}: no file of it was found in {where}; {known}; give its logs, or --run FOLDER")
+    raise SlurmError(f"job {job_id}: no file of it was found in {where}; {known} knows the job; "
+                     "give its logs, or --run FOLDER")  # fmt: skip
 
 
-def _accounted(job_id: str) -> dict[str, str]:
-    """JobId, WorkDir and SubmitLine of a job by Slurm's accounting; empty if the accounting does not know the job."""
+def _folder_of_monitor(script: Path, own: Path, of_log: Path) -> Path | None:
+    """Where the monitor of each rank will write, if the batch script is one of `wrap` (own) or `launch`."""
+    with suppress(OSError, bounded.TooLargeError):
+        text = bounded.read(script, _LIST_BYTES)
+        return own if b"TOPOFLIGHT_RUN=" in text else of_log if b"-m finetune.pod " in text else None
+    return None
+
+
+def _shown(job_id: str) -> dict[str, str]:
+    """What Slurm knows of a job, by the names of scontrol, and `by` what; empty where it does not know the job.
+
+    The controller forgets a job some minutes after its end; the accounting still knows it then.
+    """
     try:
-        row = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobIDRaw,WorkDir,SubmitLine").partition("\n")[0]
-    except SlurmError:
+        shown = slurm("scontrol", "show", "job", job_id)
+    except SlurmError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        with suppress(SlurmError):
+            names = ("JobId", "JobState", "WorkDir", "SubmitLine")
+            rows = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobIDRaw,State,WorkDir,SubmitLine")
+            values = rows.partition("\n")[0].split("|", 3)
+            if len(values) == len(names):
+                return {**dict(zip(names, values, strict=True)), "by": "the accounting (sacct)"}
         return {}
-    return dict(zip(("JobId", "WorkDir", "SubmitLine"), row.split("|", 2), strict=True)) if "|" in row else {}
+    found = dict(line.strip().partition("=")[::2] for line in shown.splitlines())
+    for name, nothing in (("Reason", "None"), ("Restarts", "0")):
+        value = re.search(rf"\s{name}=(\S*)", shown)
+        found[name] = value[1] if value and value[1] != nothing else ""
+    if found["Restarts"]:
+        found["Restarts"] = f"restart {found['Restarts']}"
+    return {**found, "by": "the controller"}
