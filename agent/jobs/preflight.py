@@ -347,10 +347,10 @@ def _blocking(report: Report) -> list[Finding]:
 
 
 def _slurm_node(check: Finding, report: Report) -> str:
-    """The node of a check as Slurm names it; slurmd names the node that it is itself."""
-    if not report.of_this_host:
+    """The node of a check as Slurm names it. slurmd names this node, which it is also where nothing was scanned."""
+    if check.node and not report.of_this_host:
         return slurm_name(check.node)
-    return os.environ.get("SLURMD_NODENAME") or slurm_name(report.snapshots[0].hostname)
+    return os.environ.get("SLURMD_NODENAME") or slurm_name(os.uname().nodename)
 
 
 def slurm_hosts(report: Report) -> str:

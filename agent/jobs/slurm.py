@@ -115,7 +115,10 @@ def submit(job: SlurmJob) -> str:
     """Write the script to the output folder and submit it; returns the id of the job. Raises SlurmError."""
     job.output.mkdir(parents=True, exist_ok=True)
     path = write_atomic(job.output / "job.sbatch", batch_script(job))
-    return slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    try:
+        return slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    except SlurmError as error:
+        raise SlurmError(f"{error}. Nothing was submitted; the options are at the top of {path}") from None
 
 
 def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
