@@ -24,14 +24,12 @@ from agent.base.output import write_atomic
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from contracts import bounded
-from contracts.host_list import expand_host_list
+from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_plan import RunForecast, dumps
 from planner.advice import Recommendation
 from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
 from planner.slurm import (
     ScriptError,
-    SlurmJob,
-    SlurmJobError,
     batch_script,
     check_options,
     check_word,
@@ -42,6 +40,7 @@ from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients ask an absent controller again for minutes
 SYNTAX_SECONDS = 10.0  # bash reads a script of 1 MiB in a fraction of a second
+_LIKE_THIS_HOST = "the nodes are taken to be like this host; give a recording of a node: --host FILE"
 _LIST_BYTES = 1 << 20  # of a file with hosts
 
 
@@ -65,12 +64,14 @@ def slurm(*words: str) -> str:
     return done.stdout
 
 
-def job_of(
+def script_of(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]
-) -> tuple[SlurmJob, list[str]]:
-    """The job that the options describe, with the recommendation inside, and notes. Raises InputError or ValueError."""
+) -> tuple[str, list[str]]:
+    """The batch script of the job that the options describe, and notes. Raises InputError or ValueError."""
     select((), require=options["require"], known=ALL_CODES)
-    folder, nodes, notes = folder.absolute(), options["nodes"] or 1, list[str]()
+    nodes, notes = options["nodes"] or 1, list[str]()
+    if not (options["hosts"] or options["machine"]):
+        notes.append(_LIKE_THIS_HOST)
     if options["over"]:
         from agent.jobs.networks import missing_interface, over_tcp
 
@@ -78,7 +79,7 @@ def job_of(
         if wrong := missing_interface(options["over"], found):
             if options["hosts"]:
                 raise InputError(f"--over {options['over']}: {wrong}")
-            notes.append(f"--over {options['over']}: {wrong}. The nodes may differ; --host FILE is a recording of one")
+            notes.append(f"--over {options['over']}: {wrong}")
         advice = over_tcp(advice, options["over"])
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
     if options["over"]:  # the rate of this network is unknown
@@ -86,22 +87,23 @@ def job_of(
     assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
     ranks, left = divmod(plan.layout.world_size, nodes)
     if left:
-        raise SlurmJobError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
+        raise ScriptError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
     rate = storage_rate(options["storage_rate"])
     seconds = grace(advice, rate, SAVE_SECONDS)
     more = dict(word.partition("=")[::2] for word in options["sbatch"])
     if options["partition"]:
         check_word("--partition", options["partition"])
         more["partition"] = options["partition"]
-    job = SlurmJob(
+    script = batch_script(
         name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dumps(plan), output=folder,
         python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
-        exclude=_hosts(options["exclude"]), time_limit=options["time_limit"], options=more,
-        gate=not options["no_preflight"], require=tuple(options["require"]), measure=options["measure"],
-        ipc_lock=any(need.name == "memlock" for need in advice.needs),
-        restarts=RESTARTS if options["restarts"] is None else options["restarts"], save_seconds=seconds,
+        exclude=compress_host_list(_hosts(options["exclude"])), time_limit=options["time_limit"], more=more,
+        gate=not options["no_preflight"], require=options["require"], measure=options["measure"],
+        ipc_lock=any(need.name == "memlock" for need in advice.needs), save_seconds=seconds,
+        restarts=RESTARTS if options["restarts"] is None else options["restarts"],
     )  # fmt: skip
-    return job, [*notes, *plan.notes, *filter(None, [grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, rate)])]
+    notice = grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, rate)
+    return script, [*notes, *plan.notes, *filter(None, [notice])]
 
 
 def _hosts(word: str | None) -> tuple[str, ...]:
@@ -111,10 +113,10 @@ def _hosts(word: str | None) -> tuple[str, ...]:
     return expand_host_list(word or "")
 
 
-def submit(job: SlurmJob) -> str:
+def submit(script: str, folder: Path) -> str:
     """Write the script to the output folder and submit it; returns the id of the job. Raises SlurmError."""
-    job.output.mkdir(parents=True, exist_ok=True)
-    path = write_atomic(job.output / "job.sbatch", batch_script(job))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = write_atomic(folder / "job.sbatch", script)
     try:
         return slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
     except SlurmError as error:
@@ -139,6 +141,8 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
     except ScriptError as error:
         raise InputError(str(error)) from None
     notes += unchecked
+    if not (options["hosts"] or options["machine"]):
+        notes.append(_LIKE_THIS_HOST)
     if nodes is None:
         notes.append("unknown how many nodes the job has: no #SBATCH --nodes says; the environment is for one node")
     return made, notes

@@ -120,7 +120,9 @@ def answer(sources: WhySources) -> Verdict:
     if again is None and (found_again := next(filter(None, map(_REQUEUED.search, tails)), None)):
         again = f"it {found_again[1]}"
     verdict = with_restart(verdict, record, again)
-    whole: Verdict = without_secrets(replace(verdict, unknown=(*verdict.unknown, *unknown)))  # lines of logs are in it
+    folder = sources.run or "DIR"
+    asked = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
+    whole: Verdict = without_secrets(replace(verdict, unknown=(*asked, *unknown)))  # lines of logs are in it
     return whole
 
 

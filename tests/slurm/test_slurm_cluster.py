@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -126,11 +128,36 @@ def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(clust
         subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=health, check=True, timeout=120)
         assert cluster.node("node01").startswith(state)
     left = Path(f"/dev/shm/nccl-{os.getpid()}")
-    cluster.run("sbatch", "-W", "-o", "/dev/null", "-w", "node01", "--wrap", f"echo left > {left}")
+    leave = f"echo left > {left}; setsid sleep 600 > /dev/null 2>&1 & true"
+    number = cluster.run("sbatch", "--parsable", "-W", "-o", "/dev/null", "-w", "node01", "--wrap", leave).strip()
+    noted = re.compile(rf"epilog: job {number} left process (\d+) \(sleep\) of user root")
     try:
-        eventually(lambda: f"left shared memory {left}" in (cluster.folder / "log").read_text(), "the epilog notes it")
+        eventually(lambda: noted.search((cluster.folder / "log").read_text()), "the epilog notes the process")
+        eventually(lambda: f"left shared memory {left}" in (cluster.folder / "log").read_text(), "and the memory")
     finally:
         left.unlink(missing_ok=True)
+        for pid in noted.findall((cluster.folder / "log").read_text()):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_job_sees_the_limit_that_slurm_gives_it(cluster: Slurm) -> None:
+    """That of the shell that submits it, or of slurmd where slurm.conf leaves locked memory out."""
+    config, before = cluster.folder / "slurm.conf", (cluster.folder / "slurm.conf").read_text()
+    scan = shlex.join(["srun", "--nodes=1", sys.executable, "-m", "agent.cli", "scan", "-o", "json"])
+    of_slurmd = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    try:
+        for more, limit in (("", 65536), ("PropagateResourceLimitsExcept=MEMLOCK\n", of_slurmd)):
+            config.write_text(before + more)
+            cluster.run("scontrol", "reconfigure")
+            done = subprocess.run(
+                ["bash", "-c", f"ulimit -S -l 64; exec {scan}"], env=cluster.environment, cwd=ROOT, capture_output=True,
+                text=True, timeout=300, check=False,
+            )  # fmt: skip
+            facts = json.loads(done.stdout)["snapshot"]["outcomes"]["limits"]["facts"]
+            assert facts["memlock_soft_bytes"] == limit and facts["elsewhere"] == "", (more, facts)
+    finally:
+        config.write_text(before)
+        cluster.run("scontrol", "reconfigure")
 
 
 def test_a_job_is_saved_queued_again_and_trained_to_its_end(cluster: Slurm, tmp_path: Path) -> None:
