@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,13 +58,14 @@ def why(
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --job, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is not None:
-            report, warn = partial(_print_change, form=form, run=run), partial(print_text, err=True)
-            found = watch_run(run, report, warn, limit=limit)
+            found = watch_run(
+                run, lambda verdict: _print_change(verdict, form), lambda text: print_text(text, err=True), limit=limit
+            )
             if form == "table":
                 emit(found, form, lambda out: show(out, found))
         else:
             found = gathered.answer(sources)
-            _emit(found, form, run)
+            _emit(found, form)
     if found.state in ("fine", "unknown"):
         sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
@@ -82,25 +82,21 @@ def _of_job(job: str) -> JobFiles:
     return found
 
 
-def _print_change(verdict: Verdict, *, form: str, run: Path) -> None:
+def _print_change(verdict: Verdict, form: str) -> None:
     """One line for each change of the verdict, with its time; a document in other forms."""
     if form == "table":
         line = verdict.line if verdict.line.startswith(verdict.state) else f"{verdict.state}: {verdict.line}"
         print_text(f"{time.strftime('%H:%M:%S')} {line}")
     else:
-        _emit(verdict, form, run)
+        _emit(verdict, form)
 
 
-def _emit(verdict: Verdict, form: str, run: Path | None) -> None:
+def _emit(verdict: Verdict, form: str) -> None:
     """Print a verdict; for Slurm the nodes that it names, as a host list."""
     if form != "slurm":
         emit(verdict, form, lambda out: show(out, verdict))
     elif verdict.nodes:
-        from agent.why.ranks import states_of
-
-        states = states_of(run / "ranks")[0] if run else {}
-        known = {state.host: state.slurm_node for state in states.values()}
-        print_text(compress_host_list(known.get(node) or slurm_name(node) for node in verdict.nodes))
+        print_text(compress_host_list(map(slurm_name, verdict.nodes)))
 
 
 def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ...]]:

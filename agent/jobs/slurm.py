@@ -166,8 +166,10 @@ def _check_syntax(text: str) -> list[str]:
     return []
 
 
-# What a job that Slurm has queued again does, by its state (squeue(1), JOB STATE CODES).
-_AGAIN = {"PENDING": "it is queued again and waits", "CONFIGURING": "its nodes are made ready to run it again",
+# What a job that Slurm has queued again does, by the reason why it waits, or its state (squeue(1), JOB STATE CODES).
+_AGAIN = {"launch_failed_requeued_held": "a node could not start it (`sinfo -R` says why), and `scontrol release` lets "
+          "it start", "JobHeldUser": "it is held until `scontrol release`", "JobHeldAdmin": "an administrator holds it",
+          "PENDING": "it is queued again and waits", "CONFIGURING": "its nodes are made ready to run it again",
           "RUNNING": "it runs again", "COMPLETED": "it ran again and completed"}  # fmt: skip
 
 
@@ -189,7 +191,8 @@ def job_files(job_id: str) -> JobFiles:
     fields = _shown(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
     words = ", ".join(filter(None, (state, *(fields.get(name) for name in ("Reason", "Restarts")))))
-    again = f"{_AGAIN[state]} ({words})" if fields.get("Restarts") and state in _AGAIN else ""
+    does = _AGAIN.get(fields.get("Reason", ""), _AGAIN.get(state)) if fields.get("Restarts") else ""
+    again = f"{does} ({words})" if does else ""
     work = Path(fields.get("WorkDir") or Path.cwd())
     named = (fields.get("Command", ""), *fields.get("SubmitLine", "").split())
     scripts = [path for word in named if bounded.is_file(path := work / word)]

@@ -45,7 +45,6 @@ class RankState:
     rank: int = -1
     world_size: int | None = None
     host: str | None = None
-    slurm_node: str | None = None  # NodeName of slurm.conf, where a slurmd started the rank
     gpu: int | None = None  # CUDA's number on this host
     pid: int | None = None
     started: int | None = None  # of the process, in clock ticks since the boot (proc(5)): a pid alone may be reused

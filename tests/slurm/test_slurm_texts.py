@@ -23,7 +23,9 @@ from rigs.tables import each_row, rows_of
 from agent.jobs.search import slurm_hosts
 from agent.jobs.slurm import SlurmError, job_files
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
+from finetune.rank_monitor import _identity
 from planner.slurm import wrap_script
+from probes.api import host_name
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.slurm_conf import (
@@ -213,17 +215,19 @@ def test_a_job_that_saved_and_was_queued_again_has_not_failed(
     assert done.exit_code == code and all(part in text for part in wanted.split("; ")) and absent not in text, text
 
 
-def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path) -> None:
-    """By NodeName, which a rank's own file has, and else by the host's name; what is not written yet is waited for."""
+def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank and a recording have the name that slurmd gives them; other host names are without their domain."""
     (tmp_path / "ranks").mkdir()
     waits = topoflight("why", "--run", tmp_path)
     assert waits.exit_code == 5 and "no rank has written into" in waits.output and "init_process_group" in waits.output
-    for name, wanted in (("gpu03", "gpu03\n"), (None, "ip-10-0-0-0\n")):
-        for rank, node in enumerate((name, None, "gpu04")):
-            state = {"rank": rank, "host": f"ip-10-0-0-{rank}.example.com", "written": 1e9, "ended": True,
-                     "error": "Connection closed by peer" if rank else "ValueError: x", "slurm_node": node}  # fmt: skip
-            (tmp_path / "ranks" / f"state_rank_{rank}.json").write_text(json.dumps(state))
-        assert topoflight("why", "--run", tmp_path, "-o", "slurm").stdout == wanted
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu03")
+    assert _identity()["host"] == host_name() == "gpu03"
+    for rank in range(3):
+        state = {"rank": rank, "host": f"ip-10-0-0-{rank}.example.com", "written": 1e9, "ended": True,
+                 "error": "Connection closed by peer" if rank else "ValueError: x"}  # fmt: skip
+        (tmp_path / "ranks" / f"state_rank_{rank}.json").write_text(json.dumps(state))
+    found = topoflight("why", "--run", tmp_path, "-o", "slurm")
+    assert (found.exit_code, found.stdout) == (3, "ip-10-0-0-0\n")
 
 
 def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
