@@ -207,8 +207,9 @@ def job_files(job_id: str) -> JobFiles:
         logs = (*((log,) if log else ()), *sorted(own.glob("*.log")))
         if logs:
             places = (own, log.parent, folder) if log else (own,)
-            awaited = (place for path in scripts if (place := _folder_of_monitor(path, own, logs[0].parent)))
-            run = next((path for path in places if (path / "ranks").is_dir()), next(awaited, None))
+            # where the ranks will write: a wrapped script makes the first, and launch has its script beside its log
+            awaited = own if own.is_dir() else logs[0].parent if logs[0].parent / "job.sbatch" in scripts else None
+            run = next((path for path in places if (path / "ranks").is_dir()), awaited)
             whose = f"which {known} names" if folder in of_job else "the current folder"
             what = f"job {job_id}{f' ({words})' if words else ''}: {units.count(len(logs), 'log')}"
             return JobFiles(run, logs, f"{what} in {logs[0].parent}, {whose}", again)
@@ -217,14 +218,6 @@ def job_files(job_id: str) -> JobFiles:
     where = ", ".join(map(str, folders))
     raise SlurmError(f"job {job_id}: no file of it was found in {where}; {known} knows the job; "
                      "give its logs, or --run FOLDER")  # fmt: skip
-
-
-def _folder_of_monitor(script: Path, own: Path, of_log: Path) -> Path | None:
-    """Where the monitor of each rank will write, if the batch script is one of `wrap` (own) or `launch`."""
-    with suppress(OSError, bounded.TooLargeError):
-        text = bounded.read(script, _LIST_BYTES)
-        return own if b"TOPOFLIGHT_RUN=" in text else of_log if b"-m finetune.pod " in text else None
-    return None
 
 
 def _shown(job_id: str) -> dict[str, str]:
