@@ -114,8 +114,7 @@ def _lines(file: str, read: Read, names: list[str] | None = None) -> Iterator[tu
             if "%c" in name:  # slurm.conf(5), INCLUDE MODIFIERS
                 name = name.replace("%c", cluster_name(read("slurm.conf")))
             if name in names or len(names) == MOST_FILES:
-                why = "it was read before, so the files include each other" if name in names else (
-                    f"at most {MOST_FILES} files are read")  # fmt: skip
+                why = "it was read before" if name in names else f"at most {MOST_FILES} files are read"
                 raise SlurmConfError(f"{place}: Include {name}: {why}")
             yield from _lines(name, read, names)
         elif any("=" not in word for word in words):

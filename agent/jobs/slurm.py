@@ -26,21 +26,16 @@ from agent.checks.verdict import select
 from contracts import bounded
 from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_plan import RunForecast, dumps
+from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
-from planner.slurm import (
-    ScriptError,
-    batch_script,
-    check_options,
-    check_word,
-    nodes_of,
-    wrap_script,
-)
+from planner.slurm import ScriptError, batch_script, check_options, check_word, nodes_of, wrap_script
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients ask an absent controller again for minutes
 SYNTAX_SECONDS = 10.0  # bash reads a script of 1 MiB in a fraction of a second
 _LIKE_THIS_HOST = "the nodes are taken to be like this host; give a recording of a node: --host FILE"
+_AGAIN = read_table(__file__, "slurm.toml")["again"]
 _LIST_BYTES = 1 << 20  # of a file with hosts
 
 
@@ -164,13 +159,6 @@ def _check_syntax(text: str) -> list[str]:
     if found := re.search(r"line (\d+): (.*)", done.stderr):
         raise ScriptError(f"line {found[1]}: {found[2]}")
     return []
-
-
-# What a job that Slurm has queued again does, by the reason why it waits, or its state (squeue(1), JOB STATE CODES).
-_AGAIN = {"launch_failed_requeued_held": "a node could not start it (`sinfo -R` says why), and `scontrol release` lets "
-          "it start", "JobHeldUser": "it is held until `scontrol release`", "JobHeldAdmin": "an administrator holds it",
-          "PENDING": "it is queued again and waits", "CONFIGURING": "its nodes are made ready to run it again",
-          "RUNNING": "it runs again", "COMPLETED": "it ran again and completed"}  # fmt: skip
 
 
 class JobFiles(NamedTuple):

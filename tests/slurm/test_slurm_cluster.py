@@ -143,7 +143,7 @@ def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(clust
 def test_a_job_sees_the_limit_that_slurm_gives_it(cluster: Slurm) -> None:
     """That of the shell that submits it, or of slurmd where slurm.conf leaves locked memory out."""
     config, before = cluster.folder / "slurm.conf", (cluster.folder / "slurm.conf").read_text()
-    scan = shlex.join(["srun", "--nodes=1", sys.executable, "-m", "agent.cli", "scan", "-o", "json"])
+    scan = shlex.join(["srun", "-w", "node01", sys.executable, "-m", "agent.cli", "scan", "-o", "json"])
     of_slurmd = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
         for more, limit in (("", 65536), ("PropagateResourceLimitsExcept=MEMLOCK\n", of_slurmd)):
