@@ -18,9 +18,11 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def is_forked(words):
-    """Whether these are torchrun, the job, or a script of tests/finetune that forks ranks of the job."""
+    """Whether these are torchrun, the job, the verb search, or a script of tests/finetune that forks ranks."""
     name, *more = words or [""]
-    return more[0] in FORKED if name == "-m" and more else name.endswith(SCRIPTS)
+    if name == "-m" and more:
+        return more[0] in FORKED or more[:2] == ["agent.cli", "search"]
+    return name.endswith(SCRIPTS)
 
 
 def become(real, name, words):
