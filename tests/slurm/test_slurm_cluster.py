@@ -84,7 +84,7 @@ def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluste
         return cluster.node("node02")
 
     expect(cluster.folder, "--expect gpus=8")
-    every(cluster, 5)  # by slurmd itself
+    every(cluster, 10)  # by slurmd itself, each time a preflight on each of three nodes
     eventually(
         lambda: cluster.node("node02").startswith("drained|topoflight: node02: expect."), "slurmd has it drained"
     )

@@ -6,8 +6,8 @@ import pytest
 import why
 
 pytestmark = pytest.mark.ranks
-STARTED = ["ddp-killed", "trainer-raises", "ddp-pickles"]
-FORKED = ["stopped", "other-collective", "exits", "ddp-loader-fails", "ddp-straggler", "ddp-generates"]
+STARTED = ["trainer-raises", "ddp-pickles"]
+FORKED = ["stopped", "other-collective", "exits", "ddp-killed", "ddp-loader-fails", "ddp-straggler", "ddp-generates"]
 # What "exits", "trainer-raises" and "stopped" show of ranks with another loop around them.
 ALIKE = [pytest.param(name, marks=pytest.mark.nightly) for name in ("ddp-exits", "ddp-raises", "ddp-stopped")]
 
