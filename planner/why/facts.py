@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collectives.traces.calls import RankTrace
 from collectives.traces.states import RankState
@@ -60,7 +60,7 @@ def cause_named(
 ) -> Cause:  # fmt: skip
     """Return the cause with this key in why.toml, its fields filled in."""
     row = _WORDS["cause"][key]
-    message, action = (row[part].format(**fields) for part in ("message", "action"))
+    message, action = (row.get(part, "").format(**fields) for part in ("message", "action"))
     return Cause(code=row["code"], message=message, action=action, ranks=ranks, nodes=nodes, share=share,
                  evidence=evidence)  # fmt: skip
 
@@ -152,9 +152,14 @@ def verdict_of(
     )  # fmt: skip
 
 
-def open_verdict(state: str, cause: Cause, facts: RunFacts, waiting: tuple[int, ...], what: str, how: str) -> Verdict:
-    """A verdict that names no rank, with the question that stays open and the command that answers it."""
-    return replace(verdict_of(state, (cause,), facts, (), waiting), unknown=(Unknown(what=what, command=how),))
+def verdict_named(
+    key: str, facts: RunFacts, *, state: str = "", waiting: tuple[int, ...] = (), cost: float | None = None,
+    price: str = "", **fields: Any,
+) -> Verdict:  # fmt: skip
+    """The verdict with one cause of why.toml, and with the question that this leaves open, if its row has one."""
+    row, cause = _WORDS["cause"][key], replace(cause_named(key, **fields), cost=cost, price=price)
+    found = verdict_of(state or row.get("state", "failed"), (cause,), facts, cause.ranks, waiting)
+    return replace(found, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else found
 
 
 def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:

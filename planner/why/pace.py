@@ -31,7 +31,7 @@ from planner.why.facts import (
     Verdict,
     activity,
     cause_of,
-    open_verdict,
+    verdict_named,
     verdict_of,
 )
 from planner.why.stuck import network
@@ -366,20 +366,18 @@ def _slower(facts: RunFacts) -> Verdict | None:
     if not since > LONGER * before > 0 or 0 < busy < len(rows) / 2:
         return None
     timing = f"rank states: {since:.3g} s from call to call, {before:.3g} s before"
-    cost: dict[str, Any] = {"cost": 1 - before / since, "price": f"{1 - before / since:.0%} of the time since then"}
+    lost, times = 1 - before / since, f"{since / before:.1f}"
+    cost: dict[str, Any] = {"cost": lost, "price": f"{lost:.0%} of the time since then"}
     kind, share = _most({kind: median(one.more[kind] for one in rows) for kind in rows[0].more})
-    message = f"all ranks alike have become {since / before:.1f} times slower, in"
     if share < EXPLAINS:
-        cause = Cause(code="all", message=f"{message} {kind} and others", share=share, evidence=(timing,))
-    elif kind != "collective":
-        cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
-                      evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip
-    else:
+        return verdict_named("all_mixed", facts, times=times, kind=kind, share=share, evidence=(timing,), **cost)
+    if kind == "collective":
         cause = network(facts, "has become slow", timing, since=max(one.began for one in rows))
         if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
-            cause = Cause(code="all.collective", message=f"{message} their collectives", evidence=(timing,), **cost)
-            how = "topoflight search on all nodes; cpu.stat of each rank's cgroup"
-            return open_verdict("slow", cause, facts, (), "whether the network or a rank without CPU time", how)
+            return verdict_named("all_collective", facts, times=times, evidence=(timing,), **cost)
+    else:
+        cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
+                      evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip
     return verdict_of("slow", (replace(cause, **cost),), facts)
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from planner.why.calls import mismatch, signature
 from planner.why.facts import (
-    ACTIONS,
     ENDED,
     IN_CALL,
     LONG_PHASES,
@@ -24,21 +23,18 @@ from planner.why.facts import (
     Verdict,
     activity,
     are_alike,
-    cause_named,
     cause_of,
     end_of,
     first_to_end,
     headline,
     lost_a_peer,
-    open_verdict,
     outlived,
     ranks_of,
     timeout_too_short,
+    verdict_named,
     verdict_of,
 )
 from planner.why.stuck import sizes_met
-
-_EVERY_LOG = "topoflight why LOG_OF_EVERY_RANK, or --run DIR"
 
 
 def by_clash(facts: RunFacts) -> Verdict | None:
@@ -46,8 +42,7 @@ def by_clash(facts: RunFacts) -> Verdict | None:
     rows = facts.log.clash
     if len(rows) == 1:  # releases up to 1.12 have each rank name its own call, and only that
         ((rank, call),) = rows.items()
-        what, how = "what the other ranks call there", "topoflight why with the logs of every rank"
-        return open_verdict("failed", cause_named("clash_alone", rank=rank, call=call.words), facts, (), what, how)
+        return verdict_named("clash_alone", facts, rank=rank, call=call.words)
     if len({signature(call) for call in rows.values()}) >= 2:
         cause = mismatch(rows, size=facts.world or len(rows))
         return verdict_of("failed", (cause,), facts, cause.ranks)
@@ -55,8 +50,8 @@ def by_clash(facts: RunFacts) -> Verdict | None:
         return None
     # the same call under different numbers: a rank has called one more than the others
     each = tuple(f"rank {rank} calls {call.words}, number {call.number}" for rank, call in sorted(rows.items()))
-    cause = cause_named("clash_numbers", who=ranks_of(sorted(rows)), each="; ".join(each[:4]), evidence=each[:8])
-    return verdict_of("failed", (cause,), facts)
+    who = ranks_of(sorted(rows))
+    return verdict_named("clash_numbers", facts, who=who, each="; ".join(each[:4]), evidence=each[:8])
 
 
 def by_models(facts: RunFacts) -> Verdict | None:
@@ -75,7 +70,7 @@ def by_models(facts: RunFacts) -> Verdict | None:
     each = "; ".join(f"rank {rank} has {kind}" for rank, kind in sorted(rows.items())[:8])
     who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} a different model than the others" if odd else (
         "the ranks' models differ")  # fmt: skip
-    return verdict_of("failed", (cause_named("models", who=who, each=each, ranks=odd),), facts, odd)
+    return verdict_named("models", facts, who=who, each=each, ranks=odd)
 
 
 def by_rendezvous(facts: RunFacts) -> Verdict | None:
@@ -83,27 +78,26 @@ def by_rendezvous(facts: RunFacts) -> Verdict | None:
     met = facts.log.rendezvous
     if met is None:
         return None
+    evidence = met.lines
     if met.unresolved:
-        cause = cause_named("unresolved", name=met.unresolved, evidence=met.lines)
-    elif met.taken:
-        cause = cause_named("taken", port=met.taken, evidence=met.lines)
-    elif met.world and met.joined is not None and met.joined < met.world:
+        return verdict_named("unresolved", facts, name=met.unresolved, evidence=evidence)
+    if met.taken:
+        return verdict_named("taken", facts, port=met.taken, evidence=evidence)
+    if met.world and met.joined is not None and met.joined < met.world:
         which = "rank" if met.world - met.joined == 1 else "ranks"
-        cause = cause_named("too_few", joined=met.joined, world=met.world, which=which, evidence=met.lines)
-    elif met.unreached:
-        host = met.unreached.rpartition(":")[0]
-        cause = cause_named("unreached", place=met.unreached, nodes=(host,), evidence=met.lines)
-    else:
-        return None
-    return verdict_of("failed", (cause,), facts)
+        return verdict_named("too_few", facts, joined=met.joined, world=met.world, which=which, evidence=evidence)
+    if met.unreached:
+        nodes = (met.unreached.rpartition(":")[0],)
+        return verdict_named("unreached", facts, place=met.unreached, nodes=nodes, evidence=evidence)
+    return None
 
 
 def by_joins(facts: RunFacts) -> Verdict | None:
     """A process group that is being made, and the ranks that have not come to make it."""
     more = next((join for join in facts.log.joins.values() if join.joined > join.world > 0), None)
     if more is not None:
-        cause = cause_named("too_many", joined=more.joined, world=more.world)
-        return verdict_of("failed" if more.over else "stuck", (cause,), facts)
+        state = "failed" if more.over else "stuck"
+        return verdict_named("too_many", facts, state=state, joined=more.joined, world=more.world)
     short = [join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
     if not short:
         return None
@@ -115,8 +109,7 @@ def by_joins(facts: RunFacts) -> Verdict | None:
         cause = replace(cause_of(missing[0], Activity("unknown", ""), facts), ranks=missing,
                         message=f"{ranks_of(missing)} did not join the process group; {count}")  # fmt: skip
         return verdict_of(state, (cause,), facts, missing, waiting)
-    cause = cause_named("not_joined", count=count)
-    return open_verdict(state, cause, facts, waiting, "which rank has not joined", _EVERY_LOG)
+    return verdict_named("not_joined", facts, state=state, waiting=waiting, count=count)
 
 
 def by_errors(facts: RunFacts) -> Verdict | None:
@@ -145,11 +138,9 @@ def _several(
 ) -> Verdict:  # fmt: skip
     """Ranks that each ended with an error of their own: which of them was first is not known."""
     each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(own.items())]
-    message = f"which of {ranks_of(sorted(own))} failed first is not known: {'; '.join(each[:4])}"
-    if are_alike(list(own.values())):
-        message = f"{ranks_of(sorted(own))} each ended with {headline(own[min(own)])}"
-    cause = Cause(code="ranks.gone", message=message, evidence=(*evidence, *each[:4]))
-    return verdict_of("failed", (cause,), facts, (), waiting)
+    key = "several_alike" if are_alike(list(own.values())) else "several"
+    return verdict_named(key, facts, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
+                         error=headline(own[min(own)]), evidence=(*evidence, *each[:4]))  # fmt: skip
 
 
 def by_hang(facts: RunFacts) -> Verdict | None:
@@ -160,8 +151,7 @@ def by_hang(facts: RunFacts) -> Verdict | None:
     idle = tuple(rank for rank, _ in rows if rank in facts.log.idle)
     who = ranks_of([rank for rank, _ in rows])
     no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
-    cause = cause_named("watchdog", who=who, words=rows[0][1], no_call=no_call, ranks=idle)
-    return verdict_of("failed", (cause,), facts, idle)
+    return verdict_named("watchdog", facts, who=who, words=rows[0][1], no_call=no_call, ranks=idle)
 
 
 def by_peer(facts: RunFacts) -> Verdict | None:
@@ -169,9 +159,8 @@ def by_peer(facts: RunFacts) -> Verdict | None:
     if not facts.log.lost:
         return None
     hosts = ", ".join(sorted(set(facts.log.lost.values()))[:4])
-    cause = cause_named("peer", who=ranks_of(sorted(facts.log.lost)), hosts=hosts)
-    what, how = "why that peer closed it", "topoflight why with the logs of every node"
-    return open_verdict("failed", cause, facts, tuple(sorted(facts.log.lost)), what, how)
+    who = tuple(sorted(facts.log.lost))
+    return verdict_named("peer", facts, waiting=who, who=ranks_of(who), hosts=hosts)
 
 
 def by_timeouts(facts: RunFacts) -> Verdict | None:
@@ -179,8 +168,8 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
     rows = {rank: error for rank, error in sorted(facts.log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None
-    cause = cause_named("in_vain", who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
-    return open_verdict("failed", cause, facts, tuple(rows), "which rank has not entered the call", _EVERY_LOG)
+    return verdict_named("in_vain", facts, waiting=tuple(rows), who=ranks_of(list(rows)),
+                         evidence=tuple(rows.values())[:2])  # fmt: skip
 
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
@@ -243,27 +232,18 @@ def _waits(rank: int, facts: RunFacts) -> bool:
     return state.phase == "collective" and state.written - (state.since or state.written) >= STALL_SECONDS
 
 
-def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
+def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
     """All ranks have ended, none by an error in its own code: which was first is not known."""
     if facts.log.cut_short:
         return sizes_met(facts)
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]
-    if errors:
-        whole = len(ranks) == len(facts.states)
-        message = (
-            "every rank has ended; those that left an error had lost another"
-            if whole
-            else f"{ranks_of(ranks)} ended after the loss of a peer or a timeout; the others have not ended"
-        )
-        action = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
-    else:
-        message = f"{ranks_of(silent)} {'has' if len(silent) == 1 else 'have'} ended without a final state"
-        message += ": killed, preempted, out of memory, or the host was rebooted"
-        action = ACTIONS["gone"]
-    cause = Cause(code="rank.lost" if errors else "ranks.gone", message=message, evidence=errors[:4], action=action)
-    what, how = "which rank ended first", "topoflight why LOG --run DIR, with torchrun's log"
-    return open_verdict("failed", cause, facts, (), what, how)
+    if not errors:
+        verb = "has" if len(silent) == 1 else "have"
+        return verdict_named("all_silent", facts, who=ranks_of(silent), verb=verb, age=age)
+    todo = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
+    key = "all_lost" if len(ranks) == len(facts.states) else "some_lost"
+    return verdict_named(key, facts, who=ranks_of(ranks), todo=todo, age=age, evidence=errors[:4])
 
 
 def by_stacks(facts: RunFacts) -> Verdict | None:
@@ -284,10 +264,8 @@ def by_silence(facts: RunFacts) -> Verdict | None:
     """No rank has written for a while, and none is known to run: the run has ended, and none said how."""
     if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
-    verdict = _all_ended(tuple(facts.states), facts)
-    cause = replace(verdict.causes[0], message=f"{verdict.causes[0].message}; the last heartbeat is "
-                    f"{_duration(facts.silence)} old")  # fmt: skip
-    return replace(verdict, causes=(cause,), line=f"failed: {cause.message}")
+    age = f"; the last heartbeat is {_duration(facts.silence)} old"
+    return _all_ended(tuple(facts.states), facts, age)
 
 
 def _duration(seconds: float) -> str:

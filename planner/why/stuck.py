@@ -26,11 +26,11 @@ from planner.why.facts import (
     first_to_end,
     lost_a_peer,
     not_yet,
-    open_verdict,
     outlived,
     ranks_of,
     since_wait_began,
     timeout_too_short,
+    verdict_named,
     verdict_of,
 )
 
@@ -129,9 +129,7 @@ def _resends(facts: RunFacts) -> bool:
 
 def sizes_met(facts: RunFacts, waiting: tuple[int, ...] = ()) -> Verdict:
     """gloo ends the rank that is sent too much, which may be the one that is right: no rank is named."""
-    cause = cause_named("sizes", evidence=(facts.log.cut_short,))
-    what, how = "which rank's size is the odd one", "TORCH_DISTRIBUTED_DEBUG=DETAIL on the next run"
-    return open_verdict("failed", cause, facts, waiting, what, how)
+    return verdict_named("sizes", facts, waiting=waiting, evidence=(facts.log.cut_short,))
 
 
 def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tuple[int, ...]) -> Verdict:
@@ -147,8 +145,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
             f"{ranks_of(sorted(blocked.missing[rank]))}"
             for rank in circle
         )
-        cause = cause_named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
-        return verdict_of("stuck", (cause,), facts, circle)
+        return verdict_named("circle", facts, who=ranks_of(circle), ranks=circle, evidence=lines)
     unseen = sorted(set().union(*blocked.unseen.values()) - set(blocked.waits)) if blocked.unseen else []
     what = {rank: activity(rank, facts) for rank in unseen if rank in facts.states}
     if mute := {rank for rank, one in what.items() if one.kind == "silent" and blocked.age >= one.grace}:
@@ -172,10 +169,8 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
         for group, here in numbers.items() if len(here) > 1
     )  # fmt: skip
     evidence = tuple(dict.fromkeys((wait, *apart, *counts)))[:4]
-    cause = cause_named("rank_unknown", waits=blocked.describe(waiting), rest=rest, evidence=evidence)
-    how = ("topoflight why LOG_OF_EVERY_RANK --flight-recorder DIR; on the next run "
-           "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
-    return open_verdict("stuck", cause, facts, waiting, "which rank has not entered the call", how)
+    return verdict_named("rank_unknown", facts, waiting=waiting, waits=blocked.describe(waiting), rest=rest,
+                         evidence=evidence)  # fmt: skip
 
 
 def _age(blocked: BlockedCalls, facts: RunFacts, traces: Mapping[int, RankTrace]) -> str:
