@@ -84,7 +84,7 @@ def answer(sources: WhySources) -> Verdict:
     )  # fmt: skip
     seen = replace(seen, world=_world(seen, listed, found.ranks if found else None))
     if found is not None and found.outcome == "finished":  # what ranks wrote before that did not end the job
-        seen = replace(seen, log=replace(log, errors={}, rendezvous=None))
+        seen = replace(seen, log=replace(log, errors={}, rendezvous={}))
     verdict = why.judge(seen)
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)

@@ -75,20 +75,19 @@ def by_models(facts: RunFacts) -> Verdict | None:
 
 def by_rendezvous(facts: RunFacts) -> Verdict | None:
     """Ranks that did not meet. The rank that wrote the line is the one that waited, and is never named."""
-    met = facts.log.rendezvous
-    if met is None:
-        return None
-    evidence = met.lines
-    if met.unresolved:
-        return verdict_named("unresolved", facts, name=met.unresolved, evidence=evidence)
-    if met.taken:
-        return verdict_named("taken", facts, port=met.taken, evidence=evidence)
-    if met.world and met.joined is not None and met.joined < met.world:
-        which = "rank" if met.world - met.joined == 1 else "ranks"
-        return verdict_named("too_few", facts, joined=met.joined, world=met.world, which=which, evidence=evidence)
-    if met.unreached:
-        nodes = (met.unreached.rpartition(":")[0],)
-        return verdict_named("unreached", facts, place=met.unreached, nodes=nodes, evidence=evidence)
+    met, evidence = facts.log.rendezvous, tuple(facts.log.attempts)
+    joined, world = map(int, met.get("clients", (0, 0)))
+    if "unresolved" in met:
+        return verdict_named("unresolved", facts, name=(*met["unresolved"], "of a host")[0], evidence=evidence)
+    if "taken" in met:
+        port = "".join(f"port {one}" for one in met["taken"]) or "the port"
+        return verdict_named("taken", facts, port=port, evidence=evidence)
+    if joined < world:
+        which = "rank" if world - joined == 1 else "ranks"
+        return verdict_named("too_few", facts, joined=joined, world=world, which=which, evidence=evidence)
+    if "unreached" in met:
+        host, port = met["unreached"]
+        return verdict_named("unreached", facts, place=f"{host}:{port}", nodes=(host,), evidence=evidence)
     return None
 
 
@@ -116,7 +115,8 @@ def by_errors(facts: RunFacts) -> Verdict | None:
     """What ranks wrote into the log: a barrier that names who has not come, else exceptions of their own."""
     if facts.log.late:
         ranks = tuple(sorted(facts.log.late))
-        message = f"{ranks_of(ranks)} {facts.log.late[ranks[0]]}"
+        seconds = int(facts.log.late[ranks[0]]) / 1000
+        message = f"{ranks_of(ranks)} did not come to the barrier within {seconds:g} s"
         cause = cause_of(ranks[0], Activity("unknown", ""), facts, "monitored barrier")
         return verdict_of("failed", (replace(cause, message=message, ranks=ranks),), facts, ranks)
     own = {rank: error for rank, error in facts.log.errors.items() if not LOST_PEER.search(error)}
@@ -151,7 +151,7 @@ def by_hang(facts: RunFacts) -> Verdict | None:
     idle = tuple(rank for rank, _ in rows if rank in facts.log.idle)
     who = ranks_of([rank for rank, _ in rows])
     no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
-    return verdict_named("watchdog", facts, who=who, words=rows[0][1], no_call=no_call, ranks=idle)
+    return verdict_named("watchdog", facts, who=who, seconds=rows[0][1], no_call=no_call, ranks=idle)
 
 
 def by_peer(facts: RunFacts) -> Verdict | None:
