@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from agent.advice.causes import with_manifest, with_nodes, with_price, with_record, with_sockets
 from agent.advice.request import Request
@@ -61,31 +63,10 @@ class WhySources:
 
 def answer(sources: WhySources) -> Verdict:
     """The verdict on all sources. Raises WhyError."""
-    record = _record(sources.run)
-    seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
-    if sources.recorder is not None:
-        traces, bad = calls.read_files(sorted(sources.recorder.glob("*"))[:_MOST_FILES])
-        wrong += bad
-        seen = replace(seen, traces={**seen.traces, **traces})
-    if not seen.states and seen.traces:
-        seen = replace(seen, now=newest(seen.traces))
     sources = _with_saved_ras(sources)
-    logs = (*sources.logs, *sources.diagnostics)
-    log, found = watchdog.read(_lines(logs)), _evidence(logs)
-    reports = [_ras(source) for source in sources.ras]
-    tails = list(_tails(sources.logs))
-    hosts = {int(row[2]): row[1] for text in tails for row in _FAILED.finditer(text)}
-    # torchrun lists every rank of its node that it ended; its root cause alone is no list
-    listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
-    found_stacks, unranked = _stacks(sources.logs, seen)
-    seen = replace(
-        seen, log=log, first=_first_ended(tails), hosts=hosts, limit=sources.limit, stacks=found_stacks,
-        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), unranked=unranked,
-    )  # fmt: skip
-    seen = replace(seen, world=_world(seen, listed, found.ranks if found else None))
-    if found is not None and found.outcome == "finished":  # what ranks wrote before that did not end the job
-        seen = replace(seen, log=replace(log, errors={}, rendezvous={}))
+    seen, found, wrong = _facts(sources)
     verdict = why.judge(seen)
+    reports = [_ras(source) for source in sources.ras]
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if checked := sum(_PASSED.search(line) is not None for line in _lines(sources.diagnostics)):
@@ -100,6 +81,7 @@ def answer(sources: WhySources) -> Verdict:
         verdict = with_nodes(verdict, checks)
     if sources.manifest is not None:
         verdict = with_manifest(verdict, sources.manifest)
+    record = _record(sources.run)
     if record is not None:
         nodes = len({state.host for state in seen.states.values() if state.host})
         verdict = with_price(with_record(verdict, record), record, request, nodes)
@@ -115,12 +97,37 @@ def answer(sources: WhySources) -> Verdict:
     return whole
 
 
-def _world(seen: RunFacts, *counts: int | None) -> int | None:
-    """How many ranks there are, where a source says; never fewer than have been seen."""
+def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
+    """What the run's folder, the dumps and the logs hold, what the logs prove, and what could not be read."""
+    seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
+    if sources.recorder is not None:
+        traces, bad = calls.read_files(sorted(sources.recorder.glob("*"))[:_MOST_FILES])
+        seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
+    if not seen.states and seen.traces:
+        seen = replace(seen, now=newest(seen.traces))
+    logs = (*sources.logs, *sources.diagnostics)
+    try:
+        found = evidence.read_files(logs) if logs else None
+        log = watchdog.read(_lines(logs))
+        stacks, unranked = _stacks(sources.logs, seen)
+    except OSError as error:
+        raise WhyError(f"{error.filename}: {error.strerror}") from None
+    except LogFileError as error:
+        raise WhyError(str(error)) from None
+    if found is not None and found.outcome == "finished":  # what ranks wrote before that did not end the job
+        log = replace(log, errors={}, rendezvous={})
+    tails = list(_tails(sources.logs))
+    hosts = {int(row[2]): row[1] for text in tails for row in _FAILED.finditer(text)}
+    # torchrun lists every rank of its node that it ended; its root cause alone is no list
+    listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
-    worlds = [*filter(None, (seen.world, *counts)), *members]
-    rows = (seen.traces, seen.states, seen.log.traces)
-    return max([*worlds, *(max(one) + 1 for one in rows if one)]) if worlds else None
+    worlds = [*filter(None, (seen.world, listed, found.ranks if found else None)), *members]
+    seen_ranks = [max(rows) + 1 for rows in (seen.traces, seen.states, log.traces) if rows]
+    seen = replace(
+        seen, log=log, first=_first_ended(tails), hosts=hosts, limit=sources.limit, stacks=stacks, unranked=unranked,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), world=max([*worlds, *seen_ranks]) if worlds else None,
+    )  # fmt: skip
+    return seen, found, wrong
 
 
 def _record(folder: Path | None) -> RunRecord | None:
@@ -136,31 +143,17 @@ def _record(folder: Path | None) -> RunRecord | None:
 
 
 def _lines(sources: Sequence[str]) -> Iterator[str]:
-    """Lines of logs, packed or not."""
-    left = _MOST_LOG_LINES
-    for source in sources:
-        for path in _files(source):
-            if source == "-":
-                continue
-            try:
-                with bounded.open_regular(path) as stream:
-                    rest = b""
-                    unpacked = Unpacked(stream)
-                    while left > 0 and (block := unpacked.read(1 << 20)):
-                        *whole, rest = (rest[-65536:] + block).split(b"\n")
-                        left -= len(whole)
-                        yield from (line[:8192].decode("utf-8", errors="replace") for line in whole)
-                    yield rest.decode("utf-8", errors="replace")
-            except OSError as error:
-                raise WhyError(f"{path}: {error.strerror}") from None
-            except LogFileError as error:
-                raise WhyError(f"{path}: {error}") from None
+    """Lines of logs, packed or not, and of the logs in folders. Raises OSError and LogFileError."""
+    return islice((line for path in evidence.files_of(sources) for line in _lines_of(path)), _MOST_LOG_LINES)
 
 
-def _files(source: str) -> list[Path]:
-    """A log, or the files of a folder of logs."""
-    path = Path(source)
-    return [one for one in sorted(path.rglob("*")) if one.is_file()][:_MOST_FILES] if path.is_dir() else [path]
+def _lines_of(path: Any) -> Iterator[str]:
+    with bounded.open_regular(path) as stream:
+        rest, unpacked = b"", Unpacked(stream)
+        while block := unpacked.read(1 << 20):
+            *whole, rest = (rest[-65536:] + block).split(b"\n")
+            yield from (line[:8192].decode("utf-8", errors="replace") for line in whole)
+        yield rest.decode("utf-8", errors="replace")
 
 
 def _with_saved_ras(sources: WhySources) -> WhySources:
@@ -174,17 +167,6 @@ def _with_saved_ras(sources: WhySources) -> WhySources:
 
     saved = tuple(log for log in sources.logs if Path(log).is_file() and is_ras(log))
     return replace(sources, logs=tuple(log for log in sources.logs if log not in saved), ras=(*sources.ras, *saved))
-
-
-def _evidence(sources: Sequence[str]) -> Evidence | None:
-    if not sources:
-        return None
-    try:
-        return evidence.read_files(sources)
-    except OSError as error:
-        raise WhyError(f"{error.filename or ' '.join(sources)}: {error.strerror}") from None
-    except LogFileError as error:
-        raise WhyError(str(error)) from None
 
 
 def _tails(logs: Sequence[str]) -> Iterator[str]:
@@ -208,14 +190,15 @@ def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, .
     by_pid: dict[int | None, int] = {state.pid: rank for rank, state in seen.states.items() if state.pid}
     found: dict[int, tuple[str, ...]] = {}
     unranked: dict[str, tuple[str, ...]] = {}
-    for log in (one for source in logs for one in _files(source)):
-        named = _OF_RANK.search(log.name)
-        for stack in states.read_stacks(_lines((str(log),)), rank=int(named[1]) if named else None):
+    for log in map(str, evidence.files_of(logs)):
+        name = Path(log).name
+        named = _OF_RANK.search(name)
+        for stack in states.read_stacks(_lines_of(log), rank=int(named[1]) if named else None):
             rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
             if rank is not None:
                 found[rank] = stack.frames
             else:
-                unranked[f"process {stack.pid}" if stack.pid else f"the process of {log.name}"] = stack.frames
+                unranked[f"process {stack.pid}" if stack.pid else f"the process of {name}"] = stack.frames
     return found, unranked
 
 
