@@ -122,10 +122,11 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
     worlds = [*filter(None, (seen.world, listed, found.ranks if found else None)), *members]
-    seen_ranks = [max(rows) + 1 for rows in (seen.traces, seen.states, log.traces) if rows]
+    reached = [max(rows) + 1 for rows in (seen.traces, seen.states, log.traces) if rows]
     seen = replace(
         seen, log=log, first=_first_ended(tails), hosts=hosts, limit=sources.limit, stacks=stacks, unranked=unranked,
-        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), world=max([*worlds, *seen_ranks]) if worlds else None,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
+        world=max([*worlds, *reached]) if worlds else None,
     )  # fmt: skip
     return seen, found, wrong
 
@@ -224,102 +225,70 @@ def _ras(source: str) -> ras.RasReport:
         raise WhyError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
 
 
-_RAS_SILENT = ras.RasRank(rank=-1)
-_ASK_RAS_TWICE = "topoflight why --ras HOST:28028 --ras HOST:28028"
-
-
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
     """Add RAS to the verdict: it decides where nothing else does, else it agrees or is shown to differ."""
-    report, unheard = _heard(report, earlier)
-    rows = [(comm, *ras.behind(comm)) for comm in report.comms]
-    late = {
-        rank: (comm, words) for comm, ranks, _ in rows for rank, words in ranks.items()
-        if len(ranks) <= comm.size / 2 or comm.ranks.get(rank, _RAS_SILENT).missing
-    }  # fmt: skip
-    counts = next((words for _, _, words in rows if words), "")
-    dead = [one for one in report.dead if one.missing == "dead"]
     source = f"RAS: {report.total} communicators of up to {report.most} ranks"
     verdict = replace(verdict, sources=(*verdict.sources, source))
+    report, unheard = _heard(report, earlier)
+    gone = {rank for comm in report.comms for rank, one in comm.ranks.items() if one.missing}
+    late, counts = {}, ""
+    for comm in report.comms:
+        behind, sentence = ras.behind(comm)
+        counts = counts or sentence
+        for rank in gone & set(behind) if gone else behind if len(behind) <= comm.size / 2 else ():
+            late[rank] = comm.ranks.get(rank, ras.RasRank(rank=rank)), behind[rank], f"RAS, communicator {comm.id}"
+    dead = [(one, "is dead for RAS", "RAS") for one in report.dead if one.missing == "dead"]
     if unheard:
-        names = why.ranks_of(unheard)
-        what = f"of {names}, which RAS has no data of, whether it ends, begins or hangs"
-        verdict = _left_open(verdict, f"RAS has no data of {names}, by one answer", what, _ASK_RAS_TWICE)
+        verdict = why.left_open(verdict, "ras_unheard", names=why.ranks_of(unheard))
     elif silent := [one for one in report.dead if one.missing != "dead" and verdict.state == "fine"]:
         names = ", ".join(f"process {one.pid} on {one.host}, GPU {one.gpu}" for one in silent[:4])
-        what = f"what {names} does: RAS has no data of it"
-        verdict = _left_open(verdict, f"RAS has no data of {names}", what, "topoflight why --ras HOST:28028")
-    moved = earlier is not None and _counts(earlier) != _counts(report)
-    gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
-    alone = not verdict.causes or (why.is_open(verdict) and bool(late or dead))
-    if not alone:
+        verdict = why.left_open(verdict, "ras_silent", names=names)
+    if verdict.causes and not (why.is_open(verdict) and (late or dead)):
         if set(verdict.ranks) == set(late) or not (late or dead or report.total):
             return verdict
         text = (f"RAS names {why.ranks_of(sorted(late)) if late else 'no rank'}, the verdict "
                 f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
                 "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
         return replace(verdict, disagree=(*verdict.disagree, text))
-    if not gone and not dead and not verdict.causes:
-        if moved or not counts:
-            return _alike(verdict, report, earlier, counts, moved=moved)
-        if earlier is None:
-            what = f"one answer of RAS does not show whether the run is slow or stuck: {counts}"
-            return _left_open(verdict, f"{counts}, by one answer of RAS", what, _ASK_RAS_TWICE)
-        if not late:  # the most are behind: they are not accused
-            hint = Unknown(what="who of the most is behind", command="topoflight why --flight-recorder DIR")
-            cause = Cause(code="call.timeout", message=f"{counts}, and no count moved between two answers of RAS",
-                          action="Collect the logs and dumps of every rank.")  # fmt: skip
-            return replace(verdict, state="stuck", line=f"stuck: {cause.message}", causes=(cause,),
-                           unknown=(*verdict.unknown, hint))  # fmt: skip
-    causes = []
-    for rank, (comm, words) in sorted(late.items()):
-        if gone and rank not in gone:
-            continue
-        one = comm.ranks.get(rank)
-        where = f" (GPU {one.gpu} of process {one.pid} on {one.host})" if one and one.host else ""
-        state = one.missing if one else ""
-        causes.append(Cause(code="rank.gone" if state == "dead" else "rank.silent" if state else "rank.behind",
-                            message=f"rank {rank}{where} {words}", ranks=(rank,),
-                            nodes=(one.host,) if one and one.host else (), evidence=(f"RAS, communicator {comm.id}",),
-                            action=why.ACTIONS["silent" if state else "unknown"]))  # fmt: skip
-    for one in dead if not causes else ():
-        causes.append(Cause(code="rank.gone", message=f"process {one.pid} on {one.host}, GPU {one.gpu}, dead for RAS",
-                            nodes=(one.host,) if one.host else (), action=why.ACTIONS["gone"]))  # fmt: skip
-    ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
+    is_moving = earlier is not None and _counts(earlier) != _counts(report)
+    if not (gone or dead or verdict.causes) and (is_moving or not counts or earlier is None or not late):
+        return _by_counts(verdict, report, counts, is_first=earlier is None, is_moving=is_moving)
+    rows = [late[rank] for rank in sorted(late)] or dead
+    causes = tuple(_cause_of_rank(*row) for row in rows)
+    ranks = tuple(rank for cause in causes for rank in cause.ranks)
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
-    gpus = tuple(f"{one.host} GPU {one.gpu}" for rank in ranks if (one := late[rank][0].ranks.get(rank)) and one.host)
     return replace(
-        verdict,
-        state=state,
-        line=f"{state}: {causes[0].message}",
-        causes=(*causes, *verdict.causes),
-        ranks=ranks,
-        gpus=gpus,
-        nodes=tuple(sorted({n for c in causes for n in c.nodes})),
-    )
+        verdict, state=state, line=f"{state}: {causes[0].message}", causes=(*causes, *verdict.causes), ranks=ranks,
+        gpus=tuple(f"{one.host} GPU {one.gpu}" for one, *_ in rows if one.host and one.rank >= 0),
+        nodes=tuple(sorted({node for cause in causes for node in cause.nodes})),
+    )  # fmt: skip
 
 
-def _alike(
-    verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None, counts: str, *, moved: bool
+def _cause_of_rank(one: ras.RasRank, words: str, source: str) -> Cause:
+    """What RAS says of a rank, or of a process whose rank it does not give."""
+    kind = {"dead": "gone", "": "unknown"}.get(one.missing, "silent")
+    where = f" (GPU {one.gpu} of process {one.pid} on {one.host})" if one.host else ""
+    who = f"rank {one.rank}{where}" if one.rank >= 0 else f"process {one.pid} on {one.host}, GPU {one.gpu},"
+    return Cause(code=why.CODES.get(kind, "rank.behind"), message=f"{who} {words}", evidence=(source,),
+                 ranks=(one.rank,) if one.rank >= 0 else (), nodes=(one.host,) if one.host else (),
+                 action=why.ACTIONS[kind])  # fmt: skip
+
+
+def _by_counts(
+    verdict: Verdict, report: ras.RasReport, counts: str, *, is_first: bool, is_moving: bool
 ) -> Verdict:  # fmt: skip
-    """All ranks have launched as many, or the counts move: equal counts that stand still may be one call for ever."""
-    if moved:
+    """Counts that name nobody: they move, or are equal (which may be one call for ever), or most ranks are behind."""
+    if is_moving:
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
-    if earlier is None or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
-        what = "whether the counts move, which neither one answer of RAS nor its text without a fault shows"
-        return _left_open(verdict, "", what, _ASK_RAS_TWICE) if report.total else verdict
-    line = "no count moved between two answers of RAS, and all ranks have launched as many: they are all in one call, "
-    line = f"{line}or between two" if verdict.state == "fine" else ""
-    command = "topoflight why --run DIR, or py-spy dump --pid PID"
-    return _left_open(verdict, line, "whether they compute or hang", command)
-
-
-def _left_open(verdict: Verdict, line: str, what: str, command: str) -> Verdict:
-    """Add an open question. `line`, if not empty, says why the verdict is unknown where no fault was found."""
-    verdict = replace(verdict, unknown=(*verdict.unknown, Unknown(what=what, command=command)))
-    if not line or verdict.state not in ("fine", "unknown"):
-        return verdict
-    return replace(verdict, state="unknown", line=f"unknown: {line}")
+    if counts and not is_first:  # the most are behind: they are not accused
+        found = why.verdict_named("ras_majority", RunFacts(), counts=counts)
+        return replace(found, sources=verdict.sources, unknown=(*verdict.unknown, *found.unknown))
+    if counts:
+        return why.left_open(verdict, "ras_once", counts=counts)
+    if is_first or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
+        return why.left_open(verdict, "ras_alike") if report.total else verdict
+    return why.left_open(verdict, "ras_standing")
 
 
 def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
@@ -330,21 +299,16 @@ def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.Ra
     """
     if report.timeouts or any(one.missing == "dead" for one in report.dead):
         return report, []
-    before = {
-        (comm.id, rank)
-        for comm in (earlier.comms if earlier else ())
-        for rank, one in comm.ranks.items()
-        if one.missing
-    }
-    quiet = {
-        (comm.id, rank) for comm in report.comms for rank, one in comm.ranks.items()
-        if one.missing == "no answer" and (comm.id, rank) not in before
-    }  # fmt: skip
-    comms = tuple(
-        replace(comm, ranks={rank: one for rank, one in comm.ranks.items() if (comm.id, rank) not in quiet})
-        for comm in report.comms
-    )
-    return replace(report, comms=comms), sorted({rank for _, rank in quiet})
+    lacking = {(comm.id, rank) for comm in earlier.comms for rank, one in comm.ranks.items() if one.missing} if (
+        earlier) else set()  # fmt: skip
+    quiet: set[int] = set()
+    comms = []
+    for comm in report.comms:
+        once = {rank for rank, one in comm.ranks.items()
+                if one.missing == "no answer" and (comm.id, rank) not in lacking}  # fmt: skip
+        quiet |= once
+        comms.append(replace(comm, ranks={rank: one for rank, one in comm.ranks.items() if rank not in once}))
+    return replace(report, comms=tuple(comms)), sorted(quiet)
 
 
 def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:

@@ -15,19 +15,23 @@ from dataclasses import replace
 from planner.why import reports
 from planner.why.facts import (
     ACTIONS,
+    CODES,
     Cause,
     RunFacts,
     Unknown,
     Verdict,
     activity,
     is_open,
+    left_open,
     not_yet,
     ranks_of,
+    verdict_named,
 )  # fmt: skip
 from planner.why.pace import slow
 from planner.why.stuck import stuck
 
-__all__ = ["ACTIONS", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "ranks_of"]
+__all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "left_open", "ranks_of",
+           "verdict_named"]  # fmt: skip
 
 
 def judge(facts: RunFacts) -> Verdict:

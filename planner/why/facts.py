@@ -162,6 +162,15 @@ def verdict_named(
     return replace(found, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else found
 
 
+def left_open(verdict: Verdict, key: str, **fields: object) -> Verdict:
+    """The verdict with a question of why.toml that stays open; where no fault was found, it may be unknown for that."""
+    line, what, how = (_WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
+    verdict = replace(verdict, unknown=(*verdict.unknown, Unknown(what=what, command=how)))
+    if not line or verdict.state not in ("fine", "unknown"):
+        return verdict
+    return replace(verdict, state="unknown", line=f"unknown: {line}")
+
+
 def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
     """No fault so far: what others wait for, as sentences, and the wait from which on it is one."""
     line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {seconds:.0f} s"

@@ -17,7 +17,6 @@ from planner.why.facts import (
     STALL_SECONDS,
     TIMED_OUT,
     Activity,
-    Cause,
     RunFacts,
     Unknown,
     Verdict,

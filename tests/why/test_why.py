@@ -397,7 +397,7 @@ def of_logs() -> Iterator[Row]:
     yield "torch itself found calls that do not match", RunFacts(log=LogFacts(
         clash=TORCH, errors={1: "RuntimeError: Detected mismatch between collectives"})), "failed", (), "call.other", (
         "disagree",)  # fmt: skip
-    yield ("a watchdog that hangs itself is no wait for others", RunFacts(log=LogFacts(hung=HUNG, idle={6: ""})), "failed",
+    yield ("a watchdog that hangs itself is not waited for", RunFacts(log=LogFacts(hung=HUNG, idle={6: ""})), "failed",
            (6,), "watchdog_hung", ("no collective was outstanding",))  # fmt: skip
     yield ("one that hangs in a collective accuses nobody", RunFacts(log=LogFacts(hung=HUNG)), "failed", (),
            "watchdog_hung", ())  # fmt: skip
