@@ -71,6 +71,21 @@ class RankTrace:
     partial: bool = False  # a log's few lines: what they do not name may have been called
     sizes: Mapping[str, int] = field(default_factory=dict)  # by group: its number of members, where they are not named
 
+    def has_called_in(self, group: str) -> bool:
+        """Whether the rank has called something in a group."""
+        return group in self.enqueued or any(one.group == group for one in self.calls)
+
+    def newest_in(self, group: str) -> int:
+        """The newest number that the rank has called in a group; 0 where it has called nothing."""
+        named = [one.number for one in self.calls if one.group == group and not one.p2p] if self.partial else []
+        return max([self.enqueued.get(group, 0), *named])
+
+    def has_left(self, call: Call) -> bool:
+        """Whether a dump shows no call of this one's group open, up to it."""
+        return not self.partial and not any(
+            one.group == call.group and one.number <= call.number and not one.p2p and not one.done for one in self.calls
+        )
+
 
 _PEER = re.compile(r"^(send|recv) (\d+)(?:->|<-)(\d+)")
 _RANK = re.compile(r"(\d+)(?:\.\w{1,8})?$")
