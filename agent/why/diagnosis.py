@@ -282,7 +282,7 @@ def _by_counts(
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
     if counts and not is_first:  # the most are behind: they are not accused
-        found = why.verdict_named("ras_majority", RunFacts(), counts=counts)
+        found = RunFacts().named("ras_majority", counts=counts)
         return replace(found, sources=verdict.sources, unknown=(*verdict.unknown, *found.unknown))
     if counts:
         return why.left_open(verdict, "ras_once", counts=counts)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import prod
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
-from planner.why.facts import MOST_RANKS, STALL_SECONDS, Cause, RunFacts, cause_named, lost_a_peer, ranks_of
+from planner.why.facts import MOST_RANKS, STALL_SECONDS, Cause, RunFacts, cause_named, ranks_of
 
 NEWER_SECONDS = 3.0  # ranks that are asked for their calls write within two looks of each other
 _SAME_CALL = "Make every rank of the group call the same collectives, in the same order."
@@ -47,7 +47,7 @@ class BlockedCalls:
         self.waits: dict[int, Wait] = {}
         self.mismatches: list[Cause] = []
         self.usual = 0.0  # seconds of the longest pause before
-        failed = lost_a_peer(facts)  # as they ended, the recorder has retired the call that they were in
+        failed = facts.lost_a_peer  # as they ended, the recorder has retired the call that they were in
         for rank, trace in traces.items():
             last = trace.calls[-1] if trace.calls and rank in failed else None
             call = next((one for one in trace.calls if not one.done), last)

@@ -20,20 +20,10 @@ from planner.why.facts import (
     RunFacts,
     Unknown,
     Verdict,
-    activity,
     are_alike,
-    cause_of,
-    end_of,
-    first_to_end,
     headline,
-    lost_a_peer,
-    outlived,
     ranks_of,
-    timeout_too_short,
-    verdict_named,
-    verdict_of,
 )
-from planner.why.stuck import sizes_met
 
 
 def by_clash(facts: RunFacts) -> Verdict | None:
@@ -41,16 +31,16 @@ def by_clash(facts: RunFacts) -> Verdict | None:
     rows = facts.log.clash
     if len(rows) == 1:  # releases up to 1.12 have each rank name its own call, and only that
         ((rank, call),) = rows.items()
-        return verdict_named("clash_alone", facts, rank=rank, call=call.words)
+        return facts.named("clash_alone", rank=rank, call=call.words)
     if len({signature(call) for call in rows.values()}) >= 2:
         cause = mismatch(rows, size=facts.world or len(rows))
-        return verdict_of("failed", (cause,), facts, cause.ranks)
+        return facts.verdict("failed", cause)
     if len({call.number for call in rows.values()}) < 2:
         return None
     # the same call under different numbers: a rank has called one more than the others
     each = tuple(f"rank {rank} calls {call.words}, number {call.number}" for rank, call in sorted(rows.items()))
     who = ranks_of(sorted(rows))
-    return verdict_named("clash_numbers", facts, who=who, each="; ".join(each[:4]), evidence=each[:8])
+    return facts.named("clash_numbers", who=who, each="; ".join(each[:4]), evidence=each[:8])
 
 
 def by_models(facts: RunFacts) -> Verdict | None:
@@ -69,7 +59,7 @@ def by_models(facts: RunFacts) -> Verdict | None:
     each = "; ".join(f"rank {rank} has {kind}" for rank, kind in sorted(rows.items())[:8])
     who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} a different model than the others" if odd else (
         "the ranks' models differ")  # fmt: skip
-    return verdict_named("models", facts, who=who, each=each, ranks=odd)
+    return facts.named("models", who=who, each=each, ranks=odd)
 
 
 def by_rendezvous(facts: RunFacts) -> Verdict | None:
@@ -77,16 +67,16 @@ def by_rendezvous(facts: RunFacts) -> Verdict | None:
     met, evidence = facts.log.rendezvous, tuple(facts.log.attempts)
     joined, world = map(int, met.get("clients", (0, 0)))
     if "unresolved" in met:
-        return verdict_named("unresolved", facts, name=(*met["unresolved"], "of a host")[0], evidence=evidence)
+        return facts.named("unresolved", name=(*met["unresolved"], "of a host")[0], evidence=evidence)
     if "taken" in met:
         port = "".join(f"port {one}" for one in met["taken"]) or "the port"
-        return verdict_named("taken", facts, port=port, evidence=evidence)
+        return facts.named("taken", port=port, evidence=evidence)
     if joined < world:
         which = "rank" if world - joined == 1 else "ranks"
-        return verdict_named("too_few", facts, joined=joined, world=world, which=which, evidence=evidence)
+        return facts.named("too_few", joined=joined, world=world, which=which, evidence=evidence)
     if "unreached" in met:
         host, port = met["unreached"]
-        return verdict_named("unreached", facts, place=f"{host}:{port}", nodes=(host,), evidence=evidence)
+        return facts.named("unreached", place=f"{host}:{port}", nodes=(host,), evidence=evidence)
     return None
 
 
@@ -95,7 +85,7 @@ def by_joins(facts: RunFacts) -> Verdict | None:
     more = next((join for join in facts.log.joins.values() if join.joined > join.world > 0), None)
     if more is not None:
         state = "failed" if more.over else "stuck"
-        return verdict_named("too_many", facts, state=state, joined=more.joined, world=more.world)
+        return facts.named("too_many", state=state, joined=more.joined, world=more.world)
     short = [join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
     if not short:
         return None
@@ -104,10 +94,10 @@ def by_joins(facts: RunFacts) -> Verdict | None:
     waiting = tuple(sorted(join.ranks))
     missing = tuple(rank for rank in range(join.world) if rank not in join.ranks)
     if len(missing) == join.world - join.joined:  # each that has joined says so
-        cause = replace(cause_of(missing[0], Activity("unknown", ""), facts), ranks=missing,
+        cause = replace(facts.cause_of(missing[0], Activity("unknown", "")), ranks=missing,
                         message=f"{ranks_of(missing)} did not join the process group; {count}")  # fmt: skip
-        return verdict_of(state, (cause,), facts, missing, waiting)
-    return verdict_named("not_joined", facts, state=state, waiting=waiting, count=count)
+        return facts.verdict(state, cause, waiting=waiting)
+    return facts.named("not_joined", state=state, waiting=waiting, count=count)
 
 
 def by_errors(facts: RunFacts) -> Verdict | None:
@@ -116,8 +106,8 @@ def by_errors(facts: RunFacts) -> Verdict | None:
         ranks = tuple(sorted(facts.log.late))
         seconds = int(facts.log.late[ranks[0]]) / 1000
         message = f"{ranks_of(ranks)} did not come to the barrier within {seconds:g} s"
-        cause = cause_of(ranks[0], Activity("unknown", ""), facts, "monitored barrier")
-        return verdict_of("failed", (replace(cause, message=message, ranks=ranks),), facts, ranks)
+        cause = facts.cause_of(ranks[0], Activity("unknown", ""), "monitored barrier")
+        return facts.verdict("failed", replace(cause, message=message, ranks=ranks))
     own = {rank: error for rank, error in facts.log.errors.items() if not LOST_PEER.search(error)}
     if not own or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
         return None
@@ -128,8 +118,8 @@ def by_errors(facts: RunFacts) -> Verdict | None:
         return _several(own, facts, wait, waiting)
     first = facts.first if facts.first in own and facts.first is not None else next(iter(own))
     which = "torchrun saw it fail first" if first == facts.first else "the first exception of the log"
-    cause = cause_of(first, Activity("gone", f"ended with {headline(own[first])}"), facts, which, *wait)
-    return verdict_of("failed", (cause,), facts, (first,), waiting)
+    cause = facts.cause_of(first, Activity("gone", f"ended with {headline(own[first])}"), which, *wait)
+    return facts.verdict("failed", cause, waiting=waiting)
 
 
 def _several(
@@ -138,7 +128,7 @@ def _several(
     """Ranks that each ended with an error of their own: which of them was first is not known."""
     each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(own.items())]
     key = "several_alike" if are_alike(list(own.values())) else "several"
-    return verdict_named(key, facts, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
+    return facts.named(key, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
                          error=headline(own[min(own)]), evidence=(*evidence, *each[:4]))  # fmt: skip
 
 
@@ -150,7 +140,7 @@ def by_hang(facts: RunFacts) -> Verdict | None:
     idle = tuple(rank for rank, _ in rows if rank in facts.log.idle)
     who = ranks_of([rank for rank, _ in rows])
     no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
-    return verdict_named("watchdog", facts, who=who, seconds=rows[0][1], no_call=no_call, ranks=idle)
+    return facts.named("watchdog", who=who, seconds=rows[0][1], no_call=no_call, ranks=idle)
 
 
 def by_peer(facts: RunFacts) -> Verdict | None:
@@ -159,7 +149,7 @@ def by_peer(facts: RunFacts) -> Verdict | None:
         return None
     hosts = ", ".join(sorted(set(facts.log.lost.values()))[:4])
     who = tuple(sorted(facts.log.lost))
-    return verdict_named("peer", facts, waiting=who, who=ranks_of(who), hosts=hosts)
+    return facts.named("peer", waiting=who, who=ranks_of(who), hosts=hosts)
 
 
 def by_timeouts(facts: RunFacts) -> Verdict | None:
@@ -167,39 +157,35 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
     rows = {rank: error for rank, error in sorted(facts.log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None
-    return verdict_named("in_vain", facts, waiting=tuple(rows), who=ranks_of(list(rows)),
+    return facts.named("in_vain", waiting=tuple(rows), who=ranks_of(list(rows)),
                          evidence=tuple(rows.values())[:2])  # fmt: skip
 
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
     """The rank that torchrun saw fail first, where nothing else tells."""
-    if facts.log.cut_short:
-        return sizes_met(facts)
     if facts.first is None:
         return None
-    cause = cause_of(facts.first, Activity("gone", "failed first, by torchrun's log"), facts)
-    return verdict_of("failed", (cause,), facts, (facts.first,))
+    return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, by torchrun's log")))
 
 
 def by_states(facts: RunFacts) -> Verdict | None:
     """Without calls: ranks that have ended, that are stopped, or that are silent while others still write."""
-    what = {rank: activity(rank, facts) for rank in facts.states}
+    what = {rank: facts.activity(rank) for rank in facts.states}
     waited = tuple(sorted(facts.gave_up))
-    busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and outlived(rank, facts)}
+    busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and facts.outlived(rank)}
     if busy:
         wait = f"rank states: {ranks_of(waited)} timed out waiting"
         if all(one.kind in LONG_PHASES for one in busy.values()):
-            return timeout_too_short(busy, facts, wait, waited)
-        busy = {rank: one for rank, one in busy.items() if one.kind not in LONG_PHASES}
-        causes = tuple(cause_of(rank, one, facts, wait) for rank, one in busy.items())
-        return verdict_of("failed", causes, facts, tuple(busy), waited)
+            return facts.timeout_too_short(busy, wait, waited)
+        causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
+        return facts.verdict("failed", *causes, waiting=waited)
     bad = [rank for rank, one in what.items() if one.kind in ENDED or (
         one.kind == "silent" and facts.ages.get(rank, 0.0) >= one.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
     own = {rank: error for rank in bad if (error := facts.states[rank].error) and not LOST_PEER.search(error)}
-    if (errors or facts.first in bad) and (first := first_to_end(bad, facts)) is not None:
-        bad, what[first] = [first], end_of(first, facts)
+    if (errors or facts.first in bad) and (first := facts.first_to_end(bad)) is not None:
+        bad, what[first] = [first], facts.end_of(first)
     elif len(own) > 1:
         return _several(own, facts)
     elif bad and len(bad) == len(what) and len(clean) < len(what):
@@ -207,7 +193,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
     elif len(clean) == len(what):
         return None
     else:
-        losers = lost_a_peer(facts)
+        losers = facts.lost_a_peer
         bad = [rank for rank in bad if rank not in clean and rank not in losers]
         if not bad and losers:
             return _all_ended(sorted(losers), facts)
@@ -215,14 +201,11 @@ def by_states(facts: RunFacts) -> Verdict | None:
             bad = clean  # else the others are about to end too, or do what the last rank does alone, as an upload
     if not bad:
         return None
-    lost = sorted(lost_a_peer(facts) - set(bad))
+    lost = sorted(facts.lost_a_peer - set(bad))
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""
-    causes = tuple(cause_of(rank, what[rank], facts, wait) for rank in sorted(bad))
-    gone = any(cause.code == "rank.gone" for cause in causes)
-    if gone and facts.log.cut_short:
-        return sizes_met(facts)
-    others = tuple(sorted(set(facts.states) - set(bad)))
-    return verdict_of("failed" if gone else "stuck", causes, facts, tuple(sorted(bad)), others)
+    causes = [facts.cause_of(rank, what[rank], wait) for rank in sorted(bad)]
+    state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
+    return facts.verdict(state, *causes, waiting=tuple(sorted(set(facts.states) - set(bad))))
 
 
 def _waits(rank: int, facts: RunFacts) -> bool:
@@ -233,16 +216,14 @@ def _waits(rank: int, facts: RunFacts) -> bool:
 
 def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
     """All ranks have ended, none by an error in its own code: which was first is not known."""
-    if facts.log.cut_short:
-        return sizes_met(facts)
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]
     if not errors:
         verb = "has" if len(silent) == 1 else "have"
-        return verdict_named("all_silent", facts, who=ranks_of(silent), verb=verb, age=age)
+        return facts.named("all_silent", who=ranks_of(silent), verb=verb, age=age)
     todo = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
     key = "all_lost" if len(ranks) == len(facts.states) else "some_lost"
-    return verdict_named(key, facts, who=ranks_of(ranks), todo=todo, age=age, evidence=errors[:4])
+    return facts.named(key, who=ranks_of(ranks), todo=todo, age=age, evidence=errors[:4])
 
 
 def by_stacks(facts: RunFacts) -> Verdict | None:

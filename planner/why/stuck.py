@@ -19,19 +19,9 @@ from planner.why.facts import (
     Cause,
     RunFacts,
     Verdict,
-    activity,
     cause_named,
-    cause_of,
-    end_of,
-    first_to_end,
-    lost_a_peer,
     not_yet,
-    outlived,
     ranks_of,
-    since_wait_began,
-    timeout_too_short,
-    verdict_named,
-    verdict_of,
 )
 
 
@@ -47,15 +37,15 @@ class _Stuck:
         self.facts, self.traces, self.source = facts, traces, source
         self.blocked = blocked = BlockedCalls(traces, facts)
         self.what = {
-            rank: self._by_calls(rank) or since_wait_began(rank, facts, blocked.begun(rank)) for rank in blocked.roots
+            rank: self._by_calls(rank) or facts.since_wait_began(rank, blocked.begun(rank)) for rank in blocked.roots
         }
         self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED}
-        ended = [rank for rank in facts.states if activity(rank, facts).kind == "gone"]
-        self.first = first_to_end(ended, facts) if any(facts.states[rank].error for rank in ended) else None
+        ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
+        self.first = facts.first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
         if self.first is not None and not (self.decisive or self.first in blocked.waits):
             self.first = None
         if self.first is not None:  # the others ended after it, or were ended
-            self.decisive, self.what[self.first] = {self.first}, end_of(self.first, facts)
+            self.decisive, self.what[self.first] = {self.first}, facts.end_of(self.first)
             blocked.roots.add(self.first)
         self.waiting = tuple(sorted(rank for rank in blocked.waits if rank not in blocked.roots))
         self.wait = f"{source}: {blocked.describe(self.waiting)}{self._age()}"
@@ -66,12 +56,10 @@ class _Stuck:
         if not blocked.waits or not (self.decisive or blocked.mismatches or self._has_stalled()):
             return None
         if blocked.mismatches and not any(one.kind == "stopped" for one in self.what.values()):
-            ranks = tuple(sorted({rank for cause in blocked.mismatches for rank in cause.ranks}))
             failed = any(state.ended and state.error for state in facts.states.values())
-            causes = tuple(blocked.mismatches)
-            return verdict_of("failed" if failed else "stuck", causes, facts, ranks, self.waiting)
+            return facts.verdict("failed" if failed else "stuck", *blocked.mismatches, waiting=self.waiting)
         gone = {rank for rank, one in self.what.items() if one.kind == "gone"}
-        if self.first is None and (len(gone) > 1 or gone & lost_a_peer(facts)):
+        if self.first is None and (len(gone) > 1 or gone & facts.lost_a_peer):
             return None  # which of them was first is for their errors to tell
         if not blocked.roots:
             return self._without_root()
@@ -81,19 +69,16 @@ class _Stuck:
             behind = blocked.waits[min(blocked.roots)]  # all have come to the call that these are still in: not late
             message = f"{ranks_of(sorted(blocked.roots))}: still in {describe(behind.call)}"
             cause = network(facts, "transfers no data", self.wait, message, between=sorted(behind.here))
-            return verdict_of("stuck", (cause,), facts, (), tuple(sorted(blocked.waits)))
+            return facts.verdict("stuck", cause, waiting=tuple(sorted(blocked.waits)))
         return self._named(self.decisive or blocked.roots)
 
     def _named(self, ranks: set[int]) -> Verdict:
         """The verdict that names the ranks that the others wait for, without those that may take longer."""
         facts, what = self.facts, self.what
         named = sorted(rank for rank in ranks if self.blocked.age >= what[rank].grace or what[rank].kind in ENDED)
-        causes = tuple(cause_of(rank, what[rank], facts, self.wait) for rank in named)
-        gone = any(cause.code == "rank.gone" for cause in causes)
-        if gone and facts.log.cut_short:
-            return sizes_met(facts, self.waiting)
-        failed = gone or any(outlived(rank, facts) for rank in named)
-        return verdict_of("failed" if failed else "stuck", causes, facts, tuple(named), self.waiting)
+        causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
+        failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in named)
+        return facts.verdict("failed" if failed else "stuck", *causes, waiting=self.waiting)
 
     def _has_stalled(self) -> bool:
         """Whether the longest wait is a stall; a watchdog has waited before it wrote, and dumps may tell no time."""
@@ -115,7 +100,7 @@ class _Stuck:
             return None
         if self.facts.gave_up:
             is_long = all(one.grace >= self.facts.limit for one in patient.values())
-            return timeout_too_short(patient, self.facts, self.wait, self.waiting) if is_long else None
+            return self.facts.timeout_too_short(patient, self.wait, self.waiting) if is_long else None
         rows = [f"rank {rank} {one.words}; {self.wait}" for rank, one in sorted(patient.items())]
         return not_yet(rows, max(one.grace for one in patient.values()), self.waiting)
 
@@ -139,16 +124,16 @@ class _Stuck:
             inside = sorted(wait.here)
             message = f"{ranks_of(inside)} are all in {describe(wait.call)}, which does not progress"
             cause = network(facts, "transfers no data", self.wait, message, between=inside)
-            return verdict_of("stuck", (cause,), facts, (), self.waiting)
+            return facts.verdict("stuck", cause, waiting=self.waiting)
         if circle := blocked.circle():
             lines = tuple(
                 f"rank {rank} waits in {waits[rank].call.words} of group {waits[rank].call.group} for "
                 f"{ranks_of(sorted(waits[rank].missing))}"
                 for rank in circle
             )
-            return verdict_named("circle", facts, who=ranks_of(circle), ranks=circle, evidence=lines)
+            return facts.named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
         unseen = sorted({rank for wait in waits.values() for rank in wait.unseen} - set(waits))
-        self.what = {rank: activity(rank, facts) for rank in unseen if rank in facts.states}
+        self.what = {rank: facts.activity(rank) for rank in unseen if rank in facts.states}
         if mute := {rank for rank, one in self.what.items() if one.kind == "silent" and blocked.age >= one.grace}:
             return self._named(mute)
         if unseen and len(self.what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
@@ -172,8 +157,8 @@ class _Stuck:
             for group, here in numbers.items() if len(here) > 1
         ]  # fmt: skip
         evidence = tuple(dict.fromkeys((self.wait, *apart, *counts)))[:4]
-        return verdict_named("rank_unknown", facts, waiting=self.waiting, waits=blocked.describe(self.waiting),
-                             rest=rest, evidence=evidence)  # fmt: skip
+        return facts.named("rank_unknown", waiting=self.waiting, waits=blocked.describe(self.waiting), rest=rest,
+                           evidence=evidence)  # fmt: skip
 
     def _age(self) -> str:
         """How long the wait is, and whether only the file times of dumps show it, because no rank state was read."""
@@ -200,11 +185,6 @@ class _Stuck:
         since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
         where = f", from {last.frames[0]}" if last and last.frames else ""
         return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
-
-
-def sizes_met(facts: RunFacts, waiting: tuple[int, ...] = ()) -> Verdict:
-    """gloo ends the rank that is sent too much, which may be the one that is right: no rank is named."""
-    return verdict_named("sizes", facts, waiting=waiting, evidence=(facts.log.cut_short,))
 
 
 def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:
