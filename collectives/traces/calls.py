@@ -275,7 +275,6 @@ class _PlainUnpickler(pickle._Unpickler):
     metastack: list[Any]
     append: Callable[[Any], None]
     read: Callable[[int], bytes]
-    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, raw: bytes) -> None:
         super().__init__(io.BytesIO(raw), encoding="utf-8", errors="replace")
@@ -303,53 +302,32 @@ class _PlainUnpickler(pickle._Unpickler):
         self.append(int.from_bytes(raw, "little", signed=True))
 
     def _take(self, form: str) -> bytes:
-        size = struct.unpack(form, self.read(struct.calcsize(form)))[0]
-        found: bytes = self.read(size) if size >= 0 else b""
-        if len(found) != size:
-            raise PickleError("the pickle ends too early")
-        return found
+        return self.read(struct.unpack(form, self.read(struct.calcsize(form)))[0])
 
     def load_pairs(self) -> None:
-        """Add pairs to a dict; hashing a deep tuple overflows the stack of the process, so such keys are refused."""
-        self._fill(self.pop_mark())
+        """Add pairs to a dict."""
+        self._check_keys(self.stack[::2])
+        super().load_setitems()  # type: ignore[misc]
 
     def load_pair(self) -> None:
         """Add one pair to a dict."""
-        value, key = self.stack.pop(), self.stack.pop()
-        self._fill([key, value])
+        self._check_keys(self.stack[-2:-1])
+        super().load_setitem()  # type: ignore[misc]
 
-    def _fill(self, pairs: list[Any]) -> None:
-        found = self.stack[-1]
-        if not isinstance(found, dict) or len(pairs) % 2 or not all(isinstance(key, str | int) for key in pairs[::2]):
+    def _check_keys(self, keys: list[Any]) -> None:
+        """Refuse keys that are no texts and numbers: hashing a deep tuple overflows the stack of the process."""
+        if not all(isinstance(key, str | int) for key in keys):
             raise PickleError("a dict whose keys are not texts and numbers")
-        found.update(zip(pairs[::2], pairs[1::2], strict=True))
-
-    def load_items(self) -> None:
-        """Add to a list."""
-        items = self.pop_mark()
-        self._list().extend(items)
-
-    def load_item(self) -> None:
-        """Add one value to a list."""
-        item = self.stack.pop()
-        self._list().append(item)
-
-    def _list(self) -> list[Any]:
-        if not isinstance(self.stack[-1], list):
-            raise PickleError("no list where one is added to")
-        found: list[Any] = self.stack[-1]
-        return found
 
 
 _STEPS: dict[int, Callable[[Any], None]] = {
     **{code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _ALLOWED)},
     pickle.MARK[0]: _PlainUnpickler.load_mark,
     pickle.SETITEMS[0]: _PlainUnpickler.load_pairs, pickle.SETITEM[0]: _PlainUnpickler.load_pair,
-    pickle.APPENDS[0]: _PlainUnpickler.load_items, pickle.APPEND[0]: _PlainUnpickler.load_item,
     pickle.BINUNICODE[0]: lambda reader: reader.load_text("<I"),
     pickle.SHORT_BINUNICODE[0]: lambda reader: reader.load_text("<B"),
     pickle.BINUNICODE8[0]: lambda reader: reader.load_text("<Q"),
-    pickle.LONG1[0]: lambda reader: reader.load_number("<B"), pickle.LONG4[0]: lambda reader: reader.load_number("<i"),
+    pickle.LONG1[0]: lambda reader: reader.load_number("<B"), pickle.LONG4[0]: lambda reader: reader.load_number("<I"),
 }  # fmt: skip
 
 
