@@ -35,7 +35,6 @@ from probes.api import Snapshot
 from probes.gpu import health
 from probes.registry import ALL
 
-_MOST_FILES = 8192
 _MOST_LOG_LINES = 20_000_000
 _PASSED = re.compile(r"(?:NCCL DIAG |^ *)\[OK\] ")
 
@@ -101,7 +100,7 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     """What the run's folder, the dumps and the logs hold, what the logs prove, and what could not be read."""
     seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
-        traces, bad = calls.read_files(sorted(sources.recorder.glob("*"))[:_MOST_FILES])
+        traces, bad = calls.read_ranks(sources.recorder.glob("*"), calls.read_file)
         seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
     if not seen.states and seen.traces:
         seen = replace(seen, now=newest(seen.traces))
