@@ -311,9 +311,7 @@ def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.Ra
 
 
 def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
-    return [
-        (comm.id, dict(comm.spread), {r: dict(one.counts) for r, one in comm.ranks.items()}) for comm in report.comms
-    ]
+    return [(comm.id, comm.spread, {rank: one.counts for rank, one in comm.ranks.items()}) for comm in report.comms]
 
 
 _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted")  # that the job ended, not why

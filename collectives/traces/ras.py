@@ -239,14 +239,13 @@ def behind(comm: RasComm) -> tuple[dict[int, str], str]:
 
 def ask(host: str, port: int = PORT, *, timeout_seconds: float = 10.0) -> bytes:
     """The socket's answer, in JSON where this NCCL has it, else in text. Raises OSError."""
-    answer = _ask(host, port, b"SET FORMAT json\nVERBOSE STATUS\n", timeout_seconds)
-    return answer if b"{" in answer else _ask(host, port, b"VERBOSE STATUS\n", timeout_seconds)
-
-
-def _ask(host: str, port: int, command: bytes, timeout_seconds: float) -> bytes:
-    with socket.create_connection((host, port), timeout=timeout_seconds) as connection:
-        connection.sendall(command)
-        found = bytearray()
-        while len(found) < MOST_BYTES and (block := connection.recv(1 << 16)):
-            found += block
+    found = bytearray()
+    for command in (b"SET FORMAT json\nVERBOSE STATUS\n", b"VERBOSE STATUS\n"):
+        if b"{" in found:
+            break
+        found.clear()
+        with socket.create_connection((host, port), timeout=timeout_seconds) as connection:
+            connection.sendall(command)
+            while len(found) < MOST_BYTES and (block := connection.recv(1 << 16)):
+                found += block
     return bytes(found)
