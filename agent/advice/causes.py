@@ -23,6 +23,7 @@ from contracts.layout import LayoutError, values_of
 from contracts.run_record import RunRecord
 from contracts.yaml_text import YamlTextError
 from hardware.units import GIGA
+from planner import why
 from planner.forecast import machines
 from planner.kubernetes.manifests import attached
 from planner.kubernetes.yaml_edit import documents
@@ -30,7 +31,7 @@ from planner.lint.documents import missing_sources
 from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import guess_kind
 from planner.recommend import forecast_named, plan
-from planner.why import Cause, Unknown, Verdict
+from planner.why import Cause, Verdict
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
@@ -48,12 +49,11 @@ def with_sockets(
         return verdict
     if not (found.inter_node_transport or "").startswith("Socket"):
         wants_cost = verdict.state == "slow" and request.model is not None
-        return _asked(verdict, "what this costs: a cost is estimated only for TCP sockets instead of RDMA",
-                      "compare the step time before and after the change") if wants_cost else verdict  # fmt: skip
-    what = f"what TCP over {found.socket_interface or 'its interface'} costs"
+        return why.left_open(verdict, "cost_of_others") if wants_cost else verdict
+    interface = found.socket_interface or "its interface"
     model = model_of(request)
     if model is None or not (request.machine or snapshots):
-        return _asked(verdict, what, "--model NAME --machine NAME (or --host FILE) --nodes N --epochs N --lengths ...")
+        return why.left_open(verdict, "cost_of_tcp", interface=interface)
     over = rdma_of(snapshots, found, manifest)
     rdma = f"RDMA over {over}" if over else "RDMA"
     if request.machine:
@@ -63,7 +63,7 @@ def with_sockets(
     try:
         cluster = cluster_of(request, snapshots, request.ranks_per_node)
         if rate is None:
-            return _asked(verdict, what, "--network RATE: what that interface carries, as 10G")
+            return why.left_open(verdict, "rate_of_tcp", interface=interface)
         slow = machines.over_network(cluster, rate, "tcp")
         planned = [plan(one, snapshots, model, request.train) for one in (slow, cluster)]
         values = values_of(layout)
@@ -89,14 +89,7 @@ def with_sockets(
         verdict, causes=tuple(replace(one, price=price) if one is verdict.causes[0] else one for one in verdict.causes),
         change=(*verdict.change, *change), forecast=f"with {rdma}: {step}",
     )  # fmt: skip
-    if not over:
-        verdict = _asked(verdict, "over which interface RDMA would run", "topoflight capture on a node: --host FILE")
-    return verdict
-
-
-def _asked(verdict: Verdict, what: str, command: str) -> Verdict:
-    """The verdict with a question that stays open, and the command that answers it."""
-    return replace(verdict, unknown=(*verdict.unknown, Unknown(what=what, command=command)))
+    return verdict if over else why.left_open(verdict, "rdma")
 
 
 _ENDED_WELL = ("running", "complete", "interrupted", "unknown")
@@ -206,20 +199,16 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
         for one in wrong[:8]
     )  # fmt: skip
     change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
-    others = tuple(
-        Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
-                command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
-        for name in _named_elsewhere(text, path.name)[:4]
-    )  # fmt: skip
     if verdict.state == "fine" and any(c.status == "fail" or c.code == "env.debug.leftover" for c in wrong):
         verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine except for its manifest: {causes[0].message}")
+    for name in _named_elsewhere(text, path.name)[:4]:
+        verdict = why.left_open(verdict, "elsewhere", name=name, lower=name.lower(), file=path.name)
     if causes and not verdict.forecast:
-        others = (*others, Unknown(what="the forecast after the change",
-                                   command="topoflight recommend --model NAME --machine NAME --nodes N"))  # fmt: skip
+        verdict = why.left_open(verdict, "forecast")
     return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change),
-                   sources=(*verdict.sources, f"manifest: {read}"), unknown=(*verdict.unknown, *others))  # fmt: skip
+                   sources=(*verdict.sources, f"manifest: {read}"))  # fmt: skip
 
 
 def _named_elsewhere(text: str, file: str) -> list[str]:
@@ -258,9 +247,6 @@ def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
         action = found[0].remedy if found and found[0].remedy else cause.action
         causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
     scanned = {check.node for check in checks}
-    missing = tuple(
-        Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")
-        for node in verdict.nodes if node not in scanned
-    )  # fmt: skip
-    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources,
-                   unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
+    for node in [node for node in verdict.nodes if node not in scanned][:4]:
+        verdict = why.left_open(verdict, "node", node=node)
+    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources)
