@@ -21,7 +21,7 @@ SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
 SPREAD := --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs pictures golden golden-documents serve bench forecast studies expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
+.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs pictures golden golden-documents serve bench forecast studies expect e2e drills clean lock audit sbom image fuzz gpu gpu-env gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
@@ -141,11 +141,16 @@ image:
 
 # the GPU tier on one NVIDIA GPU, with this machine's Python and torch; nothing is fetched: packages are the machine's, over
 # them those in WHEELS where that folder is. Writes docs/measurements/gpu.md
-WHEELS ?= .cache/wheels
-gpu:
-	$(PYTHON) -m venv --system-site-packages .venv-gpu
-	[ ! -d $(WHEELS) ] || .venv-gpu/bin/pip install -q --no-index --no-deps $(WHEELS)/*.whl
+gpu: gpu-env
 	.venv-gpu/bin/python bench/gpu.py
+
+# the machine's Python may be of a virtual environment itself, whose packages --system-site-packages does not show
+WHEELS ?= .cache/wheels
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+gpu-env:
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	$(PYTHON) -c '$(PURELIB)' > $$(.venv-gpu/bin/python -c '$(PURELIB)')/machine.pth
+	[ ! -d $(WHEELS) ] || .venv-gpu/bin/pip install -q --no-index --no-deps --no-compile $(WHEELS)/*.whl
 
 # all that the tier needs beside torch, for a machine that reaches no index; FOR=3.12 for another Python than this one
 gpu-wheels:

@@ -4,13 +4,14 @@
     python bench/gpu.py --cpu --page /tmp/gpu.md --seconds 300   # what of it a CPU can run, on a tiny model
 
 Each step has a time limit and is a process of its own or bounded by the benchmark's; what was not reached, failed or
-has no counterpart here stands on the page as such. Nothing is fetched: weights are random, rows are made. The run of
-TRL's trainer with FSDP2 needs two GPUs; it has never been run.
+has no counterpart here stands on the page as such. Nothing is fetched: weights are random, rows are made. Runs of two
+ranks share the one GPU as two hosts, over sockets: that shows that a layout trains right, not how fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -39,7 +40,9 @@ from topology.formats.text import parse  # noqa: E402
 from topology.graph import Pairs  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "gpu.md"
-MODELS, RUNS = (read_table(__file__, "gpu.toml")[name] for name in ("model", "runs"))
+MODELS, RUNS, LAYOUTS = (read_table(__file__, "gpu.toml")[name] for name in ("model", "runs", "layouts"))
+# torchrun gives all ranks one environment, and NCCL takes ranks of one host identity on one GPU for an error.
+APART = "export NCCL_HOSTID=$RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; exec "
 
 # The same collective as the benchmark measures, by nothing but torch: device events over 20 calls.
 BARE = """
@@ -65,35 +68,31 @@ Row = tuple[str, str]
 Step = tuple[str, Callable[[], Iterator[Row]]]  # title, and what yields its rows
 
 
-def config_file(folder: Path, more: dict[str, Any], *, cpu: bool) -> Path:
-    """A run's job.json in `folder`, with the model and the rows that it names."""
-    model, rows = folder / "model", folder / "rows.jsonl"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({"model_type": "llama", **MODELS["cpu" if cpu else "gpu"]}))
-    length = 64 if cpu else 2048
+def config_file(folder: Path, more: dict[str, Any], *, model: str) -> Path:
+    """A run's job.json in `folder`, for the model of this name in gpu.toml, with its config.json and its rows."""
+    made, rows = folder / model, folder / "rows.jsonl"
+    made.mkdir(exist_ok=True)
+    (made / "config.json").write_text(json.dumps({"model_type": "llama", **MODELS[model]}))
+    length = 2048 if model == "gpu" else 64
     rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
-    made_by_job = "random:" if ranks_of(more) == 1 else ""
     settings = {
-        "model_name_or_path": f"{made_by_job}{model}", "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
-        "max_length": length, "max_steps": 12, "save_strategy": "no", "eval_strategy": "no",
-        "layout": {"micro_batch": 4, "gradient_accumulation": 2}, **more,
+        "model_name_or_path": str(made), "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
+        "max_length": length, "max_steps": 12, "save_strategy": "no", "eval_strategy": "no", **more,
     }  # fmt: skip
     path = folder / "job.json"
     path.write_text(json.dumps(settings))
     return path
 
 
-def ranks_of(more: dict[str, Any]) -> int:
-    """Ranks of a run: two where weights are sharded."""
-    return 2 if "fsdp" in more else 1
-
-
-def write_weights(model: Path) -> None:
-    """Random weights for the config.json in a folder: TRL's trainer makes none itself."""
+def write_weights(path: Path, *, cpu: bool) -> None:
+    """Random weights beside a config.json, made where that takes less time."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16).save_pretrained(model)
+    set_seed(0)
+    with torch.device("cpu" if cpu else "cuda:0"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    model.save_pretrained(path)
 
 
 class Tier:
@@ -112,6 +111,7 @@ class Tier:
             ("Links against nvidia-smi", self.links),
             ("NCCL, two ranks on one GPU", self.collectives),
             ("Calibration", self.calibration),
+            ("Layouts of two ranks", self.layouts),
             *((f"Fine-tune: {name}", lambda name=name, more=more: self.fine_tune(name, more)) for name, more in runs),
         ]
 
@@ -157,10 +157,8 @@ class Tier:
         script = self.folder / "bare.py"
         script.write_text(BARE)
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
-        # torchrun gives all ranks one environment; NCCL takes ranks of one host identity on one GPU for an error
-        device = "cpu" if self.cpu else "cuda"
-        apart = f"export NCCL_HOSTID=$LOCAL_RANK; exec {sys.executable} {script} {self.size} {device}"
-        done = self.call(*ranks, "bash", "-c", apart, most=90, env=self.one_gpu)
+        alone = f"{APART}{sys.executable} {script} {self.size} {'cpu' if self.cpu else 'cuda'}"
+        done = self.call(*ranks, "bash", "-c", alone, most=90, env=self.one_gpu)
         lines = [line for line in done.stdout.splitlines() if line.startswith("BARE ")]
         if not lines:
             yield "torch alone", f"failed: {_last(done.stderr)}"
@@ -182,6 +180,46 @@ class Tier:
             if isinstance(value, int | float | str):
                 yield name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)
 
+    def layouts(self) -> Iterator[Row]:
+        """Each layout's losses beside those of one rank, from the same weights and rows; all at once on the one GPU."""
+        runs: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
+        losses: dict[str, run_record.Loss] = {}
+        for name, one in LAYOUTS.items():
+            out = self.folder / name.replace(" ", "-")
+            out.mkdir()
+            file = config_file(self.folder, {**one["settings"], "output_dir": str(out)}, model="layouts")
+            if not runs:
+                write_weights(self.folder / "layouts", cpu=self.cpu)
+            plan = {"config": json.loads(file.read_text()), "layout": one["layout"]}
+            (out / "plan.json").write_text(json.dumps({**plan, "trl": plan["config"]} if one.get("trl") else plan))
+            torchrun = [
+                "torch.distributed.run",
+                "--standalone",
+                "--no-python",
+                "--nproc-per-node",
+                str(one["layout"]["world_size"]),
+            ]
+            words = f"{APART}{sys.executable} -m finetune.train --plan {out}/plan.json"
+            with (out / "log").open("wb") as log:
+                runs.append((name, out, subprocess.Popen(
+                    [sys.executable, "-m", *torchrun, "bash", "-c", words], stdout=log, stderr=log, cwd=ROOT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **self.one_gpu},
+                )))  # fmt: skip
+        for name, out, process in runs:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self.left(150))
+            process.terminate()
+            try:
+                record = run_record.read(out / "run.json")
+            except run_record.RecordError:
+                yield name, f"failed: {_last((out / 'log').read_text())}"
+                continue
+            losses[name] = record.loss
+            theirs = losses.get("LoRA, one rank" if name.startswith("LoRA") else "one rank", run_record.Loss())
+            pairs = [(getattr(record.loss, at), getattr(theirs, at)) for at in ("first", "last")]
+            apart = ", ".join(f"{one} ({one / other - 1:+.1e})" if one and other else str(one) for one, other in pairs)
+            yield name, f"{_ending(record)}; {record.placements}; first and last loss {apart}"
+
     def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
         """One short run through `launch`: forecast against measured, by quantity and by part."""
         if more.get("attn_implementation") == "flash_attention_2" and find_spec("flash_attn") is None:
@@ -190,15 +228,13 @@ class Tier:
         if more.get("load_in_4bit") and find_spec("bitsandbytes") is None:
             yield "step", "not run: bitsandbytes is not installed"
             return
-        if ranks_of(more) == 2 and len([*Path("/dev").glob("nvidia[0-9]*")]) < 2:
-            yield "step", "not run: it needs two GPUs"
-            return
         out = self.folder / name.replace(" ", "-").replace(",", "")
-        file = config_file(self.folder, more, cpu=self.cpu)
-        if ranks_of(more) == 2:
-            write_weights(self.folder / "model")
+        model = "cpu" if self.cpu else "gpu"
+        file = config_file(self.folder, more, model=model)
+        if not [*(self.folder / model).glob("*.safetensors")]:
+            write_weights(self.folder / model, cpu=self.cpu)
         done = self.call(
-            sys.executable, "-m", "agent.cli", "launch", "--ranks", str(ranks_of(more)), "--no-preflight", "--config",
+            sys.executable, "-m", "agent.cli", "launch", "--ranks", "1", "--no-preflight", "--config",
             str(file), "--output", str(out), most=150,
         )  # fmt: skip
         try:
@@ -206,16 +242,20 @@ class Tier:
         except run_record.RecordError:
             yield "step", f"failed: {_last(done.stderr or done.stdout)}"
             return
-        yield "status", f"{record.status}{f': {record.reason}' if record.reason else ''}"
+        yield "status", _ending(record)
         if record.layout.effective is not None:
             yield "ran", record.placements
         for one in record.comparison:
             word = {True: "inside", False: "outside", None: "unknown"}[one.within]
-            low, high = one.forecast.low, one.forecast.high
-            yield one.quantity.replace("_", " "), f"{one.measured:.4g}, forecast {low:.4g} to {high:.4g}: {word}"
+            due = f"{one.forecast.low:.4g} to {one.forecast.high:.4g}" if one.forecast else "none"
+            yield one.quantity.replace("_", " "), f"{one.measured:.4g}, forecast {due}: {word}"
         for part in record.parts:
             due = f", forecast {duration(part.forecast_seconds)}" if part.forecast_seconds is not None else ""
             yield f"part {part.part}", f"{duration(part.measured_seconds)}{due}"
+
+
+def _ending(record: run_record.RunRecord) -> str:
+    return f"{record.status}: {record.reason}" if record.reason else record.status
 
 
 def _last(text: str) -> str:
@@ -249,6 +289,7 @@ def main() -> int:
     words.add_argument("--cpu", action="store_true", help="what a CPU can run, on a tiny model")
     words.add_argument("--page", type=Path, default=PAGE)
     words.add_argument("--seconds", type=float, default=600.0)
+    words.add_argument("--folder", type=Path, help="for what the steps write; default: one that is removed")
     arguments = words.parse_args()
     if not arguments.cpu and not any(Path("/dev").glob("nvidia[0-9]*")):
         print("gpu: no NVIDIA GPU on this host (--cpu runs what a CPU can)", file=sys.stderr)
@@ -258,8 +299,9 @@ def main() -> int:
     command = f"`python bench/gpu.py{' --cpu' if arguments.cpu else ''}`"
     head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {command}, {hardware()}."
     done: list[tuple[str, list[Row]]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        tier = Tier(cpu=arguments.cpu, folder=Path(folder), ends=time.monotonic() + arguments.seconds)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        tier = Tier(cpu=arguments.cpu, folder=folder, ends=time.monotonic() + arguments.seconds)
         left = tier.steps()
         page(arguments.page, head, done, left)
         while left and time.monotonic() < tier.ends:
@@ -271,6 +313,8 @@ def main() -> int:
                     rows.append(row)
                     print(f"{title}: {row[0]}: {row[1]}", flush=True)
                     page(arguments.page, head, done, left)
+            except subprocess.TimeoutExpired:
+                rows.append(("failed", "not done within the time of the tier"))
             except Exception as error:  # noqa: BLE001 - the next step may tell more than this one's end
                 rows.append(("failed", f"{type(error).__name__}: {str(error)[:300]}"))
                 print(f"{title}: failed: {error}", flush=True)

@@ -32,11 +32,11 @@ import termios
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 RANKS_FOLDER, STATE, TRACE, ASK = "ranks", "state_rank_{rank}.json", "trace_rank_{rank}.json", "dump"
 VERDICT = "why.json"  # of an earlier start
@@ -176,13 +176,19 @@ class RankMonitor(threading.Thread):
             self.held[address] += waits or again
 
     def _waits(self, stack: list[tuple[str, int, str]], in_call: str) -> bool:
-        """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run."""
-        if in_call != "called":
-            return in_call == "started"
+        """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run.
+
+        A thread that waits for the GPU runs, as CUDA polls. So a thread that sleeps in the user's own code does not
+        wait for the call that runs on the GPU at the same time.
+        """
+        if not in_call:
+            return False
+        own, state = bool(stack) and _is_own(stack[0][0]), "R"
         with contextlib.suppress(OSError, IndexError):
-            words = Path(f"/proc/self/task/{self.native}/stat").read_text().rpartition(")")[2].split()
-            return words[0] != "R" and bool(stack) and not _is_own(stack[0][0])
-        return False
+            state = Path(f"/proc/self/task/{self.native}/stat").read_text().rpartition(")")[2].split()[0]
+        if in_call == "started":
+            return state == "R" or not own
+        return state != "R" and bool(stack) and not own
 
     def _requested_at(self) -> float:
         try:
@@ -199,8 +205,7 @@ class RankMonitor(threading.Thread):
         """Write the recorder's calls, as JSON."""
         self.dumped = time.monotonic()
         with contextlib.suppress(Exception):  # another torch, a full disk: the verdict does without it
-            c10d: Any = importlib.import_module("torch._C._distributed_c10d")
-            self._replace(TRACE.format(rank=self.rank), c10d._dump_fr_trace_json())
+            self._replace(TRACE.format(rank=self.rank), _recorder()())
 
     def write(self, *, ended: bool = False) -> None:
         """Replace the rank's file."""
@@ -259,8 +264,11 @@ class RankMonitor(threading.Thread):
 def prepare() -> None:
     """Before the process group: NCCL's recorder dumps on a timeout, and records how long each call takes on the GPU.
 
-    It records by itself from PyTorch 2.13 on, but without these times, which tell how long a rank waited for others.
+    Without these times nothing tells how long a rank waited for others. How many calls are kept is set only where
+    nobody has: its name before PyTorch 2.9 would be set twice.
     """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
@@ -314,14 +322,23 @@ def _is_own(file: str) -> bool:
     return not installed and not file.startswith((_STANDARD_LIBRARY, "<"))
 
 
+def _recorder() -> Callable[..., bytes]:
+    """What dumps the recorder that has calls: a build for CUDA keeps those of NCCL apart from those of gloo."""
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        found: Callable[..., bytes] | None = getattr(c10d, name, None)
+        if found is not None and json.loads(found(includeCollectives=False))["pg_status"]:
+            return found
+    return cast("Callable[..., bytes]", c10d._dump_fr_trace_json)
+
+
 def _collectives() -> tuple[int, str | None]:
     """(collectives enqueued by this rank, over all groups; "started" or "called" where one is not over).
 
     NCCL tells which have begun on the GPU, gloo (-1) only which have been called. None: no recorder.
     """
     try:
-        c10d: Any = importlib.import_module("torch._C._distributed_c10d")
-        groups = json.loads(c10d._dump_fr_trace_json(includeCollectives=False))["pg_status"].values()
+        groups = json.loads(_recorder()(includeCollectives=False))["pg_status"].values()
         rows = [tuple(int(group[f"last_{one}_collective"]) for one in ("enqueued", "started", "completed"))
                 for group in groups]  # fmt: skip
     except Exception:  # noqa: BLE001 - any release of torch, with or without a recorder

@@ -3,7 +3,8 @@
 Surface: TRL 1.16, in the order of its scripts/sft.py (TrlParser and its dataclasses), transformers' TrainerCallback,
 accelerate 1.15 (FSDP2 plugin, ParallelismConfig, AcceleratorState), `datasets` over the files that `finetune.rows`
 finds, and alignment-handbook, src/alignment/data.py. `finetune.train` starts it where plan.json has `trl`. Without a
-GPU accelerate runs DDP only, so the planner plans only DDP there. FSDP2, HSDP, TP and CP have never been run on a GPU.
+GPU accelerate runs DDP only, so the planner plans only DDP there. On a GPU FSDP2
+has been run (docs/measurements/gpu.md), HSDP, TP and CP have not.
 """
 
 from __future__ import annotations

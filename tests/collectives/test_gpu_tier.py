@@ -8,7 +8,7 @@ import pytest
 from rigs.command import topoflight
 from rigs.tables import each_row
 
-from bench.gpu import RUNS, config_file, ranks_of
+from bench.gpu import LAYOUTS, RUNS, config_file
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "bench" / "gpu.py")]
@@ -26,6 +26,7 @@ def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
     text = page.read_text()
     assert "no GPU" in text.splitlines()[2] and "## Not reached" not in text
     assert "bus bandwidth, verified" in text and ", ratio " in text
+    assert text.count("; first and last loss ") == len(LAYOUTS)
     assert "- status: complete" in text and "- memory bytes: " in text and "- part compute: " in text
     for line in done.stdout.splitlines():
         assert line.split(": ", 2)[-1] in text
@@ -36,9 +37,9 @@ def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
 def test_every_run_of_the_tier_can_be_launched_on_a_gpu(name, more, tmp_path):
     """Planned for one H100, with the model and the rows that the tier makes: nothing of it is refused."""
     host = ROOT / "tests" / "machines" / "hgx-h100-8xH100-8hca.json"
-    words = ["--api", "job", "--dry-run", "--image", "x", "--host", host, "--nodes", "1", "--ranks", ranks_of(more)]
-    path = config_file(tmp_path, more, cpu=False)
-    lengths = ["--lengths", "2048:256"] if more else []  # without them a process of the job's reads the rows
+    words = ["--api", "job", "--dry-run", "--image", "x", "--host", host, "--nodes", "1", "--ranks", "1"]
+    path = config_file(tmp_path, more, model="gpu")
+    lengths = ["--lengths", "2048:256"]  # without them a process of the job's reads the rows
     done = topoflight("launch", *words, *lengths, "--no-preflight", "--config", path)
     assert done.exit_code == 0, f"{name}: {done.stderr}"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -384,6 +386,31 @@ def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
         end = "{}:{}".format(*client.getsockname())
     state = states.read_state(monitor.folder / NAME.format(rank=0))
     assert state.ended and end in state.ends
+
+
+def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: Path, monkeypatch: Any) -> None:
+    """A build for CUDA keeps NCCL's calls apart (torch 2.11 on an H100): gloo's recorder is then empty.
+
+    While a call runs on the GPU, a thread that polls runs, and one that sleeps in the user's own code does not wait.
+    """
+    status = {"last_enqueued_collective": "104", "last_started_collective": "104", "last_completed_collective": "103"}
+    recorded = {"version": "2.10", "pg_config": {}, "pg_status": {"0": status}}
+    for name, text in (("_dump_fr_trace_json", {**recorded, "pg_status": {}}), ("_dump_nccl_trace_json", recorded)):
+        monkeypatch.setattr(
+            f"torch._C._distributed_c10d.{name}", lambda text=text, **_: json.dumps(text).encode(), raising=False
+        )
+    monitor = rank_monitor.RankMonitor(tmp_path, 0, 2)
+    monitor.folder.mkdir()
+    for wait, phase in ((lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000), "collective"),
+                        (lambda: time.sleep(1), "compute")):  # fmt: skip
+        timer = threading.Timer(0.3, monitor.sample)
+        timer.start()
+        wait()
+        timer.join()
+        assert monitor.phase == phase
+    assert monitor.calls == 104
+    monitor.dump()
+    assert json.loads((monitor.folder / "trace_rank_0.json").read_text()) == recorded
 
 
 def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_path: Path) -> None:
