@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rigs.forking import forking_environment
 from rigs.slurm import Slurm, slurm_cluster
 from rigs.waiting import eventually
 
@@ -51,9 +52,11 @@ def expect(folder: Path, options: str) -> None:
     (folder / "scripts" / "settings").write_text(settings)
 
 
-def topoflight(cluster: Slurm, *words: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
-    """One command of this project on a login node of the cluster."""
-    command = [sys.executable, "-m", "agent.cli", *words]
+def topoflight(
+    cluster: Slurm, *words: str, fails: bool = False, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """One command of this project on a login node of the cluster; a job that it submits runs this interpreter."""
+    command = [python, "-m", "agent.cli", *words]
     done = subprocess.run(
         command, env=cluster.environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -61,10 +64,10 @@ def topoflight(cluster: Slurm, *words: str, fails: bool = False) -> subprocess.C
     return done
 
 
-def submitted(cluster: Slurm, *words: str) -> str:
+def submitted(cluster: Slurm, *words: str, python: str = sys.executable) -> str:
     """The id of a job that `launch` has submitted."""
     small = ("--nodes", "2", "--ranks", "1", "--no-preflight", "--set", "use_peft=false")  # PEFT takes long to import
-    done = topoflight(cluster, "launch", "--api", "slurm", *small, *words)
+    done = topoflight(cluster, "launch", "--api", "slurm", *small, *words, python=python)
     assert done.stdout.startswith("job ") and " submitted: " in done.stdout
     return done.stdout.split()[1]
 
@@ -83,7 +86,7 @@ def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluste
         return cluster.node("node02")
 
     expect(cluster.folder, "--expect gpus=8")
-    every(cluster, 5)  # by slurmd itself
+    every(cluster, 10)  # by slurmd itself, each time a preflight on each of three nodes
     eventually(
         lambda: cluster.node("node02").startswith("drained|topoflight: node02: expect."), "slurmd has it drained"
     )
@@ -163,9 +166,13 @@ def test_a_job_sees_the_limit_that_slurm_gives_it(cluster: Slurm) -> None:
 
 
 def test_a_job_is_saved_queued_again_and_trained_to_its_end(cluster: Slurm, tmp_path: Path) -> None:
-    """What Slurm sends before the time limit makes the ranks save; the job resumes, and its record says so."""
+    """What Slurm sends before the time limit makes the ranks save; the job resumes, and its record says so.
+
+    Its ranks are forked; those of the job that is cancelled, below, are started.
+    """
     output = tmp_path / "run"
-    number = submitted(cluster, "--output", str(output), "--set", "max_steps=12", "--set", "dataset_rows=64")
+    words = ("--output", str(output), "--set", "max_steps=12", "--set", "dataset_rows=64")
+    number = submitted(cluster, *words, python=forking_environment())
     metrics = output / "metrics.jsonl"
     eventually(lambda: metrics.exists() and metrics.stat().st_size, "the first step", 300)
     cluster.run("scancel", "--signal=TERM", "--batch", number)
