@@ -55,6 +55,8 @@ def _opening(out: Console, found: Evidence) -> None:
     elif found.send.total or found.receive.total or found.transports:
         joined = f"{found.inter_node_transport or 'no channel'} between nodes, GPUDirect RDMA {found.gdrdma}"
         headline(out, "pass", f"no problem in the log: {joined}", "Nothing to do.", "✓")
+    elif found.ranks == 1:
+        headline(out, "unknown", "one rank alone has no channel", "Run with two or more ranks.")
     else:
         headline(out, "unknown", "no channel in the log", "Run with NCCL_DEBUG=INFO.")
 

@@ -20,6 +20,7 @@ from contracts.host_list import list_names
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
+from probes.imex.probe import ImexFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
@@ -96,6 +97,8 @@ def facts_lines(facts: object) -> list[str]:
             else units.size(facts.memlock_soft_bytes)
         )
         return [f"memlock {soft}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
+    if isinstance(facts, ImexFacts):
+        return [f"{units.count(len(facts.channels), 'IMEX channel')}, {len(facts.usable)} usable"]
     devices = getattr(facts, "devices", None)
     return [units.count(len(devices), "PCI device") if devices is not None else type(facts).__name__]
 

@@ -387,7 +387,7 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
     Files packed with gzip, bzip2 or xz are read as they are. Raises ``LogFileError`` where one cannot be unpacked.
     """
     runs = Runs()
-    found = list(_files(paths))
+    found = list(files_of(paths))
     for file in found:
         name = str(file) if len(found) > 1 and isinstance(file, str | Path) else ""
         try:
@@ -404,7 +404,7 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
     return evidence
 
 
-def _files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
+def files_of(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
     """The files meant: of a folder, and of those in it, every file that holds text, in the order of their names."""
     for path in paths:
         if isinstance(path, str | Path) and str(path) != "-" and Path(path).is_dir():

@@ -527,6 +527,8 @@ def _nothing_seen(found: _Findings, evidence: Evidence, notes: list[LogProblem])
         found.add("ranks_missing", detail=f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing",
                   lines=found.proof("transport ", "NET/"))  # fmt: skip
     elif not evidence.transports and evidence.gdrdma == "none":
+        if found.ledger.facts.ranks == 1:  # one rank alone has no channel
+            return
         for unknown in [note for note in notes if note.code == "other_warnings"]:  # then they are all there is to read
             notes.remove(unknown)
             found.found[unknown.code] = replace(unknown, severity="warn")

@@ -107,15 +107,6 @@ def test_equal_nodes_share_one_line_below_the_failed_ones(nodes: int) -> None:
     assert page(held).count("no finding") == 2
 
 
-def test_a_node_whose_agent_has_never_written_is_unknown() -> None:
-    """The object is there, its status is not."""
-    held = published(record_of(NAMES[0]))
-    held.put({"metadata": {"name": "new"}})
-    html = page(held)
-    assert names_in(html) == ["new", "hgx-h100-01"]
-    assert "agent has never answered" in html and "never</td>" in html
-
-
 ODD: list[Any] = [
     "text", [1], {"gpus": "eight"}, {"gpus": 10**400}, {"gpus": True}, {"interval": 10**400}, {"interval": -1},
     {"interval": "x"}, {"findings": [1]}, {"findings": {"code": "x"}}, {"findings": [{"code": {}}]}, {"changes": "x"},

@@ -253,24 +253,6 @@ def test_what_is_in_no_comparison_says_why() -> None:
     assert "running, not complete" in told and "names no transport" in told and "took one network" in told
 
 
-def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal() -> None:
-    """TCP over the default network and over a named one are two networks; the factors are against the quickest."""
-    found = records_of(
-        [
-            record(["NET/IB/0/GDRDMA"], 1.0, NCCL_SOCKET_IFNAME="net1"),
-            record(["NET/Socket/0"], 1.5, NCCL_SOCKET_IFNAME="net1"),
-            record(["NET/Socket/0"], 3.0),
-        ]
-    )
-    (bars,) = by_network(found)
-    assert [(label, round(12 * share), shown) for label, share, shown in bars.rows()] == [
-        ("TCP over the default network (NET/Socket)", 12, "3 s a step (3.00 x)"),
-        ("TCP over net1 (NET/Socket)", 6, "1.5 s a step (1.50 x)"),
-        ("RDMA (NET/IB/GDRDMA)", 4, "1 s a step"),
-    ]
-    assert widths(FIGURES.runs(bars), "p0") == [1000.0, 500.0, 333.3]
-
-
 GLOO = {"layout": {"effective": {"backend": "gloo"}}}
 
 

@@ -117,11 +117,12 @@ def every_page(
     machines: dict[str, str], agent: Callable[..., tuple[str, State]], console: Callable[[int], str], folder: Path
 ) -> dict[str, str]:
     """The address of every page with healthy, failing, empty and large data, each table and figure among them."""
-    paths = ("", "cluster", "what-if", "why", "docs", QUESTION, f"{QUESTION}&steps=2000&price=98.32&network=100G",
+    names = ("sick-h100-rdma-off", "aws-p4d-8xA100-4efa", "cpu-only-vm")
+    alike = ("cluster", "why", "docs", QUESTION, f"{QUESTION}&steps=2000&price=98.32&network=100G",
              "what-if?model=Llama-3.1-70B&method=full&machine=4xl40s",
              "what-if?model=Llama-3.1-8B&nodes=0")  # fmt: skip
-    names = ("sick-h100-rdma-off", "aws-p4d-8xA100-4efa", "cpu-only-vm")
-    pages_of = {f"{name} /{path}": machines[name] + path for name in names for path in paths}
+    asked = [*((name, path) for name in names for path in ("", "what-if")), *((names[0], path) for path in alike)]
+    pages_of = {f"{name} /{path}": machines[name] + path for name, path in asked}
     shutil.copytree(MEASURED / "runs", folder / "runs")
     shutil.copy(MEASURED / "bench.json", folder)
     address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=folder)

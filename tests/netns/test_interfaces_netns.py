@@ -125,16 +125,3 @@ def test_a_second_network_without_an_address_or_down() -> None:
                        ("ip link set net1 up", "link.down")):  # fmt: skip
         facts = facts_of(POD_DEVICES, POD.replace(line, ""))
         assert [f.subject for f in interfaces.check(facts) if f.code == f"interfaces.{code}"] == ["net1"]
-
-
-def test_a_macvlan_with_a_smaller_mtu_than_its_parent() -> None:
-    facts = facts_of(HOST + "ip link add net1 link wire mtu 1500 type macvlan mode bridge; ip link set net1 up")
-    found = [f for f in interfaces.check(facts) if f.code == "interfaces.mtu.mismatch"]
-    assert [f.subject for f in found] == ["net1"]
-    assert "9000" in found[0].message
-
-
-def test_nothing_is_up() -> None:
-    facts = facts_of("ip link set lo down")
-    assert facts.nccl_choice is None
-    assert "interfaces.choice.none" in {f.code for f in interfaces.check(facts)}

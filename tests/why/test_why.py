@@ -303,7 +303,7 @@ WAITS = {"started": True}
 FIRST_OF_TWO = {r: [call(1), call(2, done=False, size=8 if r == 0 else 5)] for r in range(2)}
 TWO_AND_TWO = {r: [call(1), call(2, "broadcast" if r < 2 else "gather", done=False)] for r in range(4)}
 TORCH = {1: Call(group="", number=21, op="broadcast"), 0: Call(group="", number=21, op="allreduce")}
-HUNG = {6: "made no progress for 480 s"}
+HUNG = {6: "480"}
 BY_FILES = "640 s by the dumps' file times"
 NETWORK, BEHIND, TIMEOUT = "network", "rank.behind", "call.timeout"
 Row = tuple[str, RunFacts, str, tuple[int, ...], str, tuple[str, ...]]
@@ -397,7 +397,7 @@ def of_logs() -> Iterator[Row]:
     yield "torch itself found calls that do not match", RunFacts(log=LogFacts(
         clash=TORCH, errors={1: "RuntimeError: Detected mismatch between collectives"})), "failed", (), "call.other", (
         "disagree",)  # fmt: skip
-    yield ("a watchdog that hangs itself is no wait for others", RunFacts(log=LogFacts(hung=HUNG, idle={6})), "failed",
+    yield ("a watchdog that hangs itself is not waited for", RunFacts(log=LogFacts(hung=HUNG, idle={6: ""})), "failed",
            (6,), "watchdog_hung", ("no collective was outstanding",))  # fmt: skip
     yield ("one that hangs in a collective accuses nobody", RunFacts(log=LogFacts(hung=HUNG)), "failed", (),
            "watchdog_hung", ())  # fmt: skip

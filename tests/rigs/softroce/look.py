@@ -23,7 +23,8 @@ from probes.worker import reader
 
 OUT = Path("/out")
 OF_THE_VERB = ("agent.base.hosts", "agent.checks.baseline", "agent.checks.measured", "agent.checks.verdict",
-               "agent.cli.bench", "agent.terminal.measured", "collectives.bench.perftest")  # fmt: skip
+               "agent.cli.bench", "agent.jobs.benchmark", "agent.terminal.measured",
+               "collectives.bench.perftest")  # fmt: skip
 
 
 def active_mtu() -> int | None:
