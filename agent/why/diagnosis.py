@@ -98,7 +98,7 @@ def answer(sources: WhySources) -> Verdict:
                            command=_MONITOR)  # fmt: skip
             verdict = replace(verdict, unknown=(hint,))
     again = sources.again
-    if again is None and (found_again := next(filter(None, map(_REQUEUED.search, tails)), None)):
+    if again is None and (found_again := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
         again = f"it {found_again[1]}"
     verdict = with_restart(verdict, record, again)
     folder = sources.run or "DIR"
