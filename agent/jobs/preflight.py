@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +48,7 @@ from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
-from probes.api import Snapshot
+from probes.api import Snapshot, host_name
 from probes.registry import ALL
 from topology.graph import NodeTopology
 from topology.paths import Due
@@ -85,7 +84,7 @@ class Report:
     @property
     def of_this_host(self) -> bool:
         """Whether it is about the host that it was made on."""
-        return len(self.snapshots) == 1 and self.snapshots[0].hostname == os.uname().nodename
+        return len(self.snapshots) == 1 and self.snapshots[0].hostname == host_name()
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -346,16 +345,14 @@ def _blocking(report: Report) -> list[Finding]:
     return [check for check in found if check.required or check.status != "unknown"] or found
 
 
-def _slurm_node(check: Finding, report: Report) -> str:
-    """The node of a check as Slurm names it; slurmd names the node that it is itself."""
-    if not report.of_this_host:
-        return slurm_name(check.node)
-    return os.environ.get("SLURMD_NODENAME") or slurm_name(report.snapshots[0].hostname)
+def _slurm_node(check: Finding) -> str:
+    """The node of a check as Slurm names it; this host where it names none, because nothing was scanned."""
+    return slurm_name(check.node or host_name())
 
 
 def slurm_hosts(report: Report) -> str:
     """The nodes that do not pass as a host list of Slurm, for --exclude and `scontrol update NodeName=`."""
-    names = {_slurm_node(check, report) for check in _blocking(report) if check.node or report.of_this_host}
+    names = {_slurm_node(check) for check in _blocking(report) if check.node or report.of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 
 
@@ -366,8 +363,8 @@ def slurm_reasons(report: Report) -> str:
     """
     unknown = report.verdict.word == "unknown"
     lines = (
-        f"{_slurm_node(check, report)}: {report.verdict.why}" if unknown else
-        f"{_slurm_node(check, report)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
+        f"{_slurm_node(check)}: {report.verdict.why}" if unknown else
+        f"{_slurm_node(check)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
         for check in _blocking(report)
     )  # fmt: skip
     return "".join(f"{' '.join(printable(line).split())[:REASON_CHARACTERS]}\n" for line in dict.fromkeys(lines))
