@@ -37,14 +37,8 @@ def launch(
     arguments: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
     """Choose the layout, then launch here, on Slurm or on a cluster."""
+    from agent.advice import job_settings
     from agent.advice.advise import with_fsdp
-    from agent.advice.job_settings import (
-        EMBEDDED_MODEL,
-        base_request,
-        choose_trainer,
-        describe_refusal,
-        explicit_settings,
-    )
     from agent.terminal.advice import rejected, summary
     from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS
@@ -60,18 +54,18 @@ def launch(
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
-    request = base_request(options)
-    advice, options["trainer"], why = choose_trainer(
+    request = job_settings.base_request(options)
+    advice, options["trainer"], why = job_settings.choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], found
     )
-    if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
+    if options["model"] is None and advice.model and advice.model.name == job_settings.EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     for line in advice.unknowns:
         if line.startswith(ROWS):
             print_text(f"note: {line}", err=True)
     if advice.chosen is None:
         rejected(console(), advice)
-        raise NothingFitsError("; ".join(filter(None, (describe_refusal(advice), why))))
+        raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), why))))
     if why:
         print_text(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
@@ -79,7 +73,7 @@ def launch(
         for word, line in summary(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
     if folder is None:  # where the job writes, by its settings
-        settings = explicit_settings(options["config"], options["overrides"], options["trainer"])
+        settings = job_settings.explicit_settings(options["config"], options["overrides"], options["trainer"])
         folder = Path(settings.get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
         _launch_on_slurm(advice, found, folder, shown, options)
