@@ -109,11 +109,11 @@ def parallelize(
     if mesh is not None and layout.cp > 1:
         chunk.across = mesh.get_group("cp")
     if mesh is None:
-        chunk.autocast = low
+        _cast_as_used(chunk, low)
         fill(chunk, device)
         return _on(chunk, device)
     if shards(layout) == 1 and layout.tp == 1 and layout.pp == 1:
-        chunk.autocast = low
+        _cast_as_used(chunk, low)
         fill(chunk, device)
         ids = [device.index] if device.type == "cuda" else None
         # Rotary frequencies are the only buffers, and every rank computes the same.
@@ -144,6 +144,14 @@ def parallelize(
     wrapped: nn.Module = shard(chunk, reshard_after_forward=False)
     fill(chunk, torch.device("cpu") if layout.offload == "all" else device)
     return wrapped
+
+
+def _cast_as_used(chunk: Chunk, low: torch.dtype | None) -> None:
+    """Autocast to `low`. PEFT then casts no inputs to fp32, the type of its weights: autocast would cast each back."""
+    chunk.autocast = low
+    for module in chunk.modules():
+        if low is not None and hasattr(module, "lora_A"):
+            module.cast_input_dtype_enabled = False
 
 
 def _on(chunk: Chunk, device: torch.device) -> Chunk:

@@ -176,27 +176,19 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 
 
 @command("calibrate")
-def calibrate(
-    model: str,
-    sequence_length: int,
-    tokens: int | None,
-    method: str,
-    budget: float,
-    ranks: int | None,
-    target: Path | None,
-) -> None:
+def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.jobs.child import calibration, default_ranks, has_gpu
     from probes.registry import ALL
 
-    found_hosts = snapshots((), ALL)
-    copies = ranks or default_ranks(found_hosts)
+    found_hosts, seconds = snapshots((), ALL), options["budget"]
+    copies = options["ranks"] or default_ranks(found_hosts)
     progress = Progress()
-    progress.step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(budget)}")
+    progress.step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
     try:
         found = calibration(
-            model, sequence_length=sequence_length, tokens=tokens or sequence_length, budget_seconds=budget,
-            ranks=copies, method=method, gpu=has_gpu(found_hosts),
+            model, sequence_length=sequence_length, tokens=options["tokens"] or sequence_length, budget_seconds=seconds,
+            ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
         )  # fmt: skip
     finally:
         progress.done()

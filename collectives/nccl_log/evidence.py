@@ -71,7 +71,8 @@ def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
         return names[distance] if names and distance < len(names) else f"distance {distance}"
 
     return tuple(
-        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed ({count} lines)"
+        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed "
+        f"({count} line{'s' * (count != 1)})"
         for (enabled, distance, limit), count in ledger.facts.gdr_paths.most_common()
     )
 
@@ -206,6 +207,17 @@ def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
     return {key: row for key, row in rows.items() if row.total > 0}
 
 
+def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
+    """Network channels of each host, where several have some."""
+    names = ledger.hosts.whole_names()
+    rows: dict[str, dict[str, ChannelCount]] = {}
+    for (host, network, _), (total, on) in sorted(ledger.devices.items()):
+        row = rows.setdefault(names.get(host, host).decode("utf-8", "replace"), {})
+        before = row.get(network, ChannelCount())
+        row[network] = ChannelCount(total=before.total + total, gdrdma=before.gdrdma + on)
+    return {name: row for name, row in rows.items() if name} if len(rows) > 1 else {}
+
+
 def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     """Channels between nodes first, then within a node, then what was announced."""
     ranks = {"NET/": 0, "COLLNET/": 0, "transport ": 1}
@@ -264,6 +276,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         torn_lines=ledger.torn_network,
         gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
         devices=_devices(ledger),
+        by_host=_by_host(ledger),
         gdr_paths=gdr_paths(ledger, version),
         nvls=facts.nvls,
         fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
@@ -337,7 +350,7 @@ def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
         first = found.get(problem.code)
         found[problem.code] = problem if first is None else replace(
             first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count,
-            hosts=tuple(dict.fromkeys((*first.hosts, *problem.hosts))),
+            hosts=tuple(sorted({*first.hosts, *problem.hosts})),
             ranks=tuple(sorted({*first.ranks, *problem.ranks})),
         )  # fmt: skip
     return by_severity(found.values())
@@ -373,7 +386,7 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
     Files packed with gzip, bzip2 or xz are read as they are. Raises ``LogFileError`` where one cannot be unpacked.
     """
     runs = Runs()
-    found = list(_files(paths))
+    found = list(files_of(paths))
     for file in found:
         name = str(file) if len(found) > 1 and isinstance(file, str | Path) else ""
         try:
@@ -390,7 +403,7 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
     return evidence
 
 
-def _files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
+def files_of(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
     """The files meant: of a folder, and of those in it, every file that holds text, in the order of their names."""
     for path in paths:
         if isinstance(path, str | Path) and str(path) != "-" and Path(path).is_dir():

@@ -244,7 +244,9 @@ def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
     files = facts.topology_files
     unasked = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
     seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files
-    key = "pci.tree.virtual" + (" unasked" if unasked else " files" * bool(files))
+    # with one GPU and no NIC for RDMA there is no path to choose
+    alone = len(gpus(facts)) == 1 and not _rdma_nics(facts)
+    key = "pci.tree.virtual" + (" unasked" if unasked else " alone" if alone else " files" * bool(files))
     yield finding(TEXTS, key, None, "", seen, why=facts.virtual_tree, files=", ".join(files))
 
 

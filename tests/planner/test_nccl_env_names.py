@@ -103,13 +103,6 @@ def test_env_file_is_what_docker_reads() -> None:
     assert pairs == {"NCCL_NET": "AWS Libfabric", "NCCL_IB_TC": "106", "NCCL_IB_HCA": "=mlx5_1,mlx5_2"}
 
 
-def test_shell_survives_a_shell() -> None:
-    """sh itself reads back the same values, the space included."""
-    script = render_shell(AWKWARD) + 'printf "%s|%s|%s" "$NCCL_NET" "$NCCL_IB_TC" "$NCCL_IB_HCA"\n'
-    done = subprocess.run(["/bin/sh", "-eu", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "AWS Libfabric|106|=mlx5_1,mlx5_2"
-
-
 def test_k8s_values_are_strings_and_nothing_to_set_is_valid_text() -> None:
     """The API server refuses a number as the value of an EnvVar; empty advice is something that each reader takes."""
     read = yaml.safe_load(render_k8s(AWKWARD))

@@ -206,6 +206,10 @@ def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> 
     assert "NCCL_TOPO_FILE" in found.remedy
     assert "/opt/microsoft/ndv4-topo.xml" in found.remedy
     assert read_pci(virtual(paths).host()).virtual_tree is None, "bare metal may look like this"
+    one = virtual(paths[:1])
+    one.add(paths[1], ("0x020000", "0x1af4", "0x1041"))
+    (alone,) = (f for f in pci.check(read_pci(one.host(files=azure))) if f.code == "pci.tree.virtual")
+    assert (alone.code, alone.status) == ("pci.tree.virtual", Status.INFO), "nothing to choose: one GPU, no RDMA"
 
 
 def test_a_broken_chain_of_capabilities_ends() -> None:
