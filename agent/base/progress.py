@@ -31,13 +31,13 @@ class Progress:
             self._own = Progress._shown = Console(stderr=True, highlight=False, emoji=False).status(text)
             self._own.start()
         else:
-            self._say("--", text)
+            self._print("--", text)
 
     def note(self, text: str) -> None:
         """Something happened within the stage; replaces the live line's words."""
-        self._say("  ", text)
+        self._print("  ", text)
 
-    def _say(self, mark: str, text: str) -> None:
+    def _print(self, mark: str, text: str) -> None:
         if self._live and Progress._shown is not None:
             Progress._shown.update(text)
         elif not self._silent:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
-from agent.base import EXIT_PASS, units, version
-from agent.base import result_store as keep
+from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.options import InputError
 from agent.base.output import document, write_atomic
@@ -111,7 +110,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
         before = read_baseline(options["baseline"], needs)
         settings(options["config"], options["overrides"])
         for place in options["runs"]:
-            if not keep.read_runs([place]):
+            if not result_store.read_runs([place]):
                 raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
         progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
         seconds = min(PROBE_SECONDS, options["timeout"])
@@ -218,9 +217,9 @@ def _stopping(options: Mapping[str, Any], found: Sequence[Finding], before: Base
 
 def _runs(options: Mapping[str, Any]) -> tuple[RunRecord, ...]:
     """This run and the earlier ones: those named, those below the report's folder, those the agent keeps."""
-    stored = keep.folder()
-    places = [*options["runs"], options["output"] / "runs", *([stored / keep.RUNS_FOLDER] if stored else [])]
-    return keep.read_runs(places) if options["train"] or options["runs"] else ()
+    stored = result_store.folder()
+    places = [*options["runs"], options["output"] / "runs", *([stored / result_store.RUNS_FOLDER] if stored else [])]
+    return result_store.read_runs(places) if options["train"] or options["runs"] else ()
 
 
 def report_of(
@@ -322,7 +321,7 @@ def _train(
     except (InputError, ChildError, OSError) as error:
         return None, str(error)
     if record is not None:
-        keep.store_run(record)
+        result_store.store_run(record)
     return (None, why) if why else (record, "")
 
 

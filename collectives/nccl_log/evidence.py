@@ -72,7 +72,8 @@ def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
         return names[distance] if names and distance < len(names) else f"distance {distance}"
 
     return tuple(
-        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed ({count} lines)"
+        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed "
+        f"({count} line{'s' * (count != 1)})"
         for (enabled, distance, limit), count in ledger.facts.gdr_paths.most_common()
     )
 
@@ -207,6 +208,17 @@ def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
     return {key: row for key, row in rows.items() if row.total > 0}
 
 
+def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
+    """Network channels of each host, where several have some."""
+    names = ledger.hosts.whole_names()
+    rows: dict[str, dict[str, ChannelCount]] = {}
+    for (host, network, _), (total, on) in sorted(ledger.devices.items()):
+        row = rows.setdefault(names.get(host, host).decode("utf-8", "replace"), {})
+        before = row.get(network, ChannelCount())
+        row[network] = ChannelCount(total=before.total + total, gdrdma=before.gdrdma + on)
+    return {name: row for name, row in rows.items() if name} if len(rows) > 1 else {}
+
+
 def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     """Channels between nodes first, then within a node, then what was announced."""
     ranks = {"NET/": 0, "COLLNET/": 0, "transport ": 1}
@@ -265,6 +277,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         torn_lines=ledger.torn_network,
         gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
         devices=_devices(ledger),
+        by_host=_by_host(ledger),
         gdr_paths=gdr_paths(ledger, version),
         nvls=facts.nvls,
         fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
@@ -338,7 +351,7 @@ def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
         first = found.get(problem.code)
         found[problem.code] = problem if first is None else replace(
             first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count,
-            hosts=tuple(dict.fromkeys((*first.hosts, *problem.hosts))),
+            hosts=tuple(sorted({*first.hosts, *problem.hosts})),
             ranks=tuple(sorted({*first.ranks, *problem.ranks})),
         )  # fmt: skip
     return by_severity(found.values())
