@@ -20,8 +20,11 @@ from rigs.recorded import path_of, snapshot
 from rigs.results import search_result
 from rigs.tables import each_row, rows_of
 
+from agent.checks.verdict import judge
+from agent.jobs.preflight import Report, slurm_reasons
 from agent.jobs.search import slurm_hosts
 from agent.jobs.slurm import SlurmError, job_files
+from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
 from finetune.rank_monitor import _identity
 from planner.slurm import wrap_script
@@ -220,6 +223,9 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
     assert waits.exit_code == 5 and "no rank has written into" in waits.output and "init_process_group" in waits.output
     monkeypatch.setenv("SLURMD_NODENAME", "gpu03")
     assert _identity()["host"] == host_name() == "gpu03"
+    checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
+    unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
+    assert slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
     for rank in range(3):
         state = {"rank": rank, "host": f"ip-10-0-0-{rank}.example.com", "written": 1e9, "ended": True,
                  "error": "Connection closed by peer" if rank else "ValueError: x"}  # fmt: skip
