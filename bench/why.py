@@ -174,7 +174,7 @@ def _wait_for_ranks(fault: Fault, folder: Path) -> None:
     """Wait until each rank has made its calls. Raises TimeoutError."""
     until = time.monotonic() + 150
     while fault.calls >= 0:
-        states = ranks.states_of(folder / "ranks")[0]
+        states = ranks.read_run(folder, ranks.Heartbeats())[0].states
         begun = len(states) >= (fault.hosts or fault.world)
         if begun and min(state.calls for state in states.values()) >= fault.calls:
             return
@@ -211,7 +211,7 @@ def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
 
 def make_fault(fault: Fault, folder: Path, rig: Any) -> None:
     """What is done to the culprit from outside."""
-    state = ranks.states_of(folder / "ranks")[0][CULPRIT]
+    state = ranks.read_run(folder, ranks.Heartbeats())[0].states[CULPRIT]
     if fault.act.startswith("SIG"):
         os.kill(state.pid or 0, getattr(signal, fault.act))
     elif fault.act == "cgroup":

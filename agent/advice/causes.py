@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from agent.advice import advise
@@ -20,9 +20,10 @@ from collectives.nccl_log.transport import Evidence
 from contracts import bounded
 from contracts.finding import Finding
 from contracts.layout import LayoutError, values_of
-from contracts.run_record import RunRecord
+from contracts.run_record import RESUMABLE, RunRecord
 from contracts.yaml_text import YamlTextError
 from hardware.units import GIGA
+from planner import why
 from planner.forecast import machines
 from planner.kubernetes.manifests import attached
 from planner.kubernetes.yaml_edit import documents
@@ -30,83 +31,65 @@ from planner.lint.documents import missing_sources
 from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import guess_kind
 from planner.recommend import forecast_named, plan
-from planner.why import Cause, Unknown, Verdict
+from planner.why import Cause, Verdict
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkCost:
-    """What a job pays for a slower network; empty where it cannot be forecast, with the options that it needs."""
-
-    price: str = ""  # "TCP over eth0 (8.4G) instead of RDMA over net1: 2.5 x, +1 h 55 min"
-    forecast: str = ""  # "with RDMA over net1: 12 s a step instead of 30 s"
-    change: tuple[str, ...] = ()  # settings that are advised for RDMA
-    unknown: tuple[Unknown, ...] = ()
-
-
-def cost_of_sockets(
-    found: Evidence, request: Request, layout: str, snapshots: Sequence[Snapshot], manifest: Path | None = None
-) -> NetworkCost:  # fmt: skip
-    """What the sockets of a log cost. Raises RequestError where the forecast refuses the layout or the machine."""
-    model = model_of(request)
-    what = f"what TCP over {found.socket_interface or 'its interface'} costs"
-    if model is None or not (request.machine or snapshots):
-        options = "--model NAME --machine NAME (or --host FILE) --nodes N --epochs N --lengths ..."
-        return NetworkCost(unknown=(Unknown(what=what, command=options),))
-    over = rdma_of(snapshots, found, manifest)
-    hint = Unknown(what="over which interface RDMA would run", command="topoflight capture on a node: --host FILE")
-    if request.machine:
-        snapshots = ()
-    try:
-        cluster = cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
-        rate = request.network or _socket_rate(snapshots, found.socket_interface)
-        if rate is None:
-            options = "--network RATE: what that interface carries, as 10G"
-            return NetworkCost(unknown=(Unknown(what=what, command=options),))
-        slow = machines.over_network(cluster, rate, "tcp")
-        planned = [plan(one, snapshots, model, request.train) for one in (slow, cluster)]
-        values = values_of(layout)
-        if not values:
-            best = advise.of_cluster(replace(request, network=None), cluster, snapshots).chosen
-            values = {k: v for k, v in asdict(best.layout).items() if k != "world_size"} if best else {}
-        was, would = (forecast_named(one, values).forecast for one in planned)
-        steps = advise.steps_of(request, forecast_named(planned[1], values)) if _has_budget(request) else None
-    except (LayoutError, machines.MachineError, ValueError) as error:
-        raise RequestError(str(error)) from None
-    before, after = was.step_seconds.mid, would.step_seconds.mid
-    rdma = f"RDMA over {over}" if over else "RDMA"
-    words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {before / after:.1f} x"
-    advised = advise.environment_only(replace(request, network=None), cluster, snapshots).settings
-    change = tuple(f"{one.name}={one.value}" for one in advised if one.name.startswith("NCCL_"))
-    step = f"{units.seconds(after)} a step instead of {units.seconds(before)}"
-    if steps:
-        extra = (before - after) * steps
-        words += f", +{units.duration(extra)}{price_of_time(request, len(cluster.nodes), extra)}"
-        step += f", {units.duration(after * steps)} instead of {units.duration(before * steps)}"
-    unknown = () if over else (hint,)
-    return NetworkCost(price=words, forecast=f"with {rdma}: {step}", change=change, unknown=unknown)
 
 
 def with_sockets(
     verdict: Verdict, found: Evidence, request: Request, layout: str, snapshots: Sequence[Snapshot],
     manifest: Path | None,
 ) -> Verdict:  # fmt: skip
-    """The price of TCP, where the log shows it instead of RDMA, as `topoflight recommend` forecasts it."""
+    """The price of TCP, where the log shows it instead of RDMA, as `topoflight recommend` forecasts it.
+
+    Raises RequestError where the forecast refuses the layout or the machine.
+    """
     if verdict.state not in ("slow", "fine"):
         return verdict
     if not (found.inter_node_transport or "").startswith("Socket"):
-        no_cost = Unknown(what="what this costs: a cost is estimated only for TCP sockets instead of RDMA",
-                       command="compare the step time before and after the change")  # fmt: skip
         wants_cost = verdict.state == "slow" and request.model is not None
-        return replace(verdict, unknown=(*verdict.unknown, no_cost)) if wants_cost else verdict
-    cost = cost_of_sockets(found, request, layout, snapshots, manifest)
-    causes = verdict.causes
-    if cost.price and causes:
-        causes = (replace(causes[0], price=cost.price), *causes[1:])
-    return replace(verdict, causes=causes, change=(*verdict.change, *cost.change), forecast=cost.forecast,
-                   unknown=(*verdict.unknown, *cost.unknown))  # fmt: skip
+        return why.left_open(verdict, "cost_of_others") if wants_cost else verdict
+    interface = found.socket_interface or "its interface"
+    model = model_of(request)
+    if model is None or not (request.machine or snapshots):
+        return why.left_open(verdict, "cost_of_tcp", interface=interface)
+    over = rdma_of(snapshots, found, manifest)
+    rdma = f"RDMA over {over}" if over else "RDMA"
+    if request.machine:
+        snapshots = ()
+    rate = request.network or _socket_rate(snapshots, found.socket_interface)
+    request = replace(request, network=None)
+    try:
+        cluster = cluster_of(request, snapshots, request.ranks_per_node)
+        if rate is None:
+            return why.left_open(verdict, "rate_of_tcp", interface=interface)
+        slow = machines.over_network(cluster, rate, "tcp")
+        planned = [plan(one, snapshots, model, request.train) for one in (slow, cluster)]
+        values = values_of(layout)
+        if not values:
+            best = advise.of_cluster(request, cluster, snapshots).chosen
+            values = {k: v for k, v in asdict(best.layout).items() if k != "world_size"} if best else {}
+        was, would = (forecast_named(one, values).forecast for one in planned)
+        budget = (request.train.steps, request.tokens, request.hours, request.epochs)
+        steps = advise.steps_of(request, forecast_named(planned[1], values)) if any(
+            one is not None for one in budget) else None  # fmt: skip
+    except (LayoutError, machines.MachineError, ValueError) as error:
+        raise RequestError(str(error)) from None
+    before, after = was.step_seconds.mid, would.step_seconds.mid
+    price = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {before / after:.1f} x"
+    step = f"{units.seconds(after)} a step instead of {units.seconds(before)}"
+    if steps:
+        extra = (before - after) * steps
+        price += f", +{units.duration(extra)}{price_of_time(request, len(cluster.nodes), extra)}"
+        step += f", {units.duration(after * steps)} instead of {units.duration(before * steps)}"
+    advised = advise.environment_only(request, cluster, snapshots).settings
+    change = tuple(f"{one.name}={one.value}" for one in advised if one.name.startswith("NCCL_"))
+    verdict = replace(
+        verdict, causes=tuple(replace(one, price=price) if one is verdict.causes[0] else one for one in verdict.causes),
+        change=(*verdict.change, *change), forecast=f"with {rdma}: {step}",
+    )  # fmt: skip
+    return verdict if over else why.left_open(verdict, "rdma")
 
 
 _ENDED_WELL = ("running", "complete", "interrupted", "unknown")
@@ -114,8 +97,9 @@ _ENDED_WELL = ("running", "complete", "interrupted", "unknown")
 
 def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     """The run's own record: how it ended, and its steps compared with their forecast."""
-    sources = (*verdict.sources, f"record: {record.status}, {len(record.step_seconds)} steps")
-    verdict = replace(verdict, sources=sources)
+    restart = f", restart {record.restarts}" if record.restarts else ""
+    source = f"record: {record.status}, {len(record.step_seconds)} steps{restart}"
+    verdict = replace(verdict, sources=(*verdict.sources, source))
     if record.status not in _ENDED_WELL and verdict.state == "fine":
         cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
         return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
@@ -132,6 +116,39 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         return replace(
             verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
         )
+    return verdict
+
+
+# Problems of a log that say that the job was told to end: Slurm and torchrun write them also of a job that saved.
+_TOLD_TO_END = {"job_cancelled", "job_requeued", "job_stopped", "job_preempted", "time_limit_reached"}
+
+
+def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) -> Verdict:
+    """The verdict on a run that ended so that it can resume, or that the scheduler has queued again.
+
+    `again` says what such a job does now; "" that it has ended for good, None that this is not known.
+    """
+    told = verdict.state == "failed" and {cause.code for cause in verdict.causes} <= _TOLD_TO_END
+    if not told and verdict.state not in ("fine", "unknown"):
+        return verdict
+    saved = ""
+    if record is not None and record.status == "interrupted" and record.exit_code == RESUMABLE:
+        why = f": {record.reason}" if record.reason else ""
+        saved = f"the run ended so that it can resume (run.json: interrupted, exit code {RESUMABLE}{why})"
+    words = "; ".join(filter(None, (saved, again)))
+    if not told:
+        line = words if saved else "; ".join(filter(None, (verdict.line, again)))
+        return replace(verdict, state="fine" if saved else verdict.state, line=line)
+    if again and not saved and "COMPLETED" not in again:
+        line = f"unknown: {again}; no source shows whether its ranks had saved a checkpoint"
+        return replace(verdict, state="unknown", line=line)
+    first, *rest = verdict.causes
+    if again:
+        line = f"the log has: {first.message}. Slurm writes this of each job that it signals; run.json is believed"
+        return replace(verdict, state="fine", line=words, causes=(), disagree=(*verdict.disagree, line))
+    if saved:
+        action = "Start it again with the same command: it resumes from its checkpoint."
+        verdict = replace(verdict, causes=(replace(first, evidence=(*first.evidence, saved), action=action), *rest))
     return verdict
 
 
@@ -183,10 +200,6 @@ def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | Non
     return units.some(list(dict.fromkeys(names)), most=4) + origin if names else ""
 
 
-def _has_budget(request: Request) -> bool:
-    return any(one is not None for one in (request.train.steps, request.tokens, request.hours, request.epochs))
-
-
 def _socket_rate(snapshots: Sequence[Snapshot], interface: str | None) -> str | None:
     """What the interface is linked at, as --network takes it."""
     found = [snapshot.facts(InterfacesFacts) for snapshot in snapshots]
@@ -220,20 +233,16 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
         for one in wrong[:8]
     )  # fmt: skip
     change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
-    others = tuple(
-        Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
-                command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
-        for name in _named_elsewhere(text, path.name)[:4]
-    )  # fmt: skip
     if verdict.state == "fine" and any(c.status == "fail" or c.code == "env.debug.leftover" for c in wrong):
         verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine except for its manifest: {causes[0].message}")
+    for name in _named_elsewhere(text, path.name)[:4]:
+        verdict = why.left_open(verdict, "elsewhere", name=name, lower=name.lower(), file=path.name)
     if causes and not verdict.forecast:
-        others = (*others, Unknown(what="the forecast after the change",
-                                   command="topoflight recommend --model NAME --machine NAME --nodes N"))  # fmt: skip
+        verdict = why.left_open(verdict, "forecast")
     return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change),
-                   sources=(*verdict.sources, f"manifest: {read}"), unknown=(*verdict.unknown, *others))  # fmt: skip
+                   sources=(*verdict.sources, f"manifest: {read}"))  # fmt: skip
 
 
 def _named_elsewhere(text: str, file: str) -> list[str]:
@@ -272,9 +281,6 @@ def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
         action = found[0].remedy if found and found[0].remedy else cause.action
         causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
     scanned = {check.node for check in checks}
-    missing = tuple(
-        Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")
-        for node in verdict.nodes if node not in scanned
-    )  # fmt: skip
-    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources,
-                   unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
+    for node in [node for node in verdict.nodes if node not in scanned][:4]:
+        verdict = why.left_open(verdict, "node", node=node)
+    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources)

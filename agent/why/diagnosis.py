@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from agent.advice.causes import with_manifest, with_nodes, with_price, with_record, with_sockets
+from agent.advice.causes import with_manifest, with_nodes, with_price, with_record, with_restart, with_sockets
 from agent.advice.request import Request
 from agent.base.hosts import snapshots as replay
 from agent.base.options import InputError
@@ -33,8 +35,11 @@ from probes.api import Snapshot
 from probes.gpu import health
 from probes.registry import ALL
 
-_MOST_FILES = 8192
 _MOST_LOG_LINES = 20_000_000
+# Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
+_REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
+_MONITOR = ("this command again, after the ranks have called init_process_group. Only a job with the monitor writes "
+            "there (topoflight launch, wrap or run)")  # fmt: skip
 _PASSED = re.compile(r"(?:NCCL DIAG |^ *)\[OK\] ")
 
 
@@ -57,35 +62,15 @@ class WhySources:
     published: tuple[Snapshot, ...] = ()  # ... and what these read, as far as advice needs it
     layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
     limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
+    again: str | None = None  # what a job does that was queued again; "": it has ended; None: not known
 
 
 def answer(sources: WhySources) -> Verdict:
     """The verdict on all sources. Raises WhyError."""
-    record = _record(sources.run)
-    seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
-    if sources.recorder is not None:
-        traces, bad = calls.read_files(sorted(sources.recorder.glob("*"))[:_MOST_FILES])
-        wrong += bad
-        seen = replace(seen, traces={**seen.traces, **traces})
-    if not seen.states and seen.traces:
-        seen = replace(seen, now=newest(seen.traces))
     sources = _with_saved_ras(sources)
-    logs = (*sources.logs, *sources.diagnostics)
-    log, found = watchdog.read(_lines(logs)), _evidence(logs)
-    reports = [_ras(source) for source in sources.ras]
-    tails = list(_tails(sources.logs))
-    hosts = {int(row[2]): row[1] for text in tails for row in _FAILED.finditer(text)}
-    # torchrun lists every rank of its node that it ended; its root cause alone is no list
-    listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
-    found_stacks, unranked = _stacks(sources.logs, seen)
-    seen = replace(
-        seen, log=log, first=_first_ended(tails), hosts=hosts, limit=sources.limit, stacks=found_stacks,
-        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), unranked=unranked,
-    )  # fmt: skip
-    seen = replace(seen, world=_world(seen, listed, found.ranks if found else None))
-    if found is not None and found.outcome == "finished":  # what ranks wrote before that did not end the job
-        seen = replace(seen, log=replace(log, errors={}, rendezvous=None))
+    seen, found, wrong = _facts(sources)
     verdict = why.judge(seen)
+    reports = [_ras(source) for source in sources.ras]
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if checked := sum(_PASSED.search(line) is not None for line in _lines(sources.diagnostics)):
@@ -100,6 +85,7 @@ def answer(sources: WhySources) -> Verdict:
         verdict = with_nodes(verdict, checks)
     if sources.manifest is not None:
         verdict = with_manifest(verdict, sources.manifest)
+    record = _record(sources.run)
     if record is not None:
         nodes = len({state.host for state in seen.states.values() if state.host})
         verdict = with_price(with_record(verdict, record), record, request, nodes)
@@ -108,19 +94,51 @@ def answer(sources: WhySources) -> Verdict:
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
         verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
         if sources.run is not None:
-            hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks",
-                           command=f"topoflight run --folder {sources.run} -- torchrun train.py")  # fmt: skip
-            verdict = replace(verdict, unknown=(hint, *verdict.unknown))
-    whole: Verdict = without_secrets(replace(verdict, unknown=(*verdict.unknown, *unknown)))  # lines of logs are in it
+            hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks yet",
+                           command=_MONITOR)  # fmt: skip
+            verdict = replace(verdict, unknown=(hint,))
+    again = sources.again
+    if again is None and (found_again := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
+        again = f"it {found_again[1]}"
+    verdict = with_restart(verdict, record, again)
+    folder = sources.run or "DIR"
+    asked = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
+    whole: Verdict = without_secrets(replace(verdict, unknown=(*asked, *unknown)))  # lines of logs are in it
     return whole
 
 
-def _world(seen: RunFacts, *counts: int | None) -> int | None:
-    """How many ranks there are, where a source says; never fewer than have been seen."""
+def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
+    """What the run's folder, the dumps and the logs hold, what the logs prove, and what could not be read."""
+    seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
+    if sources.recorder is not None:
+        traces, bad = calls.read_ranks(sources.recorder.glob("*"), calls.read_file)
+        seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
+    if not seen.states and seen.traces:
+        seen = replace(seen, now=newest(seen.traces))
+    logs = (*sources.logs, *sources.diagnostics)
+    try:
+        found = evidence.read_files(logs) if logs else None
+        log = watchdog.read(_lines(logs))
+        stacks, unranked = _stacks(sources.logs, seen)
+    except OSError as error:
+        raise WhyError(f"{error.filename}: {error.strerror}") from None
+    except LogFileError as error:
+        raise WhyError(str(error)) from None
+    if found is not None and found.outcome == "finished":  # what ranks wrote before that did not end the job
+        log = replace(log, errors={}, rendezvous={})
+    tails = list(_tails(sources.logs))
+    hosts = {int(row[2]): row[1] for text in tails for row in _FAILED.finditer(text)}
+    # torchrun lists every rank of its node that it ended; its root cause alone is no list
+    listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
-    worlds = [*filter(None, (seen.world, *counts)), *members]
-    rows = (seen.traces, seen.states, seen.log.traces)
-    return max([*worlds, *(max(one) + 1 for one in rows if one)]) if worlds else None
+    worlds = [*filter(None, (seen.world, listed, found.ranks if found else None)), *members]
+    reached = [max(rows) + 1 for rows in (seen.traces, seen.states, log.traces) if rows]
+    seen = replace(
+        seen, log=log, first=_first_ended(tails), hosts=hosts, limit=sources.limit, stacks=stacks, unranked=unranked,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
+        world=max([*worlds, *reached]) if worlds else None,
+    )  # fmt: skip
+    return seen, found, wrong
 
 
 def _record(folder: Path | None) -> RunRecord | None:
@@ -136,31 +154,17 @@ def _record(folder: Path | None) -> RunRecord | None:
 
 
 def _lines(sources: Sequence[str]) -> Iterator[str]:
-    """Lines of logs, packed or not."""
-    left = _MOST_LOG_LINES
-    for source in sources:
-        for path in _files(source):
-            if source == "-":
-                continue
-            try:
-                with bounded.open_regular(path) as stream:
-                    rest = b""
-                    unpacked = Unpacked(stream)
-                    while left > 0 and (block := unpacked.read(1 << 20)):
-                        *whole, rest = (rest[-65536:] + block).split(b"\n")
-                        left -= len(whole)
-                        yield from (line[:8192].decode("utf-8", errors="replace") for line in whole)
-                    yield rest.decode("utf-8", errors="replace")
-            except OSError as error:
-                raise WhyError(f"{path}: {error.strerror}") from None
-            except LogFileError as error:
-                raise WhyError(f"{path}: {error}") from None
+    """Lines of logs, packed or not, and of the logs in folders. Raises OSError and LogFileError."""
+    return islice((line for path in evidence.files_of(sources) for line in _lines_of(path)), _MOST_LOG_LINES)
 
 
-def _files(source: str) -> list[Path]:
-    """A log, or the files of a folder of logs."""
-    path = Path(source)
-    return [one for one in sorted(path.rglob("*")) if one.is_file()][:_MOST_FILES] if path.is_dir() else [path]
+def _lines_of(path: Any) -> Iterator[str]:
+    with bounded.open_regular(path) as stream:
+        rest, unpacked = b"", Unpacked(stream)
+        while block := unpacked.read(1 << 20):
+            *whole, rest = (rest[-65536:] + block).split(b"\n")
+            yield from (line[:8192].decode("utf-8", errors="replace") for line in whole)
+        yield rest.decode("utf-8", errors="replace")
 
 
 def _with_saved_ras(sources: WhySources) -> WhySources:
@@ -174,17 +178,6 @@ def _with_saved_ras(sources: WhySources) -> WhySources:
 
     saved = tuple(log for log in sources.logs if Path(log).is_file() and is_ras(log))
     return replace(sources, logs=tuple(log for log in sources.logs if log not in saved), ras=(*sources.ras, *saved))
-
-
-def _evidence(sources: Sequence[str]) -> Evidence | None:
-    if not sources:
-        return None
-    try:
-        return evidence.read_files(sources)
-    except OSError as error:
-        raise WhyError(f"{error.filename or ' '.join(sources)}: {error.strerror}") from None
-    except LogFileError as error:
-        raise WhyError(str(error)) from None
 
 
 def _tails(logs: Sequence[str]) -> Iterator[str]:
@@ -208,14 +201,15 @@ def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, .
     by_pid: dict[int | None, int] = {state.pid: rank for rank, state in seen.states.items() if state.pid}
     found: dict[int, tuple[str, ...]] = {}
     unranked: dict[str, tuple[str, ...]] = {}
-    for log in (one for source in logs for one in _files(source)):
-        named = _OF_RANK.search(log.name)
-        for stack in states.read_stacks(_lines((str(log),)), rank=int(named[1]) if named else None):
+    for log in map(str, evidence.files_of(logs)):
+        name = Path(log).name
+        named = _OF_RANK.search(name)
+        for stack in states.read_stacks(_lines_of(log), rank=int(named[1]) if named else None):
             rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
             if rank is not None:
                 found[rank] = stack.frames
             else:
-                unranked[f"process {stack.pid}" if stack.pid else f"the process of {log.name}"] = stack.frames
+                unranked[f"process {stack.pid}" if stack.pid else f"the process of {name}"] = stack.frames
     return found, unranked
 
 
@@ -241,102 +235,70 @@ def _ras(source: str) -> ras.RasReport:
         raise WhyError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
 
 
-_RAS_SILENT = ras.RasRank(rank=-1)
-_ASK_RAS_TWICE = "topoflight why --ras HOST:28028 --ras HOST:28028"
-
-
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
     """Add RAS to the verdict: it decides where nothing else does, else it agrees or is shown to differ."""
-    report, unheard = _heard(report, earlier)
-    rows = [(comm, *ras.behind(comm)) for comm in report.comms]
-    late = {
-        rank: (comm, words) for comm, ranks, _ in rows for rank, words in ranks.items()
-        if len(ranks) <= comm.size / 2 or comm.ranks.get(rank, _RAS_SILENT).missing
-    }  # fmt: skip
-    counts = next((words for _, _, words in rows if words), "")
-    dead = [one for one in report.dead if one.missing == "dead"]
     source = f"RAS: {report.total} communicators of up to {report.most} ranks"
     verdict = replace(verdict, sources=(*verdict.sources, source))
+    report, unheard = _heard(report, earlier)
+    gone = {rank for comm in report.comms for rank, one in comm.ranks.items() if one.missing}
+    late, counts = {}, ""
+    for comm in report.comms:
+        behind, sentence = ras.behind(comm)
+        counts = counts or sentence
+        for rank in gone & set(behind) if gone else behind if len(behind) <= comm.size / 2 else ():
+            late[rank] = comm.ranks.get(rank, ras.RasRank(rank=rank)), behind[rank], f"RAS, communicator {comm.id}"
+    dead = [(one, "is dead for RAS", "RAS") for one in report.dead if one.missing == "dead"]
     if unheard:
-        names = why.ranks_of(unheard)
-        what = f"of {names}, which RAS has no data of, whether it ends, begins or hangs"
-        verdict = _left_open(verdict, f"RAS has no data of {names}, by one answer", what, _ASK_RAS_TWICE)
+        verdict = why.left_open(verdict, "ras_unheard", names=why.ranks_of(unheard))
     elif silent := [one for one in report.dead if one.missing != "dead" and verdict.state == "fine"]:
         names = ", ".join(f"process {one.pid} on {one.host}, GPU {one.gpu}" for one in silent[:4])
-        what = f"what {names} does: RAS has no data of it"
-        verdict = _left_open(verdict, f"RAS has no data of {names}", what, "topoflight why --ras HOST:28028")
-    moved = earlier is not None and _counts(earlier) != _counts(report)
-    gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
-    alone = not verdict.causes or (why.is_open(verdict) and bool(late or dead))
-    if not alone:
+        verdict = why.left_open(verdict, "ras_silent", names=names)
+    if verdict.causes and not (why.is_open(verdict) and (late or dead)):
         if set(verdict.ranks) == set(late) or not (late or dead or report.total):
             return verdict
         text = (f"RAS names {why.ranks_of(sorted(late)) if late else 'no rank'}, the verdict "
                 f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
                 "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
         return replace(verdict, disagree=(*verdict.disagree, text))
-    if not gone and not dead and not verdict.causes:
-        if moved or not counts:
-            return _alike(verdict, report, earlier, counts, moved=moved)
-        if earlier is None:
-            what = f"one answer of RAS does not show whether the run is slow or stuck: {counts}"
-            return _left_open(verdict, f"{counts}, by one answer of RAS", what, _ASK_RAS_TWICE)
-        if not late:  # the most are behind: they are not accused
-            hint = Unknown(what="who of the most is behind", command="topoflight why --flight-recorder DIR")
-            cause = Cause(code="call.timeout", message=f"{counts}, and no count moved between two answers of RAS",
-                          action="Collect the logs and dumps of every rank.")  # fmt: skip
-            return replace(verdict, state="stuck", line=f"stuck: {cause.message}", causes=(cause,),
-                           unknown=(*verdict.unknown, hint))  # fmt: skip
-    causes = []
-    for rank, (comm, words) in sorted(late.items()):
-        if gone and rank not in gone:
-            continue
-        one = comm.ranks.get(rank)
-        where = f" (GPU {one.gpu} of process {one.pid} on {one.host})" if one and one.host else ""
-        state = one.missing if one else ""
-        causes.append(Cause(code="rank.gone" if state == "dead" else "rank.silent" if state else "rank.behind",
-                            message=f"rank {rank}{where} {words}", ranks=(rank,),
-                            nodes=(one.host,) if one and one.host else (), evidence=(f"RAS, communicator {comm.id}",),
-                            action=why.ACTIONS["silent" if state else "unknown"]))  # fmt: skip
-    for one in dead if not causes else ():
-        causes.append(Cause(code="rank.gone", message=f"process {one.pid} on {one.host}, GPU {one.gpu}, dead for RAS",
-                            nodes=(one.host,) if one.host else (), action=why.ACTIONS["gone"]))  # fmt: skip
-    ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
+    is_moving = earlier is not None and _counts(earlier) != _counts(report)
+    if not (gone or dead or verdict.causes) and (is_moving or not counts or earlier is None or not late):
+        return _by_counts(verdict, report, counts, is_first=earlier is None, is_moving=is_moving)
+    rows = [late[rank] for rank in sorted(late)] or dead
+    causes = tuple(_cause_of_rank(*row) for row in rows)
+    ranks = tuple(rank for cause in causes for rank in cause.ranks)
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
-    gpus = tuple(f"{one.host} GPU {one.gpu}" for rank in ranks if (one := late[rank][0].ranks.get(rank)) and one.host)
     return replace(
-        verdict,
-        state=state,
-        line=f"{state}: {causes[0].message}",
-        causes=(*causes, *verdict.causes),
-        ranks=ranks,
-        gpus=gpus,
-        nodes=tuple(sorted({n for c in causes for n in c.nodes})),
-    )
+        verdict, state=state, line=f"{state}: {causes[0].message}", causes=(*causes, *verdict.causes), ranks=ranks,
+        gpus=tuple(f"{one.host} GPU {one.gpu}" for one, *_ in rows if one.host and one.rank >= 0),
+        nodes=tuple(sorted({node for cause in causes for node in cause.nodes})),
+    )  # fmt: skip
 
 
-def _alike(
-    verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None, counts: str, *, moved: bool
+def _cause_of_rank(one: ras.RasRank, words: str, source: str) -> Cause:
+    """What RAS says of a rank, or of a process whose rank it does not give."""
+    kind = {"dead": "gone", "": "unknown"}.get(one.missing, "silent")
+    where = f" (GPU {one.gpu} of process {one.pid} on {one.host})" if one.host else ""
+    who = f"rank {one.rank}{where}" if one.rank >= 0 else f"process {one.pid} on {one.host}, GPU {one.gpu},"
+    return Cause(code=why.CODES.get(kind, "rank.behind"), message=f"{who} {words}", evidence=(source,),
+                 ranks=(one.rank,) if one.rank >= 0 else (), nodes=(one.host,) if one.host else (),
+                 action=why.ACTIONS[kind])  # fmt: skip
+
+
+def _by_counts(
+    verdict: Verdict, report: ras.RasReport, counts: str, *, is_first: bool, is_moving: bool
 ) -> Verdict:  # fmt: skip
-    """All ranks have launched as many, or the counts move: equal counts that stand still may be one call for ever."""
-    if moved:
+    """Counts that name nobody: they move, or are equal (which may be one call for ever), or most ranks are behind."""
+    if is_moving:
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
-    if earlier is None or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
-        what = "whether the counts move, which neither one answer of RAS nor its text without a fault shows"
-        return _left_open(verdict, "", what, _ASK_RAS_TWICE) if report.total else verdict
-    line = "no count moved between two answers of RAS, and all ranks have launched as many: they are all in one call, "
-    line = f"{line}or between two" if verdict.state == "fine" else ""
-    command = "topoflight why --run DIR, or py-spy dump --pid PID"
-    return _left_open(verdict, line, "whether they compute or hang", command)
-
-
-def _left_open(verdict: Verdict, line: str, what: str, command: str) -> Verdict:
-    """Add an open question. `line`, if not empty, says why the verdict is unknown where no fault was found."""
-    verdict = replace(verdict, unknown=(*verdict.unknown, Unknown(what=what, command=command)))
-    if not line or verdict.state not in ("fine", "unknown"):
-        return verdict
-    return replace(verdict, state="unknown", line=f"unknown: {line}")
+    if counts and not is_first:  # the most are behind: they are not accused
+        found = RunFacts().named("ras_majority", counts=counts)
+        return replace(found, sources=verdict.sources, unknown=(*verdict.unknown, *found.unknown))
+    if counts:
+        return why.left_open(verdict, "ras_once", counts=counts)
+    if is_first or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
+        return why.left_open(verdict, "ras_alike") if report.total else verdict
+    return why.left_open(verdict, "ras_standing")
 
 
 def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
@@ -347,27 +309,20 @@ def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.Ra
     """
     if report.timeouts or any(one.missing == "dead" for one in report.dead):
         return report, []
-    before = {
-        (comm.id, rank)
-        for comm in (earlier.comms if earlier else ())
-        for rank, one in comm.ranks.items()
-        if one.missing
-    }
-    quiet = {
-        (comm.id, rank) for comm in report.comms for rank, one in comm.ranks.items()
-        if one.missing == "no answer" and (comm.id, rank) not in before
-    }  # fmt: skip
-    comms = tuple(
-        replace(comm, ranks={rank: one for rank, one in comm.ranks.items() if (comm.id, rank) not in quiet})
-        for comm in report.comms
-    )
-    return replace(report, comms=comms), sorted({rank for _, rank in quiet})
+    lacking = {(comm.id, rank) for comm in earlier.comms for rank, one in comm.ranks.items() if one.missing} if (
+        earlier) else set()  # fmt: skip
+    quiet: set[int] = set()
+    comms = []
+    for comm in report.comms:
+        once = {rank for rank, one in comm.ranks.items()
+                if one.missing == "no answer" and (comm.id, rank) not in lacking}  # fmt: skip
+        quiet |= once
+        comms.append(replace(comm, ranks={rank: one for rank, one in comm.ranks.items() if rank not in once}))
+    return replace(report, comms=tuple(comms)), sorted(quiet)
 
 
 def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
-    return [
-        (comm.id, dict(comm.spread), {r: dict(one.counts) for r, one in comm.ranks.items()}) for comm in report.comms
-    ]
+    return [(comm.id, comm.spread, {rank: one.counts for rank, one in comm.ranks.items()}) for comm in report.comms]
 
 
 _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted")  # that the job ended, not why
@@ -385,8 +340,9 @@ def _cause_of(problem: LogProblem) -> Cause:
 
     An Xid of the GPU itself takes its node out of the pool.
     """
-    lines = tuple(line.text for line in problem.lines[:2])
-    cause = Cause(code=problem.code, message=problem.message, evidence=lines, action=problem.action)
+    lines = tuple(f"{line.place}: {line.text}" for line in problem.lines[:2])
+    at = f"{problem.place}: " if problem.place else ""
+    cause = Cause(code=problem.code, message=at + problem.message, evidence=lines, action=problem.action)
     rows = [found for line in lines for found in _XID.finditer(line)]
     if problem.code != "gpu_xid" or not rows:
         return cause
@@ -401,7 +357,7 @@ def _cause_of(problem: LogProblem) -> Cause:
 
 def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     """The log's problems: the reasons of a failure, and of a transport that is slower than it could be."""
-    lines = {p.code: tuple(line.text for line in p.lines[:2]) for p in found.problems}
+    lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines[:2]) for p in found.problems}
     verdict = replace(
         verdict,
         causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from collectives.traces import calls
-from collectives.traces.states import ASK, NAME, RANKS_FOLDER, RankState, StateError, read_state
+from collectives.traces.states import ASK, NAME, RANKS_FOLDER, RankState, read_state
 from contracts import run_record
 from contracts.redaction import without_secrets
 from planner import why
@@ -27,21 +27,6 @@ SUSPICION_SECONDS, MOST_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps whi
 SETTLED_SECONDS = 4.0  # ranks that lose another notice, and write, within
 WRITES_SECONDS = 12.0  # within which a rank that can write does: its monitor writes every ten seconds
 COPIED_SECONDS = 300.0  # by which no clock of a cluster is off that can still train
-_MOST_FILES = 8192
-
-
-def states_of(folder: Path) -> tuple[dict[int, RankState], list[str]]:
-    """The ranks' own files in a run's folder, and what could not be read."""
-    found: dict[int, RankState] = {}
-    wrong = []
-    for path in sorted(folder.glob("state_rank_*.json"))[:_MOST_FILES]:
-        try:
-            state = read_state(path)
-        except StateError as error:
-            wrong.append(str(error))
-            continue
-        found[state.rank] = state
-    return found, wrong
 
 
 def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> dict[int, str]:
@@ -98,22 +83,24 @@ def of_run(folder: Path) -> tuple[RunFacts, list[str]]:
         age > STALE_SECONDS and not facts.states[rank].ended and rank not in facts.processes
         for rank, age in facts.ages.items()
     )
-    if not facts.copied and silence < COPIED_SECONDS and (is_mute or silence >= SILENT_RUN_SECONDS):
-        time.sleep(WRITES_SECONDS)
-        return read_run(folder, beats)
     states = facts.states.values()
     is_ending = any(one.error for one in states) and not all(one.ended for one in states)
-    if is_ending and not facts.copied and silence < SETTLED_SECONDS:
-        time.sleep(SETTLED_SECONDS)
-        return read_run(folder, beats)
-    return facts, wrong
+    pause = 0.0
+    if silence < COPIED_SECONDS and (is_mute or silence >= SILENT_RUN_SECONDS):
+        pause = WRITES_SECONDS
+    elif is_ending and silence < SETTLED_SECONDS:
+        pause = SETTLED_SECONDS
+    if not pause or facts.copied:
+        return facts, wrong
+    time.sleep(pause)
+    return read_run(folder, beats)
 
 
 def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     """One look at a run's folder."""
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
-    states, wrong = states_of(ranks)
-    traces, bad = calls.read_files(sorted(ranks.glob("*trace_rank_*"))[:_MOST_FILES])
+    states, wrong = calls.read_ranks(ranks.glob("state_rank_*.json"), read_state)
+    traces, bad = calls.read_ranks(ranks.glob("*trace_rank_*"), calls.read_file)
     newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
     alive = processes(states)
     written = {rank: state.written for rank, state in states.items()}
@@ -122,18 +109,15 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     copied = any(abs(modified[rank] - when) > COPIED_SECONDS for rank, when in written.items())
     times = written if copied else modified
     last = max(times.values(), default=0.0)
-    ages = {rank: last - when for rank, when in times.items()}
-    ages = ages if copied else beats.ages(states, ages)
-    running = any(kind != "gone" for kind in alive.values())
-    at = time.time()
-    silence = None if running or not states else at - last
-    if silence is not None and beats.changed:
-        silence = time.monotonic() - max(when for _, when in beats.heard.values())
-    if silence is not None and silence < SILENT_RUN_SECONDS:
-        running = True
+    ages = beats.ages(states, {rank: last - when for rank, when in times.items()})
+    is_running, at = any(kind != "gone" for kind in alive.values()), time.time()
+    silence = None
+    if states and not is_running:
+        silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else at - last
+        is_running = silence < SILENT_RUN_SECONDS
     facts = RunFacts(traces=traces, states=states, processes=alive, world=newest_state.world_size or None, ages=ages,
                      copied=copied, silence=silence,
-                     now=at if running else newest_state.written or newest(traces))  # fmt: skip
+                     now=at if is_running else newest_state.written or newest(traces))  # fmt: skip
     return facts, wrong + bad
 
 

@@ -15,16 +15,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
-from collectives.traces.states import TRACE
+from collectives.traces.states import TRACE, RankState
 from contracts import bounded, plain
 
 MOST_BYTES = 64 << 20  # of one rank; 2,000 calls with stacks are some 2 MB
 MOST_CALLS = 20_000  # kept of one rank, the newest
-MOST_RANKS = 4096
+MOST_RANKS = 4096  # of a group that are named
+MOST_FILES = 8192
 _FRAMES = 8
 UNNAMED = "a collective"  # a call whose kind nobody tells
+R = TypeVar("R", "RankTrace", RankState)
 
 
 class TraceError(ValueError):
@@ -71,9 +73,24 @@ class RankTrace:
     partial: bool = False  # a log's few lines: what they do not name may have been called
     sizes: Mapping[str, int] = field(default_factory=dict)  # by group: its number of members, where they are not named
 
+    def has_called_in(self, group: str) -> bool:
+        """Whether the rank has called something in a group."""
+        return group in self.enqueued or any(one.group == group for one in self.calls)
+
+    def newest_in(self, group: str) -> int:
+        """The newest number that the rank has called in a group; 0 where it has called nothing."""
+        named = [one.number for one in self.calls if one.group == group and not one.p2p] if self.partial else []
+        return max([self.enqueued.get(group, 0), *named])
+
+    def has_left(self, call: Call) -> bool:
+        """Whether a dump shows no call of this one's group open, up to it."""
+        return not self.partial and not any(
+            one.group == call.group and one.number <= call.number and not one.p2p and not one.done for one in self.calls
+        )
+
 
 _PEER = re.compile(r"^(send|recv) (\d+)(?:->|<-)(\d+)")
-_RANK = re.compile(r"(\d+)(?:\.\w{1,8})?$")
+_RANK = re.compile(r"(?<!\d)(\d{1,6})(?:\.\w{1,8})?$")
 
 
 def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
@@ -131,14 +148,13 @@ def _pair(value: Any) -> bool:
 
 def _ranks(value: Any) -> tuple[int, ...]:
     """ "[0, 1]", or the list itself."""
-    words = re.findall(r"\d{1,6}", value[:1_000_000]) if isinstance(value, str) else _list(value)
-    found = [int(one) for one in words if _whole(one) or (isinstance(one, str) and re.fullmatch(r"[0-9]{1,6}", one))]
-    return tuple(sorted(set(found)))[:MOST_RANKS]
+    text = str(value)[:1_000_000] if isinstance(value, str | list | tuple) else ""
+    return tuple(sorted({int(one) for one in re.findall(r"(?<![-\w])\d{1,6}\b", text)}))[:MOST_RANKS]
 
 
 def _call(entry: Mapping[str, Any]) -> Call | None:
     name, group = entry.get("profiling_name"), entry.get("process_group")
-    p2p = entry.get("is_p2p") is True
+    p2p, created = entry.get("is_p2p") is True, entry.get("time_created_ns")
     number = entry.get("p2p_seq_id" if p2p else "collective_seq_id")
     if not isinstance(name, str) or not _pair(group) or not _whole(number):
         return None
@@ -152,8 +168,8 @@ def _call(entry: Mapping[str, Any]) -> Call | None:
         sizes=tuple(tuple(n for n in row[:8] if _whole(n)) for row in _list(entry.get("input_sizes"))[:8]
                     if isinstance(row, list | tuple)),
         dtypes=tuple(str(one)[:20] for one in _list(entry.get("input_dtypes"))[:8] if isinstance(one, str)),
-        done=over, started=entry.get("state") == "started", created=_seconds(entry.get("time_created_ns")),
-        is_ahead=backend == "nccl", seconds=_duration(entry),
+        done=over, started=entry.get("state") == "started", is_ahead=backend == "nccl", seconds=_duration(entry),
+        created=created / 1e9 if _whole(created) and created else None,
         frames=tuple(_frame(one) for one in _list(entry.get("frames"))[:_FRAMES] if isinstance(one, dict)),
     )  # fmt: skip
 
@@ -162,17 +178,8 @@ def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _nanoseconds(value: Any) -> int:
-    """A time of the recorder, 0 where it has none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else 0
-
-
-def _seconds(value: Any) -> float | None:
-    return _nanoseconds(value) / 1e9 or None
 
 
 def _duration(entry: Mapping[str, Any]) -> float | None:
@@ -180,8 +187,8 @@ def _duration(entry: Mapping[str, Any]) -> float | None:
     measured = entry.get("duration_ms")
     if isinstance(measured, int | float) and not isinstance(measured, bool) and 0 <= measured < 1e9:
         return measured / 1e3
-    began, over = (_nanoseconds(entry.get(f"time_discovered_{one}_ns")) for one in ("started", "completed"))
-    return (over - began) / 1e9 if over >= began > 0 else None
+    began, over = (entry.get(f"time_discovered_{one}_ns") for one in ("started", "completed"))
+    return (over - began) / 1e9 if _whole(began) and _whole(over) and over >= began > 0 else None
 
 
 def _frame(one: Mapping[str, Any]) -> str:
@@ -189,25 +196,31 @@ def _frame(one: Mapping[str, Any]) -> str:
     return f"{words[0].rpartition('/')[2]}:{words[1]} {words[2]}"
 
 
-def read_files(paths: Iterable[Path]) -> tuple[dict[int, RankTrace], list[str]]:
-    """Traces by rank, the newest of each, and what could not be read."""
-    found: dict[int, RankTrace] = {}
-    wrong: list[str] = []
-    for path in paths:
-        rank = _RANK.search(path.name)
-        if rank is None or len(rank[1]) > 6 or len(found) >= MOST_RANKS:
-            continue
+def read_file(path: Path) -> RankTrace:
+    """The dump in a file, whose name ends in the rank's number. Raises TraceError and OSError."""
+    rank = int(_RANK.findall(path.name)[0])
+    try:
+        trace = read(bounded.read(path, MOST_BYTES), rank=rank, source=str(path))
+    except bounded.TooLargeError as error:
+        raise TraceError(f"{path}: {error}") from None
+    # the time of a file that this job keeps up to date; of one that was copied here it would say nothing
+    at = path.stat().st_mtime
+    return replace(trace, taken=at if path.name == TRACE.format(rank=rank) else None, written=at)
+
+
+def read_ranks(paths: Iterable[Path], read_rank: Callable[[Path], R]) -> tuple[dict[int, R], list[str]]:
+    """What the files of ranks hold, by rank, the newest of each, and what could not be read."""
+    found: dict[int, R] = {}
+    wrong = []
+    for path in [one for one in sorted(paths) if _RANK.search(one.name)][:MOST_FILES]:
         try:
-            trace = read(bounded.read(path, MOST_BYTES), rank=int(rank[1]), source=str(path))
-            # the time of a file that this job keeps up to date; of one that was copied here it would say nothing
-            at = path.stat().st_mtime
-            found[int(rank[1])] = replace(
-                trace, taken=at if path.name == TRACE.format(rank=rank[1]) else None, written=at
-            )
-        except TraceError as error:
+            one = read_rank(path)
+        except OSError as error:
+            wrong.append(f"{path}: {error.strerror}")
+        except ValueError as error:
             wrong.append(str(error))
-        except (OSError, bounded.TooLargeError) as error:
-            wrong.append(f"{path}: {error}")
+        else:
+            found[one.rank] = one
     return found, wrong
 
 
@@ -260,7 +273,6 @@ class _PlainUnpickler(pickle._Unpickler):
     metastack: list[Any]
     append: Callable[[Any], None]
     read: Callable[[int], bytes]
-    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, raw: bytes) -> None:
         super().__init__(io.BytesIO(raw), encoding="utf-8", errors="replace")
@@ -288,53 +300,32 @@ class _PlainUnpickler(pickle._Unpickler):
         self.append(int.from_bytes(raw, "little", signed=True))
 
     def _take(self, form: str) -> bytes:
-        size = struct.unpack(form, self.read(struct.calcsize(form)))[0]
-        found: bytes = self.read(size) if size >= 0 else b""
-        if len(found) != size:
-            raise PickleError("the pickle ends too early")
-        return found
+        return self.read(struct.unpack(form, self.read(struct.calcsize(form)))[0])
 
     def load_pairs(self) -> None:
-        """Add pairs to a dict; hashing a deep tuple overflows the stack of the process, so such keys are refused."""
-        self._fill(self.pop_mark())
+        """Add pairs to a dict."""
+        self._check_keys(self.stack[::2])
+        super().load_setitems()  # type: ignore[misc]
 
     def load_pair(self) -> None:
         """Add one pair to a dict."""
-        value, key = self.stack.pop(), self.stack.pop()
-        self._fill([key, value])
+        self._check_keys(self.stack[-2:-1])
+        super().load_setitem()  # type: ignore[misc]
 
-    def _fill(self, pairs: list[Any]) -> None:
-        found = self.stack[-1]
-        if not isinstance(found, dict) or len(pairs) % 2 or not all(isinstance(key, str | int) for key in pairs[::2]):
+    def _check_keys(self, keys: list[Any]) -> None:
+        """Refuse keys that are no texts and numbers: hashing a deep tuple overflows the stack of the process."""
+        if not all(isinstance(key, str | int) for key in keys):
             raise PickleError("a dict whose keys are not texts and numbers")
-        found.update(zip(pairs[::2], pairs[1::2], strict=True))
-
-    def load_items(self) -> None:
-        """Add to a list."""
-        items = self.pop_mark()
-        self._list().extend(items)
-
-    def load_item(self) -> None:
-        """Add one value to a list."""
-        item = self.stack.pop()
-        self._list().append(item)
-
-    def _list(self) -> list[Any]:
-        if not isinstance(self.stack[-1], list):
-            raise PickleError("no list where one is added to")
-        found: list[Any] = self.stack[-1]
-        return found
 
 
 _STEPS: dict[int, Callable[[Any], None]] = {
     **{code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _ALLOWED)},
     pickle.MARK[0]: _PlainUnpickler.load_mark,
     pickle.SETITEMS[0]: _PlainUnpickler.load_pairs, pickle.SETITEM[0]: _PlainUnpickler.load_pair,
-    pickle.APPENDS[0]: _PlainUnpickler.load_items, pickle.APPEND[0]: _PlainUnpickler.load_item,
     pickle.BINUNICODE[0]: lambda reader: reader.load_text("<I"),
     pickle.SHORT_BINUNICODE[0]: lambda reader: reader.load_text("<B"),
     pickle.BINUNICODE8[0]: lambda reader: reader.load_text("<Q"),
-    pickle.LONG1[0]: lambda reader: reader.load_number("<B"), pickle.LONG4[0]: lambda reader: reader.load_number("<i"),
+    pickle.LONG1[0]: lambda reader: reader.load_number("<B"), pickle.LONG4[0]: lambda reader: reader.load_number("<I"),
 }  # fmt: skip
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 from contracts import plain
@@ -48,8 +47,8 @@ class RasComm:
 
     id: str
     size: int
-    ranks: Mapping[int, RasRank] = field(default_factory=dict)
-    spread: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # kind -> count -> how many ranks, from text
+    ranks: dict[int, RasRank] = field(default_factory=dict)
+    spread: dict[str, dict[int, int]] = field(default_factory=dict)  # kind -> count -> how many ranks, from text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ def read(raw: bytes) -> RasReport:
     if start >= 0 and '"communicators"' in text[start : start + 4096]:
         return _json(text[start:])
     if '"PEER_' in text:
-        return RasReport(dead=tuple(_events(text)))
+        raise RasError("events of its monitor in JSON: give them as text")
     if "NCCL DIAG" in text or "=== RAS Diagnostics ===" in text:
         raise RasError("this is its diagnostics: give them with --diag")
     if not _TEXTS["said"].search(text):
@@ -98,20 +97,6 @@ def _json(text: str) -> RasReport:
     late = _whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
     most = max((one.size for one in comms), default=0)
     return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms), most=most)
-
-
-def _events(text: str) -> Iterator[RasRank]:
-    """Processes that the monitor has declared dead."""
-    for found in islice(_TEXTS["event"].finditer(text), MOST_RANKS):
-        with suppress(plain.PlainError):
-            event = plain.loads(found[0])
-            peer = event.get("peer")
-            if event.get("event") != "PEER_DEAD" or not isinstance(peer, dict):
-                continue
-            gpus = peer.get("nvml_devs")
-            host = peer.get("host") or str(peer.get("addr") or "").partition("<")[0]  # of a peer that RAS has forgotten
-            yield RasRank(rank=-1, host=str(host)[:253] or None, pid=_whole(peer.get("pid")), missing="dead",
-                          gpu=_whole(gpus[0]) if isinstance(gpus, list) and gpus else None)  # fmt: skip
 
 
 def _rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -152,10 +137,9 @@ class _Text:
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
         self.comms: dict[str, RasComm] = {}
-        self.ranks: dict[str, dict[int, RasRank]] = {}
-        self.spread: dict[str, dict[str, dict[int, int]]] = {}
         self.dead: list[RasRank] = []
-        self.section, self.comm, self.kind = "", "", "all"
+        self.comm: RasComm | None = None
+        self.section, self.kind = "", "all"
         self.count: int | None = None
         self.total = 0
 
@@ -164,45 +148,42 @@ class _Text:
             self.sizes[int(row[1])] = int(row[4])
             self.total += int(row[2])
         elif head := _TEXTS["head"].match(line):
-            self.comm, self.section, self.kind, self.count = head[2], head[3], "all", None
-            self.comms.setdefault(head[2], RasComm(id=head[2], size=self.sizes.get(int(head[1]), 0)))
+            self.comm = self.comms.setdefault(head[2], RasComm(id=head[2], size=self.sizes.get(int(head[1]), 0)))
+            self.section, self.kind, self.count = head[3], "all", None
         elif line.rstrip() in ("INCOMPLETE", "DEAD", "TIMEOUT"):
-            self.comm, self.section = "", line.strip()
+            self.comm, self.section = None, line.strip()
         elif (process := _TEXTS["process"].search(line)) and (process[1] or not self.comm):
             words = "dead" if process[1] or self.section == "DEAD" else "no answer"
             gpu = int(process[4].split(",")[0] or 0)
             self.dead.append(RasRank(rank=-1, host=process[3], pid=int(process[2]), gpu=gpu, missing=words))
         elif self.comm:
-            self.within(line)
+            self.within(line, self.comm)
 
-    def within(self, line: str) -> None:
-        ranks = self.ranks.setdefault(self.comm, {})
+    def within(self, line: str, comm: RasComm) -> None:
         if kind := _TEXTS["kind"].search(line):
             self.kind, self.count = kind[1] or "all", None
         elif count := _TEXTS["count"].match(line):
             self.count = int(count[2] or 0)
-            self.spread.setdefault(self.comm, {}).setdefault(self.kind, {})[self.count] = int(count[1])
+            comm.spread.setdefault(self.kind, {})[self.count] = int(count[1])
         elif missing := _TEXTS["missing"].match(line):
-            for word in missing[1].split(","):
-                if word.strip().isdecimal():
-                    ranks[int(word)] = RasRank(rank=int(word), missing="no answer")
+            numbers = [int(word) for word in missing[1].split(",") if word.strip().isdecimal()]
+            comm.ranks.update({number: RasRank(rank=number, missing="no answer") for number in numbers})
         elif one := _TEXTS["one"].match(line):
-            self.one(one, ranks)
+            self.one(one, comm)
 
-    def one(self, one: re.Match[str], ranks: dict[int, RasRank]) -> None:
+    def one(self, one: re.Match[str], comm: RasComm) -> None:
         own = int(one[2]) if one[2] else 0 if one[3] else None
         if own is not None:
-            spread = self.spread.setdefault(self.comm, {}).setdefault(self.kind, {})
+            spread = comm.spread.setdefault(self.kind, {})
             spread[own] = spread.get(own, 0) + 1
         count = own if own is not None else self.count
-        before = ranks.get(int(one[1]))
-        counts = dict(before.counts) if before else {}
-        if self.section == "MISMATCH" and count is not None:
-            counts[self.kind] = count
+        before = comm.ranks.get(int(one[1]), RasRank(rank=-1))
+        added = {self.kind: count} if self.section == "MISMATCH" and count is not None else {}
         gpu = int(one[4].split(",")[0]) if one[4] and one[4].split(",")[0] else None
-        ranks[int(one[1])] = RasRank(
-            rank=int(one[1]), host=one[6], pid=int(one[5]) if one[5] else None, gpu=gpu, counts=counts,
-            missing="no answer" if self.section == "INCOMPLETE" else (before.missing if before else ""),
+        comm.ranks[int(one[1])] = RasRank(
+            rank=int(one[1]), host=one[6], pid=int(one[5]) if one[5] else None, gpu=gpu,
+            counts={**before.counts, **added},
+            missing="no answer" if self.section == "INCOMPLETE" else before.missing,
             error=1 if self.section == "ERROR" else 0,
         )  # fmt: skip
 
@@ -211,14 +192,10 @@ def _text(text: str) -> RasReport:
     reader = _Text()
     for line in text.splitlines():
         reader.line(line[:4096])
-    comms = tuple(
-        RasComm(id=name, size=comm.size, ranks=reader.ranks.get(name, {}), spread=reader.spread.get(name, {}))
-        for name, comm in reader.comms.items()
-    )
-    comms = _placed(comms, reader.dead)
     timeouts = re.search(r"Encountered (\d{1,9}) communication timeout", text)
-    return RasReport(comms=comms, dead=tuple(reader.dead), timeouts=int(timeouts[1]) if timeouts else 0,
-                     total=max(reader.total, len(comms)), most=max(reader.sizes.values(), default=0))  # fmt: skip
+    return RasReport(comms=_placed(tuple(reader.comms.values()), reader.dead), dead=tuple(reader.dead),
+                     timeouts=int(timeouts[1]) if timeouts else 0, total=max(reader.total, len(reader.comms)),
+                     most=max(reader.sizes.values(), default=0))  # fmt: skip
 
 
 def _placed(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasComm, ...]:
@@ -245,39 +222,30 @@ def behind(comm: RasComm) -> tuple[dict[int, str], str]:
     words = ""
     for kind in sorted(kinds):
         counts = {rank: one.counts[kind] for rank, one in comm.ranks.items() if kind in one.counts}
-        levels = comm.spread.get(kind) or {n: list(counts.values()).count(n) for n in set(counts.values())}
+        levels = comm.spread.get(kind) or Counter(counts.values())
         if len(levels) < 2:
             continue
-        least = min(levels)
+        least, most = min(levels), max(levels)
         named = {rank for rank, n in counts.items() if n == least}
-        if len(named) < levels[least]:  # the text lists the others: these are the rest
-            others = {rank for rank, n in counts.items() if n != least} | set(gone)
-            rest = set(range(comm.size)) - others if comm.size <= MOST_RANKS else set()
+        if len(named) < levels[least] and comm.size <= MOST_RANKS:  # the text lists the others: these are the rest
+            rest = set(range(comm.size)) - {rank for rank, n in counts.items() if n != least} - set(gone)
             named = rest if len(rest) == levels[least] else named
-        for rank in named:
-            late[rank] = f"has launched {least} {kind} where others have {max(levels)}"
-        words = (
-            words
-            or f"{levels[least]} of {comm.size} ranks have launched {least} {kind}, the others up to {max(levels)}"
-        )
-    return {
-        **late,
-        **{
-            rank: f"gives {word} to RAS" if word == "no answer" else f"is {word} for RAS" for rank, word in gone.items()
-        },
-    }, words
+        late |= dict.fromkeys(named, f"has launched {least} {kind} where others have {most}")
+        words = words or f"{levels[least]} of {comm.size} ranks have launched {least} {kind}, the others up to {most}"
+    late |= {rank: f"is {word} for RAS" if word != "no answer" else "gives no answer to RAS"
+             for rank, word in gone.items()}  # fmt: skip
+    return late, words
 
 
 def ask(host: str, port: int = PORT, *, timeout_seconds: float = 10.0) -> bytes:
     """The socket's answer, in JSON where this NCCL has it, else in text. Raises OSError."""
-    answer = _ask(host, port, b"SET FORMAT json\nVERBOSE STATUS\n", timeout_seconds)
-    return answer if b"{" in answer else _ask(host, port, b"VERBOSE STATUS\n", timeout_seconds)
-
-
-def _ask(host: str, port: int, command: bytes, timeout_seconds: float) -> bytes:
-    with socket.create_connection((host, port), timeout=timeout_seconds) as connection:
-        connection.sendall(command)
-        found = bytearray()
-        while len(found) < MOST_BYTES and (block := connection.recv(1 << 16)):
-            found += block
+    found = bytearray()
+    for command in (b"SET FORMAT json\nVERBOSE STATUS\n", b"VERBOSE STATUS\n"):
+        if b"{" in found:
+            break
+        found.clear()
+        with socket.create_connection((host, port), timeout=timeout_seconds) as connection:
+            connection.sendall(command)
+            while len(found) < MOST_BYTES and (block := connection.recv(1 << 16)):
+                found += block
     return bytes(found)

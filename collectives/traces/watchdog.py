@@ -20,7 +20,9 @@ _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
 _CUT_SHORT = "preamble.length"  # gloo/transport/tcp/pair.cc, of a message longer than the call expects
 _NEEDLES = tuple(read_table(__file__, "texts.toml")["needles"])
+_MEETING = ("clients", "unresolved", "taken", "unreached")  # of ranks that do not meet
 MOST = 1 << 16  # ranks, or calls, that are kept
+MOST_ATTEMPTS = 4
 
 
 @dataclass(slots=True)
@@ -34,31 +36,20 @@ class Join:
 
 
 @dataclass(slots=True)
-class Rendezvous:
-    """How the first meeting of the ranks failed. None and empty: the texts do not tell."""
-
-    joined: int | None = None
-    world: int | None = None
-    unresolved: str = ""  # the name that DNS does not know
-    unreached: str = ""  # "host:port" that a rank could not connect to
-    taken: str = ""  # "port 29500" that another process listens at
-    lines: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
 class LogFacts:
     """All that a log's lines say of its ranks."""
 
     traces: dict[int, RankTrace] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)  # by rank: the exception that ended it
     clash: dict[int, Call] = field(default_factory=dict)  # calls that did not match (TORCH_DISTRIBUTED_DEBUG=DETAIL)
-    hung: dict[int, str] = field(default_factory=dict)  # ranks whose watchdog thread itself stood still, and its words
-    idle: set[int] = field(default_factory=set)  # of these, the ranks without an outstanding collective
-    late: dict[int, str] = field(default_factory=dict)  # ranks that a monitored barrier has missed, and its words
+    hung: dict[int, str] = field(default_factory=dict)  # by rank: seconds for which its watchdog thread stood still
+    idle: dict[int, str] = field(default_factory=dict)  # of these, the ranks without an outstanding collective
+    late: dict[int, str] = field(default_factory=dict)  # by rank that a monitored barrier has missed: its milliseconds
     lost: dict[int, str] = field(default_factory=dict)  # by rank: the host whose connection was closed
     joins: dict[str, Join] = field(default_factory=dict)  # by the barrier's key: groups that are being made
     models: dict[int, str] = field(default_factory=dict)  # by rank: its parameters, where DDP found them to differ
-    rendezvous: Rendezvous | None = None
+    rendezvous: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by pattern: why the ranks did not meet
+    attempts: list[str] = field(default_factory=list)  # the first of these lines
     terminated: set[int] = field(default_factory=set)  # processes that torchrun has ended, as another one had failed
     cut_short: str = ""  # the line of a rank that gloo ended because it received more than its call expects
 
@@ -79,6 +70,8 @@ class _Spoken:
 class _Reader:
     def __init__(self) -> None:
         self.report = LogFacts()
+        self.of_ranks = {"nccl2": self.report.errors, "hung": self.report.hung, "idle": self.report.idle,
+                         "peer": self.report.lost}  # fmt: skip
         self.spoken: list[_Spoken] = []
         self.at: dict[tuple[int, int], str] = {}  # (rank, number of the call) -> group
         self.enqueued: dict[tuple[int, str], int] = {}
@@ -110,8 +103,7 @@ class _Reader:
         elif "CollectiveFingerPrint(" in line and "Detected mismatch" in line:
             self.clash(line)
         elif missed := _TEXTS["barrier"].search(line):
-            words = f"did not come to the barrier within {int(missed[2]) / 1000:g} s"
-            self.report.late.update({int(one): words for one in missed[1].split(",") if one.strip().isdecimal()})
+            self.report.late.update({int(one): missed[2] for one in missed[1].split(",") if one.strip().isdecimal()})
         elif found := _TEXTS["joins"].search(line):
             join = self.report.joins.setdefault(found[3], Join(world=int(found[4])))
             join.joined, join.over = max(join.joined, int(found[5])), join.over or found[1] == "Timed out"
@@ -123,47 +115,33 @@ class _Reader:
         if _CUT_SHORT in line:
             self.report.cut_short = self.report.cut_short or line[:300]
         if group or "Init COMPLETE" in line:  # the ranks have met: what was written before were attempts
-            self.report.rendezvous = None
+            self.report.rendezvous.clear()
+            self.report.attempts.clear()
         self.meeting(line)
         place = here or self.before
         rank_of = int(named[1]) if named else place[0] if place else None
         if rank_of is not None:
-            self.others(line, rank_of)
+            for name, facts in self.of_ranks.items():
+                if found := _TEXTS[name].search(line):
+                    facts.setdefault(rank_of, next(filter(None, found.groups()), ""))
         self.before = here
 
     def meeting(self, line: str) -> None:
         """Lines on ranks that do not meet, and on models that differ; the rank that writes one only waits."""
-        met = self.report.rendezvous or Rendezvous()
-        before = met.joined, met.unresolved, met.unreached, met.taken
-        if clients := _TEXTS["clients"].search(line):
-            met.joined, met.world = max(int(clients[1]), met.joined or 0), int(clients[2])
-        elif name := _TEXTS["unresolved"].search(line):
-            met.unresolved = met.unresolved or name[1] or "of a host"
-        elif _TEXTS["taken"].search(line):
-            at = _TEXTS["endpoint"].search(line)
-            met.taken = met.taken or (f"port {at[2] or at[3]}" if at else "the port")
-        elif host := _TEXTS["unreached"].search(line):
-            met.unreached = f"{host[1]}:{host[2]}"
-        if before != (met.joined, met.unresolved, met.unreached, met.taken):
-            met.lines = (*met.lines, line.strip()[:300])[:4]
-            self.report.rendezvous = met
+        rows = self.report.rendezvous
+        for name in _MEETING:
+            if found := _TEXTS[name].search(line):
+                words = tuple(filter(None, found.groups())) or rows.get(name, ())
+                if rows.get(name) != words and len(self.report.attempts) < MOST_ATTEMPTS:
+                    self.report.attempts.append(line.strip()[:300])
+                rows[name] = words
+                break
         if counts := _TEXTS["parameters"].search(line):
             for rank, count in ((counts[1], counts[2]), (counts[3], counts[4])):
                 self.report.models[int(rank)] = f"{count} parameters"
         elif shape := _TEXTS["shape"].search(line):
             self.report.models[int(shape[1])] = f"{shape[2]} of {shape[3]} {shape[4]}"
             self.report.models.setdefault(0, f"{shape[2]} of other {shape[3]}")
-
-    def others(self, line: str, rank: int) -> None:
-        """Lines on a watchdog that hangs itself, and on a peer that is gone."""
-        if "[TC]" in line and _TEXTS["nccl2"].search(line):
-            self.report.errors.setdefault(rank, "NCCL operation timed out")
-        if hung := _TEXTS["hung"].search(line):
-            self.report.hung[rank] = f"made no progress for {hung[1]} s"
-        if (left := _TEXTS["left"].search(line)) and int(left[1]) == 0:
-            self.report.idle.add(rank)
-        if peer := _TEXTS["peer"].search(line):
-            self.report.lost.setdefault(rank, peer[1] or peer[2] or peer[3])
 
     def work(self, work: re.Match[str], here: tuple[int, str, int] | None, named: re.Match[str] | None) -> None:
         own = int(work[1])

@@ -15,24 +15,28 @@ from dataclasses import replace
 from planner.why import reports
 from planner.why.facts import (
     ACTIONS,
+    CODES,
     Cause,
     RunFacts,
     Unknown,
     Verdict,
-    activity,
     is_open,
+    left_open,
     not_yet,
     ranks_of,
 )  # fmt: skip
 from planner.why.pace import slow
 from planner.why.stuck import stuck
 
-__all__ = ["ACTIONS", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "ranks_of"]
+__all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "left_open", "ranks_of"]
+
+_ENDED = ("rank.gone", "rank.lost", "ranks.gone")
 
 
 def judge(facts: RunFacts) -> Verdict:
     """The verdict on the ranks: the flight recorder first, as it is exact; then the others; then the ranks' states."""
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
+    sizes = facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
     found = [one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))]
     known = [verdict for verdict in found if not is_open(verdict)]
     verdict = (
@@ -44,12 +48,16 @@ def judge(facts: RunFacts) -> Verdict:
         or reports.by_states(facts)
         or next(iter(found), None)
         or reports.by_rendezvous(facts)
+        or sizes
         or reports.by_torchrun(facts)
         or reports.by_hang(facts)
         or reports.by_peer(facts)
         or reports.by_timeouts(facts)
         or slow(facts)
     )
+    # gloo ends the rank that is sent too much, which may be the one that is right
+    if sizes and verdict and verdict.causes and verdict.causes[0].code in _ENDED:
+        verdict = replace(sizes, waiting=verdict.waiting)
     if verdict is None or verdict.state == "fine":
         verdict = reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
     return replace(verdict, sources=_sources(facts))
@@ -57,20 +65,17 @@ def judge(facts: RunFacts) -> Verdict:
 
 def _nothing(facts: RunFacts) -> Verdict:
     """The verdict where no fault was found, with the questions that stay open."""
-    unknown = []
-    if not facts.traces:
-        unknown.append(Unknown(what="which collectives the ranks are in", command="topoflight why --run DIR --watch"))
-    if not facts.states:
-        unknown.append(Unknown(what="what each rank does", command="py-spy dump --pid PID on each node"))
-    mute = [(rank, one) for rank in facts.states if (one := activity(rank, facts)).kind == "silent"]
-    if mute:
-        hint = Unknown(what="whether it runs: its host's process table was not read", command="ps on its host")
-        found = not_yet([f"rank {rank} {one.words}" for rank, one in mute], mute[0][1].grace)
-        return replace(found, unknown=(*unknown, hint))
     line = "no fault found: no rank is missing, late or dead, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"
-    return Verdict(state="fine", line=line, unknown=tuple(unknown))
+    found = Verdict(state="fine", line=line)
+    mute = [(rank, one) for rank in facts.states if (one := facts.activity(rank)).kind == "silent"]
+    if mute:
+        found = not_yet([f"rank {rank} {one.words}" for rank, one in mute], mute[0][1].grace)
+    questions = {"calls": not facts.traces, "states": not facts.states, "process": mute}
+    for key in filter(questions.get, questions):
+        found = left_open(found, key)
+    return found
 
 
 def _sources(facts: RunFacts) -> tuple[str, ...]:

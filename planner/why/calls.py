@@ -16,37 +16,21 @@ _SAME_CALL = "Make every rank of the group call the same collectives, in the sam
 
 
 @dataclass(slots=True, kw_only=True)
-class BlockedCalls:
-    """Ranks that wait in calls, and those that they wait for."""
+class Wait:
+    """A rank that waits in a call, and what is known of the members of its group."""
 
-    waits: dict[int, Call] = field(default_factory=dict)
-    missing: dict[int, set[int]] = field(default_factory=dict)  # by waiting rank: ranks that have not come
-    unseen: dict[int, set[int]] = field(default_factory=dict)  # by waiting rank: ranks that no source shows
-    here: dict[int, set[int]] = field(default_factory=dict)  # by waiting rank: ranks that have come, itself included
-    sizes: dict[int, int | None] = field(default_factory=dict)  # by waiting rank: how many ranks its group has
-    roots: set[int] = field(default_factory=set)  # waited for, and waiting for no other rank
-    met: set[int] = field(default_factory=set)  # in a call that all ranks of the group have come to
-    mismatches: list[Cause] = field(default_factory=list)
-    held: set[int] = field(default_factory=set)  # in a call that the other GPUs have begun, and theirs have not
-    left: set[int] = field(default_factory=set)  # in a call that all have come to, and all others have left
-    begun: dict[int, float] = field(default_factory=dict)  # by root: when the first wait for it began, Unix seconds
-    age: float = 0.0  # seconds of the longest wait
-    usual: float = 0.0  # seconds of the longest pause before it
+    call: Call
+    seconds: float  # so far
+    size: int | None = None  # of the group
+    here: set[int] = field(default_factory=set)  # ranks that have come to the call, itself included
+    missing: set[int] = field(default_factory=set)  # ranks that have not come
+    unseen: set[int] = field(default_factory=set)  # ranks that no source shows
 
-    def circle(self) -> tuple[int, ...]:
-        """Ranks each of which waits for another of them."""
-        inside = {rank for rank, others in self.missing.items() if others}
-        while any(not self.missing[rank] & inside for rank in inside):
-            inside = {rank for rank in inside if self.missing[rank] & inside}
-        return tuple(sorted(inside))
-
-    def describe(self, waiting: Sequence[int]) -> str:
-        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0; rank 3 waits in ..."."""
-        rows: dict[str, list[int]] = {}
-        for rank in waiting:
-            rows.setdefault(describe(self.waits[rank]), []).append(rank)
-        most = sorted(rows.items(), key=lambda row: -len(row[1]))[:4]
-        return "; ".join(f"{ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''} in {where}" for where, ranks in most)
+    @property
+    def is_met(self) -> bool:
+        """Whether the whole group has come to the call, and stays in it for as long as a stall."""
+        is_long = self.call.created is None or self.seconds >= STALL_SECONDS
+        return len(self.here) == self.size and not self.missing and is_long
 
 
 def describe(call: Call) -> str:
@@ -55,118 +39,189 @@ def describe(call: Call) -> str:
     return f"{call.words}, {number} of group {call.group}" if call.group else f"{call.words}, {number}"
 
 
-def find_blocked(traces: Mapping[int, RankTrace], facts: RunFacts, *, failed: frozenset[int]) -> BlockedCalls:
-    """Each rank's oldest call that is not over, which ranks have not come to it, and of which that is not known.
+class BlockedCalls:
+    """Each rank's oldest call that is not over, which ranks have not come to it, and of which that is not known."""
 
-    `failed` are ranks that ended as they lost a peer: the recorder has retired the call that they were in.
-    """
-    found = BlockedCalls()
-    for rank, trace in traces.items():
-        last = trace.calls[-1] if trace.calls and rank in failed else None
-        call = next((one for one in trace.calls if not one.done), last)
-        if call is None or facts.has_moved_on(rank) or _is_over_since(rank, call, traces, facts):
-            continue
-        found.waits[rank] = call
-        _add_members(found, rank, call, traces, facts)
-        if call.created:
-            found.age = max(found.age, waited(trace, call, facts))
-            found.usual = max(found.usual, _longest_pause(trace, call))
-    found.mismatches += _mismatches(traces, found, facts)
-    roots = _roots(found)
-    found.met = {
-        rank for rank, call in found.waits.items()
-        if rank not in roots and len(found.here[rank]) == found.sizes[rank] and not found.missing.get(rank)
-        and not any(_is_elsewhere(other, call, found, traces) for other in found.here[rank])
-        and (call.created is None or waited(traces[rank], call, facts) >= STALL_SECONDS)
-    }  # fmt: skip
-    found.held, found.left = _held_up(found), _left_behind(found, traces, facts)
-    found.roots = roots | found.held | found.left
-    found.begun = {
-        root: min((found.waits[r].created or 0.0 for r, others in found.missing.items() if root in others), default=0.0)
-        for root in found.roots
-    }
-    return found
+    def __init__(self, traces: Mapping[int, RankTrace], facts: RunFacts) -> None:
+        self.traces, self.facts = traces, facts
+        self.waits: dict[int, Wait] = {}
+        self.mismatches: list[Cause] = []
+        self.usual = 0.0  # seconds of the longest pause before
+        failed = facts.lost_a_peer  # as they ended, the recorder has retired the call that they were in
+        for rank, trace in traces.items():
+            last = trace.calls[-1] if trace.calls and rank in failed else None
+            call = next((one for one in trace.calls if not one.done), last)
+            if call is None or facts.has_moved_on(rank) or self._is_over(rank, call):
+                continue
+            self.waits[rank] = self._wait(rank, call)
+            if call.created:
+                self.usual = max(self.usual, _longest_pause(trace, call))
+        self.age = max((wait.seconds for wait in self.waits.values()), default=0.0)  # seconds of the longest wait
+        self.mismatches += self._find_mismatches()
+        late = self._find_late()
+        # in a call that all ranks of the group have come to
+        self.met = {rank for rank, wait in self.waits.items() if rank not in late and wait.is_met
+                    and not any(self._is_elsewhere(other, wait.call) for other in wait.here)}  # fmt: skip
+        begun = {(w.call.group, w.call.number) for w in self.waits.values() if w.call.started and not w.call.p2p}
+        # in a call that the other GPUs have begun, and theirs have not
+        self.held = self._few({rank for rank, wait in self.waits.items() if not wait.call.started
+                               and (wait.call.group, wait.call.number) in begun and not wait.call.p2p})  # fmt: skip
+        # in a call that all have come to, and all others have left: calls are made ahead of the GPU, so a rank whose
+        # GPU fails has called what the others wait in
+        self.left = self._few({rank for rank, wait in self.waits.items() if wait.is_met and not wait.call.p2p
+                               and not traces[rank].partial and len(wait.here) > 1
+                               and all(self._has_left_since(other, rank) for other in wait.here - {rank})})  # fmt: skip
+        self.roots = late | self.held | self.left  # waited for, and waiting for no other rank
 
+    def waiting_for(self, rank: int) -> dict[int, Wait]:
+        """The waits for a rank, by the rank that waits."""
+        return {one: wait for one, wait in self.waits.items() if rank in wait.missing}
 
-def _is_over_since(rank: int, call: Call, traces: Mapping[int, RankTrace], facts: RunFacts) -> bool:
-    """Whether another rank, which has written since this one did, has left the call: then this wait is an old one."""
-    return any(
-        facts.ages.get(rank, 0.0) > facts.ages.get(other, 0.0) + NEWER_SECONDS and not trace.partial
-        and trace.enqueued.get(call.group, 0) > call.number
-        and not any(one.group == call.group and one.number <= call.number and not one.done for one in trace.calls)
-        for other, trace in traces.items() if other != rank and not call.p2p
-    )  # fmt: skip
+    def begun(self, rank: int) -> float:
+        """When the first wait for a rank began, Unix seconds."""
+        return min((wait.call.created or 0.0 for wait in self.waiting_for(rank).values()), default=0.0)
 
+    def circle(self) -> tuple[int, ...]:
+        """Ranks each of which waits for another of them."""
+        inside = {rank for rank, wait in self.waits.items() if wait.missing}
+        while any(not self.waits[rank].missing & inside for rank in inside):
+            inside = {rank for rank in inside if self.waits[rank].missing & inside}
+        return tuple(sorted(inside))
 
-def _add_members(found: BlockedCalls, rank: int, call: Call, traces: Mapping[int, RankTrace], facts: RunFacts) -> None:
-    """Sort the members of a rank's call into those that have come, those that have not, and the unknown."""
-    named = _members(traces[rank], call, facts)
-    inside = _peers(rank, call, named) if call.p2p else named or _callers(call, traces)
-    found.sizes[rank] = 2 if call.p2p else len(inside) if named else traces[rank].sizes.get(call.group)
-    found.here[rank] = {rank}
-    for other in inside - {rank}:
-        came = _has_come(other, rank, call, traces, facts)
-        if came:
-            found.here[rank].add(other)
-            if call.p2p:
-                found.mismatches += _unequal(rank, call, other, _other_end(rank, call, traces[other]))
-        else:
-            (found.unseen if came is None else found.missing).setdefault(rank, set()).add(other)
+    def describe(self, waiting: Sequence[int]) -> str:
+        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0; rank 3 waits in ..."."""
+        rows: dict[str, list[int]] = {}
+        for rank in waiting:
+            rows.setdefault(describe(self.waits[rank].call), []).append(rank)
+        most = sorted(rows.items(), key=lambda row: -len(row[1]))[:4]
+        return "; ".join(f"{ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''} in {where}" for where, ranks in most)
 
+    def _wait(self, rank: int, call: Call) -> Wait:
+        """A rank's wait, with the members of its group sorted into those that have come, have not, and the unknown.
 
-def _is_elsewhere(other: int, call: Call, found: BlockedCalls, traces: Mapping[int, RankTrace]) -> bool:
-    """Whether a rank waits in another call of the group, before this one or past it, by a log."""
-    its = found.waits.get(other)
-    return other in traces and traces[other].partial and its is not None and its.group == call.group and (
-        its.number != call.number
-    )  # fmt: skip
+        The time is by the rank's own clock where its own file says when it last wrote. A dump by PyTorch alone is
+        written once a call has timed out; the file's time is then the end of the wait.
+        """
+        trace, state, facts = self.traces[rank], self.facts.states.get(rank), self.facts
+        until = state.written if state else trace.written if trace.written and not facts.states else facts.now
+        wait = Wait(call=call, seconds=until - (call.created or until), here={rank})
+        named = self._members(rank, call.group)
+        callers = {other for other, one in self.traces.items() if call.group and one.has_called_in(call.group)}
+        inside = named or callers
+        if call.p2p:
+            inside = {rank, sorted(named)[call.peer]} if call.peer is not None and call.peer < len(named) else {rank}
+        wait.size = 2 if call.p2p else len(named) if named else trace.sizes.get(call.group)
+        for other in inside - {rank}:
+            came = self._has_come(other, rank, wait)
+            (wait.here if came else wait.unseen if came is None else wait.missing).add(other)
+            if came and call.p2p:
+                self.mismatches += _unequal(rank, call, other, self._other_end(rank, call, other))
+        return wait
 
+    def _members(self, rank: int, group: str) -> set[int]:
+        """The ranks of a rank's group where a source names them; the default group is everyone. Empty: not known."""
+        trace, state = self.traces[rank], self.facts.states.get(rank)
+        if ranks := trace.groups.get(group) or (state.groups.get(group) if state else None):
+            return set(ranks)
+        world = self.facts.world or 0
+        return set(range(world)) if trace.names.get(group) == "default_pg" and world <= MOST_RANKS else set()
 
-def waited(trace: RankTrace, call: Call, facts: RunFacts) -> float:
-    """Seconds that a rank has waited in a call: by its own clock where its own file says when it last wrote.
+    def _has_come(self, other: int, rank: int, wait: Wait) -> bool | None:
+        """Whether a rank has entered a rank's call; None if no source shows it. A log without it proves nothing."""
+        call, facts, trace, state = wait.call, self.facts, self.traces.get(other), self.facts.states.get(other)
+        # what a rank wrote before the wait began says nothing of the wait
+        is_old = rank in facts.states and state is not None and (
+            facts.ages.get(other, 0.0) > wait.seconds + facts.ages.get(rank, 0.0))  # fmt: skip
+        if call.p2p:
+            pair = self._other_end(rank, call, other)
+            return True if pair else None if trace is None or trace.partial or is_old else False
+        # its file counts the calls of all groups: more of them say nothing where there are several groups
+        if trace is None:
+            if state is None or len(state.groups or {"": ()}) != 1 or is_old:
+                return None
+            return state.calls >= call.number if state.calls else False
+        newest = trace.newest_in(call.group)
+        if trace.partial and call.group not in trace.enqueued:
+            return True if call.group and newest >= call.number else None
+        if newest < call.number and state is not None and facts.has_moved_on(other):
+            if len(trace.enqueued) != 1:
+                return None
+            newest = state.calls
+        return newest >= call.number or (None if is_old else False)
 
-    A dump by PyTorch alone is written once a call has timed out; the file's time is then the end of the wait.
-    """
-    state = facts.states.get(trace.rank)
-    until = state.written if state else trace.written if trace.written and not facts.states else facts.now
-    return until - (call.created or until)
+    def _is_over(self, rank: int, call: Call) -> bool:
+        """Whether another rank, which has written since this one did, has left the call: this wait is an old one."""
+        ages = self.facts.ages
+        return not call.p2p and any(
+            ages.get(rank, 0.0) > ages.get(other, 0.0) + NEWER_SECONDS and trace.newest_in(call.group) > call.number
+            and trace.has_left(call)
+            for other, trace in self.traces.items() if other != rank
+        )  # fmt: skip
 
+    def _has_left_since(self, other: int, rank: int) -> bool:
+        """Whether a rank has left a rank's call, by a dump that is not newer than that rank's."""
+        trace, mine = self.traces.get(other), self.traces[rank]
+        if trace is None or (trace.taken and mine.taken and trace.taken > mine.taken + 1):
+            return False
+        return trace.has_left(self.waits[rank].call)
 
-def _members(trace: RankTrace, call: Call, facts: RunFacts) -> set[int]:
-    """The ranks of a call's group where a source names them; the default group is everyone. Empty: not known."""
-    state = facts.states.get(trace.rank)
-    ranks = trace.groups.get(call.group) or (state.groups.get(call.group) if state else None)
-    if ranks:
-        return set(ranks)
-    everyone = trace.names.get(call.group) == "default_pg" and (facts.world or 0) <= MOST_RANKS
-    return set(range(facts.world or 0)) if everyone else set()
+    def _is_elsewhere(self, other: int, call: Call) -> bool:
+        """Whether a rank waits in another call of the group, before this one or past it, by a log."""
+        if other not in self.waits or not self.traces[other].partial:
+            return False
+        its = self.waits[other].call
+        return its.group == call.group and its.number != call.number
 
+    def _other_end(self, rank: int, call: Call, other: int) -> Call | None:
+        """The open receive or send of a peer that belongs to a rank's call.
 
-def _callers(call: Call, traces: Mapping[int, RankTrace]) -> set[int]:
-    """Ranks that have called something in the group: members of it, though not all of them."""
-    return {
-        rank for rank, trace in traces.items()
-        if call.group and (call.group in trace.enqueued or any(one.group == call.group for one in trace.calls))
-    }  # fmt: skip
+        Numbers of sends and receives are each rank's own, so a pair is matched by its ends, first to first.
+        """
+        trace = self.traces.get(other, RankTrace(rank=other))
+        inside = trace.groups.get(call.group, ())
+        mine = inside.index(rank) if rank in inside else rank
+        ends = (one for one in trace.calls if one.p2p and not one.done and one.group == call.group and one.peer == mine)
+        return next((one for one in ends if one.op != call.op), None)
 
+    def _find_late(self) -> set[int]:
+        """Ranks waited for that wait for nobody; of a circle none.
 
-def _peers(rank: int, call: Call, members: set[int]) -> set[int]:
-    """The two ranks of a send or receive; the rank itself alone where its peer is not known."""
-    inside = sorted(members)
-    return {rank, inside[call.peer]} if call.peer is not None and call.peer < len(inside) else {rank}
+        A rank that still waits in an earlier call of the same group, which the others have left, is behind them.
+        """
 
+        def is_earlier(rank: int) -> bool:
+            mine, others = self.waits[rank].call, (wait.call for wait in self.waiting_for(rank).values())
+            return all(one.group == mine.group and one.number > mine.number for one in others)
 
-def _other_end(rank: int, call: Call, trace: RankTrace) -> Call | None:
-    """The open receive or send of a peer that belongs to a rank's call.
+        wanted = {rank for wait in self.waits.values() for rank in wait.missing}
+        return {rank for rank in wanted
+                if rank not in self.waits or (not self.waits[rank].missing and is_earlier(rank))}  # fmt: skip
 
-    Numbers of sends and receives are each rank's own, so a pair is matched by its ends, first to first.
-    """
-    inside = trace.groups.get(call.group, ())
-    mine = inside.index(rank) if rank in inside else rank
-    return next(
-        (one for one in trace.calls if one.p2p and not one.done and one.group == call.group and one.peer == mine
-         and one.op != call.op), None,
-    )  # fmt: skip
+    def _few(self, ranks: set[int]) -> set[int]:
+        """The ranks, if they are fewer than half of those that wait: most are not held up by themselves."""
+        return ranks if len(ranks) < len(self.waits) / 2 else set()
+
+    def _find_mismatches(self) -> Iterator[Cause]:
+        """The oldest call of each group that a rank waits in, and the ranks that called something else there.
+
+        Logs of releases before 2.3 name no group: calls of one number that differ are shown, but no rank is named.
+        """
+        oldest: dict[tuple[str, tuple[int, ...]], int] = {}
+        for rank, wait in self.waits.items():
+            if not wait.call.p2p:
+                key = wait.call.group, tuple(self.traces[rank].groups.get(wait.call.group, ()))
+                oldest[key] = min(wait.call.number, oldest.get(key, wait.call.number))
+        for (group, members), number in oldest.items():
+            rows = {
+                rank: call for rank, trace in self.traces.items() for call in trace.calls
+                if call.group == group and call.number == number and not call.p2p and call.op != UNNAMED
+                and tuple(trace.groups.get(group, ())) == members
+            }  # fmt: skip
+            if len({signature(call) for call in rows.values()}) < 2:
+                continue
+            sizes = [size for rank in rows if rank in self.waits and (size := self.waits[rank].size)]
+            known = max(sizes, default=len(members) or self.facts.world or len(rows))
+            yield mismatch(rows, size=known if group else None)
 
 
 def _unequal(rank: int, call: Call, other: int, match: Call | None) -> Iterator[Cause]:
@@ -180,85 +235,10 @@ def _lengths(call: Call) -> tuple[object, ...]:
     return (*(prod(one) for one in call.sizes), call.dtypes)
 
 
-def _has_come(other: int, rank: int, call: Call, traces: Mapping[int, RankTrace], facts: RunFacts) -> bool | None:
-    """Whether a rank has entered another rank's call; None if no source shows it. A log without it proves nothing."""
-    trace, state = traces.get(other), facts.states.get(other)
-    # what a rank wrote before the wait began says nothing of the wait
-    began_ago = waited(traces[rank], call, facts) + facts.ages.get(rank, 0.0) if rank in facts.states else None
-    is_old = began_ago is not None and state is not None and facts.ages.get(other, 0.0) > began_ago
-    if call.p2p:
-        pair = _other_end(rank, call, trace) if trace else None
-        return True if pair else None if trace is None or trace.partial or is_old else False
-    if trace is None:
-        # its file counts the calls of all groups: more of them say nothing where there are several groups
-        one_group = state is not None and len(state.groups or {"": ()}) == 1
-        if state is None or not one_group or is_old:
-            return None
-        return state.calls >= call.number if state.calls else False
-    newest = trace.enqueued.get(call.group, 0)  # of a dump: all its calls count in it
-    if trace.partial:
-        newest = max([newest, *(one.number for one in trace.calls if one.group == call.group and not one.p2p)])
-        if call.group not in trace.enqueued:
-            return True if call.group and newest >= call.number else None
-    if newest < call.number and state is not None and facts.has_moved_on(other):  # its file counts all groups' calls
-        if len(trace.enqueued) != 1:
-            return None
-        newest = state.calls
-    return newest >= call.number or (None if is_old else False)
-
-
 def _longest_pause(trace: RankTrace, until: Call) -> float:
     """Seconds of the longest pause between two calls before this one; the first call, which connects, is left out."""
     times = [call.created for call in trace.calls if call.created and call.record < until.record]
     return max((b - a for a, b in pairwise(times[1:])), default=0.0)
-
-
-def _roots(blocked: BlockedCalls) -> set[int]:
-    """Ranks waited for that wait for nobody; of a circle none.
-
-    A rank that still waits in an earlier call of the same group, which the others have left, is behind them.
-    """
-    wanted = set().union(*blocked.missing.values()) if blocked.missing else set()
-    waits = blocked.waits
-
-    def is_earlier(rank: int) -> bool:
-        return all(
-            waits[one].group == waits[rank].group and waits[one].number > waits[rank].number
-            for one, others in blocked.missing.items() if rank in others
-        )  # fmt: skip
-
-    return {rank for rank in wanted if not blocked.missing.get(rank) and (rank not in waits or is_earlier(rank))}
-
-
-def _held_up(blocked: BlockedCalls) -> set[int]:
-    """Ranks that have called what the other GPUs have begun, and whose own GPU has not come to it."""
-    begun = {(call.group, call.number) for call in blocked.waits.values() if call.started and not call.p2p}
-    late = {r for r, c in blocked.waits.items() if not c.started and (c.group, c.number) in begun and not c.p2p}
-    return late if len(late) < len(blocked.waits) / 2 else set()
-
-
-def _left_behind(blocked: BlockedCalls, traces: Mapping[int, RankTrace], facts: RunFacts) -> set[int]:
-    """Ranks in a call that all of its group have come to, and all others of it have left.
-
-    Calls are made ahead of the GPU, so a rank whose GPU fails has called what the others wait in.
-    """
-
-    def is_over(other: int, rank: int, call: Call) -> bool:
-        trace, mine = traces.get(other), traces[rank]
-        if trace is None or trace.partial or (trace.taken and mine.taken and trace.taken > mine.taken + 1):
-            return False
-        return not any(
-            one.group == call.group and one.number <= call.number and not one.p2p and not one.done
-            for one in trace.calls
-        )
-
-    late = {
-        rank for rank, call in blocked.waits.items()
-        if not call.p2p and not traces[rank].partial and len(blocked.here[rank]) == blocked.sizes[rank]
-        and len(blocked.here[rank]) > 1 and all(is_over(other, rank, call) for other in blocked.here[rank] - {rank})
-        and (call.created is None or waited(traces[rank], call, facts) >= STALL_SECONDS)
-    }  # fmt: skip
-    return late if len(late) < len(blocked.waits) / 2 else set()
 
 
 # Calls that do not match ----------------------------------------------------------------------------------------------
@@ -271,28 +251,6 @@ def signature(call: Call) -> tuple[object, ...]:
     """What must be the same on each rank of a group."""
     alike = call.op.lower() in _ALIKE
     return (call.op, *((tuple(prod(one) for one in call.sizes), call.dtypes) if alike else ()))
-
-
-def _mismatches(traces: Mapping[int, RankTrace], blocked: BlockedCalls, facts: RunFacts) -> Iterator[Cause]:
-    """The oldest call of each group that a rank waits in, and the ranks that called something else there.
-
-    Logs of releases before 2.3 name no group: calls of one number that differ are shown, but no rank is named.
-    """
-    oldest: dict[tuple[str, tuple[int, ...]], int] = {}
-    for rank, call in blocked.waits.items():
-        if not call.p2p:
-            key = call.group, tuple(traces[rank].groups.get(call.group, ()))
-            oldest[key] = min(call.number, oldest.get(key, call.number))
-    for (group, members), number in oldest.items():
-        rows = {
-            rank: call for rank, trace in traces.items() for call in trace.calls
-            if call.group == group and call.number == number and not call.p2p and call.op != UNNAMED
-            and tuple(trace.groups.get(group, ())) == members
-        }  # fmt: skip
-        if len({signature(call) for call in rows.values()}) < 2:
-            continue
-        sizes = [size for rank in rows if (size := blocked.sizes.get(rank))]
-        yield mismatch(rows, size=max(sizes, default=len(members) or facts.world or len(rows)) if group else None)
 
 
 def mismatch(rows: Mapping[int, Call], *, size: int | None) -> Cause:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collectives.traces.calls import RankTrace
 from collectives.traces.states import RankState
@@ -60,7 +60,7 @@ def cause_named(
 ) -> Cause:  # fmt: skip
     """Return the cause with this key in why.toml, its fields filled in."""
     row = _WORDS["cause"][key]
-    message, action = (row[part].format(**fields) for part in ("message", "action"))
+    message, action = (row.get(part, "").format(**fields) for part in ("message", "action"))
     return Cause(code=row["code"], message=message, action=action, ranks=ranks, nodes=nodes, share=share,
                  evidence=evidence)  # fmt: skip
 
@@ -132,6 +132,188 @@ class RunFacts:
         state, trace = self.states.get(rank), self.traces.get(rank)
         return state is not None and trace is not None and state.calls > sum(trace.enqueued.values())
 
+    def verdict(
+        self, state: str, *causes: Cause, waiting: tuple[int, ...] = (), ranks: tuple[int, ...] | None = None
+    ) -> Verdict:
+        """The verdict that these causes make, with the hosts and GPUs of the ranks that are named: by default all."""
+        if ranks is None:
+            ranks = tuple(sorted({rank for cause in causes for rank in cause.ranks}))
+        hosts = {self.host(rank) for rank in ranks} | {node for cause in causes for node in cause.nodes}
+        gpus = [f"{s.host} GPU {s.gpu}" for r in ranks if (s := self.states.get(r)) and s.gpu is not None and s.host]
+        return Verdict(
+            state=state, line=f"{state}: {causes[0].message}", ranks=ranks, causes=causes,
+            nodes=tuple(sorted(host for host in hosts if host)), gpus=tuple(gpus), waiting=waiting,
+        )  # fmt: skip
+
+    def named(
+        self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), cost: float | None = None, price: str = "",
+        **fields: Any,
+    ) -> Verdict:  # fmt: skip
+        """The verdict with one cause of why.toml, and with the question that this leaves open, if its row has one."""
+        row, cause = _WORDS["cause"][key], replace(cause_named(key, **fields), cost=cost, price=price)
+        found = self.verdict(state or row.get("state", "failed"), cause, waiting=waiting)
+        return replace(found, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else found
+
+    @cached_property
+    def lost_a_peer(self) -> frozenset[int]:
+        """Ranks that ended with the loss of another."""
+        return frozenset(r for r, s in self.states.items() if s.ended and s.error and LOST_PEER.search(s.error))
+
+    def activity(self, rank: int) -> Activity:
+        """What a rank does by the process table, else by its own file, else by its stack."""
+        state, process = self.states.get(rank), self.processes.get(rank)
+        if state is not None and state.ended:
+            return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
+        if process == "gone" and not self.outlived(rank):
+            return Activity("gone", "its process is gone, and it wrote no final state")
+        if process == "stopped":
+            return Activity("stopped", "its process is stopped (state T: a signal or a debugger)")
+        stack = self.stacks.get(rank)
+        if state is None:
+            if stack:
+                return Activity("unknown", f"is in {' < '.join(stack[:3])}")
+            return Activity("unknown", "its position is unknown: no log, trace or RAS report covers it")
+        stale, age = CLOCKS_SECONDS if self.copied else STALE_SECONDS, self.ages.get(rank, 0.0)
+        is_mute = age > stale and not self.outlived(rank)
+        if is_mute and process != "runs":  # its host may be down, or one call holds Python's lock
+            words = f"has written no heartbeat for {age:.0f} s, while other ranks have"
+            return Activity("silent", words, 0.0 if self._is_unreachable(state) else self.limit)
+        since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
+        frames = state.own or state.where or stack or ()
+        where = f", in {frames[0]}" if frames else ""
+        kind = state.phase or "unknown"
+        if is_mute:  # a call that holds Python's lock, as of pickle, keeps the monitor from writing
+            return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
+        return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{_effort(state)}", self.grace(state))
+
+    def _is_unreachable(self, state: RankState) -> bool:
+        """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
+        others = [one for one in self.states.values() if one.host != state.host]
+        return bool(self.lost_a_peer) or any(
+            one.held.get(address) and one.resent.get(address) for one in others for address in state.addresses
+        )
+
+    def grace(self, state: RankState) -> float:
+        """Seconds for which others may wait for a rank at work, by the evidence on what it does.
+
+        Long work that only one rank does (data before the first step, evaluation, generation, upload, a checkpoint)
+        may take the limit. In lines that ordinary steps run through, all the way from the script, it may take no longer
+        than a stall: a model's own code also runs in an evaluation, but another line calls it there. A main thread that
+        neither computes nor reads nor writes may take IDLE_SECONDS once the training has begun.
+        """
+        if state.phase in LONG_PHASES or state.calls < len(state.groups) + 8:
+            return self.limit
+        if state.own and set(state.own) <= set(state.usual):
+            return min(STALL_SECONDS, self.limit)
+        if state.cpu_share is None or _is_idle(state):
+            return min(IDLE_SECONDS, self.limit)
+        return self.limit
+
+    def since_wait_began(self, rank: int, begun: float) -> Activity:
+        """activity(), but what a rank did since the others' wait began counts, where it does something else only now.
+
+        A rank that has just come back from a checkpoint computes by now; the wait is the checkpoint's.
+        """
+        now = self.activity(rank)
+        state = self.states.get(rank)
+        if state is None or now.kind not in ("data", "compute") or not begun or not state.since or state.since <= begun:
+            return now
+        old = next((mark.samples for mark in reversed(state.marks) if mark.at <= begun), {})
+        looks = {one: n - old.get(one, 0) for one, n in state.samples.items() if one != "collective"}
+        total, long = sum(looks.values()), {one: n for one, n in looks.items() if one in LONG_PHASES}
+        if total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
+            return now
+        busy = max(long, key=lambda one: long[one])
+        words = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
+        return Activity(busy, words, self.limit)
+
+    def outlived(self, rank: int) -> bool:
+        """Whether a rank without a final state still wrote when the first of the others gave up waiting.
+
+        Then the launcher ended it, and what it was at counts. A rank that is killed is noticed at once by those that
+        are connected to it: they lose a peer, they do not wait in vain; and torchrun sees it fail first.
+        """
+        state, given_up = self.states.get(rank), self.gave_up
+        if state is None or state.ended or rank in given_up or rank == self.first or not given_up:
+            return False
+        if any(one in self.ages for one in given_up):
+            return self.ages.get(rank, 0.0) <= max(self.ages.get(one, 0.0) for one in given_up) + STALE_SECONDS
+        return state.written >= min(given_up.values()) - STALE_SECONDS
+
+    def first_to_end(self, ranks: Sequence[int]) -> int | None:
+        """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
+        errors = {rank: self.states[rank].error or "" for rank in ranks if self.states[rank].error}
+        if self.first is not None and self.first in ranks and not LOST_PEER.search(errors.get(self.first, "")):
+            return self.first
+        own = [rank for rank, error in errors.items() if not LOST_PEER.search(error)]
+        own.sort(key=lambda rank: -self.ages.get(rank, 0.0))
+        if len(own) > 1 and (are_alike([errors[rank] for rank in own]) or not self._ended_before(own[0], own[1])):
+            return None
+        if own:
+            return own[0]
+        owner = {end: rank for rank, state in self.states.items() for end in state.ends}
+        closed = (found for error in errors.values() if (found := _CLOSED.search(error)))
+        ends = [(found[1].removeprefix("::ffff:"), found[2]) for found in closed]
+        # those that the launcher has ended wrote no final state either
+        quiet = [r for r, s in self.states.items() if not s.error and s.pid not in self.log.terminated]
+        there = {one: [rank for rank in quiet if one in self.states[rank].addresses] for one, _ in ends}
+        pointed = Counter(owner[end] for one, port in ends if owner.get(end := f"{one}:{port}") in quiet)
+        # a rank that connected itself has another port than the one that its peer knows
+        pointed = pointed or Counter(there[one][0] for one, _ in ends if len(there[one]) == 1)
+        if pointed:
+            return pointed.most_common(1)[0][0]
+        quiet = [rank for rank in quiet if rank in ranks]
+        return quiet[0] if len(quiet) == 1 else None
+
+    def _ended_before(self, first: int, second: int) -> bool:
+        """Whether a rank ended before another one by more than their clocks can differ."""
+        one_clock = not self.copied and self.host(first) is not None and self.host(first) == self.host(second)
+        margin = ORDER_SECONDS if one_clock else CLOCKS_SECONDS
+        return self.ages.get(first, 0.0) - self.ages.get(second, 0.0) > margin
+
+    def end_of(self, rank: int) -> Activity:
+        """How the rank ended that the others have lost; of one on a host that is not seen they alone tell it."""
+        now = self.activity(rank)
+        if now.kind in (*ENDED, "silent"):
+            return now
+        return Activity("gone", "has closed its connections, and wrote no final state")
+
+    def cause_of(self, rank: int, what: Activity, *evidence: str, share: float | None = None) -> Cause:
+        """The cause that a rank is, with its host, its stack and the command that looks further."""
+        state, stack = self.states.get(rank), self.stacks.get(rank)
+        shown = stack or (state.where if state else ())
+        rows = [one for one in evidence if one]
+        if what.kind == "gone" and (error := (state.error if state else None) or self.log.errors.get(rank)):
+            rows += [error] if len(error.splitlines()) > 1 else []  # the whole message
+        if state and state.own:
+            rows.append(f"its own code: {' < '.join(state.own[:4])}")
+        if shown:
+            rows.append(f"its stack: {' < '.join(shown[:4])}")
+        host = self.host(rank)
+        message = f"rank {rank}{f' on {host}' if host else ''} {what.words}"
+        if what.words.startswith("its "):
+            message = f"rank {rank}{f' on {host}' if host else ''}: {what.words}"
+        action = ACTIONS.get(what.kind, ACTIONS["unknown"])
+        if state and state.pid:
+            action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
+        return Cause(code=CODES.get(what.kind, "rank.behind"), message=message, ranks=(rank,),
+                     nodes=(host,) if host else (), share=share, evidence=tuple(rows), action=action)  # fmt: skip
+
+    def timeout_too_short(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:
+        """The others gave up waiting for ranks at work that may take long: the timeout is at fault, no rank is."""
+        errors = [state.error or "" for state in self.states.values()]
+        limit = next((int(found[1]) / 1000 for error in errors if (found := _LIMIT.search(error))), None)
+        words = tuple(f"rank {rank} {what.words}" for rank, what in sorted(busy.items()))
+        evidence = (
+            *([wait] if wait else []),
+            *words[1:4],
+            *(error[:200] for error in errors if TIMED_OUT.search(error)),
+        )
+        other = _WORDS["action_of_long"].get(busy[min(busy)].kind, "")
+        verdict = self.named("timeout", limit=f" of {limit:.0f} s" if limit else "", first=words[0], other=other,
+                             waiting=waiting, evidence=evidence[:6])  # fmt: skip
+        return replace(verdict, not_at_fault=words)
+
 
 def ranks_of(ranks: Sequence[int]) -> str:
     """ "rank 2", "ranks 1, 2, 3"."""
@@ -140,21 +322,13 @@ def ranks_of(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"
 
 
-def verdict_of(
-    state: str, causes: tuple[Cause, ...], facts: RunFacts, ranks: tuple[int, ...] = (), waiting: tuple[int, ...] = ()
-) -> Verdict:
-    """The verdict that these causes make, with the hosts and GPUs of the ranks that are named."""
-    hosts = {facts.host(rank) for rank in ranks} | {node for cause in causes for node in cause.nodes}
-    gpus = [f"{s.host} GPU {s.gpu}" for r in ranks if (s := facts.states.get(r)) and s.gpu is not None and s.host]
-    return Verdict(
-        state=state, line=f"{state}: {causes[0].message}" if causes else state, ranks=ranks, causes=causes,
-        nodes=tuple(sorted(host for host in hosts if host)), gpus=tuple(gpus), waiting=waiting,
-    )  # fmt: skip
-
-
-def open_verdict(state: str, cause: Cause, facts: RunFacts, waiting: tuple[int, ...], what: str, how: str) -> Verdict:
-    """A verdict that names no rank, with the question that stays open and the command that answers it."""
-    return replace(verdict_of(state, (cause,), facts, (), waiting), unknown=(Unknown(what=what, command=how),))
+def left_open(verdict: Verdict, key: str, **fields: object) -> Verdict:
+    """The verdict with a question of why.toml that stays open; where no fault was found, it may be unknown for that."""
+    line, what, how = (_WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
+    verdict = replace(verdict, unknown=(*verdict.unknown, Unknown(what=what, command=how)))
+    if not line or verdict.state not in ("fine", "unknown"):
+        return verdict
+    return replace(verdict, state="unknown", line=f"unknown: {line}")
 
 
 def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
@@ -184,42 +358,6 @@ class Activity(NamedTuple):
     grace: float = 0.0  # seconds for which others may wait for it before that is a fault
 
 
-def activity(rank: int, facts: RunFacts) -> Activity:
-    """What a rank does by the process table, else by its own file, else by its stack."""
-    state, process = facts.states.get(rank), facts.processes.get(rank)
-    if state is not None and state.ended:
-        return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
-    if process == "gone" and not outlived(rank, facts):
-        return Activity("gone", "its process is gone, and it wrote no final state")
-    if process == "stopped":
-        return Activity("stopped", "its process is stopped (state T: a signal or a debugger)")
-    stack = facts.stacks.get(rank)
-    if state is None:
-        if stack:
-            return Activity("unknown", f"is in {' < '.join(stack[:3])}")
-        return Activity("unknown", "its position is unknown: no log, trace or RAS report covers it")
-    stale, age = CLOCKS_SECONDS if facts.copied else STALE_SECONDS, facts.ages.get(rank, 0.0)
-    is_mute = age > stale and not outlived(rank, facts)
-    if is_mute and process != "runs":  # its host may be down, or one call holds Python's lock
-        words = f"has written no heartbeat for {age:.0f} s, while other ranks have"
-        return Activity("silent", words, 0.0 if _is_unreachable(state, facts) else facts.limit)
-    since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
-    frames = state.own or state.where or stack or ()
-    where = f", in {frames[0]}" if frames else ""
-    kind = state.phase or "unknown"
-    if is_mute:  # a call that holds Python's lock, as of pickle, keeps the monitor from writing
-        return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", facts.limit)
-    return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{_effort(state)}", grace(state, facts))
-
-
-def _is_unreachable(state: RankState, facts: RunFacts) -> bool:
-    """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
-    others = [one for one in facts.states.values() if one.host != state.host]
-    return bool(lost_a_peer(facts)) or any(
-        one.held.get(address) and one.resent.get(address) for one in others for address in state.addresses
-    )
-
-
 def headline(error: str) -> str:
     """The first line of an exception's message, and its last one, which often is the cause."""
     lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
@@ -236,138 +374,6 @@ def _is_idle(state: RankState) -> bool:
     return state.cpu_share is not None and state.cpu_share < IDLE_SHARE and not state.is_active
 
 
-def grace(state: RankState, facts: RunFacts) -> float:
-    """Seconds for which others may wait for a rank at work, by the evidence on what it does.
-
-    Long work that only one rank does (data before the first step, evaluation, generation, upload, a checkpoint) may
-    take the limit. In lines that ordinary steps run through, all the way from the script, it may take no longer than a
-    stall: a model's own code also runs in an evaluation, but another line calls it there. A main thread that neither
-    computes nor reads nor writes may take IDLE_SECONDS once the training has begun.
-    """
-    if state.phase in LONG_PHASES or state.calls < len(state.groups) + 8:
-        return facts.limit
-    if state.own and set(state.own) <= set(state.usual):
-        return min(STALL_SECONDS, facts.limit)
-    if state.cpu_share is None or _is_idle(state):
-        return min(IDLE_SECONDS, facts.limit)
-    return facts.limit
-
-
-def since_wait_began(rank: int, facts: RunFacts, begun: float) -> Activity:
-    """activity(), but what a rank did since the others' wait began counts, where it does something else only now.
-
-    A rank that has just come back from a checkpoint computes by now; the wait is the checkpoint's.
-    """
-    now = activity(rank, facts)
-    state = facts.states.get(rank)
-    if state is None or now.kind not in ("data", "compute") or not begun or not state.since or state.since <= begun:
-        return now
-    old = next((mark.samples for mark in reversed(state.marks) if mark.at <= begun), {})
-    looks = {one: n - old.get(one, 0) for one, n in state.samples.items() if one != "collective"}
-    total, long = sum(looks.values()), {one: n for one, n in looks.items() if one in LONG_PHASES}
-    if total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
-        return now
-    busy = max(long, key=lambda one: long[one])
-    words = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
-    return Activity(busy, words, facts.limit)
-
-
-def outlived(rank: int, facts: RunFacts) -> bool:
-    """Whether a rank without a final state still wrote when the first of the others gave up waiting.
-
-    Then the launcher ended it, and what it was at counts. A rank that is killed is noticed at once by those that are
-    connected to it: they lose a peer, they do not wait in vain; and torchrun sees it fail first.
-    """
-    state, given_up = facts.states.get(rank), facts.gave_up
-    if state is None or state.ended or rank in given_up or rank == facts.first or not given_up:
-        return False
-    if any(one in facts.ages for one in given_up):
-        return facts.ages.get(rank, 0.0) <= max(facts.ages.get(one, 0.0) for one in given_up) + STALE_SECONDS
-    return state.written >= min(given_up.values()) - STALE_SECONDS
-
-
-def lost_a_peer(facts: RunFacts) -> frozenset[int]:
-    """Ranks that ended with the loss of another."""
-    return frozenset(r for r, s in facts.states.items() if s.ended and s.error and LOST_PEER.search(s.error))
-
-
-def cause_of(rank: int, what: Activity, facts: RunFacts, *evidence: str, share: float | None = None) -> Cause:
-    """The cause that a rank is, with its host, its stack and the command that looks further."""
-    state, stack = facts.states.get(rank), facts.stacks.get(rank)
-    shown = stack or (state.where if state else ())
-    rows = [one for one in evidence if one]
-    if what.kind == "gone" and (error := (state.error if state else None) or facts.log.errors.get(rank)):
-        rows += [error] if len(error.splitlines()) > 1 else []  # the whole message
-    if state and state.own:
-        rows.append(f"its own code: {' < '.join(state.own[:4])}")
-    if shown:
-        rows.append(f"its stack: {' < '.join(shown[:4])}")
-    host = facts.host(rank)
-    message = f"rank {rank}{f' on {host}' if host else ''} {what.words}"
-    if what.words.startswith("its "):
-        message = f"rank {rank}{f' on {host}' if host else ''}: {what.words}"
-    action = ACTIONS.get(what.kind, ACTIONS["unknown"])
-    if state and state.pid:
-        action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
-    return Cause(code=CODES.get(what.kind, "rank.behind"), message=message, ranks=(rank,),
-                 nodes=(host,) if host else (), share=share, evidence=tuple(rows), action=action)  # fmt: skip
-
-
-def timeout_too_short(
-    busy: Mapping[int, Activity], facts: RunFacts, wait: str, waiting: tuple[int, ...]
-) -> Verdict:  # fmt: skip
-    """The others gave up waiting for ranks at work that may take long: the timeout is at fault, no rank is."""
-    errors = [state.error or "" for state in facts.states.values()]
-    limit = next((int(found[1]) / 1000 for error in errors if (found := _LIMIT.search(error))), None)
-    words = [f"rank {rank} {what.words}" for rank, what in sorted(busy.items())]
-    evidence = (*([wait] if wait else []), *words[1:4], *(error[:200] for error in errors if TIMED_OUT.search(error)))
-    cause = cause_named("timeout", limit=f" of {limit:.0f} s" if limit else "", first=words[0], evidence=evidence[:6],
-                        other=_WORDS["action_of_long"].get(busy[min(busy)].kind, ""))  # fmt: skip
-    return replace(verdict_of("failed", (cause,), facts, (), waiting), not_at_fault=tuple(words))
-
-
 def are_alike(errors: Sequence[str]) -> bool:
     """Whether several ranks ended with one kind of error: then none of them is the cause of the others'."""
     return len(errors) > 1 and len({error.partition(":")[0] for error in errors}) == 1
-
-
-def first_to_end(ranks: Sequence[int], facts: RunFacts) -> int | None:
-    """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
-    errors = {rank: facts.states[rank].error or "" for rank in ranks if facts.states[rank].error}
-    if facts.first is not None and facts.first in ranks and not LOST_PEER.search(errors.get(facts.first, "")):
-        return facts.first
-    own = sorted(
-        (rank for rank, error in errors.items() if not LOST_PEER.search(error)), key=lambda r: -facts.ages.get(r, 0.0)
-    )
-    if len(own) > 1 and (are_alike([errors[rank] for rank in own]) or not _ended_before(own[0], own[1], facts)):
-        return None
-    if own:
-        return own[0]
-    owner = {end: rank for rank, state in facts.states.items() for end in state.ends}
-    closed = (found for error in errors.values() if (found := _CLOSED.search(error)))
-    ends = [(found[1].removeprefix("::ffff:"), found[2]) for found in closed]
-    # those that the launcher has ended wrote no final state either
-    quiet = [r for r, s in facts.states.items() if not s.error and s.pid not in facts.log.terminated]
-    there = {one: [rank for rank in quiet if one in facts.states[rank].addresses] for one, _ in ends}
-    pointed = Counter(owner[end] for one, port in ends if owner.get(end := f"{one}:{port}") in quiet)
-    # a rank that connected itself has another port than the one that its peer knows
-    pointed = pointed or Counter(there[one][0] for one, _ in ends if len(there[one]) == 1)
-    if pointed:
-        return pointed.most_common(1)[0][0]
-    quiet = [rank for rank in quiet if rank in ranks]
-    return quiet[0] if len(quiet) == 1 else None
-
-
-def end_of(rank: int, facts: RunFacts) -> Activity:
-    """How the rank ended that the others have lost; of one on a host that is not seen they alone tell it."""
-    now = activity(rank, facts)
-    if now.kind in (*ENDED, "silent"):
-        return now
-    return Activity("gone", "has closed its connections, and wrote no final state")
-
-
-def _ended_before(first: int, second: int, facts: RunFacts) -> bool:
-    """Whether a rank ended before another one by more than their clocks can differ."""
-    one_clock = not facts.copied and facts.host(first) is not None and facts.host(first) == facts.host(second)
-    margin = ORDER_SECONDS if one_clock else CLOCKS_SECONDS
-    return facts.ages.get(first, 0.0) - facts.ages.get(second, 0.0) > margin

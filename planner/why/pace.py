@@ -29,10 +29,6 @@ from planner.why.facts import (
     Cause,
     RunFacts,
     Verdict,
-    activity,
-    cause_of,
-    open_verdict,
-    verdict_of,
 )
 from planner.why.stuck import network
 
@@ -108,13 +104,13 @@ def _late(facts: RunFacts) -> Verdict | None:
             not_at_fault.append(f"rank {one.rank} {what.words}; {one.wait}")
         else:
             cost = min(1.0, one.work - one.usual)
-            causes.append(replace(cause_of(one.rank, what, facts, one.wait, share=one.share), cost=cost,
+            causes.append(replace(facts.cause_of(one.rank, what, one.wait, share=one.share), cost=cost,
                                   price=f"every other rank loses {cost:.0%} of its time"))  # fmt: skip
     if causes:
         alone = causes[0].share is not None and causes[0].share >= EXPLAINS
         ranks = tuple(c.ranks[0] for c in causes[: 1 if alone else None])
         others = tuple(sorted({one.rank for one in rows} - set(ranks)))
-        return verdict_of("slow", tuple(causes), facts, ranks, others)
+        return facts.verdict("slow", *causes, ranks=ranks, waiting=others)
     if not_at_fault:
         return Verdict(state="fine", line=f"no fault: {not_at_fault[0]}", not_at_fault=tuple(not_at_fault))
     open_rows = [one for one in late if one.seconds_left < MOST_SECONDS_LEFT]
@@ -257,7 +253,7 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     """What a rank that is always late does more than the others do."""
     state = facts.states.get(rank)
     if facts.processes.get(rank) in ("stopped", "gone") or state is None or not state.samples:
-        return activity(rank, facts)
+        return facts.activity(rank)
     mine, total = state.samples, sum(state.samples.values())
     rest: dict[str, int] = {}
     for other, one in facts.states.items():
@@ -366,21 +362,19 @@ def _slower(facts: RunFacts) -> Verdict | None:
     if not since > LONGER * before > 0 or 0 < busy < len(rows) / 2:
         return None
     timing = f"rank states: {since:.3g} s from call to call, {before:.3g} s before"
-    cost: dict[str, Any] = {"cost": 1 - before / since, "price": f"{1 - before / since:.0%} of the time since then"}
+    lost, times = 1 - before / since, f"{since / before:.1f}"
+    cost: dict[str, Any] = {"cost": lost, "price": f"{lost:.0%} of the time since then"}
     kind, share = _most({kind: median(one.more[kind] for one in rows) for kind in rows[0].more})
-    message = f"all ranks alike have become {since / before:.1f} times slower, in"
     if share < EXPLAINS:
-        cause = Cause(code="all", message=f"{message} {kind} and others", share=share, evidence=(timing,))
-    elif kind != "collective":
-        cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
-                      evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip
-    else:
+        return facts.named("all_mixed", times=times, kind=kind, share=share, evidence=(timing,), **cost)
+    if kind == "collective":
         cause = network(facts, "has become slow", timing, since=max(one.began for one in rows))
         if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
-            cause = Cause(code="all.collective", message=f"{message} their collectives", evidence=(timing,), **cost)
-            how = "topoflight search on all nodes; cpu.stat of each rank's cgroup"
-            return open_verdict("slow", cause, facts, (), "whether the network or a rank without CPU time", how)
-    return verdict_of("slow", (replace(cause, **cost),), facts)
+            return facts.named("all_collective", times=times, evidence=(timing,), **cost)
+    else:
+        cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
+                      evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip
+    return facts.verdict("slow", replace(cause, **cost))
 
 
 def _most(row: Mapping[str, float]) -> tuple[str, float]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from planner.why.calls import mismatch, signature
 from planner.why.facts import (
-    ACTIONS,
     ENDED,
     IN_CALL,
     LONG_PHASES,
@@ -18,27 +17,13 @@ from planner.why.facts import (
     STALL_SECONDS,
     TIMED_OUT,
     Activity,
-    Cause,
     RunFacts,
     Unknown,
     Verdict,
-    activity,
     are_alike,
-    cause_named,
-    cause_of,
-    end_of,
-    first_to_end,
     headline,
-    lost_a_peer,
-    open_verdict,
-    outlived,
     ranks_of,
-    timeout_too_short,
-    verdict_of,
 )
-from planner.why.stuck import sizes_met
-
-_EVERY_LOG = "topoflight why LOG_OF_EVERY_RANK, or --run DIR"
 
 
 def by_clash(facts: RunFacts) -> Verdict | None:
@@ -46,17 +31,16 @@ def by_clash(facts: RunFacts) -> Verdict | None:
     rows = facts.log.clash
     if len(rows) == 1:  # releases up to 1.12 have each rank name its own call, and only that
         ((rank, call),) = rows.items()
-        what, how = "what the other ranks call there", "topoflight why with the logs of every rank"
-        return open_verdict("failed", cause_named("clash_alone", rank=rank, call=call.words), facts, (), what, how)
+        return facts.named("clash_alone", rank=rank, call=call.words)
     if len({signature(call) for call in rows.values()}) >= 2:
         cause = mismatch(rows, size=facts.world or len(rows))
-        return verdict_of("failed", (cause,), facts, cause.ranks)
+        return facts.verdict("failed", cause)
     if len({call.number for call in rows.values()}) < 2:
         return None
     # the same call under different numbers: a rank has called one more than the others
     each = tuple(f"rank {rank} calls {call.words}, number {call.number}" for rank, call in sorted(rows.items()))
-    cause = cause_named("clash_numbers", who=ranks_of(sorted(rows)), each="; ".join(each[:4]), evidence=each[:8])
-    return verdict_of("failed", (cause,), facts)
+    who = ranks_of(sorted(rows))
+    return facts.named("clash_numbers", who=who, each="; ".join(each[:4]), evidence=each[:8])
 
 
 def by_models(facts: RunFacts) -> Verdict | None:
@@ -75,35 +59,33 @@ def by_models(facts: RunFacts) -> Verdict | None:
     each = "; ".join(f"rank {rank} has {kind}" for rank, kind in sorted(rows.items())[:8])
     who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} a different model than the others" if odd else (
         "the ranks' models differ")  # fmt: skip
-    return verdict_of("failed", (cause_named("models", who=who, each=each, ranks=odd),), facts, odd)
+    return facts.named("models", who=who, each=each, ranks=odd)
 
 
 def by_rendezvous(facts: RunFacts) -> Verdict | None:
     """Ranks that did not meet. The rank that wrote the line is the one that waited, and is never named."""
-    met = facts.log.rendezvous
-    if met is None:
-        return None
-    if met.unresolved:
-        cause = cause_named("unresolved", name=met.unresolved, evidence=met.lines)
-    elif met.taken:
-        cause = cause_named("taken", port=met.taken, evidence=met.lines)
-    elif met.world and met.joined is not None and met.joined < met.world:
-        which = "rank" if met.world - met.joined == 1 else "ranks"
-        cause = cause_named("too_few", joined=met.joined, world=met.world, which=which, evidence=met.lines)
-    elif met.unreached:
-        host = met.unreached.rpartition(":")[0]
-        cause = cause_named("unreached", place=met.unreached, nodes=(host,), evidence=met.lines)
-    else:
-        return None
-    return verdict_of("failed", (cause,), facts)
+    met, evidence = facts.log.rendezvous, tuple(facts.log.attempts)
+    joined, world = map(int, met.get("clients", (0, 0)))
+    if "unresolved" in met:
+        return facts.named("unresolved", name=(*met["unresolved"], "of a host")[0], evidence=evidence)
+    if "taken" in met:
+        port = "".join(f"port {one}" for one in met["taken"]) or "the port"
+        return facts.named("taken", port=port, evidence=evidence)
+    if joined < world:
+        which = "rank" if world - joined == 1 else "ranks"
+        return facts.named("too_few", joined=joined, world=world, which=which, evidence=evidence)
+    if "unreached" in met:
+        host, port = met["unreached"]
+        return facts.named("unreached", place=f"{host}:{port}", nodes=(host,), evidence=evidence)
+    return None
 
 
 def by_joins(facts: RunFacts) -> Verdict | None:
     """A process group that is being made, and the ranks that have not come to make it."""
     more = next((join for join in facts.log.joins.values() if join.joined > join.world > 0), None)
     if more is not None:
-        cause = cause_named("too_many", joined=more.joined, world=more.world)
-        return verdict_of("failed" if more.over else "stuck", (cause,), facts)
+        state = "failed" if more.over else "stuck"
+        return facts.named("too_many", state=state, joined=more.joined, world=more.world)
     short = [join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
     if not short:
         return None
@@ -112,20 +94,20 @@ def by_joins(facts: RunFacts) -> Verdict | None:
     waiting = tuple(sorted(join.ranks))
     missing = tuple(rank for rank in range(join.world) if rank not in join.ranks)
     if len(missing) == join.world - join.joined:  # each that has joined says so
-        cause = replace(cause_of(missing[0], Activity("unknown", ""), facts), ranks=missing,
+        cause = replace(facts.cause_of(missing[0], Activity("unknown", "")), ranks=missing,
                         message=f"{ranks_of(missing)} did not join the process group; {count}")  # fmt: skip
-        return verdict_of(state, (cause,), facts, missing, waiting)
-    cause = cause_named("not_joined", count=count)
-    return open_verdict(state, cause, facts, waiting, "which rank has not joined", _EVERY_LOG)
+        return facts.verdict(state, cause, waiting=waiting)
+    return facts.named("not_joined", state=state, waiting=waiting, count=count)
 
 
 def by_errors(facts: RunFacts) -> Verdict | None:
     """What ranks wrote into the log: a barrier that names who has not come, else exceptions of their own."""
     if facts.log.late:
         ranks = tuple(sorted(facts.log.late))
-        message = f"{ranks_of(ranks)} {facts.log.late[ranks[0]]}"
-        cause = cause_of(ranks[0], Activity("unknown", ""), facts, "monitored barrier")
-        return verdict_of("failed", (replace(cause, message=message, ranks=ranks),), facts, ranks)
+        seconds = int(facts.log.late[ranks[0]]) / 1000
+        message = f"{ranks_of(ranks)} did not come to the barrier within {seconds:g} s"
+        cause = facts.cause_of(ranks[0], Activity("unknown", ""), "monitored barrier")
+        return facts.verdict("failed", replace(cause, message=message, ranks=ranks))
     own = {rank: error for rank, error in facts.log.errors.items() if not LOST_PEER.search(error)}
     if not own or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
         return None
@@ -136,8 +118,8 @@ def by_errors(facts: RunFacts) -> Verdict | None:
         return _several(own, facts, wait, waiting)
     first = facts.first if facts.first in own and facts.first is not None else next(iter(own))
     which = "torchrun saw it fail first" if first == facts.first else "the first exception of the log"
-    cause = cause_of(first, Activity("gone", f"ended with {headline(own[first])}"), facts, which, *wait)
-    return verdict_of("failed", (cause,), facts, (first,), waiting)
+    cause = facts.cause_of(first, Activity("gone", f"ended with {headline(own[first])}"), which, *wait)
+    return facts.verdict("failed", cause, waiting=waiting)
 
 
 def _several(
@@ -145,11 +127,9 @@ def _several(
 ) -> Verdict:  # fmt: skip
     """Ranks that each ended with an error of their own: which of them was first is not known."""
     each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(own.items())]
-    message = f"which of {ranks_of(sorted(own))} failed first is not known: {'; '.join(each[:4])}"
-    if are_alike(list(own.values())):
-        message = f"{ranks_of(sorted(own))} each ended with {headline(own[min(own)])}"
-    cause = Cause(code="ranks.gone", message=message, evidence=(*evidence, *each[:4]))
-    return verdict_of("failed", (cause,), facts, (), waiting)
+    key = "several_alike" if are_alike(list(own.values())) else "several"
+    return facts.named(key, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
+                         error=headline(own[min(own)]), evidence=(*evidence, *each[:4]))  # fmt: skip
 
 
 def by_hang(facts: RunFacts) -> Verdict | None:
@@ -160,8 +140,7 @@ def by_hang(facts: RunFacts) -> Verdict | None:
     idle = tuple(rank for rank, _ in rows if rank in facts.log.idle)
     who = ranks_of([rank for rank, _ in rows])
     no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
-    cause = cause_named("watchdog", who=who, words=rows[0][1], no_call=no_call, ranks=idle)
-    return verdict_of("failed", (cause,), facts, idle)
+    return facts.named("watchdog", who=who, seconds=rows[0][1], no_call=no_call, ranks=idle)
 
 
 def by_peer(facts: RunFacts) -> Verdict | None:
@@ -169,9 +148,8 @@ def by_peer(facts: RunFacts) -> Verdict | None:
     if not facts.log.lost:
         return None
     hosts = ", ".join(sorted(set(facts.log.lost.values()))[:4])
-    cause = cause_named("peer", who=ranks_of(sorted(facts.log.lost)), hosts=hosts)
-    what, how = "why that peer closed it", "topoflight why with the logs of every node"
-    return open_verdict("failed", cause, facts, tuple(sorted(facts.log.lost)), what, how)
+    who = tuple(sorted(facts.log.lost))
+    return facts.named("peer", waiting=who, who=ranks_of(who), hosts=hosts)
 
 
 def by_timeouts(facts: RunFacts) -> Verdict | None:
@@ -179,39 +157,35 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
     rows = {rank: error for rank, error in sorted(facts.log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None
-    cause = cause_named("in_vain", who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
-    return open_verdict("failed", cause, facts, tuple(rows), "which rank has not entered the call", _EVERY_LOG)
+    return facts.named("in_vain", waiting=tuple(rows), who=ranks_of(list(rows)),
+                         evidence=tuple(rows.values())[:2])  # fmt: skip
 
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
     """The rank that torchrun saw fail first, where nothing else tells."""
-    if facts.log.cut_short:
-        return sizes_met(facts)
     if facts.first is None:
         return None
-    cause = cause_of(facts.first, Activity("gone", "failed first, by torchrun's log"), facts)
-    return verdict_of("failed", (cause,), facts, (facts.first,))
+    return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, by torchrun's log")))
 
 
 def by_states(facts: RunFacts) -> Verdict | None:
     """Without calls: ranks that have ended, that are stopped, or that are silent while others still write."""
-    what = {rank: activity(rank, facts) for rank in facts.states}
+    what = {rank: facts.activity(rank) for rank in facts.states}
     waited = tuple(sorted(facts.gave_up))
-    busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and outlived(rank, facts)}
+    busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and facts.outlived(rank)}
     if busy:
         wait = f"rank states: {ranks_of(waited)} timed out waiting"
         if all(one.kind in LONG_PHASES for one in busy.values()):
-            return timeout_too_short(busy, facts, wait, waited)
-        busy = {rank: one for rank, one in busy.items() if one.kind not in LONG_PHASES}
-        causes = tuple(cause_of(rank, one, facts, wait) for rank, one in busy.items())
-        return verdict_of("failed", causes, facts, tuple(busy), waited)
+            return facts.timeout_too_short(busy, wait, waited)
+        causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
+        return facts.verdict("failed", *causes, waiting=waited)
     bad = [rank for rank, one in what.items() if one.kind in ENDED or (
         one.kind == "silent" and facts.ages.get(rank, 0.0) >= one.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
     own = {rank: error for rank in bad if (error := facts.states[rank].error) and not LOST_PEER.search(error)}
-    if (errors or facts.first in bad) and (first := first_to_end(bad, facts)) is not None:
-        bad, what[first] = [first], end_of(first, facts)
+    if (errors or facts.first in bad) and (first := facts.first_to_end(bad)) is not None:
+        bad, what[first] = [first], facts.end_of(first)
     elif len(own) > 1:
         return _several(own, facts)
     elif bad and len(bad) == len(what) and len(clean) < len(what):
@@ -219,7 +193,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
     elif len(clean) == len(what):
         return None
     else:
-        losers = lost_a_peer(facts)
+        losers = facts.lost_a_peer
         bad = [rank for rank in bad if rank not in clean and rank not in losers]
         if not bad and losers:
             return _all_ended(sorted(losers), facts)
@@ -227,14 +201,11 @@ def by_states(facts: RunFacts) -> Verdict | None:
             bad = clean  # else the others are about to end too, or do what the last rank does alone, as an upload
     if not bad:
         return None
-    lost = sorted(lost_a_peer(facts) - set(bad))
+    lost = sorted(facts.lost_a_peer - set(bad))
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""
-    causes = tuple(cause_of(rank, what[rank], facts, wait) for rank in sorted(bad))
-    gone = any(cause.code == "rank.gone" for cause in causes)
-    if gone and facts.log.cut_short:
-        return sizes_met(facts)
-    others = tuple(sorted(set(facts.states) - set(bad)))
-    return verdict_of("failed" if gone else "stuck", causes, facts, tuple(sorted(bad)), others)
+    causes = [facts.cause_of(rank, what[rank], wait) for rank in sorted(bad)]
+    state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
+    return facts.verdict(state, *causes, waiting=tuple(sorted(set(facts.states) - set(bad))))
 
 
 def _waits(rank: int, facts: RunFacts) -> bool:
@@ -243,27 +214,16 @@ def _waits(rank: int, facts: RunFacts) -> bool:
     return state.phase == "collective" and state.written - (state.since or state.written) >= STALL_SECONDS
 
 
-def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
+def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
     """All ranks have ended, none by an error in its own code: which was first is not known."""
-    if facts.log.cut_short:
-        return sizes_met(facts)
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]
-    if errors:
-        whole = len(ranks) == len(facts.states)
-        message = (
-            "every rank has ended; those that left an error had lost another"
-            if whole
-            else f"{ranks_of(ranks)} ended after the loss of a peer or a timeout; the others have not ended"
-        )
-        action = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
-    else:
-        message = f"{ranks_of(silent)} {'has' if len(silent) == 1 else 'have'} ended without a final state"
-        message += ": killed, preempted, out of memory, or the host was rebooted"
-        action = ACTIONS["gone"]
-    cause = Cause(code="rank.lost" if errors else "ranks.gone", message=message, evidence=errors[:4], action=action)
-    what, how = "which rank ended first", "topoflight why LOG --run DIR, with torchrun's log"
-    return open_verdict("failed", cause, facts, (), what, how)
+    if not errors:
+        verb = "has" if len(silent) == 1 else "have"
+        return facts.named("all_silent", who=ranks_of(silent), verb=verb, age=age)
+    todo = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
+    key = "all_lost" if len(ranks) == len(facts.states) else "some_lost"
+    return facts.named(key, who=ranks_of(ranks), todo=todo, age=age, evidence=errors[:4])
 
 
 def by_stacks(facts: RunFacts) -> Verdict | None:
@@ -284,10 +244,8 @@ def by_silence(facts: RunFacts) -> Verdict | None:
     """No rank has written for a while, and none is known to run: the run has ended, and none said how."""
     if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
-    verdict = _all_ended(tuple(facts.states), facts)
-    cause = replace(verdict.causes[0], message=f"{verdict.causes[0].message}; the last heartbeat is "
-                    f"{_duration(facts.silence)} old")  # fmt: skip
-    return replace(verdict, causes=(cause,), line=f"failed: {cause.message}")
+    age = f"; the last heartbeat is {_duration(facts.silence)} old"
+    return _all_ended(tuple(facts.states), facts, age)
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 
 from collectives.traces.calls import RankTrace
-from planner.why.calls import BlockedCalls, describe, find_blocked
+from planner.why.calls import BlockedCalls, describe
 from planner.why.facts import (
     CONFIDENCE,
     ENDED,
@@ -19,192 +19,172 @@ from planner.why.facts import (
     Cause,
     RunFacts,
     Verdict,
-    activity,
     cause_named,
-    cause_of,
-    end_of,
-    first_to_end,
-    lost_a_peer,
     not_yet,
-    open_verdict,
-    outlived,
     ranks_of,
-    since_wait_began,
-    timeout_too_short,
-    verdict_of,
 )
 
 
 def stuck(facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> Verdict | None:
     """The verdict where calls do not move; None where this source shows no such thing."""
-    blocked = find_blocked(traces, facts, failed=lost_a_peer(facts))
-    what = {
-        rank: _by_calls(rank, blocked, traces, facts) or since_wait_began(rank, facts, blocked.begun[rank])
-        for rank in blocked.roots
-    }
-    ended = [rank for rank in facts.states if activity(rank, facts).kind == "gone"]
-    first = first_to_end(ended, facts) if any(facts.states[rank].error for rank in ended) else None
-    decisive = {rank for rank, one in what.items() if one.kind in ("gone", "stopped")}
-    if first is not None and (decisive or first in blocked.waits):  # the others ended after it, or were ended
-        decisive, what[first] = {first}, end_of(first, facts)
-        blocked.roots.add(first)
-    if not blocked.waits or not (decisive or blocked.mismatches or _has_stalled(blocked, traces, facts, source)):
-        return None
-    waiting = tuple(sorted(rank for rank in blocked.waits if rank not in blocked.roots))
-    wait = f"{source}: {blocked.describe(waiting)}" + _age(blocked, facts, traces)
-    if blocked.mismatches and not any(one.kind == "stopped" for one in what.values()):
-        ranks = tuple(sorted({rank for cause in blocked.mismatches for rank in cause.ranks}))
-        failed = any(state.ended and state.error for state in facts.states.values())
-        return verdict_of("failed" if failed else "stuck", tuple(blocked.mismatches), facts, ranks, waiting)
-    gone = {rank for rank, one in what.items() if one.kind == "gone"}
-    if first is None and (len(gone) > 1 or gone & lost_a_peer(facts)):
-        return None  # which of them was first is for their errors to tell
-    if not blocked.roots:
-        return _without_root(blocked, facts, wait, waiting)
-    if (early := _too_early(decisive, what, blocked, facts, wait, waiting)) is not None:
-        return early
-    if not decisive and blocked.roots <= set(blocked.waits) - blocked.held and _resends(facts):
-        behind = min(blocked.roots)  # all have come to the call that these are still in: they are not late
-        message = f"{ranks_of(sorted(blocked.roots))}: still in {describe(blocked.waits[behind])}"
-        cause = network(facts, "transfers no data", wait, message, between=sorted(blocked.here[behind]))
-        return verdict_of("stuck", (cause,), facts, (), tuple(sorted(blocked.waits)))
-    return _named(decisive or blocked.roots, what, blocked, facts, wait, waiting)
+    return _Stuck(facts, traces, source).verdict()
 
 
-def _named(
-    ranks: set[int], what: Mapping[int, Activity], blocked: BlockedCalls, facts: RunFacts, wait: str,
-    waiting: tuple[int, ...],
-) -> Verdict:  # fmt: skip
-    """The verdict that names the ranks that the others wait for, without those that may take longer."""
-    named = sorted(rank for rank in ranks if blocked.age >= what[rank].grace or what[rank].kind in ENDED)
-    causes = tuple(cause_of(rank, what[rank], facts, wait) for rank in named)
-    gone = any(cause.code == "rank.gone" for cause in causes)
-    if gone and facts.log.cut_short:
-        return sizes_met(facts, waiting)
-    failed = gone or any(outlived(rank, facts) for rank in named)
-    return verdict_of("failed" if failed else "stuck", causes, facts, tuple(named), waiting)
+class _Stuck:
+    """Blocked calls, what the ranks do that the others wait for, and the rules that name some of these."""
 
+    def __init__(self, facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> None:
+        self.facts, self.traces, self.source = facts, traces, source
+        self.blocked = blocked = BlockedCalls(traces, facts)
+        self.what = {
+            rank: self._by_calls(rank) or facts.since_wait_began(rank, blocked.begun(rank)) for rank in blocked.roots
+        }
+        self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED}
+        ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
+        self.first = facts.first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
+        if self.first is not None and not (self.decisive or self.first in blocked.waits):
+            self.first = None
+        if self.first is not None:  # the others ended after it, or were ended
+            self.decisive, self.what[self.first] = {self.first}, facts.end_of(self.first)
+            blocked.roots.add(self.first)
+        self.waiting = tuple(sorted(rank for rank in blocked.waits if rank not in blocked.roots))
+        self.wait = f"{source}: {blocked.describe(self.waiting)}{self._age()}"
 
-def _has_stalled(
-    blocked: BlockedCalls, traces: Mapping[int, RankTrace], facts: RunFacts, source: str
-) -> bool:  # fmt: skip
-    """Whether the longest wait is a stall; a watchdog has waited before it wrote, and dumps alone may tell no time."""
-    untimed = not any(trace.taken or trace.written for trace in traces.values()) and not facts.states
-    return (
-        source != "flight recorder"
-        or blocked.age >= max(STALL_SECONDS, LONGER * blocked.usual)
-        or (untimed and any(blocked.missing.values()))
-    )
+    def verdict(self) -> Verdict | None:
+        """The verdict; None where nothing is stuck."""
+        facts, blocked = self.facts, self.blocked
+        if not blocked.waits or not (self.decisive or blocked.mismatches or self._has_stalled()):
+            return None
+        if blocked.mismatches and not any(one.kind == "stopped" for one in self.what.values()):
+            failed = any(state.ended and state.error for state in facts.states.values())
+            return facts.verdict("failed" if failed else "stuck", *blocked.mismatches, waiting=self.waiting)
+        gone = {rank for rank, one in self.what.items() if one.kind == "gone"}
+        if self.first is None and (len(gone) > 1 or gone & facts.lost_a_peer):
+            return None  # which of them was first is for their errors to tell
+        if not blocked.roots:
+            return self._without_root()
+        if (early := self._too_early()) is not None:
+            return early
+        if not self.decisive and blocked.roots <= set(blocked.waits) - blocked.held and self._resends():
+            behind = blocked.waits[min(blocked.roots)]  # all have come to the call that these are still in: not late
+            message = f"{ranks_of(sorted(blocked.roots))}: still in {describe(behind.call)}"
+            cause = network(facts, "transfers no data", self.wait, message, between=sorted(behind.here))
+            return facts.verdict("stuck", cause, waiting=tuple(sorted(blocked.waits)))
+        return self._named(self.decisive or blocked.roots)
 
+    def _named(self, ranks: set[int]) -> Verdict:
+        """The verdict that names the ranks that the others wait for, without those that may take longer."""
+        facts, what = self.facts, self.what
+        named = sorted(rank for rank in ranks if self.blocked.age >= what[rank].grace or what[rank].kind in ENDED)
+        causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
+        failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in named)
+        return facts.verdict("failed" if failed else "stuck", *causes, waiting=self.waiting)
 
-def _too_early(
-    decisive: set[int], what: Mapping[int, Activity], blocked: BlockedCalls, facts: RunFacts, wait: str,
-    waiting: tuple[int, ...],
-) -> Verdict | None:  # fmt: skip
-    """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
-    patient = {
-        rank: one for rank, one in what.items()
-        if blocked.age < one.grace and one.kind not in ENDED and rank not in decisive
-    }  # fmt: skip
-    if not patient or len(patient) < len(what):
-        return None
-    if facts.gave_up:
-        long = {rank: one for rank, one in patient.items() if one.grace >= facts.limit}
-        return timeout_too_short(patient, facts, wait, waiting) if len(long) == len(patient) else None
-    rows = [f"rank {rank} {one.words}; {wait}" for rank, one in sorted(patient.items())]
-    return not_yet(rows, max(one.grace for one in patient.values()), waiting)
-
-
-def _resends(facts: RunFacts) -> bool:
-    """Whether, since the calls stand still, a rank's bytes to another host wait, and some had to be sent again.
-
-    Nothing answers there. For a rank that only does not read, its kernel still answers.
-    """
-    owners = {address: state.host for state in facts.states.values() for address in state.addresses}
-    return any(
-        state.held[address] and state.resent.get(address) and owners.get(address, address) != state.host
-        for state in facts.states.values() for address in state.held
-    )  # fmt: skip
-
-
-def sizes_met(facts: RunFacts, waiting: tuple[int, ...] = ()) -> Verdict:
-    """gloo ends the rank that is sent too much, which may be the one that is right: no rank is named."""
-    cause = cause_named("sizes", evidence=(facts.log.cut_short,))
-    what, how = "which rank's size is the odd one", "TORCH_DISTRIBUTED_DEBUG=DETAIL on the next run"
-    return open_verdict("failed", cause, facts, waiting, what, how)
-
-
-def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tuple[int, ...]) -> Verdict:
-    """All of a group are in a call and nothing moves; groups wait for each other; or the missing rank is not known."""
-    if blocked.met:
-        inside = sorted(blocked.here[min(blocked.met)])
-        message = f"{ranks_of(inside)} are all in {describe(blocked.waits[min(blocked.met)])}, which does not progress"
-        cause = network(facts, "transfers no data", wait, message, between=inside)
-        return verdict_of("stuck", (cause,), facts, (), waiting)
-    if circle := blocked.circle():
-        lines = tuple(
-            f"rank {rank} waits in {blocked.waits[rank].words} of group {blocked.waits[rank].group} for "
-            f"{ranks_of(sorted(blocked.missing[rank]))}"
-            for rank in circle
+    def _has_stalled(self) -> bool:
+        """Whether the longest wait is a stall; a watchdog has waited before it wrote, and dumps may tell no time."""
+        blocked = self.blocked
+        untimed = not any(trace.taken or trace.written for trace in self.traces.values()) and not self.facts.states
+        return (
+            self.source != "flight recorder"
+            or blocked.age >= max(STALL_SECONDS, LONGER * blocked.usual)
+            or (untimed and any(wait.missing for wait in blocked.waits.values()))
         )
-        cause = cause_named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
-        return verdict_of("stuck", (cause,), facts, circle)
-    unseen = sorted(set().union(*blocked.unseen.values()) - set(blocked.waits)) if blocked.unseen else []
-    what = {rank: activity(rank, facts) for rank in unseen if rank in facts.states}
-    if mute := {rank for rank, one in what.items() if one.kind == "silent" and blocked.age >= one.grace}:
-        return _named(mute, what, blocked, facts, wait, waiting)
-    if unseen and len(what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
-        rows = [f"rank {rank} has not written since the others wait; {wait}" for rank in unseen]
-        return not_yet(rows, facts.limit, waiting)
-    rest = f"whether {ranks_of(unseen)} entered is unknown" if unseen else "the rank that has not entered is unknown"
-    counts = tuple(
-        f"{len(blocked.here[rank])} of the {size} ranks of group {blocked.waits[rank].group} are seen in number "
-        f"{blocked.waits[rank].number}"
-        for rank, size in sorted(blocked.sizes.items()) if size and len(blocked.here[rank]) < size
-    )  # fmt: skip
-    numbers: dict[str, set[int]] = {}
-    for call in blocked.waits.values():
-        if call.group and not call.p2p:
-            numbers.setdefault(call.group, set()).add(call.number)
-    apart = tuple(
-        f"some have left number {min(here)} of group {group}, and wait in number {max(here)}: calls that do not match, "
-        f"or a GPU that hangs in number {min(here)}"
-        for group, here in numbers.items() if len(here) > 1
-    )  # fmt: skip
-    evidence = tuple(dict.fromkeys((wait, *apart, *counts)))[:4]
-    cause = cause_named("rank_unknown", waits=blocked.describe(waiting), rest=rest, evidence=evidence)
-    how = ("topoflight why LOG_OF_EVERY_RANK --flight-recorder DIR; on the next run "
-           "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
-    return open_verdict("stuck", cause, facts, waiting, "which rank has not entered the call", how)
 
+    def _too_early(self) -> Verdict | None:
+        """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
+        patient = {
+            rank: one for rank, one in self.what.items()
+            if self.blocked.age < one.grace and one.kind not in ENDED and rank not in self.decisive
+        }  # fmt: skip
+        if not patient or len(patient) < len(self.what):
+            return None
+        if self.facts.gave_up:
+            is_long = all(one.grace >= self.facts.limit for one in patient.values())
+            return self.facts.timeout_too_short(patient, self.wait, self.waiting) if is_long else None
+        rows = [f"rank {rank} {one.words}; {self.wait}" for rank, one in sorted(patient.items())]
+        return not_yet(rows, max(one.grace for one in patient.values()), self.waiting)
 
-def _age(blocked: BlockedCalls, facts: RunFacts, traces: Mapping[int, RankTrace]) -> str:
-    """How long the wait is, and whether only the file times of dumps show it, because no rank state was read."""
-    if blocked.age <= 0:
-        return ""
-    by_file = not facts.states and any(trace.written and not trace.taken for trace in traces.values())
-    return f", for {blocked.age:.0f} s" + (" by the dumps' file times" if by_file else "")
+    def _resends(self) -> bool:
+        """Whether, since the calls stand still, a rank's bytes to another host wait, and some had to be sent again.
 
+        Nothing answers there. For a rank that only does not read, its kernel still answers.
+        """
+        states = self.facts.states.values()
+        owners = {address: state.host for state in states for address in state.addresses}
+        return any(
+            state.held[address] and state.resent.get(address) and owners.get(address, address) != state.host
+            for state in states for address in state.held
+        )  # fmt: skip
 
-def _by_calls(
-    rank: int, blocked: BlockedCalls, traces: Mapping[int, RankTrace], facts: RunFacts
-) -> Activity | None:  # fmt: skip
-    """What a rank does by its calls alone; None where its own file tells it."""
-    mine = blocked.waits.get(rank)
-    if mine is not None and rank in blocked.held:
-        return Activity("gpu", f"has called {describe(mine)}, and its GPU has not begun it: work before it still runs")
-    if mine is not None:
-        kind = "gpu" if rank in blocked.left else "unknown"
-        return Activity(kind, f"is still in {describe(mine)}, which the others have finished")
-    if rank in facts.states or rank in facts.processes or rank in facts.stacks:
-        return None
-    call = next(blocked.waits[one] for one, others in sorted(blocked.missing.items()) if rank in others)
-    trace = traces[rank]
-    last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
-    newest = trace.enqueued.get(call.group) or (last.number if last else 0)
-    since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
-    where = f", from {last.frames[0]}" if last and last.frames else ""
-    return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
+    def _without_root(self) -> Verdict:
+        """All of a group are in a call that does not move; groups wait for each other; or who is missing is unknown."""
+        facts, blocked, waits = self.facts, self.blocked, self.blocked.waits
+        if blocked.met:
+            wait = waits[min(blocked.met)]
+            inside = sorted(wait.here)
+            message = f"{ranks_of(inside)} are all in {describe(wait.call)}, which does not progress"
+            cause = network(facts, "transfers no data", self.wait, message, between=inside)
+            return facts.verdict("stuck", cause, waiting=self.waiting)
+        if circle := blocked.circle():
+            lines = tuple(
+                f"rank {rank} waits in {waits[rank].call.words} of group {waits[rank].call.group} for "
+                f"{ranks_of(sorted(waits[rank].missing))}"
+                for rank in circle
+            )
+            return facts.named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
+        unseen = sorted({rank for wait in waits.values() for rank in wait.unseen} - set(waits))
+        self.what = {rank: facts.activity(rank) for rank in unseen if rank in facts.states}
+        if mute := {rank for rank, one in self.what.items() if one.kind == "silent" and blocked.age >= one.grace}:
+            return self._named(mute)
+        if unseen and len(self.what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
+            rows = [f"rank {rank} has not written since the others wait; {self.wait}" for rank in unseen]
+            return not_yet(rows, facts.limit, self.waiting)
+        rest = (
+            f"whether {ranks_of(unseen)} entered is unknown" if unseen else "the rank that has not entered is unknown"
+        )
+        counts = [
+            f"{len(wait.here)} of the {wait.size} ranks of group {wait.call.group} are seen in number "
+            f"{wait.call.number}"
+            for _, wait in sorted(waits.items()) if wait.size and len(wait.here) < wait.size
+        ]  # fmt: skip
+        numbers: dict[str, set[int]] = {}
+        for wait in waits.values():
+            if wait.call.group and not wait.call.p2p:
+                numbers.setdefault(wait.call.group, set()).add(wait.call.number)
+        apart = [
+            f"some have left number {min(here)} of group {group}, and wait in number {max(here)}: calls that do not "
+            f"match, or a GPU that hangs in number {min(here)}"
+            for group, here in numbers.items() if len(here) > 1
+        ]  # fmt: skip
+        evidence = tuple(dict.fromkeys((self.wait, *apart, *counts)))[:4]
+        return facts.named("rank_unknown", waiting=self.waiting, waits=blocked.describe(self.waiting), rest=rest,
+                           evidence=evidence)  # fmt: skip
+
+    def _age(self) -> str:
+        """How long the wait is, and whether only the file times of dumps show it, because no rank state was read."""
+        if self.blocked.age <= 0:
+            return ""
+        by_file = not self.facts.states and any(one.written and not one.taken for one in self.traces.values())
+        return f", for {self.blocked.age:.0f} s" + (" by the dumps' file times" if by_file else "")
+
+    def _by_calls(self, rank: int) -> Activity | None:
+        """What a rank does by its calls alone; None where its own file tells it."""
+        facts, blocked = self.facts, self.blocked
+        if rank in blocked.waits:
+            mine = describe(blocked.waits[rank].call)
+            if rank in blocked.held:
+                return Activity("gpu", f"has called {mine}, and its GPU has not begun it: work before it still runs")
+            return Activity("gpu" if rank in blocked.left else "unknown",
+                            f"is still in {mine}, which the others have finished")  # fmt: skip
+        if rank in facts.states or rank in facts.processes or rank in facts.stacks:
+            return None
+        waits, trace = blocked.waiting_for(rank), self.traces[rank]
+        call = waits[min(waits)].call
+        last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
+        newest = trace.enqueued.get(call.group) or (last.number if last else 0)
+        since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
+        where = f", from {last.frames[0]}" if last and last.frames else ""
+        return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
 
 
 def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:

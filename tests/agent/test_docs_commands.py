@@ -107,7 +107,7 @@ def filled(line: str, folder: Path) -> list[str]:
     """The words with what a reader would put in place of those in capitals."""
     words = shlex.split(line)[1:]
     given = {**WORDS, "FILE": FILE_OF.get(words[0], "job.env")}
-    places = {"/etc/nccl.conf": folder / "nccl.conf", "/etc/slurm": folder}
+    places = {"/etc/nccl.conf": folder / "nccl.conf", "/etc/slurm": folder, "eth0": "eno1", "eth1": "eno1"}
     return [str(places[word]) if word in places else given.get(word, word) for word in words]
 
 
@@ -148,17 +148,25 @@ def options(verb: str) -> dict[str, click.Parameter]:
             if isinstance(one, click.Option)}  # fmt: skip
 
 
-def said_by_the_product() -> Iterator[tuple[str, str, list[str]]]:
-    """(Place, verb, words after it) of each command of ours in the texts of the code: remedies, notes, errors."""
+def texts_of_the_product() -> Iterator[tuple[str, str]]:
+    """(Place, text) of each string in the code and each line of its tables; what is filled in is 7."""
     for folder in ("agent", "planner", "probes", "collectives", "finetune", "topology", "contracts"):
         for source in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(source.read_text())):
                 parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-                text = "".join(str(one.value) if isinstance(one, ast.Constant) else "7" for one in parts
-                               if isinstance(one, ast.Constant | ast.FormattedValue))  # fmt: skip
-                for found in re.finditer(r"\btopoflight ([a-z][a-z-]*)((?: [^\s`;()|]+)*)", text):
-                    words = re.split(r"[,:]? ", re.split(r"[,:] ", found[2])[0])[1:]
-                    yield f"{source.relative_to(ROOT)}:{node.lineno}", found[1], words
+                yield f"{source.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", "".join(
+                    str(one.value) if isinstance(one, ast.Constant) else "7" for one in parts
+                    if isinstance(one, ast.Constant | ast.FormattedValue))  # fmt: skip
+        for source in sorted((ROOT / folder).rglob("*.toml")):
+            for number, line in enumerate(source.read_text().splitlines(), 1):
+                yield f"{source.relative_to(ROOT)}:{number}", re.sub(r"\{\w+\}", "7", line.rstrip("'\""))
+
+
+def said_by_the_product() -> Iterator[tuple[str, str, list[str]]]:
+    """(Place, verb, words after it) of each command of ours in the texts of the code: remedies, notes, errors."""
+    for place, text in texts_of_the_product():
+        for found in re.finditer(r"\btopoflight ([a-z][a-z-]*)((?: [^\s`;()|]+)*)", text):
+            yield place, found[1], re.split(r"[,:]? ", re.split(r"[,:] ", found[2])[0])[1:]
 
 
 def test_a_command_that_the_product_names_can_be_typed() -> None:

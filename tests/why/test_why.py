@@ -58,7 +58,7 @@ def said(found: Verdict) -> tuple[str, tuple[int, ...], str]:
     return found.state, found.ranks, found.causes[0].code if found.causes else ""
 
 
-def told(found: Verdict) -> str:
+def text_of(found: Verdict) -> str:
     """Its line, the evidence of its first cause, and what it does not know."""
     evidence = found.causes[0].evidence if found.causes else ()
     return "\n".join((found.line, *evidence, *(one.what for one in found.unknown)))
@@ -303,7 +303,7 @@ WAITS = {"started": True}
 FIRST_OF_TWO = {r: [call(1), call(2, done=False, size=8 if r == 0 else 5)] for r in range(2)}
 TWO_AND_TWO = {r: [call(1), call(2, "broadcast" if r < 2 else "gather", done=False)] for r in range(4)}
 TORCH = {1: Call(group="", number=21, op="broadcast"), 0: Call(group="", number=21, op="allreduce")}
-HUNG = {6: "made no progress for 480 s"}
+HUNG = {6: "480"}
 BY_FILES = "640 s by the dumps' file times"
 NETWORK, BEHIND, TIMEOUT = "network", "rank.behind", "call.timeout"
 Row = tuple[str, RunFacts, str, tuple[int, ...], str, tuple[str, ...]]
@@ -397,7 +397,7 @@ def of_logs() -> Iterator[Row]:
     yield "torch itself found calls that do not match", RunFacts(log=LogFacts(
         clash=TORCH, errors={1: "RuntimeError: Detected mismatch between collectives"})), "failed", (), "call.other", (
         "disagree",)  # fmt: skip
-    yield ("a watchdog that hangs itself is no wait for others", RunFacts(log=LogFacts(hung=HUNG, idle={6})), "failed",
+    yield ("a watchdog that hangs itself is not waited for", RunFacts(log=LogFacts(hung=HUNG, idle={6: ""})), "failed",
            (6,), "watchdog_hung", ("no collective was outstanding",))  # fmt: skip
     yield ("one that hangs in a collective accuses nobody", RunFacts(log=LogFacts(hung=HUNG)), "failed", (),
            "watchdog_hung", ())  # fmt: skip
@@ -433,7 +433,7 @@ def test_who_is_named(
 ) -> None:
     found = judge(seen)
     assert said(found) == (state, ranks, code), found.line
-    assert [each for each in words if each not in told(found)] == []
+    assert [each for each in words if each not in text_of(found)] == []
 
 
 def test_one_late_rank_is_named_two_share_the_wait() -> None:
@@ -461,10 +461,10 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
     assert (found.causes[0].code, found.nodes) == ("link.node", ("h1",))
     few = {r: replace(s, unsent=dict.fromkeys(s.unsent, 3 if r == 1 else 0)) for r, s in rows.items()}
     early = judge(RunFacts(states=few, world=4, now=NOW))
-    assert said(early) == ("slow", (), NETWORK) and "cannot be distinguished yet" in told(early), "looks are too few"
+    assert said(early) == ("slow", (), NETWORK) and "cannot be distinguished yet" in text_of(early), "looks are too few"
     calls = {rank: [call(44, done=False, at=NOW - 60)] for rank in range(2)}
     unseen = judge(of(calls, world=2, states=on_hosts(2, calls=44)))
-    assert said(unseen) == ("stuck", (), "link") and "bytes wait" not in told(unseen), "no look saw any"
+    assert said(unseen) == ("stuck", (), "link") and "bytes wait" not in text_of(unseen), "no look saw any"
 
 
 def counts(op: str, ranks: dict[int, int], **comm: Any) -> ras.RasReport:
@@ -512,7 +512,7 @@ def test_what_ras_adds(
 ) -> None:
     found = gathered.with_ras(before, report, earlier)
     assert said(found) == gives, found.line
-    assert words in "\n".join((told(found), *found.disagree))
+    assert words in "\n".join((text_of(found), *found.disagree))
 
 
 def test_ras_of_every_release_is_read() -> None:
