@@ -11,6 +11,8 @@ import torch
 import yaml
 from filled import filled_model
 from rigs.tables import each_row
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, get_scheduler
 
 from contracts.finding import Interval
@@ -110,6 +112,39 @@ def test_adapters_take_16_bits_as_they_come(tmp_path):
             adapter.cast_input_dtype_enabled = cast
         losses.append(float(total([chunk], batch)))
     assert losses[0] == losses[1]
+
+
+class Passed(TorchDispatchMode):
+    """Bytes that operators read and write of tensors with so many columns, products apart; views move none."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns, self.bytes = columns, 0
+
+    def __torch_dispatch__(self, op, _types, args=(), kwargs=None):
+        """Run it and count."""
+        out = op(*args, **(kwargs or {}))
+        name = op._schema.name
+        if not op.is_view and not any(word in name for word in ("mm", "empty", "detach", "_unsafe_view", "aten::t")):
+            seen = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)]
+            self.bytes += sum(t.numel() * t.element_size() for t in seen if t.ndim and t.shape[-1] == self.columns)
+        return out
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_bytes_of_the_loss_are_those_that_the_forecast_counts(tmp_path, fused):
+    """Forward and backward, per logit; under autocast the head's product comes in 16 bits."""
+    config = job(tmp_path, "llama")
+    model = filled_model(config)
+    (chunk,) = cut(model, [(0, 4)], [0], fused_loss=fused)
+    chunk.autocast = torch.bfloat16
+    head, tokens = causal_lm(model).lm_head, 128
+    head.weight = torch.nn.Parameter(torch.randn(4096, head.weight.shape[1]).to(torch.bfloat16))
+    hidden = torch.randn(tokens, head.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, 4096, (tokens,))
+    with Passed(4096) as passed, torch.autocast("cpu", torch.bfloat16):
+        (chunk._fused_loss if fused else chunk._loss)(hidden, labels).backward()
+    assert passed.bytes / (tokens * 4096) == pytest.approx(TOPOFLIGHT.loss_bytes[0 if fused else 1], rel=0.1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
