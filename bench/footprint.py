@@ -48,7 +48,7 @@ def counted(view):
     made += 1
     part = count.with_suffix(".part")
     part.write_text(str(made))
-    part.replace(count)  # whoever reads it finds a number
+    part.replace(count)  # a reader always finds a number
 state = State(lambda: (scanner.scan(),), interval_seconds=0.0, folder=folder)
 state.before.append(counted)
 options = {**cmd_serve.serve.make_context("serve", []).params, "hosts": None}

@@ -182,7 +182,7 @@ def as_run(row: Row) -> Layout:
         return row.layout
     choice = row.stack.default_checkpointing
     if row.layout.offload == "all":
-        choice = "full"  # whoever moves the weights out, which costs more, has recomputed first: as the search does
+        choice = "full"  # as the search does: recomputation costs less than moving the weights out
     if row.stack.engine.name == "litgpt" and row.layout.world_size > 1:
         choice = "full"  # its FSDP strategy checkpoints every block
     if row.stack.engine.name == "torchtune" and row.train.method != "qlora":

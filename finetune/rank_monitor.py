@@ -362,7 +362,8 @@ def _groups() -> dict[str, tuple[int, ...]]:
 
 def _identity() -> dict[str, Any]:
     """What does not change: host, process, addresses."""
-    found: dict[str, Any] = {"host": os.uname().nodename, "pid": os.getpid()}
+    host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename  # NodeName of slurm.conf may differ from it
+    found: dict[str, Any] = {"host": host, "pid": os.getpid()}
     if (gpu := os.environ.get("LOCAL_RANK")) is not None and gpu.isdecimal():
         found["gpu"] = int(gpu)
     with contextlib.suppress(OSError, ValueError, IndexError):

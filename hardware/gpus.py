@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from hardware.tables import is_of, pair, read
+from contracts.tables import read_table
 from hardware.units import GIB, GIGA, TERA
 
 NVIDIA = 0x10DE
@@ -59,6 +59,10 @@ class Gpu:
         return self.busbw.get(2 if gpus <= 2 else 4 if gpus <= 4 else 8)
 
 
+def _pair(capability: list[int] | None) -> tuple[int, int] | None:
+    return (capability[0], capability[1]) if capability else None
+
+
 def _gpu(row: Mapping[str, Any]) -> Gpu:
     made = dict(row)
     fp8 = made.pop("matmul_fp8_tflops", None)
@@ -69,17 +73,31 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
         matmul_fp32=made.pop("fp32_tflops") * TERA,
         hbm_bytes_per_second=made.pop("memory_tb_per_second") * TERA,
         memory_bytes=made.pop("memory_gib") * GIB,
-        compute_capability=pair(made.pop("capability", None)),
+        compute_capability=_pair(made.pop("capability", None)),
         busbw={int(count): rate * GIGA for count, rate in made.pop("busbw_gb_per_second", {}).items()},
         pci={int(number, 16): name for number, name in made.pop("pci", {}).items()},
         **made,
     )
 
 
+# What a GPU's name alone says of it, whether or not it has a row of its own: `series.toml`.
+
+
+@cache
+def pattern(series: str) -> str:
+    """The regular expression of a series. Raises LookupError for one that the table does not have."""
+    return {row["name"]: str(row["pattern"]) for row in read_table(__file__, "series.toml")["series"]}[series]
+
+
+def is_of(series: str, name: str) -> bool:
+    """Whether a GPU of this name, as the driver prints it, is of the series."""
+    return re.search(pattern(series), name) is not None
+
+
 @cache
 def gpus() -> tuple[Gpu, ...]:
     """Every row; the first that matches a name counts."""
-    return tuple(map(_gpu, read("gpus")))
+    return tuple(map(_gpu, read_table(__file__, "gpus.toml")["gpu"]))
 
 
 @lru_cache(maxsize=256)
@@ -155,13 +173,13 @@ class Link:
 def links() -> tuple[Link, ...]:
     """Every row, the newest first."""
     made = []
-    for row in map(dict, read("links")):
+    for row in map(dict, read_table(__file__, "links.toml")["link"]):
         plan = row.pop("nccl_gb_per_second", None)
         made.append(
             Link(
                 bytes_per_second=row.pop("gb_per_second") * GIGA,
                 nccl_bytes_per_second=plan * GIGA if plan is not None else None,
-                capability=pair(row.pop("capability", None)),
+                capability=_pair(row.pop("capability", None)),
                 **row,
             )
         )

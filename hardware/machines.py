@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from hardware.tables import read
+from contracts.tables import read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ _LISTS = {"aliases", "links_per_pair", "other_sizes"}
 def machines() -> tuple[Machine, ...]:
     """Every row."""
     made: list[Machine] = []
-    for written in read("machines"):
+    for written in read_table(__file__, "machines.toml")["machine"]:
         row: dict[str, Any] = {name: tuple(value) if name in _LISTS else value for name, value in written.items()}
         row["nvlinks"] = tuple(tuple(counts) for counts in row.get("nvlinks", ()))
         joined = row.get("all_to_all", True) or bool(row["nvlinks"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from hardware.tables import read
+from contracts.tables import read_table
 from hardware.units import GIGA
 
 MELLANOX = 0x15B3
@@ -29,7 +29,7 @@ class Nic:
 def nics() -> tuple[Nic, ...]:
     """Every row."""
     made = []
-    for row in map(dict, read("nics")):
+    for row in map(dict, read_table(__file__, "nics.toml")["nic"]):
         gbps = row.pop("gbps", None)
         devices, virtual = (tuple(row.pop(name, ())) for name in ("devices", "virtual"))
         made.append(Nic(bytes_per_second=gbps * GIGA / 8 if gbps else None, devices=devices, virtual=virtual, **row))

@@ -12,7 +12,7 @@ from typing import Any
 from contracts.finding import Interval
 from contracts.layout import Layout
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.nccl_env.texts import Note, PodNeed, Setting
+from planner.nccl_env.situation import Note, PodNeed, Setting
 
 SCHEMA_VERSION = 1
 
@@ -133,7 +133,7 @@ def refuse(framework: str, refusals: Mapping[str, object]) -> None:
         raise ExportError(f"{framework} cannot run this layout: {'; '.join(reasons)}")
 
 
-def render(name: str, **values: Any) -> str:
+def render(template: str, /, **values: Any) -> str:
     """Fill in a template of planner/stacks/templates."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -143,7 +143,7 @@ def render(name: str, **values: Any) -> str:
     )  # fmt: skip
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
-    return environment.get_template(f"{name}.j2").render(**values)
+    return environment.get_template(f"{template}.j2").render(**values)
 
 
 def from_template(name: str, request: ExportRequest, **values: Any) -> str:

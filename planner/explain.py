@@ -225,8 +225,12 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
         add("fp8", gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)))
     if layout.offload != "none":
         add("threads", gain_of(host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND))
-    if layout.checkpointing != "none":
-        add("memory", gain_of(replace(layout, checkpointing="none")))
+    if layout.checkpointing != "none" and capacity is not None:
+        whole = replace(layout, checkpointing="none")
+        more = (memory_of(job, whole).total - bytes_that_fit(job, capacity)) / GIB
+        if more * GIB <= capacity:  # no GPU that is sold has much more than twice the memory of another
+            device = "GPU" if job.has_gpu else "rank"
+            add("memory" if more > 0 else "recompute", gain_of(whole), more=math.ceil(more), device=device)
     if winner.parts.bubble > 0:
         add("accumulation", gain_of(replace(layout, gradient_accumulation=layout.gradient_accumulation * 2)))
     ideas.sort(key=lambda idea: -idea[0])

@@ -33,8 +33,7 @@ from planner.forecast.specs import (
 from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
-from planner.nccl_env.situation import situation
-from planner.nccl_env.texts import Note
+from planner.nccl_env.situation import Note, situation
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
 from planner.stacks import engine_named
@@ -374,7 +373,7 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     if "gradient_accumulation" not in named:
         if left:
             raise LayoutError(
-                f"global batch {planned.global_batch} does not divide by {shape.data_parallel} data-parallel ranks x "
+                f"global batch {planned.global_batch} is not divisible by {shape.data_parallel} data-parallel ranks x "
                 f"micro_batch {shape.micro_batch}; change --global-batch or micro_batch"
             )
         shape = replace(shape, gradient_accumulation=accumulation)
@@ -493,7 +492,8 @@ def recommend(
         high, has = chosen.forecast.memory_bytes.high, planned.capacity
         if high > TIGHT_SHARE * has:
             unknowns.append(f"memory is tight: up to {high / GIB:.1f} of {has / GIB:.1f} GiB")
-    note = Note(topic="search", text=f"{found.tried} layouts forecast, {len(found.best)} families fit")
+    fit = f"{len(found.best)} combinations of parallelism fit"
+    note = Note(topic="search", text=f"{found.tried} layouts forecast, {fit}")
     return replace(
         answer, notes=(*env.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
         runners_up=tuple(runners), rejected=tuple(found.rejected), helps_most=helps, unknowns=tuple(unknowns),

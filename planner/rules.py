@@ -19,14 +19,14 @@ Rule = Callable[[Question, Layout], str | None]
 def heads_divide(q: Question, at: Layout) -> str | None:
     """Tensor parallelism gives each rank whole attention heads."""
     if q.model.heads % at.tp:
-        return f"{q.model.heads} attention heads do not divide by TP={at.tp}"
+        return f"{q.model.heads} attention heads are not divisible by TP={at.tp}"
     return None
 
 
 def kv_heads_divide(q: Question, at: Layout) -> str | None:
     """Key and value heads are split too; Megatron copies them where there are too few."""
     if q.model.kv_heads % at.tp and not (q.engine.copies_kv_heads and at.tp % q.model.kv_heads == 0):
-        return f"{q.model.kv_heads} key/value heads do not divide by TP={at.tp}"
+        return f"{q.model.kv_heads} key/value heads are not divisible by TP={at.tp}"
     return None
 
 
@@ -36,7 +36,7 @@ def ffn_divides(q: Question, at: Layout) -> str | None:
     widths += [q.model.ffn] if q.model.dense_layers else []
     for width in widths:
         if width % at.tp:
-            return f"MLP width {width} does not divide by TP={at.tp}"
+            return f"MLP width {width} is not divisible by TP={at.tp}"
     return None
 
 

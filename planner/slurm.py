@@ -9,15 +9,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from contracts.host_list import compress_host_list
 from contracts.run_record import RESUMABLE
 from planner.advice import render
-from planner.kubernetes.job import END_SECONDS
+from planner.kubernetes.job import END_SECONDS, RUNS_GATE
 from planner.lint.expansion import limit_parsing, parse_lines, walk
-from planner.nccl_env.texts import Setting
+from planner.nccl_env.situation import Setting
 
 MOST_OPTION_CHARACTERS = 65536  # of a line; the time that shlex takes grows with the square of a word's length
 _KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")
@@ -27,55 +26,35 @@ _OPTION_OF_TEMPLATE = frozenset({
 })  # fmt: skip
 
 
-class SlurmJobError(ValueError):
-    """A job that cannot be written as a batch script; names the option, its value and what is allowed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmJob:
-    """What a batch script starts, and what it asks Slurm for."""
-
-    name: str
-    nodes: int
-    ranks_per_node: int
-    plan: str  # plan.json as text
-    output: Path  # absolute, on a file system that all nodes share
-    python: str  # interpreter on the nodes that has this package
-    gpus_per_node: int
-    settings: tuple[Setting, ...]
-    exclude: tuple[str, ...]  # nodes that the job must not use
-    time_limit: str | None
-    options: Mapping[str, str]  # more options of sbatch
-    gate: bool
-    require: tuple[str, ...]  # checks of the gate that must be known
-    measure: bool
-    ipc_lock: bool  # ranks lock memory for RDMA
-    restarts: int
-    save_seconds: int  # that ranks have for a checkpoint after SIGTERM
-
-    def __post_init__(self) -> None:
-        if self.time_limit is not None and not _TIME.fullmatch(self.time_limit):
-            raise SlurmJobError(f"--time-limit {self.time_limit!r}: must be MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
-        for key, value in self.options.items():
-            if not _KEY.fullmatch(key) or key in _OPTION_OF_TEMPLATE:
-                own = "the script sets this option itself" if key in _OPTION_OF_TEMPLATE else "no option of sbatch"
-                raise SlurmJobError(f"--sbatch {key}: {own}")
-            check_word(f"--sbatch {key}", value)
-        check_word("--output", str(self.output))
-        check_word("--name", self.name)
+class ScriptError(ValueError):
+    """A script that cannot be written or wrapped; the message names the option or the line, and why."""
 
 
 def check_word(what: str, value: str) -> None:
-    """Raise SlurmJobError for a value that would end or split a line of #SBATCH."""
+    """Raise ScriptError for a value that would end or split a line of #SBATCH."""
     if re.search(r"[\s\"'#\\]|[^\x20-\x7e]", value):
-        raise SlurmJobError(f"{what} {value[:80]!r}: must have no blanks, quotes, # or letters beyond ASCII")
+        raise ScriptError(f"{what} {value[:80]!r}: must have no blanks, quotes, # or letters beyond ASCII")
 
 
-def batch_script(job: SlurmJob) -> str:
-    """The whole script; sbatch takes it as a file or from standard input."""
+def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mapping[str, str], save_seconds: int,
+                 **values: Any) -> str:  # fmt: skip
+    """The whole script, which sbatch takes; raises ScriptError.
+
+    `output` is absolute, on a file system that all nodes share; `more` are further options of sbatch; `save_seconds` is
+    what ranks have for a checkpoint after SIGTERM. `values` are the others that templates/job.sbatch.j2 names.
+    """
+    if time_limit is not None and not _TIME.fullmatch(time_limit):
+        raise ScriptError(f"--time-limit {time_limit!r}: must be MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
+    for key, value in more.items():
+        if not _KEY.fullmatch(key) or key in _OPTION_OF_TEMPLATE:
+            own = "the script sets this option itself" if key in _OPTION_OF_TEMPLATE else "no option of sbatch"
+            raise ScriptError(f"--sbatch {key}: {own}")
+        check_word(f"--sbatch {key}", value)
+    check_word("--output", str(output))
+    check_word("--name", name)
     return render(
-        "job.sbatch", job=job, settings=job.settings, exclude=compress_host_list(job.exclude), resumable=RESUMABLE,
-        signal_seconds=job.save_seconds + END_SECONDS,
+        "job.sbatch", name=name, output=output, time_limit=time_limit, more=more, save_seconds=save_seconds,
+        resumable=RESUMABLE, signal_seconds=save_seconds + END_SECONDS, **values,
     )  # fmt: skip
 
 
@@ -86,10 +65,6 @@ _STARTS_RANKS = re.compile(
     r"(?:\S*/)?(srun|mpirun|mpiexec|torchrun|accelerate|deepspeed|prun|jsrun)\b|.*torch\.distributed"
 )
 _COMMENT = re.compile(r"\s*(#.*)?")
-
-
-class ScriptError(ValueError):
-    """A script that cannot be wrapped; the message names the line and why."""
 
 
 def is_batch_script(text: str) -> bool:
@@ -159,9 +134,11 @@ def wrap_script(
     code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#") or "#SBATCH" in line)
     present = [setting for setting in settings if re.search(rf"\b{setting.name}\b", code)]
     notes += [f"{setting.name} stays as the script sets it; recommended: {setting.value}" for setting in present]
+    if has_gate := bool(RUNS_GATE.search(code)):
+        notes.append("the script runs `topoflight preflight` already: no second check of the nodes is added")
     block = render(
         "wrap.sbatch", mark=MARK, settings=[setting for setting in settings if setting not in present], python=python,
-        monitor="" if "TOPOFLIGHT_RUN" in code else monitor,
+        monitor="" if "TOPOFLIGHT_RUN" in code else monitor, has_gate=has_gate,
         log={name for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE") if has_log and not re.search(rf"\b{name}\b", code)},
     )  # fmt: skip
     lines = text.split("\n")

@@ -35,6 +35,7 @@ class FrontierPoint:
     network: str  # "catalogue", "100G tcp"
     ranks: int
     layout: str = ""  # "" where nothing fits
+    global_batch: int = 0  # sequences a step
     tokens_per_second: float | None = None
     mfu: float | None = None
     memory_bytes: float | None = None
@@ -102,7 +103,8 @@ def _point(
     price = prices.get(name) if isinstance(prices, Mapping) else prices
     cost = None if price is None else seconds.scaled(price * count / 3600.0)
     return replace(
-        here, layout=best.layout.family, tokens_per_second=forecast.tokens_per_second, mfu=forecast.mfu,
+        here, layout=best.layout.family, global_batch=planned.global_batch,
+        tokens_per_second=forecast.tokens_per_second, mfu=forecast.mfu,
         memory_bytes=forecast.memory_bytes.mid, seconds=seconds, gpu_hours=mid / 3600.0 * cluster.world_size,
         cost=cost,
     )  # fmt: skip

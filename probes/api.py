@@ -130,9 +130,13 @@ class Snapshot:
 
 
 def host_name() -> str:
-    """The name of this host; in a pod whose manifest sets NODE_NAME that of the node, as host names of pods change."""
+    """The name of this host.
+
+    In a pod whose manifest sets NODE_NAME it is that of the node, as host names of pods change. Under a slurmd it is
+    NodeName of slurm.conf, which may differ from the host's own.
+    """
     of_node = os.environ.get("NODE_NAME", "") if os.environ.get("KUBERNETES_SERVICE_HOST") else ""
-    return of_node or os.uname().nodename
+    return of_node or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 Texts = Mapping[str, Mapping[str, Any]]

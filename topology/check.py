@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
-from hardware.gpus import most_links, without_gdr
+from hardware.gpus import is_of, most_links, without_gdr
 from hardware.machines import Machine
-from hardware.tables import is_of
 from probes.api import codes_of, finding
 from topology.derive import reference_of
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank

@@ -114,7 +114,8 @@ def _lines(file: str, read: Read, names: list[str] | None = None) -> Iterator[tu
             if "%c" in name:  # slurm.conf(5), INCLUDE MODIFIERS
                 name = name.replace("%c", cluster_name(read("slurm.conf")))
             if name in names or len(names) == MOST_FILES:
-                raise SlurmConfError(f"{place}: {name!r}: a file is read once, and at most {MOST_FILES} files are")
+                why = "it was read before" if name in names else f"at most {MOST_FILES} files are read"
+                raise SlurmConfError(f"{place}: Include {name}: {why}")
             yield from _lines(name, read, names)
         elif any("=" not in word for word in words):
             raise SlurmConfError(f"{place}: {line.strip()[:80]!r} must consist of NAME=VALUE")
@@ -156,17 +157,21 @@ def compare_gres(read: Read, placements: Sequence[Placement]) -> list[str]:
     """Nodes whose GPUs in gres.conf are not as many as were found; what AutoDetect fills in is not compared."""
     counts: dict[str, int] = {}
     places: dict[str, str] = {}
-    for place, row in _lines("gres.conf", read):
-        if row.get("name", "").lower() != "gpu" or not ("file" in row or "count" in row):
+    lines = list(_lines("gres.conf", read))
+    detects = any(row.get("autodetect", "off").lower() != "off" for _, row in lines)
+    for place, row in lines:
+        if row.get("name", "").lower() != "gpu" or (detects and not ("file" in row or "count" in row)):
             continue
         files = re.sub(r"^/dev/", "", row.get("file", "")).replace("/", "_")
-        count = row.get("count", "") or str(len(_hosts(place, files)))
+        count = row.get("count", "") or str(len(_hosts(place, files)) or 1)  # gres.conf(5), Count
         if not re.fullmatch(r"\d{1,6}", count):
             raise SlurmConfError(f"{place}: Count={count[:20]}: must be a number")
         for node in _hosts(place, row["nodename"]) if "nodename" in row else [one.node for one in placements]:
             counts[node] = counts.get(node, 0) + int(count)
             places[node] = place
-    return [
+    missing = [one.node for one in placements if one.gpus and one.node not in counts and not detects]
+    none = [f"gres.conf: no line is for the GPUs of {compress_host_list(missing)}, so Slurm gives none of them to jobs"]
+    return none * bool(missing) + [
         f"{places[one.node]}: {counts[one.node]} GPUs on {one.node}, and {one.gpus} were found"
         for one in placements
         if one.gpus is not None and one.node in counts and counts[one.node] != one.gpus

@@ -20,7 +20,7 @@ from collectives.nccl_log.transport import Evidence
 from contracts import bounded
 from contracts.finding import Finding
 from contracts.layout import LayoutError, values_of
-from contracts.run_record import RunRecord
+from contracts.run_record import RESUMABLE, RunRecord
 from contracts.yaml_text import YamlTextError
 from hardware.units import GIGA
 from planner import why
@@ -97,8 +97,9 @@ _ENDED_WELL = ("running", "complete", "interrupted", "unknown")
 
 def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     """The run's own record: how it ended, and its steps compared with their forecast."""
-    sources = (*verdict.sources, f"record: {record.status}, {len(record.step_seconds)} steps")
-    verdict = replace(verdict, sources=sources)
+    restart = f", restart {record.restarts}" if record.restarts else ""
+    source = f"record: {record.status}, {len(record.step_seconds)} steps{restart}"
+    verdict = replace(verdict, sources=(*verdict.sources, source))
     if record.status not in _ENDED_WELL and verdict.state == "fine":
         cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
         return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
@@ -115,6 +116,39 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         return replace(
             verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
         )
+    return verdict
+
+
+# Problems of a log that say that the job was told to end: Slurm and torchrun write them also of a job that saved.
+_TOLD_TO_END = {"job_cancelled", "job_requeued", "job_stopped", "job_preempted", "time_limit_reached"}
+
+
+def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) -> Verdict:
+    """The verdict on a run that ended so that it can resume, or that the scheduler has queued again.
+
+    `again` says what such a job does now; "" that it has ended for good, None that this is not known.
+    """
+    told = verdict.state == "failed" and {cause.code for cause in verdict.causes} <= _TOLD_TO_END
+    if not told and verdict.state not in ("fine", "unknown"):
+        return verdict
+    saved = ""
+    if record is not None and record.status == "interrupted" and record.exit_code == RESUMABLE:
+        why = f": {record.reason}" if record.reason else ""
+        saved = f"the run ended so that it can resume (run.json: interrupted, exit code {RESUMABLE}{why})"
+    words = "; ".join(filter(None, (saved, again)))
+    if not told:
+        line = words if saved else "; ".join(filter(None, (verdict.line, again)))
+        return replace(verdict, state="fine" if saved else verdict.state, line=line)
+    if again and not saved and "COMPLETED" not in again:
+        line = f"unknown: {again}; no source shows whether its ranks had saved a checkpoint"
+        return replace(verdict, state="unknown", line=line)
+    first, *rest = verdict.causes
+    if again:
+        line = f"the log has: {first.message}. Slurm writes this of each job that it signals; run.json is believed"
+        return replace(verdict, state="fine", line=words, causes=(), disagree=(*verdict.disagree, line))
+    if saved:
+        action = "Start it again with the same command: it resumes from its checkpoint."
+        verdict = replace(verdict, causes=(replace(first, evidence=(*first.evidence, saved), action=action), *rest))
     return verdict
 
 

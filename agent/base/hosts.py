@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.base.progress import waiting
+from agent.base.output import waiting
 from agent.base.recordings import replayed
 
 if TYPE_CHECKING:

@@ -104,12 +104,6 @@ class _Size(click.ParamType[int]):
         return size
 
 
-SIZE = _Size()
-OUTPUT_FILE = _Output(dir_okay=False, path_type=Path)
-OUTPUT_FOLDER = _Output(file_okay=False, path_type=Path)
-OUTPUT_FILE_OR_STDOUT = _Output(dir_okay=False, allow_dash=True)
-
-
 # The options.
 
 _TYPES: dict[str, click.ParamType[Any]] = {
@@ -120,10 +114,10 @@ _TYPES: dict[str, click.ParamType[Any]] = {
     "any folder": click.Path(file_okay=False, path_type=Path),
     "any path": click.Path(path_type=Path),
     "path or -": click.Path(allow_dash=True, path_type=str),
-    "output file": OUTPUT_FILE,
-    "output file or -": OUTPUT_FILE_OR_STDOUT,
-    "output folder": OUTPUT_FOLDER,
-    "size": SIZE,
+    "output file": _Output(dir_okay=False, path_type=Path),
+    "output file or -": _Output(dir_okay=False, allow_dash=True),
+    "output folder": _Output(file_okay=False, path_type=Path),
+    "size": _Size(),
     "text": click.STRING,
 }
 

@@ -1,16 +1,10 @@
-"""The recordings of hosts that are given with --host, and the bundle: a file of recordings and more."""
+"""The recordings of hosts that are given with --host."""
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import io
-import re
-import tarfile
 import threading
-import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base.options import InputError
-from agent.base.output import print_text
-from contracts import bounded
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -40,11 +32,6 @@ def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None
             if not (stop and stop.is_set()):
                 found += replay(path, probes, stop)
                 paths += [path] * (len(found) - len(paths))
-            if path.name.endswith((".tgz", ".tar.gz")):
-                with contextlib.suppress(BundleError):
-                    packed = bounded.read(path, MOST_BUNDLE_BYTES)
-                    for line in bundle_differences(unpack_bundle(packed, "differences.txt")):
-                        print_text(line, err=True)
         except (OSError, RecordingError) as error:
             raise InputError(str(error)) from None
     return distinct_names(found, paths)
@@ -76,48 +63,3 @@ def _files(hosts: Sequence[Path]) -> list[Path]:
         else:
             files.append(path)
     return files
-
-
-# The file that `topoflight bundle` writes: a gzipped tar with a folder of files for each host.
-
-Files = dict[str, bytes]
-MOST_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB
-MOST_BUNDLE_BYTES = 512 << 20  # of a bundle, unpacked
-
-
-class BundleError(RuntimeError):
-    """Why no bundle came; the message says what to do."""
-
-
-def bundle_differences(hosts: Mapping[str, Files], most: int = 10) -> list[str]:
-    """What kubelet, device plugins, NVML and the bus disagree on, a line each with its host; the rest is counted."""
-    found = []
-    for host, files in hosts.items():
-        lines = files.get("differences.txt", b"").decode(errors="replace").splitlines()
-        known = [line for line in lines if not line.startswith(("none:", "unknown"))]
-        found += [line if host == "cluster" else f"{host}: {line}" for line in known]
-    rest = [f"and {len(found) - most} more: differences.txt of each folder"] if len(found) > most else []
-    return found[:most] + rest
-
-
-def folder_name(host: str) -> str:
-    """The folder of a host in a bundle."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
-
-
-def unpack_bundle(content: bytes, wanted: str = "") -> dict[str, Files]:
-    """Read the files of a bundle, by host: all of them, or the one named `wanted` of each. Raises BundleError."""
-
-    def is_wanted(path: str) -> bool:
-        name = path.partition("/")[2]
-        return bool(name) and ".." not in name and wanted in ("", name)
-
-    found: dict[str, Files] = {}
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
-            for path, data in bounded.tar_files(stream, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, is_wanted):
-                host, _, name = path.partition("/")
-                found.setdefault(folder_name(host), {})[name] = data
-    except (tarfile.TarError, bounded.TooLargeError, EOFError, OSError, zlib.error) as error:
-        raise BundleError(f"not a bundle: {error}") from None
-    return found

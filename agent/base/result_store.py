@@ -13,14 +13,12 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent.base import units
 from agent.base.output import write_atomic
 from collectives.bench.results import BenchResult, read_result, result_to_json
-from contracts import bounded, plain
+from contracts import plain
 from contracts.run_record import RecordError, RunRecord
 from contracts.run_record import read as read_record
 
@@ -43,14 +41,10 @@ def folder() -> Path | None:
 
 
 def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Path | None:
-    """Leave the result as the last one, and a line of it in the history; not one that was stopped before any."""
+    """Leave the result as the last one; not one that was stopped before any."""
     where = place or folder()
     if where is None or (result.stopped_by and not result.measurements):
         return None
-    try:
-        _remember(where, result)
-    except OSError as error:
-        left_out(where / HISTORY_FILE, error)
     return _write(where / BENCH_FILE, result_to_json(result))
 
 
@@ -139,74 +133,3 @@ def _write(path: Path, value: dict[str, Any]) -> Path | None:
     except OSError as error:  # the run itself was fine: its own output holds the result
         log.warning("%s was not kept: %s", path, error)
         return None
-
-
-# The benchmarks of before, a line each, so that a page can say whether it was ever better. The whole result is stored
-# of the last one only; of the others the bus bandwidth of each collective at the largest size that was verified.
-
-HISTORY_FILE = "benches.json"
-KEPT_BENCHES = 50
-_MOST_HISTORY_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
-    """One collective at the largest size of its benchmark."""
-
-    op: str
-    size_bytes: int
-    busbw_bytes_per_second: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One benchmark of the history."""
-
-    started_at_seconds: float
-    ranks: int
-    backend: str
-    hosts: int
-    complete: bool
-    largest: tuple[Largest, ...]
-    gdrdma: str | None = None  # what NCCL's log proved; None where there was none
-
-    @property
-    def job(self) -> str:
-        """What must be alike for two lines to be compared: "8 nccl ranks on 1 host"."""
-        return f"{self.ranks} {self.backend} ranks on {units.count(self.hosts, 'host')}"
-
-
-def line_of(result: BenchResult) -> Line:
-    """The line of a result."""
-    best: dict[str, Largest] = {}
-    for m in result.measurements:
-        if m.verified and m.bytes >= (best[m.op].size_bytes if m.op in best else 0):
-            best[m.op] = Largest(op=m.op, size_bytes=m.bytes, busbw_bytes_per_second=m.busbw_bytes_per_second)
-    return Line(
-        started_at_seconds=result.started_at_seconds, ranks=result.world_size, backend=result.backend,
-        hosts=len(set(result.hosts)) or 1, complete=result.complete,
-        gdrdma=result.evidence.gdrdma if result.evidence else None, largest=tuple(best.values()),
-    )  # fmt: skip
-
-
-def _remember(folder: Path, result: BenchResult) -> None:
-    """Add a result to the history, once; raises OSError."""
-    new = line_of(result)
-    lines = [new, *(old for old in bench_history(folder) if old.started_at_seconds != new.started_at_seconds)]
-    lines.sort(key=lambda line: -line.started_at_seconds)
-    write_atomic(
-        folder / HISTORY_FILE, json.dumps([plain.write(line) for line in lines[:KEPT_BENCHES]], indent=1) + "\n"
-    )
-
-
-def bench_history(folder: Path) -> tuple[Line, ...]:
-    """The history, newest first; what cannot be read is left out."""
-    try:
-        found = plain.loads(bounded.read(folder / HISTORY_FILE, _MOST_HISTORY_BYTES))
-    except (OSError, ValueError):
-        return ()
-    lines = []
-    for each in found[:KEPT_BENCHES] if isinstance(found, list) else []:
-        with contextlib.suppress(plain.MisfitError):
-            lines.append(plain.read(each, Line))
-    return tuple(sorted(lines, key=lambda line: -line.started_at_seconds))

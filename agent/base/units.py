@@ -39,9 +39,9 @@ def tally(counts: Mapping[str, int]) -> str:
 
 
 def rest(word: str, counts: Mapping[str, int]) -> str:
-    """The tally without what a verdict of that word says by itself: its own count, or of a pass the unknown checks."""
-    shown = "unknown" if word == "pass" else word
-    return tally({status: number for status, number in counts.items() if status != shown})
+    """The tally without what a verdict of that word says by itself: its findings, or of a pass the unknown checks."""
+    shown = {"pass": ("unknown",), "fail": ("fail", "warn")}.get(word, (word,))
+    return tally({status: number for status, number in counts.items() if status not in shown})
 
 
 def size(value: float | None) -> str:

@@ -352,27 +352,27 @@ def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: Selected) -> J
 
 
 def _gdr(snapshot: Snapshot, topology: NodeTopology, _wanted: bool) -> Judgement:
-    able = "possible from every GPU to its nearest NIC"
-    met = _has_gdr(snapshot, topology)
-    return met, f"GPUDirect RDMA is {'unknown' if met is None else able if met else f'not {able}'}"
-
-
-def _has_gdr(snapshot: Snapshot, topology: NodeTopology) -> bool | None:
     """Whether NICs can reach GPU memory by what is installed, and do by NCCL's rules; None where either is unknown."""
     pci, rdma = snapshot.facts(PciFacts), snapshot.facts(RdmaFacts)
     if pci is None or (rdma is None and not _absent(snapshot, "rdma")):
-        return None
+        return None, "the PCI bus or the RDMA devices are unknown"
     if not gdrdma_possible((snapshot,)):
-        known = rdma is None or (pci.peermem_loaded is False and pci.dmabuf_possible is False)
-        ports = [port.state for device in rdma.devices for port in device.ports] if rdma else []
-        return False if known or (ports and "ACTIVE" not in ports and None not in ports) else None
+        if rdma is None:
+            return False, "there is no RDMA device"
+        if pci.peermem_loaded is False and pci.dmabuf_possible is False:
+            return False, "nvidia_peermem is not loaded, and DMA-BUF is not possible"
+        ports = [port.state for device in rdma.devices for port in device.ports]
+        down = bool(ports) and not {"ACTIVE", None} & set(ports)
+        return (False, "no RDMA device has an ACTIVE port") if down else (None, "GPUDirect RDMA is unknown")
     usable = {gpu.name for gpu in topology.gpus if gpu.usable}
     near = [one for one in topology.nearest_nic if one.gpu in usable]
     if not near or not all(one.decidable for one in near):
-        return None if near else False
+        return (None, "the path to the nearest NIC is unknown") if near else (False, "no GPU answers")
     host = snapshot.facts(HostinfoFacts)
-    level = host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None
-    return all(by_gdr(one, farthest_gdr(level)) for one in near)
+    level = farthest_gdr(host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None)
+    far = [f"{one.gpu} ({one.label})" for one in near if not by_gdr(one, level)]
+    able = units.some(far, "not possible from ") or "possible from every GPU"
+    return not far, f"GPUDirect RDMA is {able} to the nearest NIC"
 
 
 # Limits, interfaces ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from agent.base import units
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 
@@ -13,18 +14,6 @@ ORDER: tuple[Status, ...] = tuple(Status)  # worst first, as they are printed
 _OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families whose subjects are devices
 
 MANY_CODES = 8  # of one family and one reason: more are named by their family
-
-
-def places(found: Sequence[Finding]) -> str:
-    """On how many nodes or devices these were found: "on 10 devices"; empty where it is one or none is named."""
-    nodes = {name for check in found for name in check.node.split(", ") if name}
-    if len(nodes) > 1:
-        return f"on {len(nodes)} nodes"
-    subjects = {name for check in found for name in check.subject.split(", ") if name}
-    if len(subjects) < 2:
-        return ""
-    devices = all(check.code.split(".")[0] in _OF_DEVICES for check in found)
-    return f"on {len(subjects)} devices" if devices else f"in {len(subjects)} places"
 
 
 def worst_first(checks: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -64,8 +53,22 @@ class Group:
 
     @property
     def places(self) -> str:
-        """On how many nodes or devices it was found: "on 10 devices"; empty where it is one."""
-        return places(self.checks)
+        """Where it was found, if in several places: "on 2 nodes", "on 10 devices", "for gpus=8, gdr=on"; else ""."""
+        nodes = {name for check in self.checks for name in check.node.split(", ") if name}
+        if len(nodes) > 1:
+            return f"on {len(nodes)} nodes"
+        subjects = {name for check in self.checks for name in check.subject.split(", ") if name}
+        return self._at(sorted(subjects)) if len(subjects) > 1 else ""
+
+    @property
+    def place(self) -> str:
+        """The first subject that it is about: "on GPU3", "for gdr=on"."""
+        return self._at(self.subjects[:1])
+
+    def _at(self, subjects: Sequence[str]) -> str:
+        if not all(code.split(".")[0] in _OF_DEVICES for code in self.codes):
+            return units.some(subjects, "for ", 4)
+        return f"on {subjects[0] if len(subjects) == 1 else f'{len(subjects)} devices'}"
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -76,16 +79,6 @@ class Group:
     def nodes(self) -> tuple[str, ...]:
         """The nodes it was found on."""
         return tuple(dict.fromkeys(check.node for check in self.checks if check.node))
-
-    @property
-    def by_node(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Each node with what it is about there, in order."""
-        found: dict[str, dict[str, None]] = {}
-        for check in self.checks:
-            subjects = found.setdefault(check.node, {})
-            if check.subject:
-                subjects[check.subject] = None
-        return tuple((node, tuple(subjects)) for node, subjects in found.items() if node)
 
     @property
     def required(self) -> bool:

@@ -6,13 +6,14 @@ The exit codes are a table in docs/reference/exit-codes.md. A view is computed o
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED, units
-from agent.checks.groups import MANY_CODES, ORDER, places
+from agent.checks.groups import MANY_CODES, ORDER, grouped
 from agent.checks.host_checks import checks_of_hosts, without_secrets
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
@@ -25,7 +26,6 @@ from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:
-    from agent.base.result_store import Line
     from agent.checks.expect import Expectation
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult
@@ -47,7 +47,7 @@ class Verdict:
     exit_code: int
     counts: dict[str, int]  # of results: a check on ten devices is ten
     why: str
-    by_check: dict[str, int] = field(default_factory=dict)  # of checks, each by its worst result: on ten devices one
+    listed: dict[str, int] = field(default_factory=dict)  # failures and warnings as lists group them; other checks
 
 
 def select(
@@ -94,18 +94,18 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     results: dict[Status, list[Finding]] = {status: [] for status in ORDER}
     for check in checks:
         results[check.status].append(check)
-    each = _by_worst(results)
+    each = _listed(checks, results)
     aside = unjudged(checks)
     prefix = f"{aside}; " if aside else ""
     counts: dict[str, int] = {status: len(found) for status, found in results.items()}
 
     def verdict(word: Literal["pass", "warn", "fail", "unknown"], exit_code: int, why: str) -> Verdict:
-        return Verdict(word=word, exit_code=exit_code, why=why, counts=counts, by_check=each)
+        return Verdict(word=word, exit_code=exit_code, why=why, counts=counts, listed=each)
 
     pending = sorted({check.code for check in checks if check.pending})
     required_unknown = [check for check in results[Status.UNKNOWN] if check.required]
     if results[Status.FAIL]:
-        why = _with_places(units.count(each["fail"], "check") + " failed", results[Status.FAIL])
+        why = units.tally({status: each[status] for status in (Status.FAIL, Status.WARN)})
         return verdict("fail", interrupted or EXIT_FAILED, why)
     if stopped:
         return verdict("unknown", interrupted or EXIT_STOPPED, f"stopped by {stopped} before it was done")
@@ -119,7 +119,7 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
         return verdict("unknown", EXIT_UNKNOWN, why)
     if results[Status.WARN]:
         code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
-        return verdict("warn", code, prefix + _with_places(units.count(each["warn"], "warning"), results[Status.WARN]))
+        return verdict("warn", code, prefix + units.count(each["warn"], "warning"))
     if not results[Status.PASS] and not results[Status.INFO]:  # no check, no node, or only unknowns
         return verdict("unknown", EXIT_UNKNOWN, "nothing was measured")
     left = f"; {units.count(each['unknown'], 'check')} could not run" if each["unknown"] else ""
@@ -149,20 +149,16 @@ def _unmeasured(checks: Sequence[Finding]) -> str:
     return ", ".join(sorted(dict.fromkeys(words)))
 
 
-def _by_worst(results: Mapping[Status, Sequence[Finding]]) -> dict[str, int]:
-    """How many checks have which result as their worst; a check is one however many devices and nodes it judged."""
+def _listed(checks: Sequence[Finding], results: Mapping[Status, Sequence[Finding]]) -> dict[str, int]:
+    """Failures and warnings as every list groups them, and the other checks by their worst result."""
+    bad = Counter(group.status for group in grouped(checks))
     seen: set[str] = set()
     counts: dict[str, int] = {}
     for status in ORDER:
         mine = {check.code for check in results[status]} - seen
-        counts[status] = len(mine)
+        counts[status] = bad[status] if status in ("fail", "warn") else len(mine)
         seen |= mine
     return counts
-
-
-def _with_places(words: str, found: Sequence[Finding]) -> str:
-    where = places(found) if len(found) > len({check.code for check in found}) else ""
-    return f"{words}, {where}" if where else words
 
 
 # The view.
@@ -181,7 +177,6 @@ class View:
     made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; a clock that jumps does not age a view
     bench: BenchResult | None = None
     bench_at_seconds: float | None = None
-    benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
     search: SearchResult | None = None  # the last search for bad nodes that this host planned
     runs: tuple[RunRecord, ...] = ()  # newest first
     events: tuple[Event, ...] = ()  # the newest, oldest first; of the resident agent's own host
@@ -191,7 +186,6 @@ class View:
 def build_view(
     snapshots: Sequence[Snapshot],
     *,
-    benches: tuple[Line, ...] = (),
     runs: tuple[RunRecord, ...] = (),
     earlier: Sequence[Snapshot] = (),
     expected: Expectation | str | None = None,
@@ -210,7 +204,6 @@ def build_view(
         checks=without_secrets(checks),
         verdict=judge(checks),
         made_at_seconds=time.time(),
-        benches=benches,
         runs=runs,
         search=search,
     )

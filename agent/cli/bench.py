@@ -1,4 +1,4 @@
-"""The verbs bench and calibrate."""
+"""The verbs bench, search and calibrate, which measure with real ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, units
+from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.hosts import snapshots
 from agent.base.options import command
-from agent.base.output import console, emit, print_text, render, save_document, write_result
-from agent.base.progress import Progress
+from agent.base.output import Progress, console, emit, print_text, render, save_document, write_result
 
 if TYPE_CHECKING:
     from collectives.bench.results import BenchResult
@@ -30,7 +29,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     from agent.checks.baseline import against_baseline
     from agent.checks.baseline import read as read_baseline
     from agent.checks.measured import checks_of_bars
-    from agent.jobs.benchmark import replay_spec, spec_of, watch
+    from agent.jobs.benchmark import spec_of, watch
     from agent.terminal import measured
     from collectives.bench.run import run
     from probes.registry import ALL
@@ -41,8 +40,6 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     try:
         before = read_baseline(baseline, ("busbw",)).busbw  # first: a wrong file costs no run
         spec = spec_of(options)
-        if options["model"]:
-            spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
         progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
         result = run(spec, watch(progress.note), stop)
     finally:
@@ -136,28 +133,62 @@ def _bench_exit(result: BenchResult, well: bool) -> int:
     return EXIT_PASS if whole and well else EXIT_FAILED
 
 
+@command("search")
+def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **options: Any) -> None:
+    """Take part in the search, and on node 0 print the result."""
+    from agent.base import result_store
+    from agent.jobs import search as job
+    from agent.terminal.findings import findings
+    from collectives.search import run
+    from contracts import plain
+    from probes.registry import ALL
+
+    stop, got = stop_on_signals()
+    progress = Progress()
+    try:
+        spec = job.spec_of(options, snapshots((), ALL))
+        progress.step(f"search: {units.count(spec.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
+        result = run.search(spec, progress.note, stop)
+    except run.SearchError as error:
+        if signal.SIGINT not in got:
+            raise
+        print_text(str(error), err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    finally:
+        progress.done()
+    if result is None:
+        return
+    found, lines, measured = job.findings_of(result), job.summary(result), plain.write(result)
+    result_store.save_search_result(measured)
+    document = {**measured, "findings": found, "summary": lines, "affinity": job.affinity(result)}
+    if form == "table":
+        print_text(lines[0])
+        findings(console(), found, everything=verbose)
+        print_text("\n".join(lines[1:]))
+    else:
+        print_text(job.slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
+    save_document(save, document)
+    if picture is not None:
+        write_result(picture, job.picture(result), named=f"--picture {picture}")
+    if any(one.status in ("fail", "warn") for one in found):
+        sys.exit(EXIT_FAILED)
+    sys.exit(EXIT_UNKNOWN if found else EXIT_PASS)
+
+
 @command("calibrate")
-def calibrate(
-    model: str,
-    sequence_length: int,
-    tokens: int | None,
-    method: str,
-    budget: float,
-    ranks: int | None,
-    target: Path | None,
-) -> None:
+def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.jobs.child import calibration, default_ranks, has_gpu
     from probes.registry import ALL
 
-    found_hosts = snapshots((), ALL)
-    copies = ranks or default_ranks(found_hosts)
+    found_hosts, seconds = snapshots((), ALL), options["budget"]
+    copies = options["ranks"] or default_ranks(found_hosts)
     progress = Progress()
-    progress.step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(budget)}")
+    progress.step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
     try:
         found = calibration(
-            model, sequence_length=sequence_length, tokens=tokens or sequence_length, budget_seconds=budget,
-            ranks=copies, method=method, gpu=has_gpu(found_hosts),
+            model, sequence_length=sequence_length, tokens=options["tokens"] or sequence_length, budget_seconds=seconds,
+            ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
         )  # fmt: skip
     finally:
         progress.done()

@@ -10,12 +10,13 @@ import click
 from agent.base import units
 from agent.base.options import InputError, command
 from agent.base.output import emit
+from contracts.host_list import list_names
 from contracts.tables import read_table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from collectives.nccl_log.transport import Evidence, ProofLine
+    from collectives.nccl_log.transport import Evidence
 
 
 @command("evidence")
@@ -39,20 +40,15 @@ def evidence(
     sys.exit(reader.exit_code(found, fail_on=fail_on, require_gdrdma=require_gdrdma))
 
 
-ORDER = ("fail", "warn", "unknown", "info", "pass")
 _NVLINK_WORDS, _OUTCOMES = read_table(__file__, "evidence.toml").values()
-
-
-def _place(line: ProofLine) -> str:
-    return f"line {line.line}" + (f" of {line.file}" if line.file else "")
 
 
 def _opening(out: Console, found: Evidence) -> None:
     """What the log says of the transport, worst first, and what to do about it."""
     from agent.base.lines import headline
 
-    worst = min(found.problems, key=lambda each: ORDER.index(each.severity), default=None)
-    if worst is not None:
+    if found.problems:
+        worst = found.problems[0]
         more = f" and {units.count(len(found.problems) - 1, 'more problem')}" if len(found.problems) > 1 else ""
         place = f" on {worst.place}" if worst.place else ""
         headline(out, worst.severity, worst.code + place + more, worst.action)
@@ -91,6 +87,12 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     if found.transports:
         each = ", ".join(f"{number} via {name}" for name, number in sorted(found.transports.items()))
         rows.append(("channels", each))
+    hosts: dict[str, list[str]] = {}  # by what is said of them
+    for host, networks in found.by_host.items():
+        for network, way in networks.items():
+            rdma = "" if network == "Socket" else f", {way.gdrdma} with GPUDirect RDMA"
+            hosts.setdefault(f"{way.total} via NET/{network}{rdma}", []).append(host)
+    rows += [("", f"{list_names(mine)}: {words}{' each' * (len(mine) > 1)}") for words, mine in hosts.items()]
     rows.append(("NVLS", _NVLINK_WORDS[found.nvls_use]))
     if found.mnnvl_use not in ("unknown", "off"):
         clique = f", a clique of {found.mnnvl_clique} GPUs" if found.mnnvl_clique else ""
@@ -98,7 +100,7 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     rows.append(("end of the job", _OUTCOMES[found.outcome]))
     for number, run in enumerate(found.runs, 1):
         joined = f"between nodes {run.inter_node_transport or 'none seen'}, GPUDirect RDMA {run.gdrdma}"
-        rows.append((f"run {number}", (f"from {_place(run.first)}: {joined}, {_OUTCOMES[run.outcome]}")))
+        rows.append((f"run {number}", (f"from {run.first.place}: {joined}, {_OUTCOMES[run.outcome]}")))
     if found.torn_lines:
         rows.append(("torn lines", f"{found.torn_lines}, counted as neither on nor off"))
     if verbose:
@@ -108,11 +110,11 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     for problem in found.problems:
         times = f" (x {problem.count})" if problem.count > 1 else ""
         place = f" on {problem.place}" if problem.place else ""
-        proof = [f"{_place(line)}: {line.text}" for line in problem.lines[:2]]
+        proof = [f"{line.place}: {line.text}" for line in problem.lines[:2]]
         block(out, problem.severity, problem.code, place + times, problem.message, proof, problem.action)
     if not verbose and found.proof:
         out.print(f"[dim]-v shows {units.count(len(found.proof), 'line')} of proof[/dim]")
     elif verbose and found.proof:
         out.print("[bold]Proof[/bold]")
     for line in found.proof[:8] if verbose else ():
-        indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim] · {escape(line.proves)}", 2)
+        indented(out, f"[dim]{escape(f'{line.place}: {line.text}')}[/dim] · {escape(line.proves)}", 2)

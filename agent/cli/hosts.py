@@ -11,9 +11,7 @@ import click
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import command
-from agent.base.output import console, emit, print_text, write_result
-from agent.base.progress import waiting
-from agent.base.recordings import bundle_differences
+from agent.base.output import console, emit, print_text, waiting, write_result
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -102,7 +100,7 @@ def bundle(
     failures = f"; no answer from {', '.join(failed)}" if failed else ""
     written = f"{len(content)} bytes from {units.count(len(hosts), 'host')}"
     print_text(f"{target}: {written}{failures}. Check the contents before you send it.", err=True)
-    for line in bundle_differences(hosts):
+    for line in hosts.get("cluster", {}).get("agents.txt", b"").decode().splitlines():
         print_text(line, err=True)
 
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,7 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.hosts import snapshots
 from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable
-from agent.base.output import console, print_text, render, write_result
-from agent.base.progress import Progress, waiting
+from agent.base.output import Progress, console, print_text, render, waiting, write_result
 from agent.base.units import count
 from contracts import plain
 
@@ -37,8 +36,9 @@ def launch(
     arguments: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
     """Choose the layout, then launch here, on Slurm or on a cluster."""
+    from agent.advice import job_settings
     from agent.advice.advise import with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, base_request, choose_trainer, describe_refusal
+    from agent.terminal.advice import rejected, summary
     from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS
     from probes.registry import ALL
@@ -53,26 +53,27 @@ def launch(
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
-    request = base_request(options)
-    advice, options["trainer"], why = choose_trainer(
+    request = job_settings.base_request(options)
+    advice, options["trainer"], why = job_settings.choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], found
     )
-    if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
+    if options["model"] is None and advice.model and advice.model.name == job_settings.EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     for line in advice.unknowns:
         if line.startswith(ROWS):
             print_text(f"note: {line}", err=True)
     if advice.chosen is None:
-        from agent.terminal.advice import rejected
-
         rejected(console(), advice)
-        raise NothingFitsError("; ".join(filter(None, (describe_refusal(advice), why))))
+        raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), why))))
     if why:
         print_text(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
-    if shown != "brief" and not options["over"]:
-        _print_forecast(advice)
-    folder = folder or _folder(options)
+    if shown != "brief" and not options["over"] and advice.total_seconds is not None:  # the run's length is known
+        for word, line in summary(advice, advice.chosen)[:2]:
+            print_text(f"forecast {word}: {line}", err=True)
+    if folder is None:  # where the job writes, by its settings
+        settings = job_settings.explicit_settings(options["config"], options["overrides"], options["trainer"])
+        folder = Path(settings.get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
         _launch_on_slurm(advice, found, folder, shown, options)
     elif options["api"] != "local":
@@ -89,24 +90,6 @@ def _in_brief(advice: Recommendation) -> None:
 
     print_text("✓ Dry run succeeded. → Remove --dry-run to start the job. In full: -o yaml")
     in_brief(console(), advice, "reasons and other layouts: topoflight recommend --explain")
-
-
-def _folder(options: Mapping[str, Any]) -> Path:
-    """Where the job writes, by its settings."""
-    from agent.advice.job_settings import explicit_settings
-
-    settings = explicit_settings(options["config"], options["overrides"], options["trainer"])
-    return Path(settings.get("output_dir", "finetune-output"))
-
-
-def _print_forecast(advice: Recommendation) -> None:
-    """Print time and cost of the run to stderr, where the run's length is known."""
-    from agent.terminal.advice import summary
-
-    assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
-    if advice.total_seconds is not None:
-        for word, line in summary(advice, advice.chosen)[:2]:
-            print_text(f"forecast {word}: {line}", err=True)
 
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
@@ -156,22 +139,22 @@ def _launch_on_slurm(
 ) -> None:
     """Print the batch script, or in brief what it starts; submit it where `form` is None."""
     from agent.jobs import slurm
-    from planner.slurm import batch_script
 
-    job, notes = slurm.job_of(advice, found, folder, options)
+    folder = folder.absolute()
+    script, notes = slurm.script_of(advice, found, folder, options)
     if form == "brief":
         _in_brief(advice)
     elif form:
-        print_text(batch_script(job), nl=False)
-        notes.append(f"the folder {job.output} must exist before the script is submitted")
+        print_text(script, nl=False)
+        notes.append(f"the folder {folder} must exist before the script is submitted")
     for line in notes:
         print_text(f"note: {line}", err=True)
     if form:
         return
     require_writable("--output", folder, folder=True)
-    job_id = slurm.submit(job)
-    print_text(f"job {job_id} submitted: {job.output / 'job.sbatch'}")
-    print_text(f"its log: {job.output}/slurm-{job_id}.log; diagnose it: topoflight why --job {job_id}", err=True)
+    job_id = slurm.submit(script, folder)
+    print_text(f"job {job_id} submitted: {folder / 'job.sbatch'}")
+    print_text(f"its log: {folder}/slurm-{job_id}.log; diagnose it: topoflight why --job {job_id}", err=True)
 
 
 def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:

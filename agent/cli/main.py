@@ -32,7 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "topo": ("agent.cli.topo", "Show how GPUs and NICs are connected."),
     "diff": ("agent.cli.hosts", "Compare two recordings or, with --fleet, many."),
     "bench": ("agent.cli.bench", "Benchmark NCCL or Gloo collectives. Generates load."),
-    "search": ("agent.cli.search", "Find the nodes and links that make jobs slow or hang. Generates load."),
+    "search": ("agent.cli.bench", "Find the nodes and links that make jobs slow or hang. Generates load."),
     "evidence": ("agent.cli.evidence", "Prove from NCCL logs which transport each channel used."),
     "why": ("agent.cli.why", "Diagnose a stuck, slow or failed training run."),
     "calibrate": ("agent.cli.bench", "Measure this machine to make forecasts more precise. Generates load."),

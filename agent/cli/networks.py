@@ -11,8 +11,7 @@ import click
 
 from agent.base.hosts import snapshots
 from agent.base.options import command, require_writable
-from agent.base.output import emit, print_text, render, write_atomic
-from agent.base.progress import Progress, waiting
+from agent.base.output import Progress, emit, print_text, render, waiting, write_atomic
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base.options import command, require_writable
-from agent.base.output import console, print_text, render, save_document, write_result
-from agent.base.progress import Progress, waiting
+from agent.base.output import Progress, console, print_text, render, save_document, waiting, write_result
 from contracts.host_list import expand_host_list
 from contracts.plain import printable
 

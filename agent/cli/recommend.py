@@ -14,8 +14,7 @@ from click.core import ParameterSource
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import NothingFitsError, RequestError, command
-from agent.base.output import emit, print_text, write_result
-from agent.base.progress import waiting
+from agent.base.output import emit, print_text, waiting, write_result
 from contracts.question import most
 
 if TYPE_CHECKING:
@@ -31,10 +30,12 @@ def recommend(**options: object) -> None:
     """Ask the planner, and print the answer in the requested form."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
     from agent.advice.request import Request
+    from planner.forecast.models import KNOWN
     from probes.registry import ALL
 
-    if options.pop("list_exports"):
-        print_text("\n".join(FORMATS))
+    exports = options.pop("list_exports")
+    if exports or options["model"] == "list":
+        print_text("\n".join(FORMATS if exports else [model.name for model in KNOWN]))
         return
     form = str(options.pop("form"))
     if form not in ("table", *FORMATS):
@@ -132,6 +133,10 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
                 *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
             )  # fmt: skip
         out.print(rows)
+        assumed = "" if request.train.global_batch else " (assumed: give --global-batch to choose it)"
+        trained = {(p.seconds.mid * (p.tokens_per_second or 0.0), p.global_batch) for p in points if p.seconds}
+        for tokens, batch in sorted(trained)[:1]:  # the same for all but a rounding
+            out.print(f"every row trains {tokens:,.0f} tokens in steps of {batch} sequences{assumed}")
         spent = "cost" if all(p.cost for p in points if p.seconds) else "GPU-hours"
         out.print(f"✓ no other row has a shorter time and lower {spent} for the same tokens")
 

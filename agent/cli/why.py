@@ -22,6 +22,7 @@ from contracts.question import most
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from agent.jobs.slurm import JobFiles
     from planner.why import Verdict
 
 
@@ -43,14 +44,16 @@ def why(
     if run is None:  # a run's folder among the logs
         run = next((Path(word) for word in logs if (Path(word) / "ranks").is_dir()), None)
         logs = tuple(word for word in logs if Path(word) != run)
+    again = None
     if job is not None:
-        run, logs = _of_job(job, run, logs)
+        of_job = _of_job(job)
+        run, logs, again = run or of_job.run, (*logs, *map(str, of_job.logs)), of_job.again
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
         sources = gathered.WhySources(
             logs=files, run=run, ras=ras, recorder=recorder, diagnostics=diagnostics,
             manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
-            published=published, limit=limit,
+            published=published, limit=limit, again=again,
         )  # fmt: skip
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --job, --ras, --flight-recorder, --diag or --manifest")
@@ -68,15 +71,15 @@ def why(
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
 
 
-def _of_job(job: str, run: Path | None, logs: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
-    """The run's folder and the logs of a Slurm job, added to those of the command line."""
+def _of_job(job: str) -> JobFiles:
+    """The run's folder and the logs of a Slurm job; stderr says where they were found."""
     from agent.jobs.slurm import job_files
 
     if not re.fullmatch(r"\d{1,9}(_\d{1,9})?", job):
         raise click.UsageError(f"--job {job[:40]!r}: must be the id of a Slurm job, such as 1234 or 1234_5")
-    folder, found, where = job_files(job)
-    print_text(where, err=True)
-    return run or folder, (*logs, *map(str, found))
+    found = job_files(job)
+    print_text(found.where, err=True)
+    return found
 
 
 def _print_change(verdict: Verdict, form: str) -> None:

@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from agent.base import units
-from agent.base.result_store import line_of
 from agent.checks.groups import worst_first
 from agent.checks.history import SCANS_TO_RAISE, Event, HistoryState, Seen
 from agent.checks.host_checks import no_gpu_read
@@ -95,12 +94,13 @@ def history_of_record(record: NodeRecord) -> HistoryState:
 
 def _measured(result: BenchResult) -> tuple[Measured, ...]:
     """Each op at its largest verified size, where one host measured itself and nothing ended it early."""
-    line = line_of(result)
-    if line.hosts != 1 or not line.complete:
+    if len(set(result.hosts)) > 1 or not result.complete:
         return ()
+    job = f"{result.world_size} {result.backend} ranks on 1 host"
+    largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes) if m.verified}
     return tuple(
-        {"op": one.op[:32], "bytes": one.size_bytes, "job": line.job[:64], "busbw": round(one.busbw_bytes_per_second)}
-        for one in line.largest[:8]
+        {"op": m.op[:32], "bytes": m.bytes, "job": job[:64], "busbw": round(m.busbw_bytes_per_second)}
+        for m in list(largest.values())[:8]
     )
 
 

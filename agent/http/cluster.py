@@ -33,7 +33,7 @@ from agent.http.worker import ProblemError
 from contracts.layout import LayoutError
 from planner.advice import Recommendation
 from planner.forecast.machines import with_gpus
-from planner.nccl_env.texts import Note
+from planner.nccl_env.situation import Note
 from topology.cluster import join
 from topology.graph import NodeTopology
 from topology.render import cluster_document, json_document

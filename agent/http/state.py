@@ -72,9 +72,8 @@ class State:
         """Scan now; concurrent callers share one scan after another, never two at once."""
         with self._scanning:
             bench, bench_at = result_store.last_benchmark(self.folder) if self.folder else (None, None)
-            benches = result_store.bench_history(self.folder) if self.folder else ()
             scanned = build_view(
-                self._scan(), benches=benches, runs=self._runs(), earlier=self._past.snapshots,
+                self._scan(), runs=self._runs(), earlier=self._past.snapshots,
                 expected=self._read_expectation(), search=self._last_search(),
             )  # fmt: skip
             view = with_bench(scanned, bench, bench_at)

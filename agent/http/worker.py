@@ -135,7 +135,7 @@ class _Process:
     def _send_news(self, job: _Job) -> None:
         """Hand over what has changed since the last question."""
         if job.view is not None and job.view is not self._view:
-            self._pipe.send(("view", replace(job.view, runs=(), benches=())))
+            self._pipe.send(("view", replace(job.view, runs=())))
             self._view = job.view
         if job.records is not None and job.records is not self._records:
             before, now = self._records, job.records

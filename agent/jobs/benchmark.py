@@ -14,8 +14,6 @@ from dataclasses import asdict, replace
 from itertools import takewhile
 from typing import Any
 
-import cattrs
-
 from agent.base import units
 from agent.checks.groups import ORDER
 from agent.checks.measured import (
@@ -35,12 +33,11 @@ from agent.jobs.child import QUICK_SECONDS, answer, default_ranks
 from collectives.bench import processes
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
-from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SpecError, StepShape, parts
+from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
 from collectives.bench.results import Bar, RdmaResult, RdmaWrite, result_to_json
 from collectives.bench.run import run, visible_backend
+from contracts import plain
 from contracts.finding import Finding, Status
-from planner.forecast.models import model_named
-from planner.forecast.specs import weights
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
 from probes import wire
@@ -53,12 +50,9 @@ from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
 from topology.expected import Expected, Paths
 from topology.expected import expected as bandwidth
-from topology.graph import NicNode, NodeTopology
+from topology.graph import NicNode
 from topology.paths import Bar as BarName
 from topology.paths import Due, host_links, joined
-
-REPLAY_TOKENS = 2048  # of the micro-batch whose activations are replayed
-MOST_DEGREE = 65536
 
 
 def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
@@ -85,7 +79,7 @@ def preflight_spec(
 
     Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
     """
-    expect = expected(found, ranks) if (backend or visible_backend()) == "nccl" else None
+    expect = expected(found) if (backend or visible_backend()) == "nccl" else None
     large = (judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
     cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)
@@ -109,43 +103,36 @@ def links_of(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> d
     if not node.gpus:
         return {}
     links = {name: host_links(node, range(ranks), name, due) for name in BARS}
-    plain: dict[str, Any] = {name: asdict(each) for name, each in links.items()}
-    return plain | {"nvlink_domain": links[IS].domain}
+    return {name: asdict(each) for name, each in links.items()} | {"nvlink_domain": links[IS].domain}
 
 
-def expected(found: Sequence[Snapshot], local_ranks: int) -> Expect | None:
-    """The bars of each result of a run with `local_ranks` on each host; None where this host shows no GPU."""
-    node = build(found[0]) if found else None
-    if node is None or not node.gpus:
+def expected(found: Sequence[Snapshot]) -> Expect | None:
+    """The bars of each result of a run; None where this host shows no GPU."""
+    if not found or not build(found[0]).gpus:
         return None
 
-    def bars(op: str, size_bytes: int, ranks: tuple[int, ...], hello: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
+    def bars(op: str, size_bytes: int, hello: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
         nccl = bool(hello) and "nccl" in (hello[0].get("versions") or {})  # gloo's speed is the processors'
-        if op not in JUDGED_OPS or len(ranks) < 2 or not nccl:
+        if op not in JUDGED_OPS or len(hello) < 2 or not nccl:
             return ()
-        return tuple(_bar_of(name, node, op, size_bytes, ranks, hello, local_ranks) for name in BARS)
+        return tuple(_bar_of(name, op, size_bytes, hello) for name in BARS)
 
     return bars
 
 
-def _bar_of(
-    name: BarName, node: NodeTopology, op: str, size_bytes: int, ranks: tuple[int, ...],
-    hello: Sequence[Mapping[str, Any]], local_ranks: int,
-) -> Bar:  # fmt: skip
-    rows = [hello[rank] for rank in ranks]
-    by_host: dict[str, list[int]] = {}
-    for rank, row in zip(ranks, rows, strict=True):
-        by_host.setdefault(str(row["host"]), []).append(rank)
-    nvls, words = nvls_of(rows[0])
-    hosts = [_links(name, node, hello, mine, alone=len(by_host) == 1, local_ranks=local_ranks)
-             for mine in by_host.values()]  # fmt: skip
+def _bar_of(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[str, Any]]) -> Bar:
+    nvls, words = nvls_of(hello[0])
+    first: dict[str, Mapping[str, Any]] = {}
+    for row in hello:
+        first.setdefault(str(row["host"]), row)
+    hosts = [_links(name, row) for row in first.values()]
     if any(each is None for each in hosts):
         return Bar(name=name, why=("the links of a host are not known: its ranks did not report them",))
-    paths = joined([each for each in hosts if each is not None], len(ranks), nvls=nvls)
-    found = bandwidth(paths, op, size_bytes, len(ranks))
+    paths = joined([each for each in hosts if each is not None], len(hello), nvls=nvls)
+    found = bandwidth(paths, op, size_bytes, len(hello))
     if not isinstance(found, Expected):
         return Bar(name=name, why=tuple(dict.fromkeys((found.words(), *paths.words))))
-    ring = bandwidth(paths, op, size_bytes, len(ranks), ring=True) if found.algorithm == "NVLS" else None
+    ring = bandwidth(paths, op, size_bytes, len(hello), ring=True) if found.algorithm == "NVLS" else None
     other = ring.interval.high if isinstance(ring, Expected) else None
     known = found.interval
     return Bar(
@@ -154,18 +141,11 @@ def _bar_of(
     )  # fmt: skip
 
 
-def _links(
-    name: BarName, node: NodeTopology, hello: Sequence[Mapping[str, Any]], mine: Sequence[int], *, alone: bool,
-    local_ranks: int,
-) -> Paths | None:  # fmt: skip
-    """The links that the ranks of one host reported; for some of this host's ranks only the links between them."""
-    if alone and len(mine) < local_ranks:
-        first = min(rank for rank, row in enumerate(hello) if row["host"] == hello[mine[0]]["host"])
-        return host_links(node, [rank - first for rank in mine], name)
-    links = hello[mine[0]].get("links") or {}
+def _links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
+    """The links that a host's first rank reported."""
     try:
-        return cattrs.structure(links[name], Paths)
-    except (cattrs.BaseValidationError, KeyError, TypeError, ValueError):
+        return plain.read((row.get("links") or {})[name], Paths)
+    except (KeyError, TypeError, ValueError):
         return None
 
 
@@ -250,49 +230,6 @@ def watch(note: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
             note(f"{happened.get('op')} {units.size(happened.get('bytes'))} done")
 
     return event
-
-
-def step_shape(model: str, layout: str) -> StepShape:
-    """What one training step of `model` moves under "dp_shard=2,tp=1,..."; bf16, one micro-batch of 2048 tokens."""
-    degrees = parse_degrees(layout)
-    shape = model_named(model)
-    counts = weights(shape)
-    tp, pp = degrees.get("tp", 1), degrees.get("pp", 1)
-    activation = 2 * REPLAY_TOKENS * shape.hidden
-    return StepShape(
-        **{axis: degrees.get(axis, 1) for axis in AXES},
-        layers=-(-counts.layers // pp),
-        fsdp_layer_bytes=2 * counts.layer // tp if degrees.get("dp_shard", 1) > 1 else 0,
-        replica_reduce_bytes=2 * counts.layer // tp // degrees.get("dp_shard", 1),
-        tp_activation_bytes=activation if tp > 1 else 0,
-        pp_activation_bytes=activation if pp > 1 else 0,
-        micro_batches=degrees.get("micro_batches", 1),
-    )
-
-
-def parse_degrees(text: str) -> dict[str, int]:
-    """ "dp_shard=2,tp=4" as numbers; SpecError names what is wrong."""
-    degrees: dict[str, int] = {}
-    for word in filter(None, text.split(",")):
-        name, _, value = word.partition("=")
-        if name not in (*AXES, "micro_batches") or not value.isdecimal() or not 1 <= int(value) <= MOST_DEGREE:
-            allowed = ", ".join((*AXES, "micro_batches"))
-            raise SpecError(f"layout: {word!r} is not allowed; allowed: NAME=NUMBER with NAME one of {allowed}")
-        degrees[name] = int(value)
-    return degrees
-
-
-def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
-    """The benchmark of one step's communication in its own process groups, instead of a sweep."""
-    shape = step_shape(model, layout)
-    if shape.world_size != spec.world_size:
-        raise SpecError(
-            f"layout: {layout!r} has {shape.world_size} ranks, {spec.world_size} would run; "
-            "allowed: degrees that multiply to --ranks x --nodes"
-        )
-    # The step is the benchmark; the other size is only a check.
-    sizes = spec.sizes_bytes or SWEEP_BYTES[:1]
-    return replace(spec, cases=(*parts(shape), *(Case(op=op, bytes=size) for op in spec.ops for size in sizes)))
 
 
 # RDMA writes between two hosts, compared with the wire rate of the port.

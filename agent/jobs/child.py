@@ -24,8 +24,7 @@ from typing import Any
 import click
 
 from agent.base import units
-from agent.base.output import write_atomic
-from agent.base.progress import Progress
+from agent.base.output import Progress, write_atomic
 from agent.base.result_store import save_benchmark_result
 from agent.checks.measured import JUDGED_OPS
 from collectives.bench.results import BenchResult, result_from_json

@@ -37,7 +37,7 @@ from planner.kubernetes.job import (
     storage_rate,
 )
 from planner.kubernetes.manifests import Document
-from planner.nccl_env.texts import Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from probes.api import Snapshot
 
 # Device plugins' names of the devices that a DRA claim takes: GPUs, and NICs shared, by SR-IOV or of EFA.
@@ -109,24 +109,6 @@ def warnings(spec: JobSpec) -> Iterator[str]:
         yield _texts("no_claim")
 
 
-def _against_dra(advice: Recommendation, options: Mapping[str, Any]) -> str:
-    """Why this job is better off with the device plugins, whatever the cluster can; empty: nothing speaks against."""
-    if advice.backend != "nccl" or advice.chosen is None:
-        return "the plan has no GPU"
-    if named := [word for word in options["resources"] if word.startswith(DEVICES)]:
-        return f"--resource {named[0]} asks for the devices by name"
-    if options["queue"]:
-        return "Kueue counts a queue's quota in the device plugins' resources"
-    if attached := [need.value for need in advice.needs if need.name == "network"]:
-        return f"the plan's environment is for {attached[0]}, which Multus attaches"
-    ranks = advice.chosen.layout.world_size // (options["nodes"] or 1)
-    for need in advice.needs:
-        name, _, count = need.value.partition(": ")
-        if need.name == "resource" and name.startswith(NICS) and int(count) > ranks:
-            return f"the plan's pods take {count} of {name}, the claim would request one for each of {ranks} GPUs"
-    return ""
-
-
 def _device_classes(words: Sequence[str]) -> tuple[str, str]:
     """The DeviceClasses of GPU and NIC by --dra gpu=NAME and nic=NAME; one that is not named has its usual name."""
     found = dict(zip(("gpu", "nic"), DEVICE_CLASSES, strict=True))
@@ -140,61 +122,38 @@ def _device_classes(words: Sequence[str]) -> tuple[str, str]:
 
 
 def with_dra(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> dict[str, Any]:
-    """Whether GPU and NIC are to come by a claim, and of which classes; what the cluster can is a line on stderr."""
-    named = bool(options["dra"])
-    chosen = {"dra": named, "device_classes": _device_classes(options["dra"])}
-    if options["no_dra"] or not asks:
-        return chosen
-    why = "" if named else _against_dra(advice, options)
-    if not why:
-        claimed = {**options, **chosen, "dra": True}
-        answer, why, unknown = _ask_cluster(options, lambda client: _dra_able(client, advice, claimed, named=named))
-        if named and why:
+    """Whether --dra requests GPU and NIC by a claim, and of which classes. Raises CannotError if they are not there."""
+    chosen = {"dra": bool(options["dra"]), "device_classes": _device_classes(options["dra"])}
+    if chosen["dra"] and asks:
+        spec = spec_of(advice, {**options, **chosen})
+        why, unknown = _ask_cluster(options, lambda client: submission.check(client, spec))
+        if why:
             raise submission.CannotError(why)
-        if not (why or unknown):
-            if not named:
-                print_text(f"DRA: used: {answer}; --no-dra turns it off", err=True)
-            return {**chosen, "dra": True}
-        why = why or f"unknown whether the cluster can: {unknown}"
-    print_text(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
+        if unknown:
+            print_text(f"warning: unknown whether the cluster has the classes of --dra: {unknown}", err=True)
     return chosen
 
 
-def _ask_cluster(options: Mapping[str, Any], question: Callable[[Client], Any]) -> tuple[Any, str, str]:
-    """The cluster's answer, or why it cannot, or why that is unknown."""
+def _ask_cluster(options: Mapping[str, Any], question: Callable[[Client], None]) -> tuple[str, str]:
+    """Why the cluster cannot, and why that is unknown; both are empty if it can."""
     try:
-        return question(connect(options["context"], tries=2)), "", ""
+        question(connect(options["context"], tries=2))
     except submission.CannotError as error:
-        return None, str(error), ""
+        return str(error), ""
     except (AccessError, ApiError) as error:
-        return None, "", str(error)
-
-
-def _dra_able(client: Client, advice: Recommendation, options: Mapping[str, Any], *, named: bool) -> str:
-    """How the cluster can serve this job's claims, or why not: the exceptions of submission.able.
-
-    Of classes that the user has `named` only that they are there.
-    """
-    spec = spec_of(advice, options)
-    if named:
-        submission.check(client, spec)
-        return ""
-    nodes = None
-    if selector := ",".join(options["node_selector"]):
-        pages = client.pages(path_of("v1", "nodes"), {"labelSelector": selector})
-        nodes = {node["metadata"]["name"] for page, _ in pages for node in page}
-    return submission.able(client, spec, nodes)
+        return "", str(error)
+    return "", ""
 
 
 def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> Recommendation:
-    """The recommendation without its ComputeDomain where --no-dra or the cluster says so; stderr says why."""
+    """The recommendation, without its ComputeDomain where the option or the cluster says so; stderr says why."""
     need = next((each for each in advice.needs if each.name == "compute_domain"), None)
     if need is None or (options["nodes"] or 1) == 1:
         return advice
-    why = "--no-dra" if options["no_dra"] else ""
+    why = "--no-compute-domain" if options["no_compute_domain"] else ""
     if not why and asks:
         group, _, version = need.value.partition("/")
-        _, why, unknown = _ask_cluster(options, lambda client: submission.serves(client, group, version))
+        why, unknown = _ask_cluster(options, lambda client: submission.serves(client, group, version))
         if unknown:
             print_text(f"warning: unknown whether the cluster has ComputeDomains: {unknown}", err=True)
     if not why:

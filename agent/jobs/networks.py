@@ -47,9 +47,10 @@ from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.kubernetes.job import JobError
 from planner.kubernetes.manifests import POD_LABELS, Document
-from planner.nccl_env.texts import Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
+from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.cluster import join
 from topology.graph import NodeTopology
@@ -315,6 +316,11 @@ def over(advice: Recommendation, network: Attached, request: Request, found: Seq
     """The same plan over this network; with its rate, the forecast of the same layout over it."""
     chosen = advice.chosen
     assert chosen is not None  # noqa: S101 - the verb has refused otherwise
+    if not (network.rdma or network.attachment) and request.hosts:
+        pods = [one for one in found if (facts := one.facts(InterfacesFacts))
+                and any(link.role == "pod-default" for link in facts.interfaces)]  # fmt: skip
+        if wrong := missing_interface(network.name, pods):  # of a host: a pod has interfaces of its own
+            raise InputError(f"--over {network.name}: {wrong}")
     if network.rate:
         on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
         same = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch", "gradient_accumulation", "sharding"}
@@ -326,6 +332,17 @@ def over(advice: Recommendation, network: Attached, request: Request, found: Seq
     needs = tuple(need for need in advice.needs if need.name != "network")
     advice = replace(advice, chosen=chosen, needs=needs)
     return advice if network.rdma else over_tcp(advice, network.name)
+
+
+def missing_interface(name: str, found: Sequence[Snapshot]) -> str:
+    """Which recorded node has no usable interface of this name, and what it has; "" where none is known to lack it."""
+    for one in found:
+        if facts := one.facts(InterfacesFacts):
+            usable = [link.name for link in facts.interfaces if link.addresses and link.up is not False]
+            if name not in usable:
+                has = ", ".join(usable) or "none"
+                return f"{one.hostname} has no such interface that is up and has an address; it has: {has}"
+    return ""
 
 
 def over_tcp(advice: Recommendation, interface: str) -> Recommendation:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
-from agent.base import EXIT_PASS, units, version
-from agent.base import result_store as keep
+from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.options import InputError
-from agent.base.output import document, write_atomic
-from agent.base.progress import Progress
+from agent.base.output import Progress, document, write_atomic
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
@@ -49,7 +46,7 @@ from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
-from probes.api import Snapshot
+from probes.api import Snapshot, host_name
 from probes.registry import ALL
 from topology.graph import NodeTopology
 from topology.paths import Due
@@ -85,7 +82,7 @@ class Report:
     @property
     def of_this_host(self) -> bool:
         """Whether it is about the host that it was made on."""
-        return len(self.snapshots) == 1 and self.snapshots[0].hostname == os.uname().nodename
+        return len(self.snapshots) == 1 and self.snapshots[0].hostname == host_name()
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -112,7 +109,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
         before = read_baseline(options["baseline"], needs)
         settings(options["config"], options["overrides"])
         for place in options["runs"]:
-            if not keep.read_runs([place]):
+            if not result_store.read_runs([place]):
                 raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
         progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
         seconds = min(PROBE_SECONDS, options["timeout"])
@@ -219,9 +216,9 @@ def _stopping(options: Mapping[str, Any], found: Sequence[Finding], before: Base
 
 def _runs(options: Mapping[str, Any]) -> tuple[RunRecord, ...]:
     """This run and the earlier ones: those named, those below the report's folder, those the agent keeps."""
-    stored = keep.folder()
-    places = [*options["runs"], options["output"] / "runs", *([stored / keep.RUNS_FOLDER] if stored else [])]
-    return keep.read_runs(places) if options["train"] or options["runs"] else ()
+    stored = result_store.folder()
+    places = [*options["runs"], options["output"] / "runs", *([stored / result_store.RUNS_FOLDER] if stored else [])]
+    return result_store.read_runs(places) if options["train"] or options["runs"] else ()
 
 
 def report_of(
@@ -323,7 +320,7 @@ def _train(
     except (InputError, ChildError, OSError) as error:
         return None, str(error)
     if record is not None:
-        keep.store_run(record)
+        result_store.store_run(record)
     return (None, why) if why else (record, "")
 
 
@@ -346,16 +343,14 @@ def _blocking(report: Report) -> list[Finding]:
     return [check for check in found if check.required or check.status != "unknown"] or found
 
 
-def _slurm_node(check: Finding, report: Report) -> str:
-    """The node of a check as Slurm names it; slurmd names the node that it is itself."""
-    if not report.of_this_host:
-        return slurm_name(check.node)
-    return os.environ.get("SLURMD_NODENAME") or slurm_name(report.snapshots[0].hostname)
+def _slurm_node(check: Finding) -> str:
+    """The node of a check as Slurm names it; this host where it names none, because nothing was scanned."""
+    return slurm_name(check.node or host_name())
 
 
 def slurm_hosts(report: Report) -> str:
     """The nodes that do not pass as a host list of Slurm, for --exclude and `scontrol update NodeName=`."""
-    names = {_slurm_node(check, report) for check in _blocking(report) if check.node or report.of_this_host}
+    names = {_slurm_node(check) for check in _blocking(report) if check.node or report.of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 
 
@@ -366,8 +361,8 @@ def slurm_reasons(report: Report) -> str:
     """
     unknown = report.verdict.word == "unknown"
     lines = (
-        f"{_slurm_node(check, report)}: {report.verdict.why}" if unknown else
-        f"{_slurm_node(check, report)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
+        f"{_slurm_node(check)}: {report.verdict.why}" if unknown else
+        f"{_slurm_node(check)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
         for check in _blocking(report)
     )  # fmt: skip
     return "".join(f"{' '.join(printable(line).split())[:REASON_CHARACTERS]}\n" for line in dict.fromkeys(lines))

@@ -56,7 +56,7 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     gpus = facts.gpus if found and (facts := found[0].facts(GpuFacts)) else ()
     ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(found) else 1)
     backend = visible_backend()
-    name = options["host_name"] or os.environ.get("SLURMD_NODENAME") or (found[0].hostname if found else f"node {node}")
+    name = options["host_name"] or (found[0].hostname if found else f"node {node}")
     place = Place(
         store=rendezvous, node=node, local=0, ranks=ranks, host=name, domain=_domain(options, name, found, ranks),
         model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=options["silence"],

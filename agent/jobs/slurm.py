@@ -10,37 +10,32 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.advice.advise import advise
 from agent.advice.job_settings import grace, grace_notice, job_plan
 from agent.advice.request import Request
 from agent.base import units
-from agent.base.options import InputError
+from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from contracts import bounded
-from contracts.host_list import expand_host_list
+from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_plan import RunForecast, dumps
+from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
-from planner.slurm import (
-    ScriptError,
-    SlurmJob,
-    SlurmJobError,
-    batch_script,
-    check_options,
-    check_word,
-    nodes_of,
-    wrap_script,
-)
+from planner.slurm import ScriptError, batch_script, check_options, check_word, nodes_of, wrap_script
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients ask an absent controller again for minutes
 SYNTAX_SECONDS = 10.0  # bash reads a script of 1 MiB in a fraction of a second
+_LIKE_THIS_HOST = "the nodes are taken to be like this host; give a recording of a node: --host FILE"
+_AGAIN = read_table(__file__, "slurm.toml")["again"]
 _LIST_BYTES = 1 << 20  # of a file with hosts
 
 
@@ -64,16 +59,22 @@ def slurm(*words: str) -> str:
     return done.stdout
 
 
-def job_of(
+def script_of(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]
-) -> tuple[SlurmJob, list[str]]:
-    """The job that the options describe, with the recommendation inside, and notes. Raises InputError or ValueError."""
+) -> tuple[str, list[str]]:
+    """The batch script of the job that the options describe, and notes. Raises InputError or ValueError."""
     select((), require=options["require"], known=ALL_CODES)
-    folder, nodes = folder.absolute(), options["nodes"] or 1
+    nodes, notes = options["nodes"] or 1, list[str]()
+    if not (options["hosts"] or options["machine"]):
+        notes.append(_LIKE_THIS_HOST)
     if options["over"]:
-        from agent.jobs.networks import over_tcp
+        from agent.jobs.networks import missing_interface, over_tcp
 
         check_word("--over", options["over"])
+        if wrong := missing_interface(options["over"], found):
+            if options["hosts"]:
+                raise InputError(f"--over {options['over']}: {wrong}")
+            notes.append(f"--over {options['over']}: {wrong}")
         advice = over_tcp(advice, options["over"])
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
     if options["over"]:  # the rate of this network is unknown
@@ -81,39 +82,40 @@ def job_of(
     assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
     ranks, left = divmod(plan.layout.world_size, nodes)
     if left:
-        raise SlurmJobError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
+        raise ScriptError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
     rate = storage_rate(options["storage_rate"])
     seconds = grace(advice, rate, SAVE_SECONDS)
     more = dict(word.partition("=")[::2] for word in options["sbatch"])
     if options["partition"]:
         check_word("--partition", options["partition"])
         more["partition"] = options["partition"]
-    job = SlurmJob(
+    script = batch_script(
         name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dumps(plan), output=folder,
         python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
-        exclude=_hosts(options["exclude"]), time_limit=options["time_limit"], options=more,
-        gate=not options["no_preflight"], require=tuple(options["require"]), measure=options["measure"],
-        ipc_lock=any(need.name == "memlock" for need in advice.needs),
-        restarts=RESTARTS if options["restarts"] is None else options["restarts"], save_seconds=seconds,
+        exclude=compress_host_list(_hosts(options["exclude"])), time_limit=options["time_limit"], more=more,
+        gate=not options["no_preflight"], require=options["require"], measure=options["measure"],
+        ipc_lock=any(need.name == "memlock" for need in advice.needs), save_seconds=seconds,
+        restarts=RESTARTS if options["restarts"] is None else options["restarts"],
     )  # fmt: skip
-    return job, [*plan.notes, *filter(None, [grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, rate)])]
+    notice = grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, rate)
+    return script, [*notes, *plan.notes, *filter(None, [notice])]
 
 
 def _hosts(word: str | None) -> tuple[str, ...]:
     """The hosts of --exclude: a list, or a file with lists."""
     if word and ("/" in word or os.path.isfile(word)):  # noqa: PTH113 - Path.is_file raises OSError for a long list
-        try:
-            word = bounded.read(word, _LIST_BYTES).decode(errors="replace")
-        except OSError as error:
-            raise InputError(f"--exclude {word}: {error.strerror}") from None
+        word = read_input(word, _LIST_BYTES, hint="").decode(errors="replace")
     return expand_host_list(word or "")
 
 
-def submit(job: SlurmJob) -> str:
+def submit(script: str, folder: Path) -> str:
     """Write the script to the output folder and submit it; returns the id of the job. Raises SlurmError."""
-    job.output.mkdir(parents=True, exist_ok=True)
-    path = write_atomic(job.output / "job.sbatch", batch_script(job))
-    return slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = write_atomic(folder / "job.sbatch", script)
+    try:
+        return slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    except SlurmError as error:
+        raise SlurmError(f"{error}. Nothing was submitted; the options are at the top of {path}") from None
 
 
 def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -134,6 +136,8 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
     except ScriptError as error:
         raise InputError(str(error)) from None
     notes += unchecked
+    if not (options["hosts"] or options["machine"]):
+        notes.append(_LIKE_THIS_HOST)
     if nodes is None:
         notes.append("unknown how many nodes the job has: no #SBATCH --nodes says; the environment is for one node")
     return made, notes
@@ -157,46 +161,74 @@ def _check_syntax(text: str) -> list[str]:
     return []
 
 
-def job_files(job_id: str) -> tuple[Path | None, tuple[Path, ...], str]:
-    """The run's folder of a job, None where it has none, its logs, and where they were found. Raises SlurmError.
+class JobFiles(NamedTuple):
+    """The files of a Slurm job, and what Slurm says of it."""
+
+    run: Path | None  # the run's folder; None where the job has none
+    logs: tuple[Path, ...]
+    where: str  # they were found, in words
+    again: str  # what the job does now if it was queued again, in words; empty: it was not, or it has ended for good
+
+
+def job_files(job_id: str) -> JobFiles:
+    """The run's folder of a job, its logs, and where they were found. Raises SlurmError.
 
     `launch` writes the log into the run's folder, in which the script is, too. A script that `wrap` has changed has
-    NCCL's logs and the ranks' states in topoflight-ID below the folder that the job was submitted from. The controller
-    forgets a job some minutes after its end; the accounting still knows it then.
+    NCCL's logs and the ranks' states in topoflight-ID below the folder that the job was submitted from.
     """
-    try:
-        rows = (line.strip().partition("=") for line in slurm("scontrol", "show", "job", job_id).splitlines())
-        fields, knows = {name: value for name, _, value in rows}, "the controller"
-    except SlurmError as error:
-        if "Invalid job id" not in str(error):
-            raise
-        fields, knows = _accounted(job_id), "the accounting (sacct)"
+    fields = _shown(job_id)
+    state = fields.get("JobState", "").partition(" ")[0]
+    words = ", ".join(filter(None, (state, *(fields.get(name) for name in ("Reason", "Restarts")))))
+    does = _AGAIN.get(fields.get("Reason", ""), _AGAIN.get(state)) if fields.get("Restarts") else ""
+    again = f"{does} ({words})" if does else ""
     work = Path(fields.get("WorkDir") or Path.cwd())
-    scripts = [path for word in fields.get("SubmitLine", "").split() if bounded.is_file(path := work / word)]
-    named = [work, *(path.parent for path in scripts)] if fields else []
-    own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array's task
+    named = (fields.get("Command", ""), *fields.get("SubmitLine", "").split())
+    scripts = [path for word in named if bounded.is_file(path := work / word)]
+    of_job = [work, *(path.parent for path in scripts)] if fields else []
+    folders = tuple(dict.fromkeys([*of_job, Path.cwd()]))
     names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
-    folders = tuple(dict.fromkeys([*named, Path.cwd()]))
+    own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array's task
+    known = fields.get("by", "neither the controller nor the accounting (sacct)")
     for folder in folders:
         log = next((path for name in names if (path := folder / name).is_file()), None)
         own = folder / f"topoflight-{own_id}"
         logs = (*((log,) if log else ()), *sorted(own.glob("*.log")))
         if logs:
             places = (own, log.parent, folder) if log else (own,)
-            run = next((path for path in places if (path / "ranks").is_dir()), None)
-            whose = f"which {knows} names" if folder in named else "the current folder"
-            state = fields.get("JobState", "").partition(" ")[0]
-            what = f"job {job_id}{f' ({state})' if state else ''}: {units.count(len(logs), 'log')}"
-            return run, logs, f"{what} in {logs[0].parent}, {whose}"
-    known = f"{knows} knows the job" if fields else "neither the controller nor the accounting (sacct) knows the job"
+            # where the ranks will write: a wrapped script makes the first, and launch has its script beside its log
+            awaited = own if own.is_dir() else logs[0].parent if logs[0].parent / "job.sbatch" in scripts else None
+            run = next((path for path in places if (path / "ranks").is_dir()), awaited)
+            whose = f"which {known} names" if folder in of_job else "the current folder"
+            what = f"job {job_id}{f' ({words})' if words else ''}: {units.count(len(logs), 'log')}"
+            return JobFiles(run, logs, f"{what} in {logs[0].parent}, {whose}", again)
+    if state == "PENDING":
+        raise SlurmError(f"job {job_id} has not started ({words}), so there is nothing to diagnose yet")
     where = ", ".join(map(str, folders))
-    raise SlurmError(f"job {job_id}: no file of it was found in {where}; {known}; give its logs, or --run FOLDER")
+    raise SlurmError(f"job {job_id}: no file of it was found in {where}; {known} knows the job; "
+                     "give its logs, or --run FOLDER")  # fmt: skip
 
 
-def _accounted(job_id: str) -> dict[str, str]:
-    """JobId, WorkDir and SubmitLine of a job by Slurm's accounting; empty if the accounting does not know the job."""
+def _shown(job_id: str) -> dict[str, str]:
+    """What Slurm knows of a job, by the names of scontrol, and `by` what; empty where it does not know the job.
+
+    The controller forgets a job some minutes after its end; the accounting still knows it then.
+    """
     try:
-        row = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobIDRaw,WorkDir,SubmitLine").partition("\n")[0]
-    except SlurmError:
+        shown = slurm("scontrol", "show", "job", job_id)
+    except SlurmError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        with suppress(SlurmError):
+            names = ("JobId", "JobState", "WorkDir", "SubmitLine")
+            rows = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobIDRaw,State,WorkDir,SubmitLine")
+            values = rows.partition("\n")[0].split("|", 3)
+            if len(values) == len(names):
+                return {**dict(zip(names, values, strict=True)), "by": "the accounting (sacct)"}
         return {}
-    return dict(zip(("JobId", "WorkDir", "SubmitLine"), row.split("|", 2), strict=True)) if "|" in row else {}
+    found = dict(line.strip().partition("=")[::2] for line in shown.splitlines())
+    for name, nothing in (("Reason", "None"), ("Restarts", "0")):
+        value = re.search(rf"\s{name}=(\S*)", shown)
+        found[name] = value[1] if value and value[1] != nothing else ""
+    if found["Restarts"]:
+        found["Restarts"] = f"restart {found['Restarts']}"
+    return {**found, "by": "the controller"}

@@ -1,24 +1,21 @@
-"""One job and its cluster: whether it can serve the job's claims, whether it takes the job, and whether its pods come.
+"""One job and its cluster: whether it has the classes of the job's claims, takes the job, and whether its pods come.
 
-Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery, DeviceClass, ResourceSlice. What a DeviceClass
-selects is a program (CEL) that only the scheduler runs: of the class that NVIDIA's driver installs, and of RDMA NICs in
-that of DRANET's examples, it is known, and devices are counted; a class of another name is taken at the user's word.
-Then the job APIs, and pods and events of core/v1 in the job's namespace: a controller that may not make a pod (Pod
-Security, quota, an SCC) says so in an event of the job alone.
+Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery and DeviceClass; the job APIs, and pods and
+events of core/v1 in the job's namespace: a controller that may not make a pod (Pod Security, quota, an SCC) says so in
+an event of the job alone.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.cluster.client import ApiError, Client, path_of
 from contracts.redaction import redact
-from planner.kubernetes.job import DEVICE_CLASSES, JobSpec
+from planner.kubernetes.job import JobSpec
 from planner.kubernetes.manifests import POD_LABELS, Document, claims
 
 MOST_LISTED = 20  # DeviceClasses in a message
@@ -30,29 +27,6 @@ _REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobS
 
 class CannotError(RuntimeError):
     """Why the cluster cannot, in a few words."""
-
-
-class Installed(NamedTuple):
-    """The devices that a claim takes of a class: an attribute of the driver's domain, and its value."""
-
-    driver: str
-    attribute: str
-    value: str | bool
-
-    def fits(self, device: Document) -> bool:
-        """Whether a device of a ResourceSlice of this driver is one; a name without domain is of the driver's own."""
-        attributes = device.get("attributes") or {}
-        found = attributes.get(f"{self.driver}/{self.attribute}") or attributes.get(self.attribute) or {}
-        return self.value in found.values()
-
-
-INSTALLED = dict(
-    zip(
-        DEVICE_CLASSES,
-        (Installed("gpu.nvidia.com", "type", "gpu"), Installed("dra.net", "rdma", True)),  # whole GPUs, RDMA NICs
-        strict=True,
-    )
-)
 
 
 def check(client: Client, spec: JobSpec) -> None:
@@ -73,42 +47,6 @@ def check(client: Client, spec: JobSpec) -> None:
             raise CannotError(f"there is no DeviceClass {name}: {words}; --dra {kind}=NAME names it") from None
 
 
-def able(client: Client, spec: JobSpec, nodes: Collection[str] | None = None) -> str:
-    """How the cluster can serve the claims of this job's pods; `nodes` are those it may run on.
-
-    The job's classes are those that drivers install. CannotError says why it cannot, ApiError what could not be asked:
-    that is unknown.
-    """
-    check(client, spec)
-    template = claims(spec)[0]
-    constraints = template["spec"]["spec"]["devices"]["constraints"]
-    attribute = constraints[0]["matchAttribute"]
-    rooted: list[Counter[tuple[str, str]]] = []  # of each class, (node, PCIe root): devices
-    for name in spec.device_classes:
-        one, found = INSTALLED[name], Counter[tuple[str, str]]()
-        for node, device in _devices(client, template["apiVersion"], one.driver):
-            root = ((device.get("attributes") or {}).get(attribute) or {}).get("string")
-            if root and (nodes is None or node in nodes) and one.fits(device):
-                found[node, root] += 1
-        if not found:
-            raise CannotError(f"no device of class {name} on these nodes has the attribute {attribute}")
-        rooted.append(found)
-    return _fit(rooted, each=len(constraints), spec=spec)
-
-
-def _fit(rooted: Sequence[Counter[tuple[str, str]]], *, each: int, spec: JobSpec) -> str:
-    """Whether enough nodes have `each` times one device of every class under one root."""
-    first, *others = rooted
-    pairs: Counter[str] = Counter()
-    for (node, root), count in first.items():
-        pairs[node] += min(count, *(found[node, root] for found in others))
-    pods = sum(count // each for count in pairs.values())
-    what = f"{each} GPU{'s' if each > 1 else ''} each with a NIC under its PCIe root"
-    if pods < spec.nodes:
-        raise CannotError(f"the nodes have room for {pods} of {spec.nodes} pods of {what}")
-    return f"{units.count(sum(count >= each for count in pairs.values()), 'node')} with {what}"
-
-
 def serves(client: Client, group: str, version: str) -> None:
     """CannotError where the cluster does not have this version of the API."""
     try:
@@ -121,24 +59,6 @@ def serves(client: Client, group: str, version: str) -> None:
     if version not in versions:
         since = " came with Kubernetes 1.34" if group == "resource.k8s.io" else " is what this job is written for"
         raise CannotError(f"{group} {', '.join(versions)} is too old: {version}{since}")
-
-
-def _devices(client: Client, api: str, driver: str) -> Iterator[tuple[str, Document]]:
-    """(node, device) of the driver's slices; of each pool the newest generation counts."""
-    newest: dict[str, int] = {}
-    by_class: dict[str, list[tuple[str, Document]]] = {}
-    for slices, _ in client.pages(path_of(api, "resourceslices"), {"fieldSelector": f"spec.driver={driver}"}):
-        for spec in (each.get("spec") or {} for each in slices):
-            pool, node = spec.get("pool") or {}, spec.get("nodeName")
-            name, generation = str(pool.get("name")), int(pool.get("generation") or 0)
-            if spec.get("driver") != driver or not node or generation < newest.get(name, generation):
-                continue
-            if generation > newest.get(name, generation):
-                by_class[name] = []
-            newest[name] = generation
-            by_class.setdefault(name, []).extend((str(node), device) for device in spec.get("devices") or ())
-    for devices in by_class.values():
-        yield from devices
 
 
 def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:

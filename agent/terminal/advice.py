@@ -226,10 +226,12 @@ def slower(times: float) -> str:
 def layout_title(shape: Layout) -> str:
     """All settings of a layout, in a line of markup."""
     recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
-    offload = "" if shape.offload == "none" else f", {shape.offload} offloaded to the CPU"
+    kept = shape.sharding == "zero3" and shape.dp_shard > 1 and not shape.reshard_after_forward
+    offloaded = {"optimizer": ", optimizer offloaded to the CPU", "all": ", weights and optimizer offloaded to the CPU"}
     return (
         f"[bold]{shape.family}[/bold], {shape.world_size} ranks, micro-batch {shape.micro_batch} x "
-        f"{shape.gradient_accumulation}, {recompute}, {shape.precision}{offload}"
+        f"{shape.gradient_accumulation}, {'no reshard, ' * kept}{recompute}, {shape.precision}"
+        f"{offloaded.get(shape.offload, '')}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -47,52 +47,47 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
         indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 
 
-def finding(out: Console, group: Group, *, named: bool = False) -> None:
-    """One finding: what, where, what proves it, what to do; `named` says its node though it be one only."""
-    one = is_about_one(group)
-    heading(out, group, one=one)
+def finding(
+    out: Console, group: Group, *, named: bool = False, brief: bool = False,
+    names: Callable[[Sequence[str]], str] = units.some,
+) -> None:  # fmt: skip
+    """One finding: what, where, what to do, and unless `brief` what proves it, and every message.
+
+    `named` says its node though it be one only; `names` joins the names of nodes and devices.
+    """
     nodes = group.nodes if named or len(group.nodes) > 1 else ()
-    if group.alike:
-        indented(out, escape(group.message))
-        if nodes and not one and group.subjects:
-            for node, subjects in group.by_node[:SHOWN]:
-                indented(out, escape(units.some(subjects, f"on {node}: ")))
-        else:
-            indented(out, "" if one else escape(units.some(group.subjects, "on ")))
-    else:
-        _each(out, group, named=bool(nodes), subjects=not one)
-    indented(out, escape(units.some(nodes, "nodes " if len(nodes) > 1 else "node ")))
-    if group.status in ("fail", "warn"):
-        for check in group.checks[: len(group.codes) if group.trouble else 1]:  # those of the first device
-            for line in check.evidence[:4]:
-                indented(out, f"[dim]{escape(line)}[/dim]")
-    remedy(out, group)
-
-
-def is_about_one(group: Group) -> bool:
-    """Whether the finding is about one device or setting, which its heading then names."""
-    return len(group.subjects) == 1 and (group.alike or bool(group.trouble))
-
-
-def heading(out: Console, group: Group, *, one: bool) -> None:
-    """The status and the codes of a finding, and its one subject or how many places it was found in."""
-    where = f"on {group.subjects[0]}" if one else group.places
-    head = f"{mark(group.status)} [bold]{escape(group.title)}[/bold]"
-    out.print(f"{head} {escape(where)}" if where else head)
+    one = len(group.subjects) == 1 and (group.alike or bool(group.trouble))  # which the heading names
+    where = group.place if one and len(group.nodes) <= 1 else group.places
+    out.print(f"{mark(group.status)} [bold]{escape(group.title)}[/bold] {escape(where)}".rstrip())
     indented(out, f"{group.trouble}:" if group.trouble else "")
-
-
-def remedy(out: Console, group: Group) -> None:
-    """What to do, where something is wrong or a required check could not run."""
-    if group.status in ("fail", "warn") or group.required:
+    if nodes or len(group.checks) > 1:
+        _places(out, group, named=bool(nodes), one=one, most=SHOWN if brief else len(group.checks), names=names)
+    else:
+        indented(out, escape(group.message))
+    wrong = group.status in ("fail", "warn")
+    for check in group.checks[: len(group.codes) if group.trouble else 1] if wrong and not brief else ():
+        for line in check.evidence[:4]:  # of the first device
+            indented(out, f"[dim]{escape(line)}[/dim]")
+    if wrong or group.required:
         indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
 
 
-def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
-    """A line per check of a group whose messages differ."""
-    for check in group.checks[:SHOWN]:
-        prefixed = check.subject and subjects and not check.message.startswith(check.subject)
-        where = f"{check.node}: " if named else ""
-        indented(out, escape(f"{where}{check.subject}: {check.message}" if prefixed else f"{where}{check.message}"))
-    if len(group.checks) > SHOWN:
-        indented(out, f"and {len(group.checks) - SHOWN} more")
+def _places(
+    out: Console, group: Group, *, named: bool, one: bool, most: int, names: Callable[[Sequence[str]], str]
+) -> None:
+    """Every place that no message names; equal messages share a line, and so do nodes with the same devices."""
+    by_message: dict[str, dict[str, dict[str, None]]] = {}
+    for check in group.checks:
+        words = check.message if len(group.checks) <= most else group.message
+        by_message.setdefault(words, {}).setdefault(check.node, {})[check.subject] = None
+    for words, by_node in by_message.items():
+        indented(out, escape(words))
+        shared: dict[tuple[str, ...], list[str]] = {}
+        for node, subjects in by_node.items():
+            shared.setdefault(tuple(filter(None, subjects)), []).append(node)
+        for what, nodes in shared.items():
+            known = (one and not named) or all(subject in words for subject in what)
+            where = (names(nodes) if named else "", "" if known else names(what))
+            indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
+    if len(group.checks) > most and not group.alike:
+        indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import SHOWN, headline, indented, mark
+from agent.base.lines import headline, mark
 from agent.base.tables import pairs, point, table
 from agent.checks.groups import ORDER, Group, grouped, unknown_ids
 from agent.checks.verdict import Verdict, View
-from agent.terminal.findings import findings, heading, is_about_one, remedy
+from agent.terminal.findings import finding, findings
 from agent.terminal.topology import links
 from contracts.finding import Finding
 from contracts.host_list import list_names
@@ -164,12 +164,10 @@ def by_weight(checks: Iterable[Finding]) -> list[Group]:
 
 
 def _where(group: Group, at: str) -> str:
-    if len(group.nodes) > 1:
-        return f"on {units.count(len(group.nodes), 'node')}"
-    node = "" if at else f" of {group.nodes[0]}" if group.nodes else ""
-    if len(group.subjects) == 1:
-        return f"on {group.subjects[0]}{node}"
-    return (group.places + node) if group.places else f"on{node[3:]}" if node else ""
+    several = len(group.nodes) > 1
+    place = group.places if several or len(group.subjects) != 1 else group.place
+    node = "" if at or several or not group.nodes else f" of {group.nodes[0]}"
+    return (place + node) if place else f"on{node[3:]}" if node else ""
 
 
 def sound_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
@@ -196,7 +194,7 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
     named = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if group.status in ("fail", "warn") or (group.required and group.status == "unknown"):
-            _finding_in_brief(out, group, named=named)
+            finding(out, group, named=named, brief=True, names=list_names)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []
     if unknown := unknown_ids(groups):
@@ -206,39 +204,9 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
     out.print(f"[dim]{'; '.join([*quiet, '-v shows details'])}[/dim]")
 
 
-def _finding_in_brief(out: Console, group: Group, *, named: bool) -> None:
-    """One finding without what proves it: what, every place, what to do."""
-    nodes, one = group.nodes if named or len(group.nodes) > 1 else (), is_about_one(group)
-    heading(out, group, one=one and len(group.nodes) <= 1)
-    if nodes or len(group.checks) > 1:
-        _places(out, group, named=bool(nodes), one=one)
-    else:
-        indented(out, escape(group.message))
-    remedy(out, group)
-
-
-def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
-    """Every place that no message names; equal messages share a line, and so do nodes with the same devices."""
-    by_message: dict[str, dict[str, dict[str, None]]] = {}
-    for check in group.checks:
-        words = check.message if len(group.checks) <= SHOWN else group.message
-        by_message.setdefault(words, {}).setdefault(check.node, {})[check.subject] = None
-    for words, by_node in by_message.items():
-        indented(out, escape(words))
-        shared: dict[tuple[str, ...], list[str]] = {}
-        for node, subjects in by_node.items():
-            shared.setdefault(tuple(filter(None, subjects)), []).append(node)
-        for what, nodes in shared.items():
-            known = (one and not named) or all(subject in words for subject in what)
-            where = (list_names(nodes) if named else "", "" if known else list_names(what))
-            indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
-    if len(group.checks) > SHOWN and not group.alike:
-        indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")
-
-
 def last_line(out: Console, judged: Verdict, seconds: float) -> None:
     """The verdict in one line, with the time that it took."""
-    summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check))))
+    summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.listed))))
     out.print(f"\n{mark(judged.word)} {escape(summary)} in {units.seconds(seconds)}")
 
 

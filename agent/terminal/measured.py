@@ -1,9 +1,9 @@
-"""Benchmarks and runs on the terminal, and those of one job side by side, as the pages show them too."""
+"""Benchmarks and runs on the terminal, and runs of one job side by side, as the pages show them too."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -11,7 +11,6 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import SHOWN
-from agent.base.result_store import Line
 from agent.base.tables import Grid, grid, table_of
 from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
@@ -41,21 +40,6 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     out.print(_verdict(result, sum(not m.verified for m in result.measurements)))
     out.print(escape(where + (f"; {left} smaller sizes: -v" if left else "")))
     out.print(table_of(results_grid(shown)))
-    if result.step is not None and verbose:
-        rows = [
-            (
-                part.name,
-                units.size(part.bytes),
-                str(part.times),
-                str(part.group_ranks),
-                units.seconds(part.median_seconds),
-            )
-            for part in result.step.parts
-        ]
-        columns = ("one training step", "bytes", "calls", "ranks", "time")
-        out.print(table_of(Grid(columns=columns, rows=tuple(rows))))
-    if result.step is not None:
-        out.print(f"communication of one step without overlap: {units.seconds(result.step.median_seconds)}")
     if len(set(result.hosts)) > 1 and result.carried:
         over: dict[str, int] = {}
         for row in result.carried:
@@ -145,11 +129,10 @@ def blocks(share: float, width: int = 20) -> str:
     return "█" * max(1, round(width * share))
 
 
-# Runs and benchmarks of one job side by side.
+# Runs of one job side by side.
 
 _GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/reference/finetune-job.md)
 LEAST_STEPS = 3  # a median of fewer is one of the values, or the mean of two: no typical step
-SHOWN_BARS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +140,7 @@ class Run:
     """One bar of a comparison: what ran, and the number it got."""
 
     label: str  # "RDMA", "TCP on net1"
-    value: float  # seconds, or bytes per second
+    value: float  # seconds
     shown: str  # the number as people read it
 
 
@@ -167,13 +150,12 @@ class Bars:
 
     title: str
     runs: tuple[Run, ...]
-    less_is_better: bool = True
 
     def rows(self) -> list[tuple[str, float, str]]:
         """Of each run its label, its share of the longest bar, and its number with the factor to the best."""
         values = [run.value for run in self.runs]
         full = max(values, default=1.0) or 1.0
-        best = min(values, default=0.0) if self.less_is_better else full
+        best = min(values, default=0.0)
         return [
             (run.label, run.value / full,
              run.shown + ("" if run.value == best or not best else f" ({run.value / best:.2f} x)"))
@@ -277,19 +259,3 @@ def not_drawn(records: Iterable[RunRecord]) -> tuple[str, ...]:
         if len(names) == 1:
             rows.append(f"{job}: all runs took one network, {min(names)}; a comparison needs two")
     return tuple(rows)
-
-
-def bench_bars(lines: Sequence[Line], when: Callable[[float], str]) -> list[Bars]:
-    """What the newest benchmark measured, over the earlier ones of the same job; `when` formats their times."""
-    made = []
-    for now in lines[0].largest if lines else ():
-        bars = [
-            Run(label=when(line.started_at_seconds), value=one.busbw_bytes_per_second,
-                shown=units.rate(one.busbw_bytes_per_second))
-            for line in lines if line.job == lines[0].job
-            for one in line.largest if (one.op, one.size_bytes) == (now.op, now.size_bytes)
-        ]  # fmt: skip
-        if len(bars) > 1:
-            title = f"{now.op} of {units.size(now.size_bytes)}, {lines[0].job}: bus bandwidth, newest first"
-            made.append(Bars(title=title, runs=tuple(bars[:SHOWN_BARS]), less_is_better=False))
-    return made

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agent.advice.causes import with_manifest, with_nodes, with_price, with_record, with_sockets
+from agent.advice.causes import with_manifest, with_nodes, with_price, with_record, with_restart, with_sockets
 from agent.advice.request import Request
 from agent.base.hosts import snapshots as replay
 from agent.base.options import InputError
@@ -36,6 +36,10 @@ from probes.gpu import health
 from probes.registry import ALL
 
 _MOST_LOG_LINES = 20_000_000
+# Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
+_REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
+_MONITOR = ("this command again, after the ranks have called init_process_group. Only a job with the monitor writes "
+            "there (topoflight launch, wrap or run)")  # fmt: skip
 _PASSED = re.compile(r"(?:NCCL DIAG |^ *)\[OK\] ")
 
 
@@ -58,6 +62,7 @@ class WhySources:
     published: tuple[Snapshot, ...] = ()  # ... and what these read, as far as advice needs it
     layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
     limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
+    again: str | None = None  # what a job does that was queued again; "": it has ended; None: not known
 
 
 def answer(sources: WhySources) -> Verdict:
@@ -89,10 +94,16 @@ def answer(sources: WhySources) -> Verdict:
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
         verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
         if sources.run is not None:
-            hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks",
-                           command=f"topoflight run --folder {sources.run} -- torchrun train.py")  # fmt: skip
-            verdict = replace(verdict, unknown=(hint, *verdict.unknown))
-    whole: Verdict = without_secrets(replace(verdict, unknown=(*verdict.unknown, *unknown)))  # lines of logs are in it
+            hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks yet",
+                           command=_MONITOR)  # fmt: skip
+            verdict = replace(verdict, unknown=(hint,))
+    again = sources.again
+    if again is None and (found_again := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
+        again = f"it {found_again[1]}"
+    verdict = with_restart(verdict, record, again)
+    folder = sources.run or "DIR"
+    asked = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
+    whole: Verdict = without_secrets(replace(verdict, unknown=(*asked, *unknown)))  # lines of logs are in it
     return whole
 
 
@@ -329,8 +340,9 @@ def _cause_of(problem: LogProblem) -> Cause:
 
     An Xid of the GPU itself takes its node out of the pool.
     """
-    lines = tuple(line.text for line in problem.lines[:2])
-    cause = Cause(code=problem.code, message=problem.message, evidence=lines, action=problem.action)
+    lines = tuple(f"{line.place}: {line.text}" for line in problem.lines[:2])
+    at = f"{problem.place}: " if problem.place else ""
+    cause = Cause(code=problem.code, message=at + problem.message, evidence=lines, action=problem.action)
     rows = [found for line in lines for found in _XID.finditer(line)]
     if problem.code != "gpu_xid" or not rows:
         return cause
@@ -345,7 +357,7 @@ def _cause_of(problem: LogProblem) -> Cause:
 
 def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     """The log's problems: the reasons of a failure, and of a transport that is slower than it could be."""
-    lines = {p.code: tuple(line.text for line in p.lines[:2]) for p in found.problems}
+    lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines[:2]) for p in found.problems}
     verdict = replace(
         verdict,
         causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes),

@@ -10,25 +10,20 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import cattrs
-
 from collectives.bench.ops import OPS
 from collectives.bench.results import Bar
+from contracts import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One collective at one size, over the whole world or over disjoint groups that run at the same time."""
+    """One collective at one size."""
 
     op: str
     bytes: int
-    groups: tuple[tuple[int, ...], ...] = ()  # global ranks; empty is one group of all
-    part: str = ""  # of a training step: "fsdp_gather", "tp_reduce", ...
-    times: int = 1  # in that step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +53,12 @@ class Plan(Work):
 
 def write(plan: Plan, path: Path) -> None:
     """Write the plan for the ranks."""
-    path.write_text(json.dumps(cattrs.unstructure(plan)), encoding="utf-8")
+    path.write_text(json.dumps(plain.write(plan)), encoding="utf-8")
 
 
 def read(path: Path) -> Plan:
     """Read the plan, in a rank."""
-    plan: Plan = cattrs.structure(json.loads(path.read_text(encoding="utf-8")), Plan)
-    return plan
+    return plain.read(json.loads(path.read_text(encoding="utf-8")), Plan)
 
 
 # What to measure, where, and for how long; every setting is checked before anything starts.
@@ -77,8 +71,8 @@ class SpecError(ValueError):
     """A setting of the benchmark is not possible; the text names it, its value and what is allowed."""
 
 
-# Op, S in bytes, global ranks of the group, and the rows that all ranks of the run said of themselves when they joined.
-Expect = Callable[[str, int, tuple[int, ...], Sequence[Mapping[str, Any]]], tuple[Bar, ...]]
+# Op, S in bytes, and the rows that all ranks of the run said of themselves when they joined.
+Expect = Callable[[str, int, Sequence[Mapping[str, Any]]], tuple[Bar, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +122,6 @@ class BenchSpec(Work):
         _check("rendezvous", self.rendezvous, allowed or self.hosts == 1, "host:port, for several hosts")
         inside = self.node_rank is None or 0 <= self.node_rank < self.hosts
         _check("node_rank", self.node_rank, inside, f"0 to {self.hosts - 1}, or None")
-        for groups in (case.groups for case in self.cases):
-            members = [rank for group in groups for rank in group]
-            disjoint = len(set(members)) == len(members) and all(0 <= rank < self.world_size for rank in members)
-            _check("groups", groups, disjoint, f"disjoint groups of ranks 0 to {self.world_size - 1}")
-            _check("groups", groups, all(groups), "groups of at least one rank")
 
     @property
     def world_size(self) -> int:
@@ -147,66 +136,3 @@ class BenchSpec(Work):
 def _check(setting: str, value: object, fine: bool, allowed: str) -> None:
     if not fine:
         raise SpecError(f"{setting}: {value!r} is not allowed; allowed: {allowed}")
-
-
-# A training step's communication as a list of cases, from degrees and bytes.
-#
-# Ranks lie as in a torch DeviceMesh of (pp, dp_replicate, dp_shard, cp, tp), the innermost last. FSDP gathers a layer
-# before its forward and again before its backward pass and scatters its gradients once (torch.distributed.fsdp.
-# fully_shard, reshard_after_forward=True); with context parallelism it shards over dp_shard x cp. Tensor parallelism
-# reduces two activations in each pass of a layer (Megatron-LM, arXiv:1909.08053, section 3). Pipeline neighbours send
-# in a ring, as interleaved schedules do: each stage sends and receives at the same time.
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-FSDP_GATHERS = 2  # of each layer in one step
-TP_REDUCES = 4  # of each layer in one micro-batch: two forward, two backward
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
-    """What one step moves; bytes as nccl-tests counts S for the op."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-    layers: int = 1  # of one pipeline stage
-    fsdp_layer_bytes: int = 0  # gathered parameters of one layer on one rank (after TP); its gradients are as large
-    replica_reduce_bytes: int = 0  # gradients of one layer's shard, reduced over dp_replicate
-    tp_activation_bytes: int = 0  # one activation of one micro-batch
-    pp_activation_bytes: int = 0  # one activation of one micro-batch at a stage's border
-    micro_batches: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
-
-
-def groups(shape: StepShape, *axes: str) -> tuple[tuple[int, ...], ...]:
-    """Give the process groups along one axis, or along several flattened ones."""
-    degrees = [getattr(shape, axis) for axis in AXES]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(product(*(range(degree) for degree in degrees))):
-        across = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)
-        found.setdefault(across, []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
-
-
-def parts(shape: StepShape) -> tuple[Case, ...]:
-    """List what one step moves; an axis of one rank moves nothing."""
-    shard, layers = groups(shape, "dp_shard", "cp"), shape.layers
-    reduces = layers * TP_REDUCES * shape.micro_batches
-    wanted: Sequence[tuple[str, str, int, tuple[tuple[int, ...], ...], int]] = (
-        ("fsdp_gather", "all_gather", shape.fsdp_layer_bytes, shard, layers * FSDP_GATHERS),
-        ("fsdp_scatter", "reduce_scatter", shape.fsdp_layer_bytes, shard, layers),
-        ("replica_reduce", "all_reduce", shape.replica_reduce_bytes, groups(shape, "dp_replicate"), layers),
-        ("tp_reduce", "all_reduce", shape.tp_activation_bytes, groups(shape, "tp"), reduces),
-        ("pp_send", "send_recv", shape.pp_activation_bytes, groups(shape, "pp"), shape.micro_batches),
-    )
-    return tuple(
-        Case(part=name, op=op, bytes=size, groups=ranks, times=times)
-        for name, op, size, ranks, times in wanted
-        if size > 0 and times > 0 and len(ranks[0]) > 1
-    )

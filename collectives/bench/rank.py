@@ -1,4 +1,9 @@
-"""What each rank of a benchmark runs: `python -m torch.distributed.run ... -m collectives.bench.rank PLAN`."""
+"""What each rank of a benchmark runs: `python -m torch.distributed.run ... -m collectives.bench.rank PLAN`.
+
+Of each collective: iterations, fresh data, and the times of all ranks shared. A gloo group carries the control traffic,
+so that it never mixes with what is measured. Every rank sees the same gathered times and so takes the same decisions;
+nothing is broadcast.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +15,224 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from statistics import median
+from typing import Any, NoReturn
 
-from collectives.bench import measure
-from collectives.bench.measure import Rank
-from collectives.bench.plan import Case, read
+from collectives.bench import ops
+from collectives.bench.plan import Case, Plan, read
 from collectives.bench.processes import die_with_parent
 from collectives.bench.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse, block_sigterm, carried, store_port
+from collectives.bench.results import spread_ratio
 
 PREDICTS_UP_TO = 64  # times its own size: the time of a smaller size is latency more than bandwidth
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "RCCL_", "FI_", "OFI_NCCL_")
+BATCH = 5  # iterations between two looks at the interval
+WARMUP_SHARE = 0.2  # of a size's budget; the first iteration sets up connections and so takes longest
+LEAST_ITERATIONS = 3  # of a measurement: the first, which connects; one on fresh data, verified; one that is timed
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """What one rank knows of itself."""
+
+    rank: int
+    world: int
+    plan: Plan
+    journal: Journal
+    pulse: Pulse
+    device: str
+    control: Any = None  # process group of the control traffic
+    group: Any = None  # process group that is measured
+    turn: int = 0  # rounds of fresh data so far
+
+
+@dataclass(slots=True, kw_only=True)
+class Times:
+    """Seconds of one case so far: by rank, then by iteration."""
+
+    runs: list[list[float]]
+    waits: list[list[float]]
+    wrong: set[tuple[int, int]] = field(default_factory=set)  # (seen by rank, given by rank or -1)
+    rounds: int = 0  # verified
+
+
+def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -> float:
+    """Measure one case; returns the seconds of one iteration, the same on every rank.
+
+    The first iteration shows how many fit into `budget_seconds`. Where not even a verified round and a timed one fit
+    into `left_seconds`, those of the whole run, nothing is measured.
+    """
+    op = ops.OPS[case.op]
+    side = ops.allocate(op, case.bytes, me.group, tuple(range(me.world)), me.rank, me.device)
+    times = Times(runs=[[] for _ in range(me.world)], waits=[[] for _ in range(me.world)])
+    name = f"{case.op} of {case.bytes} bytes"
+    came = mark(me)
+    meet(me, side)  # NCCL connects with the first collective of a group, which is no iteration of anything
+    between(me, came, mark(me))
+    started = time.monotonic()
+    me.journal.write("case", op=case.op, bytes=case.bytes, where=name)
+    _iterate(me, op, side, 1, name)
+    first = each = slowest(me, time.monotonic() - started)
+    if left_seconds < LEAST_ITERATIONS * first:
+        return first
+    warm = budget_seconds * WARMUP_SHARE / first if first > 0 else me.plan.warmup
+    _iterate(me, op, side, max(0, min(me.plan.warmup - 1, int(warm))), name)
+    spent = slowest(me, time.monotonic() - started)
+    while True:
+        wrong = verified_round(me, op, side, name)
+        # a large size on a slow wire: what is left of the budget holds fewer than a batch, and the round just done
+        fits = (budget_seconds - spent) / each - 1 if each > 0 else BATCH
+        runs, waits = _iterate(me, op, side, max(1, min(BATCH, int(fits))), name)
+        share(me, times, runs, waits, wrong)
+        each = max(row[-1] for row in times.runs)
+        find_corrupt_ranks(me, op, side, times)
+        spent = slowest(me, time.monotonic() - started)
+        me.journal.write("progress", op=case.op, bytes=case.bytes, iterations=len(times.runs[0]), seconds=runs[-1:])
+        if _enough(me.plan, times, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
+            break
+    if speaks():
+        _write_measured(me, op, case, times)
+    return first
+
+
+def _iterate(me: Rank, op: ops.Op, side: ops.Side, count: int, name: str) -> tuple[list[float], list[float]]:
+    """Run the collective `count` times; returns seconds of the run, and seconds waited for the last to arrive."""
+    runs, waits = [], []
+    for _ in range(count):
+        me.pulse.arrive(name)
+        came = mark(me)
+        meet(me, side)
+        began = mark(me)
+        op.run(side)
+        ended = mark(me)
+        waits.append(between(me, came, began))
+        runs.append(between(me, began, ended))
+    return runs, waits
+
+
+def meet(me: Rank, side: ops.Side) -> None:
+    """Wait for the group: an all-reduce of one element, which on a GPU stays in the stream."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(1, device=me.device), group=side.group)
+
+
+def mark(me: Rank) -> Any:
+    """Take the time: of this host, or an event in the GPU's stream."""
+    if me.device == "cpu":
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(me: Rank, first: Any, second: Any) -> float:
+    """Give the seconds between two marks."""
+    if me.device == "cpu":
+        return float(second - first)
+    second.synchronize()
+    return float(first.elapsed_time(second)) / 1000
+
+
+def verified_round(me: Rank, op: ops.Op, side: ops.Side, name: str) -> tuple[int, ...]:
+    """Run once on fresh data and compare every element; returns the global ranks whose data is wrong."""
+    me.turn += 1
+    me.pulse.arrive(f"verified round of {name}")
+    ops.fill(op, side, me.turn)
+    op.run(side)
+    return tuple(side.ranks[place] if place >= 0 else ops.UNKNOWN_SOURCE for place in op.wrong(side, me.turn))
+
+
+def share(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: tuple[int, ...]) -> None:
+    """Give every rank the times and the verdicts of all."""
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.tensor([float(len(wrong)), *runs, *waits], dtype=torch.float64)
+    rows = [torch.zeros_like(mine) for _ in range(me.world)]
+    dist.all_gather(rows, mine, group=me.control)
+    for rank, row in enumerate(rows):
+        times.runs[rank] += row[1 : 1 + len(runs)].tolist()
+        times.waits[rank] += row[1 + len(runs) :].tolist()
+    times.rounds += 1
+    if any(row[0] > 0 for row in rows):
+        times.wrong |= {(seer, source) for seer, sources in enumerate(gather(me, wrong)) for source in sources}
+
+
+def gather(me: Rank, value: Any) -> list[Any]:
+    """Give every rank the values of all, by rank."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * me.world
+    dist.all_gather_object(everyone, value, group=me.control)
+    return everyone
+
+
+def find_corrupt_ranks(me: Rank, op: ops.Op, side: ops.Side, times: Times) -> None:
+    """Find whose part made a sum wrong: each rank in turn shows what it gives."""
+    import torch
+    import torch.distributed as dist
+
+    unnamed = {pair for pair in times.wrong if pair[1] == ops.UNKNOWN_SOURCE}
+    if not unnamed or any(source >= 0 for _, source in times.wrong):
+        return
+    me.turn += 1
+    found: list[int] = []
+    ops.fill(op, side, me.turn)
+    for place, source in enumerate(side.ranks):
+        shown = side.send_buffer.clone() if place == side.me else torch.zeros_like(side.send_buffer)
+        dist.broadcast(shown, src=source, group=side.group)
+        found += [] if ops.matches(shown, (source,), me.turn) else [source]
+    times.wrong |= {(seer, source) for seer, sources in enumerate(gather(me, found)) for source in sources}
+
+
+def slowest(me: Rank, seconds: float) -> float:
+    """Find the largest of all ranks' seconds, so that all ranks decide alike."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=me.control)
+    return float(value.item())
+
+
+def slowest_of_iteration(times: Times) -> list[float]:
+    """Give the seconds of the slowest rank of each iteration."""
+    return [max(seconds) for seconds in zip(*times.runs, strict=True)]
+
+
+def _enough(plan: Plan, times: Times, spent: float, budget_seconds: float) -> bool:
+    iterations = len(times.runs[0])
+    if iterations >= plan.max_iterations or spent >= budget_seconds:
+        return True
+    if plan.precision is None or iterations < plan.min_iterations:
+        return False
+    spread = spread_ratio(slowest_of_iteration(times))
+    return spread is not None and spread <= plan.precision
+
+
+def _write_measured(me: Rank, op: ops.Op, case: Case, times: Times) -> None:
+    me.journal.write(
+        "measured",
+        op=op.name,
+        bytes=ops.moved_bytes(op, case.bytes, me.world),
+        iteration_seconds=slowest_of_iteration(times),
+        rank_median_seconds=[median(row) for row in times.runs],
+        wait_seconds=times.waits,
+        rounds=times.rounds,
+        wrong=sorted(times.wrong),
+    )
+
+
+def speaks() -> bool:
+    """One rank of each host writes down what all know."""
+    return os.environ.get("LOCAL_RANK") == "0"
 
 
 def main(path: str) -> None:
@@ -75,6 +285,7 @@ def _join(me: Rank, host: str) -> None:
         me.device = f"cuda:{local}"
     dist.init_process_group("gloo", timeout=timedelta(seconds=me.plan.limit_seconds))
     me.control = dist.group.WORLD
+    me.group = dist.new_group(backend=me.plan.backend, timeout=timedelta(seconds=me.plan.limit_seconds))
     environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # memory this rank may lock, which RDMA needs
     hello = {
@@ -82,8 +293,8 @@ def _join(me: Rank, host: str) -> None:
         "shm_free_bytes": _shm_free_bytes(), "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
         "rdma": sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))[:64],
     }  # fmt: skip
-    everyone = measure.gather(me, hello)
-    me.journal.write("joined", ranks=everyone if measure.speaks() else [])
+    everyone = gather(me, hello)
+    me.journal.write("joined", ranks=everyone if speaks() else [])
 
 
 def _work(me: Rank) -> None:
@@ -93,18 +304,18 @@ def _work(me: Rank) -> None:
     singles: dict[Case, float] = {}  # seconds of one iteration of what was run, alike on every rank
     skipped: list[Case] = []
     for index, case in enumerate(me.plan.cases):
-        left = me.plan.budget_seconds - measure.slowest(me, time.monotonic() - started)
-        if left <= 0 or (predict_seconds(case, singles) or 0.0) * measure.LEAST_ITERATIONS > left:
+        left = me.plan.budget_seconds - slowest(me, time.monotonic() - started)
+        if left <= 0 or (predict_seconds(case, singles) or 0.0) * LEAST_ITERATIONS > left:
             skipped.append(case)
             continue
         share = left / (len(me.plan.cases) - index)
-        singles[case] = measure.run_case(me, case, share, left)
-        if singles[case] * measure.LEAST_ITERATIONS > left:
+        singles[case] = run_case(me, case, share, left)
+        if singles[case] * LEAST_ITERATIONS > left:
             skipped.append(case)
-    if skipped and measure.speaks():
+    if skipped and speaks():
         me.journal.write("skipped", cases=[[c.op, c.bytes] for c in skipped])
-    everyone = measure.gather(me, carried(me.rank, store_port()))
-    if measure.speaks():
+    everyone = gather(me, carried(me.rank, store_port()))
+    if speaks():
         me.journal.write("carried", rows=[asdict(row) for rows in everyone for row in rows])
     dist.barrier(group=me.control)
     dist.destroy_process_group()

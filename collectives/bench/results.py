@@ -76,28 +76,6 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartTime:
-    """One kind of communication of a training step: one call of it was measured, and the step makes some."""
-
-    name: str  # "fsdp_gather", "fsdp_scatter", "tp_reduce", "pp_send", "replica_reduce"
-    op: str
-    bytes: int  # S of one call
-    times: int  # calls in one step
-    group_ranks: int  # ranks of each group; the groups ran at the same time
-    iteration_seconds: tuple[float, ...]  # all calls of one step: so many times one call of the slowest rank
-    median_seconds: float
-    verified: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """A training step's communication, measured in its own process groups; nothing overlaps anything."""
-
-    parts: tuple[PartTime, ...]
-    median_seconds: float  # sum over the parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     """What one rank's TCP connections moved over one of its addresses; RDMA and shared memory are not in it."""
 
@@ -122,7 +100,6 @@ class BenchResult:
     latencies: tuple[Latency, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     evidence: Evidence | None = None
-    step: StepTime | None = None
     complete: bool = True
     problems: tuple[str, ...] = ()  # "rank 1 on node-b: no answer for 30 s (killed)"
     carried: tuple[Carried, ...] = ()  # what the ranks' TCP connections moved, by interface

@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
 
-import cattrs
-
 from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
 from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SpecError, Work
@@ -28,13 +26,12 @@ from collectives.bench.results import (
     Carried,
     Latency,
     Measurement,
-    PartTime,
-    StepTime,
     Straggler,
     spread_ratio,
 )
 from collectives.bench.watch import Outcome
 from collectives.nccl_log.transport import Evidence
+from contracts import plain
 
 __all__ = ["BenchSpec", "Case", "SpecError", "run"]
 
@@ -107,14 +104,11 @@ def assemble(
         events[event["event"]].append(event)
     hello: list[Mapping[str, Any]] = next((event["ranks"] for event in events["joined"] if event["ranks"]), [])
     hosts = tuple(row["host"] for row in hello)
-    measured = [event for event in events["measured"] if not event["part"]]
-    step = _step([event for event in events["measured"] if event["part"]])
-    measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in measured)
+    measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in events["measured"])
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
     wrong = _wrong_data(events["measured"], hosts)
     problems = (*outcome.problems, *skipped, *wrong, *_odd_hosts(hello, backend))
-    verified = all(m.verified for m in measurements) and (step is None or all(part.verified for part in step.parts))
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
     return BenchResult(
         measurements=measurements,
@@ -126,10 +120,9 @@ def assemble(
         started_at_seconds=started,
         seconds=seconds,
         latencies=_latencies(measurements),
-        stragglers=_stragglers(measured, hosts),
+        stragglers=_stragglers(events["measured"], hosts),
         evidence=proof,
-        step=step if step and len(step.parts) == sum(bool(case.part) for case in spec.cases) else None,
-        complete=not outcome.problems and not skipped and verified and bool(hello),
+        complete=not outcome.problems and not skipped and all(m.verified for m in measurements) and bool(hello),
         problems=problems,
         stopped_by=outcome.stopped_by,
         carried=tuple(Carried(**row) for event in events["carried"] for row in event["rows"]),
@@ -140,47 +133,26 @@ def assemble(
 def _measurement(
     event: Mapping[str, Any], backend: str, hello: Sequence[Mapping[str, Any]], expect: Expect | None
 ) -> Measurement:
-    op, ranks, seconds = OPS[event["op"]], tuple(event["ranks"]), tuple(event["iteration_seconds"])
+    op, seconds = OPS[event["op"]], tuple(event["iteration_seconds"])
     middle = median(seconds)
     algbw = event["bytes"] / middle if middle > 0 else 0.0
-    bars = expect(op.name, event["bytes"], ranks, hello) if expect else ()
+    bars = expect(op.name, event["bytes"], hello) if expect else ()
     first = next((bar for bar in bars if bar.typical is not None), None)
     values = {
-        **event, "backend": backend, "hosts": [hello[rank]["host"] for rank in ranks], "median_seconds": middle,
-        "spread_ratio": spread_ratio(seconds), "algbw_bytes_per_second": algbw,
-        "busbw_bytes_per_second": algbw * op.factor(len(ranks)),
+        **event, "backend": backend, "ranks": range(len(hello)), "hosts": [row["host"] for row in hello],
+        "median_seconds": middle, "spread_ratio": spread_ratio(seconds), "algbw_bytes_per_second": algbw,
+        "busbw_bytes_per_second": algbw * op.factor(len(hello)),
         "verified": event["rounds"] > 0 and not event["wrong"],
     }  # fmt: skip
     return replace(
-        cattrs.structure(values, Measurement), bars=bars, expectation=first.why if first else (),
+        plain.read(values, Measurement), bars=bars, expectation=first.why if first else (),
         expected_busbw_bytes_per_second=first.typical if first else None,
     )  # fmt: skip
 
 
-def _step(events: Sequence[Mapping[str, Any]]) -> StepTime | None:
-    """The step of its parts; groups ran at the same time, and the slowest of a part counts."""
-    parts = []
-    for name in dict.fromkeys(event["part"] for event in events):
-        groups = [event for event in events if event["part"] == name]
-        slowest = max(groups, key=lambda event: median(event["iteration_seconds"]))
-        seconds = tuple(slowest["times"] * one for one in slowest["iteration_seconds"])
-        parts.append(
-            PartTime(
-                name=name, op=slowest["op"], bytes=slowest["bytes"], times=slowest["times"],
-                group_ranks=len(slowest["ranks"]), iteration_seconds=seconds, median_seconds=median(seconds),
-                verified=all(event["rounds"] > 0 and not event["wrong"] for event in groups),
-            )
-        )  # fmt: skip
-    return StepTime(parts=tuple(parts), median_seconds=sum(part.median_seconds for part in parts)) if parts else None
-
-
 def _latencies(measurements: Sequence[Measurement]) -> tuple[Latency, ...]:
-    """Fit each op, over the group that most of its sizes were measured in."""
-    found = []
-    for op in dict.fromkeys(m.op for m in measurements):
-        groups = [m.ranks for m in measurements if m.op == op]
-        group = max(groups, key=groups.count)
-        found.append(fit_latency(op, [m for m in measurements if m.ranks == group]))
+    """Fit each op over its sizes."""
+    found = (fit_latency(op, measurements) for op in dict.fromkeys(m.op for m in measurements))
     return tuple(latency for latency in found if latency is not None)
 
 
@@ -208,12 +180,11 @@ def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
 
 def _stragglers(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> tuple[Straggler, ...]:
     """Look at the whole world's meetings together: a late rank is late at every size."""
-    waits: dict[tuple[int, ...], list[list[float]]] = {}
+    waits: list[list[float]] = [[] for _ in hosts]
     for event in measured:
-        rows = waits.setdefault(tuple(event["ranks"]), [[] for _ in event["ranks"]])
-        for row, seconds in zip(rows, event["wait_seconds"], strict=True):
+        for row, seconds in zip(waits, event["wait_seconds"], strict=True):
             row.extend(seconds)
-    return tuple(s for ranks, rows in waits.items() for s in name_stragglers(ranks, [hosts[r] for r in ranks], rows))
+    return name_stragglers(hosts, waits)
 
 
 def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
@@ -287,33 +258,31 @@ SIGNIFICANCE = 0.001
 MIN_ITERATIONS = 5
 
 
-def name_stragglers(
-    ranks: Sequence[int], hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]]
-) -> tuple[Straggler, ...]:
-    """Name the ranks that the others wait for; `wait_seconds` is by rank, then by iteration."""
+def name_stragglers(hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]]) -> tuple[Straggler, ...]:
+    """Name the ranks that the others wait for; `hosts` and `wait_seconds` are by rank, then by iteration."""
     iterations = len(wait_seconds[0]) if wait_seconds else 0
-    if len(ranks) < 2 or iterations < MIN_ITERATIONS:
+    if len(hosts) < 2 or iterations < MIN_ITERATIONS:
         return ()
     columns = list(zip(*wait_seconds, strict=True))
-    late = [[median(column) - column[place] for column in columns] for place in range(len(ranks))]
-    if len(ranks) == 2:  # the median of two is their mean: the later of a pair is late by the whole difference
+    late = [[median(column) - column[place] for column in columns] for place in range(len(hosts))]
+    if len(hosts) == 2:  # the median of two is their mean: the later of a pair is late by the whole difference
         late = [[2 * seconds for seconds in row] for row in late]
     last = [column.index(min(column)) for column in columns]
     found = []
-    for place, rank in enumerate(ranks):
-        times = last.count(place)
-        lateness, floor = median(late[place]), min(median(row) for row in wait_seconds)
+    for rank, host in enumerate(hosts):
+        times = last.count(rank)
+        lateness, floor = median(late[rank]), min(median(row) for row in wait_seconds)
         # P(Binomial(iterations, 1 / ranks) >= times)
-        p = 1 / len(ranks)
+        p = 1 / len(hosts)
         chance = math.fsum(
             math.comb(iterations, k) * p**k * (1 - p) ** (iterations - k) for k in range(times, iterations + 1)
         )
-        if lateness <= floor or chance * len(ranks) > SIGNIFICANCE:
+        if lateness <= floor or chance * len(hosts) > SIGNIFICANCE:
             continue
         found.append(
             Straggler(
                 rank=rank,
-                host=hosts[place],
+                host=host,
                 late_seconds=lateness,
                 iterations=iterations,
                 share=times / iterations,

@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import cattrs
-
 from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES, PATHS, codes_with
 from collectives.nccl_log.ledger import Ledger, Runs
@@ -35,6 +33,7 @@ from collectives.nccl_log.transport import (
     RunEvidence,
     by_severity,
 )
+from contracts import plain
 from contracts.bounded import open_regular, utf8_chunks
 from contracts.redaction import without_secrets
 
@@ -72,7 +71,8 @@ def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
         return names[distance] if names and distance < len(names) else f"distance {distance}"
 
     return tuple(
-        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed ({count} lines)"
+        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed "
+        f"({count} line{'s' * (count != 1)})"
         for (enabled, distance, limit), count in ledger.facts.gdr_paths.most_common()
     )
 
@@ -104,8 +104,8 @@ def _inter(ledger: Ledger) -> str | None:
     torn = [key.partition("/")[2] for key, n in ledger.torn_transports.items() if n > 0 and key.startswith("NET/")]
     within = evidence_problems.single_node(ledger) is True
     carrying = {key for table in (ledger.transports, ledger.torn_transports) for key, n in table.items() if n > 0}
-    plain = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in carrying]
-    joined = [] if within else plain or [f"COLLNET ({name})" for name in names]
+    alone = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in carrying]
+    joined = [] if within else alone or [f"COLLNET ({name})" for name in names]
     if _nvlink_joins_nodes(ledger):
         joined.append("NVLink (MNNVL)")
     if joined:
@@ -207,6 +207,17 @@ def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
     return {key: row for key, row in rows.items() if row.total > 0}
 
 
+def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
+    """Network channels of each host, where several have some."""
+    names = ledger.hosts.whole_names()
+    rows: dict[str, dict[str, ChannelCount]] = {}
+    for (host, network, _), (total, on) in sorted(ledger.devices.items()):
+        row = rows.setdefault(names.get(host, host).decode("utf-8", "replace"), {})
+        before = row.get(network, ChannelCount())
+        row[network] = ChannelCount(total=before.total + total, gdrdma=before.gdrdma + on)
+    return {name: row for name, row in rows.items() if name} if len(rows) > 1 else {}
+
+
 def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     """Channels between nodes first, then within a node, then what was announced."""
     ranks = {"NET/": 0, "COLLNET/": 0, "transport ": 1}
@@ -265,6 +276,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         torn_lines=ledger.torn_network,
         gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
         devices=_devices(ledger),
+        by_host=_by_host(ledger),
         gdr_paths=gdr_paths(ledger, version),
         nvls=facts.nvls,
         fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
@@ -338,7 +350,7 @@ def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
         first = found.get(problem.code)
         found[problem.code] = problem if first is None else replace(
             first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count,
-            hosts=tuple(dict.fromkeys((*first.hosts, *problem.hosts))),
+            hosts=tuple(sorted({*first.hosts, *problem.hosts})),
             ranks=tuple(sorted({*first.ranks, *problem.ranks})),
         )  # fmt: skip
     return by_severity(found.values())
@@ -447,9 +459,7 @@ def environment(debug_dir: str | Path) -> dict[str, str]:
 
 def to_json(evidence: Evidence) -> dict[str, Any]:
     """The verdict as plain data."""
-    data: dict[str, Any] = cattrs.unstructure(evidence)
-    data["exit_code"] = exit_code(evidence)
-    return data
+    return {**plain.write(evidence), "exit_code": exit_code(evidence)}
 
 
 def exit_code(evidence: Evidence, *, fail_on: str = "fail", require_gdrdma: bool = True) -> int:

@@ -14,7 +14,7 @@ from functools import cache
 from typing import TypeVar
 
 from contracts.tables import read_patterns
-from hardware.tables import is_of, pattern
+from hardware.gpus import is_of, pattern
 
 MAX_VALUES = 512
 MAX_PLACES = 4_096

@@ -116,7 +116,7 @@ class _Findings:
         own = {name: value for name, value in (("severity", severity), ("action", action)) if value}
         self.found[code] = problem_of(
             code, detail, lines=self._of_hosts(proof, hosts), count=count or self.ledger.codes[code] or 1,
-            hosts=tuple(hosts), ranks=ranks, **own,
+            hosts=tuple(sorted(hosts)), ranks=ranks, **own,
         )  # fmt: skip
 
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
@@ -248,7 +248,9 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
         found.add("no_ib_device", lines=found.proof("no RDMA device"), count=facts.no_ib_device)
     chosen = set(facts.networks) | {name for name, row in ledger.networks.items() if row[0] > 0}
     if "Socket" in chosen and len(chosen) > 1 and not one_node:
-        found.add("mixed_networks", detail=", ".join(sorted(chosen)), lines=found.proof("network "))
+        on = {name: ", ".join(sorted(found.hosts_over(name))[:4]) for name in sorted(chosen)}
+        detail = "; ".join(f"{name} on {hosts}" if hosts else name for name, hosts in on.items())
+        found.add("mixed_networks", detail=detail, lines=found.proof("network "))
     if inter is not None and len(layers_in_use(ledger)) > 1:
         found.add("mixed_link_layers", detail=", ".join(evidence.hcas), lines=found.proof("RDMA devices in use"))
     suspects = [
@@ -472,12 +474,12 @@ def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> N
         none_found: dict[str, set[str]] = {"": set()} if facts.no_ib_device else {}
         for host, row in (listed or none_found).items():
             seen = {f"{name}:{port.split(':')[1]}" for port in row for name in port.split(":")[0].split("+")}
-            missing += [f"{host or 'this host'}: {port}" for port in sorted(wanted - seen)]
+            missing += [f"{host or 'this host'}: {port} (which --port names)" for port in sorted(wanted - seen)]
     elif len(listed) > 1:
-        most = max(listed.values(), key=len)
+        whole = max(listed, key=lambda host: len(listed[host]))
         for host, row in listed.items():
-            if row < most:
-                missing += [f"{host}: {port}" for port in sorted(most - row)]
+            if row < listed[whole]:
+                missing += [f"{host}: {port} (which {whole} lists)" for port in sorted(listed[whole] - row)]
     if missing:
         shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
         hosts = tuple(dict.fromkeys(each.partition(": ")[0] for each in missing if not each.startswith("this host: ")))

@@ -18,6 +18,11 @@ class ProofLine:
     file: str = ""  # where several were read
     host: str = ""  # that wrote it, where the line says so
 
+    @property
+    def place(self) -> str:
+        """Where it is read: "line 7 of node-b.log"."""
+        return f"line {self.line}" + (f" of {self.file}" if self.file else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogProblem:
@@ -104,6 +109,7 @@ class Evidence:
     devices: dict[str, ChannelCount] = field(
         default_factory=dict
     )  # "IB/0", or of several hosts "node-1 IB/0": channels
+    by_host: dict[str, dict[str, ChannelCount]] = field(default_factory=dict)  # of several: host, network, channels
     notes: tuple[LogProblem, ...] = ()  # seen, but no fault: hand-set variables on a proven wire, unknown warnings
     gdr_paths: tuple[str, ...] = ()  # "enabled, PXB within PXB" decoded by version; capability, not proof
     nvls: bool | None = None  # NVLink SHARP multicast announced: what the hardware could do

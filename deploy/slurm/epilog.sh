@@ -3,16 +3,19 @@
 # shellcheck source=settings
 . "$(dirname "$0")/settings"
 note() { log epilog "job $SLURM_JOB_ID left $1"; }
-for environment in /proc/[0-9]*/environ; do
-  process=${environment#/proc/}
-  process=${process%/environ}
+of_job() { tr '\0' '\n' 2>/dev/null < "/proc/$1/environ" | grep -qx "SLURM_JOB_ID=$SLURM_JOB_ID"; }
+processes=()
+for folder in /proc/[0-9]*; do
+  process=${folder#/proc/}
   # the steps' own daemons and this script have the job's id, too
   [ "$process" = "$$" ] || [ "$process" = "$PPID" ] && continue
-  if tr '\0' '\n' 2>/dev/null < "$environment" | grep -qx "SLURM_JOB_ID=$SLURM_JOB_ID"; then
-    name=$(cat "/proc/$process/comm" 2>/dev/null) || continue
-    case $name in slurmstepd | slurmd | tr | grep | epilog.sh) continue ;; esac
-    note "process $process ($name) of user $(stat -c %U "/proc/$process" 2>/dev/null)"
-  fi
+  of_job "$process" && processes+=("$process")
+done
+[ ${#processes[@]} -eq 0 ] || sleep 2 # a process that Slurm has just told to end needs a moment
+for process in "${processes[@]}"; do
+  of_job "$process" && name=$(cat "/proc/$process/comm" 2>/dev/null) || continue
+  case $name in slurmstepd | slurmd | tr | grep | epilog.sh) continue ;; esac
+  note "process $process ($name) of user $(stat -c %U "/proc/$process" 2>/dev/null)"
 done
 # shared memory of NCCL and PyTorch; a file of another job of the same user that still runs may be among them
 find /dev/shm -maxdepth 1 -type f -user "$SLURM_JOB_UID" \( -name 'nccl-*' -o -name 'torch_*' \) -printf '%p (%s bytes)\n' 2>/dev/null |

@@ -29,6 +29,7 @@ RESERVED_ENVIRONMENT = frozenset(
 MOUNT = "/mnt/shared"  # where the pods see the claim
 CACHE = f"{MOUNT}/.cache"  # HF_HOME: one download for all pods, and for the next job
 RESTARTS = 3  # times that an interrupted job starts again by itself
+RUNS_GATE = re.compile(r"\b(topoflight|agent\.cli)\s+preflight\b")  # in a command: a gate that is there already
 PEER_WAIT_SECONDS = 3600  # that pods wait for each other: as long as an image may take to pull
 SAVE_SECONDS = 100  # from SIGTERM to the checkpoint, at least
 END_SECONDS = 20  # from there to the end of the pod, or of Slurm's batch script

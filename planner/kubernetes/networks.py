@@ -26,7 +26,7 @@ from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.nodes import NodeView, PortView
 from planner.nccl_env.nodes import networks as subnets
 from planner.nccl_env.rdma import hca_list
-from planner.nccl_env.texts import PodNeed, Reason, Setting
+from planner.nccl_env.situation import PodNeed, Reason, Setting
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.kubernetes.job import RESERVED_ENVIRONMENT, family, quantity
+from planner.kubernetes.job import RESERVED_ENVIRONMENT, RUNS_GATE, family, quantity
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
 from planner.kubernetes.yaml_edit import documents, extended
-from planner.nccl_env.texts import PodNeed, Setting
+from planner.nccl_env.situation import PodNeed, Setting
 
 PREFIX = "topoflight.io"  # of annotations
 GATE, MONITOR = "preflight", "topoflight-monitor"
@@ -460,12 +460,13 @@ class _Wrapper:
         pod, container = self._part.pod, self._part.container
         assert pod is not None  # noqa: S101 - `run` has returned otherwise
         body = _inside(pod, "spec", {})
-        there = next((c for c in body.get("initContainers") or () if c.get("name") == GATE), None)
-        taken = {each.get("name") for each in body.get("containers") or ()}
-        if there is not None:
-            if there.get("image") != image:
-                self._note(f"an init container {GATE!r} is set in the manifest and stays")
-            return
+        inits = body.get("initContainers") or ()
+        taken = {each.get("name") for each in (*(body.get("containers") or ()), *inits)}
+        for each in inits:
+            if RUNS_GATE.search(" ".join(map(str, (*(each.get("command") or ()), *(each.get("args") or ()))))):
+                if each.get("image") != image:
+                    self._note(f"the gate {each.get('name')} of image {each.get('image')} is in the manifest and stays")
+                return
         command = ["topoflight", "preflight", "-o", "table"]
         for check in self._wanted.require:
             command += ["--require", check]

@@ -22,8 +22,7 @@ from planner.nccl_env.hcas import choose_ports, is_virtual_function
 from planner.nccl_env.names import RESERVED
 from planner.nccl_env.nodes import NodeView
 from planner.nccl_env.platforms import published, settings_as_published
-from planner.nccl_env.situation import Situation
-from planner.nccl_env.texts import Note, PodNeed, Setting, need, note, setting
+from planner.nccl_env.situation import Note, PodNeed, Setting, Situation, need, note, setting
 from probes.limits.probe import LimitsFacts
 
 

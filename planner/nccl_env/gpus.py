@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue, machines
 from planner.nccl_env.nodes import NodeView, all_nvlink, p2p_level_effect
-from planner.nccl_env.situation import Situation
-from planner.nccl_env.texts import Note, Setting, note, setting
+from planner.nccl_env.situation import Note, Setting, Situation, note, setting
 from topology.graph import PathClass
 
 

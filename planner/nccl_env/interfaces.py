@@ -19,8 +19,7 @@ from planner.nccl_env.nodes import (
     rdma_device_of,
     running_interfaces,
 )
-from planner.nccl_env.situation import Situation, by_host, some
-from planner.nccl_env.texts import Note, Setting, note, setting
+from planner.nccl_env.situation import Note, Setting, Situation, by_host, note, setting, some
 from probes.interfaces.facts import Interface, InterfacesFacts
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 from planner.nccl_env.names import Platform, platforms
 from planner.nccl_env.nodes import NodeView
-from planner.nccl_env.situation import Situation, by_host, together
-from planner.nccl_env.texts import Note, Reason, Setting, note, setting
+from planner.nccl_env.situation import Note, Reason, Setting, Situation, by_host, note, setting, together
 from probes.hostinfo.probe import HostinfoFacts
 
 

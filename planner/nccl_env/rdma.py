@@ -20,8 +20,7 @@ from planner.nccl_env.hcas import (
 from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.nodes import RDMA_KINDS, NodeView, PortView, port_subnet
 from planner.nccl_env.platforms import recognise
-from planner.nccl_env.situation import Situation, by_host, together
-from planner.nccl_env.texts import Note, Setting, note, setting
+from planner.nccl_env.situation import Note, Setting, Situation, by_host, note, setting, together
 from topology.derive import reference_of
 from topology.graph import NicNode
 

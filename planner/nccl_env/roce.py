@@ -12,8 +12,7 @@ from planner.nccl_env.hcas import choose_ports, is_unaddressed
 from planner.nccl_env.names import version_text
 from planner.nccl_env.nodes import NodeView, PortView, gid_address, gid_addresses, networks
 from planner.nccl_env.platforms import published, which_platform
-from planner.nccl_env.situation import Situation, by_host, together
-from planner.nccl_env.texts import Note, Setting, note, setting
+from planner.nccl_env.situation import Note, Setting, Situation, by_host, note, setting, together
 
 _DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX needs no setting since 2.21
 

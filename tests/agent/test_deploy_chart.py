@@ -191,7 +191,7 @@ def test_each_values_file_is_complete_by_itself() -> None:
 
 
 def test_the_packed_chart_renders_as_the_checkout_does(tmp_path: Path) -> None:
-    """`helm package` follows the links into deploy/, so that whoever pulls the chart has all of it."""
+    """`helm package` follows the links into deploy/, so that a user who pulls the chart has all of it."""
     helm("package", str(CHART), "--destination", str(tmp_path))
     (packed,) = tmp_path.glob("*.tgz")
     assert template(chart=packed) == template()

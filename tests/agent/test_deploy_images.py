@@ -25,29 +25,6 @@ ROOT = Path(__file__).parent.parent.parent
 IMAGES = ROOT / "deploy/images"
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_install_gives_a_host_without_containers_an_agent_without_torch(tmp_path: Path) -> None:
-    """The images' step on a host: the verbs answer from the new prefix, torch and what installs are not in it."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    prefix = tmp_path / "opt"
-    done = subprocess.run(
-        ["sh", IMAGES / "install.sh", prefix, "agent"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**clean, "PYTHON": sys.executable, "PYTHONNOUSERSITE": "1"}, timeout=800,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    code = (
-        "import importlib.util as u, agent.http.server, agent.http.serve, agent.jobs.preflight, pathlib, sys\n"
-        "assert str(pathlib.Path(agent.http.server.__file__)).startswith(sys.prefix), agent.http.server.__file__\n"
-        "unwanted = 'torch', 'transformers', 'setuptools', 'pkg_resources', 'wheel', 'pip'\n"
-        "assert not [n for n in unwanted if u.find_spec(n)], [n for n in unwanted if u.find_spec(n)]\n"
-    )
-    subprocess.run([prefix / "bin/python", "-c", code], cwd=tmp_path, env=clean, check=True, timeout=250)
-    for words in (["--help"], ["preflight", "--list-checks"], ["explain", "rdma.port.down"]):
-        subprocess.run([prefix / "bin/topoflight", *words], cwd=tmp_path, env=clean, check=True, timeout=250,
-                       stdout=subprocess.DEVNULL)  # fmt: skip
-
-
 @each_row("name", ["Containerfile.agent", "Containerfile.finetune"])
 def test_one_digest_pins_every_stage_and_the_user_is_a_number_that_is_not_root(name: str) -> None:
     """What --build-arg PYTHON_IMAGE names is all that comes from a registry; runAsNonRoot can check only a number.

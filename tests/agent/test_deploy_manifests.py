@@ -102,27 +102,6 @@ def test_a_second_apply_changes_nothing(folder: Path) -> None:
             assert all(rule["action"] for rule in endpoint["relabelings"])
 
 
-@every_overlay
-def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
-    """No secret, no pod, no wildcard; of Nodes the list alone, for rack and switch."""
-    documents = render(folder)
-    rules = [
-        (group, resource, verb)
-        for d in documents
-        if d["kind"] in ("ClusterRole", "Role") and d["metadata"]["name"].startswith("topoflight")
-        for rule in d["rules"]
-        for group in rule.get("apiGroups", [])
-        for resource in rule.get("resources", [])
-        for verb in rule["verbs"]
-    ]
-    allowed = {"topoflight.io", "authentication.k8s.io", "authorization.k8s.io", "nfd.k8s-sigs.io"}
-    allowed |= {"security.openshift.io"} if folder.name.startswith("openshift") else set()
-    assert {group for group, _, _ in rules if group} == allowed
-    assert sorted(rule for rule in rules if not rule[0]) == [("", "nodes", "list")]
-    assert sorted(verb for group, _, verb in rules if group == "nfd.k8s-sigs.io") == ["create", "patch"]
-    assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
-
-
 def admits(policy: Document, namespace: str, labels: dict[str, str] | None = None) -> bool:
     """Whether a policy of this shape lets pods of a namespace in (NetworkPolicy v1, namespaceSelector)."""
     told = {"kubernetes.io/metadata.name": namespace, **(labels or {})}

@@ -107,7 +107,7 @@ def filled(line: str, folder: Path) -> list[str]:
     """The words with what a reader would put in place of those in capitals."""
     words = shlex.split(line)[1:]
     given = {**WORDS, "FILE": FILE_OF.get(words[0], "job.env")}
-    places = {"/etc/nccl.conf": folder / "nccl.conf", "/etc/slurm": folder}
+    places = {"/etc/nccl.conf": folder / "nccl.conf", "/etc/slurm": folder, "eth0": "eno1", "eth1": "eno1"}
     return [str(places[word]) if word in places else given.get(word, word) for word in words]
 
 

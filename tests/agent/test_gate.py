@@ -78,8 +78,8 @@ def on(status: str, code: str, subject: str = "", node: str = "n") -> Finding:
 
 
 @each_row(("found", "why"), rows("verdicts"))
-def test_a_verdict_counts_checks_and_says_on_how_many_devices(found: list[list[str]], why: str) -> None:
-    """Several devices that fail one check are one check; nothing seen is not called healthy."""
+def test_a_verdict_counts_the_findings_that_the_list_prints(found: list[list[str]], why: str) -> None:
+    """The same on several devices, or several checks of one trouble, is one; nothing seen is not called healthy."""
     assert judge([on(*each) for each in found]).why == why
 
 
@@ -88,6 +88,6 @@ def test_a_check_counts_once_by_its_worst_result_and_results_are_counted_too() -
     found = [on("fail", "a.b", "x"), on("fail", "a.b", "y"), on("pass", "a.b", node="m"), on("unknown", "a.c"),
              on("warn", "a.c", node="m"), on("pass", "a.d")]  # fmt: skip
     verdict = judge(found)
-    assert verdict.by_check == {"fail": 1, "warn": 1, "unknown": 0, "info": 0, "pass": 1}
+    assert verdict.listed == {"fail": 1, "warn": 1, "unknown": 0, "info": 0, "pass": 1}
     assert verdict.counts == {"fail": 2, "warn": 1, "unknown": 1, "info": 0, "pass": 2}
     assert judge(found[3:5], fail_on="unknown").exit_code == 5  # an unknown stays one, whatever another node says

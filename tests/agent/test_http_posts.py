@@ -22,7 +22,7 @@ from rigs.results import RUN
 from rigs.tables import each_row, rows_of
 from starlette.testclient import TestClient
 
-from agent.base import result_store as keep
+from agent.base import result_store
 from agent.cli.launch import launch
 from agent.cli.why import why
 from agent.cluster.client import Client
@@ -69,7 +69,7 @@ def posted(http: TestClient, **change: Any) -> Any:
     return http.post("/runs", headers=HEADERS, json={**RECORD, **change})
 
 
-def kept(folder: Path) -> list[Path]:
+def stored_runs(folder: Path) -> list[Path]:
     return sorted(folder.glob("runs/*.json"))
 
 
@@ -80,7 +80,7 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
     assert "a-model-of-ours" in http.get("/").text
-    assert len(kept(folder)) == 1
+    assert len(stored_runs(folder)) == 1
 
 
 def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
@@ -90,15 +90,15 @@ def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> N
     assert other.status_code == 409 and "sft-0, started at 2026-11-01T10:00:00Z" in other.json()["detail"]
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"})
-    assert len(kept(folder)) == 1
+    assert len(stored_runs(folder)) == 1
 
 
 def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
     """The state folder does not grow without end."""
-    for number in range(keep.STORED_RUNS + 5):
-        keep.store_run(record_of({**RECORD, "host": f"pod-{number}"}), folder)
+    for number in range(result_store.STORED_RUNS + 5):
+        result_store.store_run(record_of({**RECORD, "host": f"pod-{number}"}), folder)
     assert posted(agent(MACHINE, folder, tokens=tokens), host="z").status_code == 201
-    assert len(kept(folder)) == keep.STORED_RUNS
+    assert len(stored_runs(folder)) == result_store.STORED_RUNS
 
 
 @each_row(
@@ -120,7 +120,7 @@ def test_a_wrong_record_is_refused_and_what_is_wrong_named(
     answer = posted(http, **change)
     assert answer.status_code == 422 and named in answer.json()["detail"], answer.text
     assert len(answer.text) < 4000
-    assert kept(folder) == [] and http.get("/runs").json() == []
+    assert stored_runs(folder) == [] and http.get("/runs").json() == []
 
 
 @each_row("body", [b"", b"[]", b"7", b"\xff", b'{"schema_version": 1}', b"[" * 10_000, b'{"a": 1e999, "b": "\\ud800"}'])
@@ -129,7 +129,7 @@ def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: byte
     assert http.post("/runs", content=body).status_code == 401
     answer = http.post("/runs", headers=HEADERS, content=body)
     assert answer.status_code in (400, 422) and answer.json()["detail"], answer.text
-    assert kept(folder) == []
+    assert stored_runs(folder) == []
 
 
 def test_a_loss_that_is_no_number_is_unknown(http: TestClient) -> None:
@@ -166,7 +166,7 @@ def test_a_record_names_the_account_of_the_token_review(api: ApiServer, folder: 
     api.allowed.add((USER, "post", "/runs"))
     http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
     assert posted(http).status_code == 201
-    (record,) = keep.read_runs((folder / "runs",))
+    (record,) = result_store.read_runs((folder / "runs",))
     assert record.posted_by == USER
 
 
@@ -248,13 +248,13 @@ def test_what_is_held_in_memory_is_bounded_in_bytes(
 ) -> None:
     """The newest that the bound has room for are shown, from one rendered copy."""
     (folder / "runs").mkdir()
-    for number in range(keep.STORED_RUNS):
+    for number in range(result_store.STORED_RUNS):
         (folder / "runs" / f"{number:03d}.json").write_text(json.dumps({**RECORD, "host": f"pod-{number:03d}"}))
-    monkeypatch.setattr(keep, "MOST_HELD_BYTES", 10 * (folder / "runs" / "000.json").stat().st_size)
+    monkeypatch.setattr(result_store, "MOST_HELD_BYTES", 10 * (folder / "runs" / "000.json").stat().st_size)
     http = agent(MACHINE, folder, tokens=tokens)
     first, second = http.get("/runs"), http.get("/runs")
     shown = {record["host"] for record in first.json()}
-    assert shown == {f"pod-{number:03d}" for number in range(keep.STORED_RUNS - 10, keep.STORED_RUNS)}
+    assert shown == {f"pod-{number:03d}" for number in range(result_store.STORED_RUNS - 10, result_store.STORED_RUNS)}
     assert first.content == second.content
     assert posted(http, host="z").status_code == 201
     assert "z" in {record["host"] for record in http.get("/runs").json()}

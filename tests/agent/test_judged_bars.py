@@ -56,11 +56,10 @@ def result(
     links = json.loads(json.dumps(job_benchmark.links_of(found, ranks)))
     row: dict[str, Any] = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
     hello = [{**row, "host": name} for name in hosts for _ in range(ranks)]
-    expect = job_benchmark.expected(found, ranks)
-    world = tuple(range(len(hello)))
+    expect = job_benchmark.expected(found)
     made = [
         measurement(op, value * GB, len(hello), backend="nccl", hosts=tuple(r["host"] for r in hello), bytes=size,
-                    bars=expect(op, size, world, hello) if expect else ())
+                    bars=expect(op, size, hello) if expect else ())
         for op, value in values.items()
     ]  # fmt: skip
     return benchmark(
@@ -328,4 +327,3 @@ def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) ->
     assert read_result(tmp_path / result_store.BENCH_FILE) == WHOLE
     result_store.save_benchmark_result(CUT, tmp_path)
     assert read_result(tmp_path / result_store.BENCH_FILE) == CUT
-    assert [line.complete for line in result_store.bench_history(tmp_path)] == [False, True]

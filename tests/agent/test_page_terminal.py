@@ -85,7 +85,7 @@ def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
     text = " ".join(text_of(out).split())
     unknown = {check.code for check in seen.checks if check.status == "unknown"}
     assert unknown and all(code in text for code in unknown)
-    assert f"{len(unknown)} checks could not run; {seen.verdict.by_check['pass']} passed" in text
+    assert f"{len(unknown)} checks could not run; {seen.verdict.listed['pass']} passed" in text
 
 
 def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones() -> None:
@@ -142,8 +142,8 @@ def test_findings_that_say_different_things_stay_apart() -> None:
         Finding(code="a.b", status=Status.WARN, node="n", subject=subject, message=message, remedy=remedy)
         for subject, message, remedy in (("x", "one", "fix"), ("y", "two", "fix"), ("z", "three", "replace"))
     ]
-    text = drawn(findings_view.findings, made)
-    assert all(word in text for word in ("x: one", "y: two", "three", "fix", "replace"))
+    text = " ".join(drawn(findings_view.findings, made).split())
+    assert all(words in text for words in ("a.b for x, y one x two y → fix", "a.b for z three → replace"))
     assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
 
@@ -251,6 +251,23 @@ def test_a_line_of_a_log_is_quoted_to_the_letter(tmp_path: Path) -> None:
     assert result.output.index("✗ FAIL") < result.output.index("Proof")
 
 
+def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
+    """Hosts with as many share a line; the counts add up to those of all, and one host alone has no line of its own."""
+    two = [line.replace("gpu-a", "gpu-b") for line in LOG_LINES[2:]]
+    rows = {
+        "gpu-a, gpu-b: 2 via NET/IB, 0 with GPUDirect RDMA each": two,
+        "gpu-b: 2 via NET/IB, 1 with GPUDirect RDMA": [two[0], f"{two[1]}/GDRDMA"],
+        "gpu-b: 1 via NET/Socket": [two[0].replace("IB", "Socket")],
+        "gpu-b: 1 via NET/AWS Libfabric, 1 with GPUDirect RDMA": [two[0].replace("IB/0", "AWS Libfabric/0/GDRDMA")],
+    }
+    for words, more in rows.items():
+        (tmp_path / LOG).write_text("\n".join([*LOG_LINES, *more, ""]))
+        lines = [line.strip() for line in lines_of("evidence", tmp_path / LOG, columns=120)]
+        assert words in lines, (words, lines)
+    (tmp_path / LOG).write_text("\n".join([*LOG_LINES, ""]))
+    assert not any(line.strip().startswith("gpu-a:") for line in lines_of("evidence", tmp_path / LOG, columns=120))
+
+
 def test_a_terminal_has_colours_and_sees_that_work_is_under_way() -> None:
     """A live line while layouts are forecast; with NO_COLOR the same words and no colour."""
     _, live = on_a_terminal("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2")
@@ -273,7 +290,7 @@ n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nranks 16 - Destroy COMPLETE
 """
 
 
-def told(*words: object, columns: int = 80) -> list[str]:
+def lines_of(*words: object, columns: int = 80) -> list[str]:
     done = topoflight(*words, COLUMNS=str(columns))
     assert done.exit_code in (0, 3), done.output
     return done.stdout.rstrip("\n").splitlines()
@@ -285,7 +302,7 @@ def told(*words: object, columns: int = 80) -> list[str]:
 )
 def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, words: str) -> None:
     verb, *options = words.split()
-    lines = told(verb, "--host", path_of(name), *options)
+    lines = lines_of(verb, "--host", path_of(name), *options)
     assert len(lines) <= 10, "\n".join(lines)
     assert max(map(len, lines)) <= 80
     if verb != "recommend":
@@ -301,7 +318,7 @@ def test_what_time_and_cost_still_need_is_named_and_what_was_given_is_not() -> N
     """Of the forecast of a whole run."""
     length = "--steps, --tokens, --epochs or --hours"
     for given, missing in ((), f"--price and {length}"), (("--price", "98"), length), (("--steps", "100"), "--price"):
-        lines = told("recommend", "--machine", "p5.48xlarge", "--model", "Qwen2.5-0.5B", *given)
+        lines = lines_of("recommend", "--machine", "p5.48xlarge", "--model", "Qwen2.5-0.5B", *given)
         assert f"  cost   not estimated. Add {missing}." in lines, "\n".join(lines)
 
 
@@ -316,7 +333,7 @@ def test_other_verbs_on_a_healthy_thing(tmp_path: Path) -> None:
         (("why", tmp_path / "nccl.log"), "fine: no fault found in what was read → "),
         (("evidence", tmp_path / "nccl.log"), "✓ no problem in the log"),
     ):
-        lines = told(*words)
+        lines = lines_of(*words)
         assert lines[0].startswith(first) and len(lines) <= 10, "\n".join(lines)
         assert max(map(len, lines)) <= 80
 
@@ -378,7 +395,7 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
     """One fault on ten nodes, another on one: the lines do not grow with the nodes, and none is left out."""
     faults = {"sick-h100-dead-hca": [*range(1, 11)], "sick-h100-memlock-64KiB": [11]}
     names = fleet(tmp_path, faults, 12)
-    lines = told("preflight", "-q", "--host", tmp_path, columns=60)
+    lines = lines_of("preflight", "-q", "--host", tmp_path, columns=60)
     text = "\n".join(lines)
     assert lines[0].startswith("✗ FAIL ") and len(lines) < 50
     assert max(map(len, lines)) <= 60
@@ -391,9 +408,9 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
 
 def test_a_name_shows_all_of_one_node_device_or_code(tmp_path: Path) -> None:
     fleet(tmp_path, {"sick-h100-dead-hca": [1]}, 2)
-    node = "\n".join(told("scan", "--host", tmp_path, "gpu-001"))
+    node = "\n".join(lines_of("scan", "--host", tmp_path, "gpu-001"))
     assert "rdma.port.down" in node and "gpu-000" not in node and "probe " in node
-    assert "mlx5_3:1" in "\n".join(told("scan", "--host", tmp_path, "mlx5_3:1"))
+    assert "mlx5_3:1" in "\n".join(lines_of("scan", "--host", tmp_path, "mlx5_3:1"))
     wrong = topoflight("scan", "--host", tmp_path, "gpu-009")
     assert wrong.exit_code == 2 and "gpu-009" in wrong.output and "gpu-000" in wrong.output
 
@@ -406,7 +423,7 @@ def test_hosts_as_slurm_writes_them() -> None:
 
 
 def test_the_demo_names_its_faults_and_says_that_it_is_built() -> None:
-    text = "\n".join(told("demo"))
+    text = "\n".join(lines_of("demo"))
     assert "built-in example" in text
     for code in ("gpu.nvlink.missing", "gpu.thermal.throttling", "rdma.port.down"):
         assert code in text, code
@@ -450,8 +467,9 @@ def test_the_script_for_a_shell_is_one_that_it_can_read(shell: str, shipped: str
 def test_a_table_breaks_lines_between_words_and_stacks_its_rows_where_they_do_not_fit(columns: int) -> None:
     """No heading and no name of a machine is cut, however narrow the terminal."""
     asked = ("recommend", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")
-    lines = told(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
+    lines = lines_of(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
     words = {word for line in lines for word in line.split()}
+    assert "steps of 64 sequences (assumed: give --global-batch" in " ".join(" ".join(lines).split())
     assert {"machine", "network", "tokens/s", "GPU-hours", "cost", "p5.48xlarge", "p4d.24xlarge"} <= words
     assert max(len(line) for line in lines) <= columns
     stacked = sum(line.startswith("machine") for line in lines)

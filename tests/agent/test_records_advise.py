@@ -49,7 +49,7 @@ QUESTIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def told(advice: Recommendation) -> dict[str, Any]:
+def answer_of(advice: Recommendation) -> dict[str, Any]:
     """What is advised, and why; not which host is named as the example."""
     return {
         "settings": [(s.name, s.value, s.reason.rule) for s in advice.settings],
@@ -71,7 +71,7 @@ def test_like_nodes_get_each_nodes_own_answer(machine: str, question: dict[str, 
     own = advise.answer(Request.of(nodes=2, **question), (snapshot(machine),))
     records = [through_the_api(record_of(machine, name, verdict="pass")) for name in ("n1", "n2")]
     whole, count = advise_cluster(fleet_of(*records), Request.of(**question))
-    assert count == 2 and told(whole) == told(own)
+    assert count == 2 and answer_of(whole) == answer_of(own)
 
 
 @every_machine
@@ -241,7 +241,9 @@ def test_a_record_of_the_agent_before_is_read_like_one_of_this() -> None:
         assert kind["names"] == ["new", "old"]
         for question in QUESTIONS:
             request = Request.of(**question)
-            assert told(advise_cluster(fleet_of(old), request)[0]) == told(advise_cluster(fleet_of(new), request)[0])
+            assert answer_of(advise_cluster(fleet_of(old), request)[0]) == answer_of(
+                advise_cluster(fleet_of(new), request)[0]
+            )
 
 
 def test_a_kind_outlives_the_node_that_it_was_first_seen_on() -> None:

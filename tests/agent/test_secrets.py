@@ -25,13 +25,12 @@ from rigs.waiting import eventually
 from scanned import scan
 from starlette.testclient import TestClient
 
-from agent.base import result_store as keep
-from agent.base.recordings import unpack_bundle
+from agent.base import result_store
 from agent.cluster.publish import node_feature, records_of, to_resource
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import bundle, launch
-from agent.jobs.bundle import pack_bundle
+from agent.jobs.bundle import pack_bundle, unpack_bundle
 from contracts import run_record
 from contracts.redaction import redact, without_secrets
 from probes.host.recording import RecordedHost, RecordingHost
@@ -128,8 +127,10 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     """Every output by name."""
     host, state_folder = machine(), tmp_path / "state"
     state_folder.mkdir()
-    (state_folder / keep.RUNS_FOLDER).mkdir()
-    (state_folder / keep.RUNS_FOLDER / "20261101T100000-0.json").write_text(json.dumps(RECORD))  # of another writer
+    (state_folder / result_store.RUNS_FOLDER).mkdir()
+    (state_folder / result_store.RUNS_FOLDER / "20261101T100000-0.json").write_text(
+        json.dumps(RECORD)
+    )  # of another writer
     snapshot = scan(host)
     found = {"record as read": run_record.dumps(run_record.record_of(RECORD)), "last error": run_record.raised(LOG)}
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=state_folder)

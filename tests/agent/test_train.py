@@ -45,6 +45,8 @@ def test_the_whole_command_measures_trains_and_reports(tmp_path: Path) -> None:
     assert record["status"] == "complete"
     assert record["loss"]["last"] < LOSS_RATIO * record["loss"]["first"]
     assert (Path(record["adapter"]) / "adapter_config.json").exists() and Path(record["checkpoint"]).is_dir()
+    log = (Path(record["checkpoint"]).parent / "job.log").read_text()
+    assert "warning" not in log.lower(), "neither torch nor what it comes with warns of a run that is as it should be"
     # FSDP over two ranks, sharded as DTensors: neither DDP nor a single process
     effective = record["layout"]["effective"]
     assert report["recommendation"]["chosen"]["layout"]["dp_shard"] == effective["world_size"] == 2

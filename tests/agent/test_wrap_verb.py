@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,16 @@ from rigs.command import topoflight
 from rigs.recorded import path_of
 
 from agent.jobs import script_rank
-from contracts.job_config import JobConfig
 
 H100 = str(path_of())
 FILE = Path(__file__).with_name("wrapped_job.yaml")
-CONFIG, _, TRL = yaml.safe_load_all(FILE.read_text(encoding="utf-8"))
+CONFIG, _ = yaml.safe_load_all(FILE.read_text(encoding="utf-8"))
 SFT, SETTINGS = CONFIG["data"]["sft.py"], yaml.safe_load(CONFIG["data"]["config.yaml"])
 
 
 def manifest(folder: Path) -> str:
     """A PyTorchJob of two pods with its ConfigMap; paths in the folder."""
-    return FILE.read_text(encoding="utf-8").replace("/FOLDER", str(folder)).rpartition("---\n")[0]
+    return FILE.read_text(encoding="utf-8").replace("/FOLDER", str(folder))
 
 
 IMAGE = ("--preflight-image", "registry.example/topoflight:1", "--resource", "rdma/hca=1")
@@ -155,65 +153,6 @@ def test_the_wrapped_pods_run_as_before(tmp_path: Path, monkeypatch: pytest.Monk
     record = json.loads((shared / "run.json").read_text())
     assert record["status"] == "unknown" and record["steps_done"] is None and "not measured" in read.stderr
     assert record["nccl"]["channels"]
-
-
-def trl_python() -> str:
-    """An interpreter that has TRL: this environment's packages and a few more, in .cache/compare; made once.
-
-    CalledProcessError or OSError where TRL cannot be installed.
-    """
-    folder = Path(__file__).parents[2] / ".cache" / "compare"
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        packages = next((folder / "lib").glob("python*/site-packages"))
-        below = [path for path in sys.path if path.endswith("site-packages")]  # pip, which finds no torch, brings one
-        (packages / "below.pth").write_text("\n".join(below) + "\n")
-    if subprocess.run([python, "-c", "import trl"], capture_output=True).returncode:
-        wanted = ["trl==1.16.0", "accelerate", "datasets>=4.7"]
-        subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)
-    return str(python)
-
-
-@pytest.mark.nightly
-@pytest.mark.ranks
-@pytest.mark.timeout(900)
-def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:
-    """SFTTrainer under TrlParser in both pods over gloo: script, settings and command as the user wrote them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from finetune.rows import load_tokenizer
-
-    try:
-        python = trl_python()
-    except (subprocess.CalledProcessError, OSError) as error:
-        pytest.skip(f"TRL cannot be installed: {error}")
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )).save_pretrained(tmp_path / "model")  # fmt: skip
-    load_tokenizer(JobConfig(tokenizer_name="builtin:bytes")).save_pretrained(tmp_path / "model")
-    rows = [json.dumps({"text": f"{n} + {n} = {2 * n}"}) for n in range(64)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    settings = {
-        "model_name_or_path": f"{tmp_path}/model", "dataset_name": f"{tmp_path}/rows.jsonl", "dtype": "float32",
-        "attn_implementation": "sdpa", "use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"],
-        "max_length": 64, "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-3, "bf16": False,
-        "use_cpu": True, "report_to": "none", "save_strategy": "no", "output_dir": f"{tmp_path}/shared/out",
-    }  # fmt: skip
-    config, job = yaml.safe_load_all(manifest(tmp_path))
-    config["data"] = {"sft.py": TRL["data"]["sft.py"], "config.yaml": yaml.safe_dump(settings)}
-    text = yaml.safe_dump_all([config, job], sort_keys=False)
-    done = wrap(tmp_path / "job.yaml", text, "-o", tmp_path / "new.yaml")
-    assert done.exit_code == 0, done.output
-    after, made = yaml.safe_load_all((tmp_path / "new.yaml").read_text())
-    assert after == config and made != job
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "torchrun").write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
-    (tmp_path / "bin" / "torchrun").chmod(0o755)
-    run_pods(tmp_path, tmp_path / "new.yaml", tmp_path / "bin")
-    state = json.loads((tmp_path / "shared" / "out" / "trainer_state.json").read_text())
-    assert state["global_step"] == 3
 
 
 @pytest.mark.ranks

@@ -33,7 +33,7 @@ class Tab:
         if message.type in ("error", "warning", "assert"):
             self.complaints.append(message.text)
 
-    def go(self, url: str) -> Tab:
+    def open_page(self, url: str) -> Tab:
         """Open an address and wait until it is loaded."""
         self.page.goto(url)
         return self

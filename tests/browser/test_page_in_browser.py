@@ -87,13 +87,13 @@ def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict
     """No complaint, no request elsewhere; a fault is read first. Of those without one also axe-core and what-if."""
     address = machines[name]
     with chromium.tab(height=SCREEN) as tab:
-        tab.go(address)
+        tab.open_page(address)
         assert tab.text("h1")
         if name in SICK:
             fault_is_first(tab, SICK[name])
         else:
             accessible(tab, axe)
-            tab.go(address + "what-if?model=Llama-3.1-8B&nodes=")
+            tab.open_page(address + "what-if?model=Llama-3.1-8B&nodes=")
             assert "Llama-3.1-8B" in tab.text("#layouts")  # axe-core reads it in the tests of the form and the dark
         clean(tab, address)
 
@@ -102,7 +102,7 @@ def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[s
     """The dark colours hold the same contrast rules."""
     with chromium.tab(dark=True) as tab:
         for endpoint in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
-            tab.go(machines["sick-h100-rdma-off"] + endpoint)
+            tab.open_page(machines["sick-h100-rdma-off"] + endpoint)
             assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 26)"
             accessible(tab, axe)
         clean(tab, machines["sick-h100-rdma-off"])
@@ -117,11 +117,12 @@ def every_page(
     machines: dict[str, str], agent: Callable[..., tuple[str, State]], console: Callable[[int], str], folder: Path
 ) -> dict[str, str]:
     """The address of every page with healthy, failing, empty and large data, each table and figure among them."""
-    paths = ("", "cluster", "what-if", "why", "docs", QUESTION, f"{QUESTION}&steps=2000&price=98.32&network=100G",
+    names = ("sick-h100-rdma-off", "aws-p4d-8xA100-4efa", "cpu-only-vm")
+    alike = ("cluster", "why", "docs", QUESTION, f"{QUESTION}&steps=2000&price=98.32&network=100G",
              "what-if?model=Llama-3.1-70B&method=full&machine=4xl40s",
              "what-if?model=Llama-3.1-8B&nodes=0")  # fmt: skip
-    names = ("sick-h100-rdma-off", "aws-p4d-8xA100-4efa", "cpu-only-vm")
-    pages_of = {f"{name} /{path}": machines[name] + path for name in names for path in paths}
+    asked = [*((name, path) for name in names for path in ("", "what-if")), *((names[0], path) for path in alike)]
+    pages_of = {f"{name} /{path}": machines[name] + path for name, path in asked}
     shutil.copytree(MEASURED / "runs", folder / "runs")
     shutil.copy(MEASURED / "bench.json", folder)
     address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=folder)
@@ -155,7 +156,7 @@ def test_no_page_is_wider_than_a_phone(
     wide = []
     with chromium.tab(width=390, height=740) as tab:
         for name, address in every_page(machines, agent, console, tmp_path).items():
-            tab.go(address)
+            tab.open_page(address)
             if tab.run("document.scrollingElement.scrollWidth") > 390:
                 wide.append((name, tab.page.evaluate(WIDER, 390)))
     assert not wide, wide
@@ -174,7 +175,7 @@ def test_the_charts_have_axes_and_the_colours_of_the_page(chromium: Tabs, machin
     """Run time and cost over nodes, narrow and wide, light and dark: ticks, no label over another, points all over."""
     for width, dark in ((390, True), (1440, False), (1440, True)):
         with chromium.tab(width=width, dark=dark) as tab:
-            tab.go(machines["cpu-only-vm"] + QUESTION + "&steps=2000&price=98.32&network=25G")
+            tab.open_page(machines["cpu-only-vm"] + QUESTION + "&steps=2000&price=98.32&network=25G")
             assert tab.run("[...document.querySelectorAll('.chart .title')].map(t => t.textContent)") == [
                 "Run time (minutes)", "Cost (in the currency of the price)",
             ]  # fmt: skip
@@ -218,7 +219,7 @@ def test_a_matrix_of_24_devices_is_seen_to_its_last_column(
     path = tmp_path / "report.html"
     path.write_text(report_page(whole), encoding="utf-8")
     with chromium.tab(width=width, height=SCREEN) as tab:
-        tab.go(path.as_uri())
+        tab.open_page(path.as_uri())
         tab.run("window.region = document.querySelector('.matrix').parentElement; 0")
         wide, seen = tab.run("[region.scrollWidth, region.clientWidth]")
         assert (wide <= seen) == (width == 1200)
@@ -245,7 +246,7 @@ def test_the_what_if_form_by_keyboard(chromium: Tabs, axe: str, machines: dict[s
     """Tab to the form, choose, press Enter: layouts side by side, each with both bars on shared scales."""
     address = machines["sick-h100-rdma-off"]
     with chromium.tab() as tab:
-        tab.go(address)
+        tab.open_page(address)
         for name, value in (("model", "Llama-3.1-70B"), ("method", "full"), ("machine", "p5.48xlarge"), ("nodes", "4")):
             tab.run(f"document.querySelector('select[name={name}], input[name={name}]').value = '{value}'")
         tab.run("document.querySelector('input[name=nodes]').focus()")
@@ -260,7 +261,7 @@ def test_the_what_if_form_by_keyboard(chromium: Tabs, axe: str, machines: dict[s
         labels = tab.run("[...document.querySelectorAll('.layout svg.bar')].map(b => b.getAttribute('aria-label'))")
         assert all("%" in label for label in labels)
         accessible(tab, axe)
-        tab.go(address + "what-if?model=Llama-3.1-8B&nodes=none")
+        tab.open_page(address + "what-if?model=Llama-3.1-8B&nodes=none")
         assert "nodes=none: must be a whole number" in tab.text("[role=alert]")
         # the status, and that the field of a number holds none
         assert all("400" in one or "cannot be parsed" in one for one in tab.complaints), tab.complaints
@@ -270,7 +271,7 @@ def test_copy_gives_exactly_the_text(chromium: Tabs, machines: dict[str, str]) -
     """The button fills the clipboard, says so, and is absent where scripts are."""
     address = machines["r760xa-2xA40-bf3"]
     with chromium.tab(permissions=("clipboard-read", "clipboard-write")) as tab:
-        tab.go(address)
+        tab.open_page(address)
         for block, begins in (("env", "export "), ("yaml", "- name: ")):
             tab.run("document.getElementById('said').textContent = ''")
             tab.run(f"document.querySelector('button[data-copy={block}]').click()")
@@ -281,7 +282,7 @@ def test_copy_gives_exactly_the_text(chromium: Tabs, machines: dict[str, str]) -
             assert begins in copied
         clean(tab, address.removesuffix("r760xa-2xA40-bf3/"))
     with chromium.tab(scripts=False) as tab:
-        tab.go(address)
+        tab.open_page(address)
         assert tab.run("getComputedStyle(document.querySelector('button[data-copy=env]')).display") == "none"
         assert tab.run("document.querySelectorAll('svg.drawing').length") == 1, "the rest is there without scripts"
         assert tab.run("document.querySelector('form').action").endswith("/what-if")
@@ -301,7 +302,7 @@ def test_a_change_reaches_an_open_page(chromium: Tabs, agent: Callable[..., tupl
         state.refresh()
         with chromium.tab() as tab:
             tab.page.add_init_script(HURRIED)
-            tab.go(address + path)
+            tab.open_page(address + path)
             assert "pass" in tab.text(".verdict"), path
             tab.run("window.sameDocument = true")
             opened = "document.querySelector('#passes')"
@@ -325,7 +326,7 @@ def test_several_hosts_are_a_table_that_leads_to_each(
     found = snapshots([path_of(name) for name in names], ALL)
     address, _ = agent(lambda: found)
     with chromium.tab() as tab:
-        tab.go(address)
+        tab.open_page(address)
         accessible(tab, axe)
         rows = tab.run("[...document.querySelectorAll('.nodes tbody tr')].map(r => r.innerText)")
         assert len(rows) == len(found) == len(names)
@@ -337,11 +338,11 @@ def test_several_hosts_are_a_table_that_leads_to_each(
             assert memlock in row
             follow(tab, f"lora-worker-0 ({name})")
             assert ("RLIMIT_MEMLOCK" in tab.text(".findings")) == (memlock != "unlimited")
-            tab.go(address)
+            tab.open_page(address)
         follow(tab, "hgx-h100-sick-rdma")
         assert tab.text("h1") == "hgx-h100-sick-rdma"
         assert f"All {len(names)} nodes" in tab.text("header")
-        tab.go(address + "cluster")
+        tab.open_page(address + "cluster")
         assert f"{len(names)} nodes" in tab.text("h1") and "FAIL" in tab.text(".verdict")
         accessible(tab, axe)
         tab.page.set_viewport_size({"width": 360, "height": 740})
@@ -381,7 +382,7 @@ DRAWN = "performance.getEntriesByType('navigation')[0].loadEventEnd"
 
 def drawn(tab: Tab, address: str) -> float:
     """The milliseconds until a page is loaded."""
-    tab.go(address)
+    tab.open_page(address)
     return float(tab.run(DRAWN))
 
 
@@ -398,7 +399,7 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
         # a busy host draws a page while it comes
         slowed = tab.page.context.new_cdp_session(tab.page)
         slowed.send("Emulation.setCPUThrottlingRate", {"rate": 4})
-        tab.go(console(5000))
+        tab.open_page(console(5000))
         assert tab.run(SHIFT) == 0
         slowed.send("Emulation.setCPUThrottlingRate", {"rate": 1})
         assert "5000 nodes" in tab.text("h1") and tab.run("document.querySelectorAll('.heat .cells a').length") == 5000
@@ -406,7 +407,7 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
         fields = "document.querySelectorAll('.ask select, .ask input')"
         seen = tab.run(f"[...{fields}].filter(f => f.getBoundingClientRect().width).length")
         assert seen == 6, "a phone can ask whatever a screen can"
-        tab.go(console(64))  # axe-core takes ten seconds for 5,000 nodes, of which each is drawn as these are
+        tab.open_page(console(64))  # axe-core takes ten seconds for 5,000 nodes, of which each is drawn as these are
         accessible(tab, axe)
     print(f"load: {one:.0f} ms with one node, {many:.0f} ms with 5,000")
     assert many < 20 * one
@@ -440,7 +441,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
     (tmp_path / "bench.json").write_text(json.dumps(result_to_json(result)))
     address, _ = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     with chromium.tab(height=SCREEN) as tab:
-        tab.go(address)
+        tab.open_page(address)
         first = tab.text(".finding")
         assert "GPUDirect RDMA is off: send 0/4, receive 0/4 channels" in first
         assert "[send] via NET/IB/0" in first
@@ -471,7 +472,7 @@ def test_one_fine_tune_over_three_networks_is_three_bars(
     words = [f"{units.seconds(step)} a step" for step in steps]
     for where in (address, (tmp_path / "report.html").as_uri()):
         with chromium.tab() as tab:
-            tab.go(where)
+            tab.open_page(where)
             assert tab.run("[...document.querySelectorAll('.runs th')].map(t => t.innerText)") == [
                 "TCP over eth0 (gloo)", "TCP over net1 (gloo)", "TCP over lo (gloo)",
             ]  # fmt: skip
@@ -488,7 +489,7 @@ def test_one_fine_tune_over_three_networks_is_three_bars(
             accessible(tab, axe)
             clean(tab, where)
     with chromium.tab() as tab:
-        tab.go(address)
+        tab.open_page(address)
         figures = tab.run("[...document.querySelectorAll('td.wide svg.bar')].map(b => b.getAttribute('aria-label'))")
         assert any("inside it" in label for label in figures)
 
@@ -498,23 +499,23 @@ def test_pictures(chromium: Tabs, machines: dict[str, str], console: Callable[[i
     folder = ROOT / "docs" / "pictures" if os.environ.get("TOPOFLIGHT_UPDATE_PICTURES") == "1" else tmp_path
     folder.mkdir(parents=True, exist_ok=True)
     with chromium.tab(width=1440, height=900) as tab:
-        tab.go(machines["sick-h100-rdma-off"])
-        keep(folder / "page.png", tab, tab.picture(900, 1440))
-        tab.go(console(64))
-        keep(folder / "fleet.png", tab, tab.picture(900, 1440))
+        tab.open_page(machines["sick-h100-rdma-off"])
+        save_picture(folder / "page.png", tab, tab.picture(900, 1440))
+        tab.open_page(console(64))
+        save_picture(folder / "fleet.png", tab, tab.picture(900, 1440))
     with chromium.tab(width=1160, height=1000) as tab:
-        tab.go(machines["sick-h100-rdma-off"] + "what-if?model=Llama-3.1-70B&machine=p5.48xlarge&nodes=2")
+        tab.open_page(machines["sick-h100-rdma-off"] + "what-if?model=Llama-3.1-70B&machine=p5.48xlarge&nodes=2")
         height = tab.run("document.querySelector('.keys').getBoundingClientRect().bottom + 20")
-        keep(folder / "what-if.png", tab, tab.picture(int(height), 1160))
+        save_picture(folder / "what-if.png", tab, tab.picture(int(height), 1160))
     terminal = tmp_path / "terminal.html"
     terminal.write_text(terminal_page("scan", "--host", "tests/machines/sick-h100-rdma-off.json"), encoding="utf-8")
     with chromium.tab(width=820, height=300) as tab:
-        tab.go(terminal.as_uri())
+        tab.open_page(terminal.as_uri())
         height = tab.run("document.querySelector('pre').getBoundingClientRect().bottom + 16")
-        keep(folder / "terminal.png", tab, tab.picture(int(height), 820))
+        save_picture(folder / "terminal.png", tab, tab.picture(int(height), 820))
 
 
-def keep(path: Path, tab: Tab, picture: bytes) -> None:
+def save_picture(path: Path, tab: Tab, picture: bytes) -> None:
     assert tab.complaints == [], "a page that does not answer is no picture"
     assert picture.startswith(b"\x89PNG")
     assert len(picture) < 300_000

@@ -1,4 +1,4 @@
-"""One benchmark at a time on a host, whoever crashed before."""
+"""One benchmark at a time on a host, whichever process crashed before."""
 
 import fcntl
 import os

@@ -21,7 +21,7 @@ FILE = Path(__file__).parents[1] / "golden" / "evidence.jsonl"
 TEXTS = ("problems", "notes", "proof", "fabric", "lines_read", "schema_version", "runs")
 
 
-def told(verdict: Evidence) -> dict[str, Any]:
+def row_of(verdict: Evidence) -> dict[str, Any]:
     """Every field that is not its type's default, problems with the lines that prove them, and what a gate answers."""
     usual = Evidence()
     plain = evidence.to_json(verdict)
@@ -48,7 +48,7 @@ def told(verdict: Evidence) -> dict[str, Any]:
 def test_golden_verdicts() -> None:
     """A row says what it shows: two that differ in one fact stand beside each other."""
     rows = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
-    made = [row | {"verdict": json.loads(json.dumps(told(read(row["lines"]))))} for row in rows]
+    made = [row | {"verdict": json.loads(json.dumps(row_of(read(row["lines"]))))} for row in rows]
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
         FILE.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
         return

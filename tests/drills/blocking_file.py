@@ -21,7 +21,7 @@ _MNT_DETACH = 2
 
 
 class BlockingFile:
-    """Mounted over a file while the block lasts; whoever reads it then hangs in the kernel."""
+    """Mounted over a file while the block lasts; a process that reads it then hangs in the kernel."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

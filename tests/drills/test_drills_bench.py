@@ -1,18 +1,16 @@
-"""Benchmarks whose ranks fork or print without end; a launch that is told to stop."""
+"""Benchmarks whose ranks fork or print without end."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from drill_ground import ROOT, Ground, drill, eventually
+from drill_ground import ROOT, Ground, drill
 
-from agent.jobs.launch import RESUMABLE
 from collectives.bench import processes
 
 pytestmark = pytest.mark.long
@@ -107,26 +105,3 @@ def test_bench_rank_fills_its_output(ground: Ground) -> list[str]:
     except RuntimeError as error:  # ended before the ranks joined: the result stands in the error's words
         return [*([] if "MiB" in str(error) else [str(error)]), *ground.after()]
     return [*_result(process, "the ranks printed more than"), *ground.after()]
-
-
-@pytest.mark.nightly  # test_finetune_resume.py and test_launch_cut_short.py show its two halves
-@drill
-def test_sigterm_of_a_launch(ground: Ground) -> list[str]:
-    """The job saves and ends; its record, and the exit code of the launch, say that it can be resumed."""
-    out = ground.folder / "out"
-    words = ("launch", "--ranks=2", f"--output={out}", "--set=max_steps=5000", "--set=dataset_rows=64",
-             "--set=eval_strategy=no", "--set=logging_steps=1", "--set=save_steps=5000")  # fmt: skip
-    process = ground.start(*words)
-    metrics = out / "metrics.jsonl"
-    begun = eventually(lambda: (metrics.exists() and metrics.read_text().count("\n") > 2) or None, seconds=240)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=240)
-    if begun is None:
-        return [f"no step: {err[-800:]}", *ground.after(out)]
-    record = json.loads((out / "run.json").read_text())
-    lost = [] if record["status"] == "interrupted" else [f"the record says {record['status']}: {record['reason']}"]
-    if not list(out.glob("checkpoint-*")):
-        lost.append("no checkpoint was saved")
-    if process.returncode != RESUMABLE or "stopped by SIGTERM: the job saved" not in err:
-        lost.append(f"exit code {process.returncode}: {err[-300:]}")
-    return [*lost, *ground.after(out)]

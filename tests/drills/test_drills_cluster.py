@@ -70,10 +70,10 @@ def _outage(
     begin()
     scene.held[0] = replace(scene.held[0], verdict="fail")
 
-    def told() -> bool | None:
+    def is_reported() -> bool | None:
         return any(named in (error or "") for error in (scene.publisher.error, scene.watcher.error)) or None
 
-    said = eventually(told)
+    said = eventually(is_reported)
     time.sleep(ground.random.uniform(0.5, 4.0 if ground.long else 1.0))
     end()
     back = eventually(lambda: scene.verdicts() == ("fail", "fail") or None, seconds=BACK_SECONDS)

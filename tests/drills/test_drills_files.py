@@ -62,7 +62,7 @@ def _log() -> Iterator[list[str]]:
 def test_recording_partly_wrong(ground: Ground) -> list[str]:
     """At most the probes that ask for it fail; the others answer."""
     content = json.loads(MACHINE.read_text())
-    asked = {probe.name: _asked(probe) for probe in ALL}
+    asked = {probe.name: _questions_of(probe) for probe in ALL}
     path, lost = ground.folder / "machine.json", []
     for _ in range(CORRUPTIONS):
         bent: dict[str, Any] = json.loads(json.dumps(content))
@@ -79,7 +79,7 @@ def test_recording_partly_wrong(ground: Ground) -> list[str]:
     return lost
 
 
-def _asked(probe: Probe[Any]) -> set[str]:
+def _questions_of(probe: Probe[Any]) -> set[str]:
     """Every question that a probe asks of the machine."""
     host = RecordingHost(load(MACHINE))
     run(reader(probe.name), host)

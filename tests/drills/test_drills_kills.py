@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -23,15 +21,6 @@ SMALL_JOB = (
     "--ranks=2", "--set=max_steps=6", "--set=save_steps=2", "--set=dataset_rows=64", "--set=eval_strategy=no",
     "--set=profile_steps=0",
 )  # fmt: skip
-SCRIPT = """
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-for _ in range(3):
-    model(torch.randn(2, 4)).sum().backward()
-dist.destroy_process_group()
-"""
 # Seconds that a run takes, corrected by each that ended before its kill came: kills fall on the whole life.
 SHORT_SECONDS = 16.0  # of a life, where the test suite kills; what comes later is drilled in the long form
 _life = {"bench": 7.0, "launch": 16.0, "preflight": 45.0}
@@ -90,24 +79,6 @@ def test_kill_during_a_launch(ground: Ground) -> list[str]:
     _kill_at_random(ground, "launch", *words)
     lost = [*ground.after(ground.folder / "out"), *state_lost(ground.state)]
     return [*lost, *_again(ground, 180, *words)]
-
-
-@pytest.mark.nightly
-@drill(long=100)
-def test_script_while_cpus_are_busy(ground: Ground) -> list[str]:
-    """Two ranks of DDP over gloo, launched with two busy processes for each CPU: both end with 0."""
-    script = ground.folder / "train.py"
-    script.write_text(SCRIPT)
-    words = ("launch", "--no-preflight", "--ranks=2", f"--script={script}", f"--output={ground.folder / 'out'}")
-    processes = 2 * len(os.sched_getaffinity(0))
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        done = ground.run(*words)
-    finally:
-        for one in busy:
-            one.kill()
-            one.wait()
-    return [] if done.returncode == 0 else [f"exit code {done.returncode}: {done.stderr[-500:]}"]
 
 
 @pytest.mark.nightly  # its short form ends while it measures, as that of test_kill_during_a_benchmark does

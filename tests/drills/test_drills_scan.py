@@ -25,7 +25,7 @@ from probes.scanner import Scanner
 pytestmark = pytest.mark.long
 
 H100 = "hgx-h100-8xH100-8hca"
-HURRIED_SECONDS = 5.0  # for an answer of a driver that gives none; whoever answers has a time of its own
+HURRIED_SECONDS = 5.0  # for an answer of a driver that gives none; a driver that answers has a time of its own
 
 
 def machine_root(ground: Ground) -> Path:

@@ -195,7 +195,7 @@ def token(account: str, namespace: str, *, audience: str | None = None, pod: str
 
 
 def config_of(folder: Path, bearer: str) -> Path:
-    """The kubeconfig of whoever holds this token: the administrator's server, and nothing else of theirs."""
+    """The kubeconfig of the user who holds this token: the administrator's server, and nothing else of theirs."""
     whole = json.loads(kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
     path = folder / f"{uuid.uuid4().hex[:8]}.kubeconfig"
     path.write_text(yaml.safe_dump({

@@ -221,19 +221,6 @@ def test_publisher_writes_changes_at_once_and_silence_seldom(api: ApiServer) -> 
     publisher.stop()
 
 
-def test_publisher_outlives_a_server_that_goes_and_comes_back(api: ApiServer) -> None:
-    """Down and back: the record arrives without anybody restarting the agent."""
-    record = record_of(H100, "n1")
-    api.down()
-    client = client_of(api).limited(tries=1)
-    publisher = Publisher(client, lambda: record, namespace="topoflight", look_seconds=0.01)
-    publisher.start()
-    eventually(lambda: publisher.error is not None, "the failure is noticed")
-    api.up()
-    eventually(lambda: publisher.writes == 1, "the write")
-    publisher.stop()
-
-
 def test_a_deleted_resource_is_made_anew(api: ApiServer) -> None:
     """Somebody cleans up by hand: the next write but one brings it back."""
     record = record_of(H100, "n1")
@@ -304,13 +291,6 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
     assert again["status"]["verdict"] == "warn" and from_resource(again).stopped_at_seconds is None
 
 
-def test_without_nfd_the_resource_is_written_all_the_same() -> None:
-    """NFD is optional."""
-    with ApiServer(nfd=False) as api:
-        publish_in(api, "n1")
-        assert len(api.of_kind("NodeTopology")) == 1
-
-
 @each_row("machine", NAMES)
 def test_labels_are_values_that_nodes_accept(machine: str) -> None:
     """At most 63 characters of the allowed ones; an unknown fact is no label."""
@@ -346,15 +326,6 @@ def test_a_watch_resumes_after_the_server_was_away(api: ApiServer) -> None:
     eventually(lambda: len(fleet.records()) == 1, "what happened meanwhile")
     assert watcher.tally["watch_lists_total",] == 1
     watcher.stop()
-
-
-def test_lists_come_in_pages(api: ApiServer) -> None:
-    """No more than a page at once from the server."""
-    api.page = 2
-    for index in range(5):
-        publish_in(api, f"n{index}")
-    pages = [[item["metadata"]["name"] for item in items] for items, _ in client_of(api).pages(NODES)]
-    assert pages == [["n0", "n1"], ["n2", "n3"], ["n4"]]
 
 
 @each_row(("status", "headers"), [(429, {"Retry-After": "1"}), (500, {}), (503, {}), (504, {})])

@@ -71,7 +71,7 @@ def test_the_verb_creates_what_the_dry_run_prints(kubeconfig: ApiServer) -> None
 def test_a_refusal_is_told_in_the_servers_words(kubeconfig: ApiServer) -> None:
     """Exit code 1, and which object."""
     kubeconfig.faults = [(403, {})]
-    done = CliRunner().invoke(launch, [*WORDS, "--api", "job", "--name", "sft", "--no-dra"])
+    done = CliRunner().invoke(launch, [*WORDS, "--api", "job", "--name", "sft"])
     assert done.exit_code == 1
     assert "configmap/sft-config: the API server says 403" in done.output
 
@@ -127,7 +127,7 @@ def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) 
     assert (config.model_name_or_path, config.output_dir) == ("NousResearch/Meta-Llama-3.1-8B", "/mnt/shared/a")
 
 
-DRY = ["--api", "job", "--dry-run", "--no-dra", "--no-preflight"]
+DRY = ["--api", "job", "--dry-run", "--no-preflight"]
 NO_CLAIM = [word for word in WORDS if word not in ("--claim", "shared")]
 
 
@@ -213,7 +213,7 @@ def test_the_nodes_own_device_is_taken(kubeconfig: ApiServer, offers: tuple[str,
 def test_a_device_that_no_node_offers_is_warned_of(kubeconfig: ApiServer) -> None:
     """EFA goes by one name everywhere, so the job is made all the same; an autoscaler may bring the nodes."""
     efa = [str(path_of("aws-p4d-8xA100-4efa")) if word == str(H100) else word for word in WORDS]
-    words = [*efa, "--api", "job", "--dry-run", "--no-dra"]
+    words = [*efa, "--api", "job", "--dry-run"]
     warning = "vpc.amazonaws.com/efa is needed on 2 nodes, and fewer nodes offer it"
     for name, count in (("a", "4"), ("b", "0")):
         status = {"allocatable": {"vpc.amazonaws.com/efa": count, "nvidia.com/gpu": "8"}}
@@ -336,11 +336,11 @@ def test_no_pod_and_no_event_is_unknown(kubeconfig: ApiServer) -> None:
     done = launched("--api", "pytorchjob", "--wait", "0.1")
     assert done.exit_code == 5 and "is its operator running?" in done.stderr
     for kind in COLLECTIONS:
-        words = [*WORDS, "--name", "q", "--api", kind, "--queue", "team", "--wait", "0.1", "--no-dra"]
+        words = [*WORDS, "--name", "q", "--api", kind, "--queue", "team", "--wait", "0.1"]
         queued = CliRunner().invoke(launch, words)
         assert queued.exit_code == 0 and "waits for its queue" in queued.stderr, kind
     asked = len(kubeconfig.requests)
-    unwatched = CliRunner().invoke(launch, [*WORDS, "--name", "w", "--api", "job", "--wait", "0", "--no-dra"])
+    unwatched = CliRunner().invoke(launch, [*WORDS, "--name", "w", "--api", "job", "--wait", "0"])
     assert unwatched.exit_code == 0
     assert not [path for _, path in kubeconfig.requests[asked:] if "/pods" in path]
 

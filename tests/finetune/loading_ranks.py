@@ -43,13 +43,13 @@ def watched():
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     began, most, over, found = anonymous(statm), 0, threading.Event(), []
 
-    def look():
+    def watch():
         nonlocal most
         while not over.is_set():
             most = max(most, anonymous(statm) - began)
             time.sleep(0.001)
 
-    looking = threading.Thread(target=look)
+    looking = threading.Thread(target=watch)
     looking.start()
     try:
         yield found

@@ -1,4 +1,4 @@
-"""The built-in job, as `make run` starts it: two ranks, a plan, FSDP, a loss that falls, an adapter that loads."""
+"""What the built-in job leaves: its log, an adapter that loads. That it learns is in tests/agent/test_train.py."""
 
 import json
 import os
@@ -17,14 +17,12 @@ from finetune.rows import IGNORED, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 ROWS = "dataset_rows=320"  # 20 steps of 16
-MARGIN = 0.5  # after 20 of its 40 steps the loss is below this share of the first
-
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, forked_ranks):
     """FSDP over two gloo ranks: folder and run."""
     folder = tmp_path_factory.mktemp("built-in")
     layout = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 8}
@@ -36,28 +34,7 @@ def trained(tmp_path_factory):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stderr[-2000:]
-    (folder / "out" / "stderr").write_text(done.stderr)
     return folder / "out", json.loads((folder / "out" / "run.json").read_text())
-
-
-def test_the_built_in_job_learns_under_the_plan(trained):
-    """Asked is got, each rank holds half, the loss falls, the adapter is saved."""
-    _, record = trained
-    effective = record["layout"]["effective"]
-    assert record["status"] == "complete"
-    assert (effective["wrapper"], effective["dp_shard"], effective["backend"]) == ("FSDP", 2, "gloo")
-    assert effective["local_parameter_bytes"] == pytest.approx(effective["parameter_bytes"] / 2, rel=0.01)
-    assert record["loss"]["last"] < MARGIN * record["loss"]["first"]
-    assert (Path(record["adapter"]) / "adapter_model.safetensors").is_file()
-    assert (Path(record["checkpoint"]) / "trainer.json").is_file()
-    assert 0 < record["communication"]["exposed_share"] <= record["communication"]["share"] <= 1
-    assert record["comparison"][0]["within"]
-
-
-def test_nothing_warns(trained):
-    """Neither torch nor what it comes with: a run that is as it should be says only how it goes."""
-    folder, _ = trained
-    assert [line for line in (folder / "stderr").read_text().splitlines() if "warning" in line.lower()] == []
 
 
 def test_logged_steps_tell_memory_and_communication(trained):
@@ -68,6 +45,7 @@ def test_logged_steps_tell_memory_and_communication(trained):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = {line["step"]: line for line in lines if "loss" in line}
     assert all(line["memory_bytes"] > 0 and line["mfu"] is None for line in steps.values())
+    assert 0 < record["communication"]["exposed_share"] <= record["communication"]["share"] <= 1
     assert steps[1]["communication_share"] is None
     assert steps[20]["communication_share"] == record["communication"]["share"]
     board = EventAccumulator(str(folder / "runs")).Reload()

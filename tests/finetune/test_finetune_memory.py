@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rigs.tables import each_row
-from test_finetune_equivalence import ROOT
+from test_finetune_equivalence import HERE, ROOT
 
 from contracts.finding import Interval
 from contracts.job_plan import NamedValue, RunForecast
@@ -23,22 +23,9 @@ from hardware.units import GIB
 
 pytestmark = pytest.mark.long
 
-# What the process has is what its program needs; the rest of the limit is for the model. 400 MB hold a step of 16 rows
-# and not one of 128: logits alone are 128 x 512 x 2048 x 4 bytes.
-CODE = """
-import resource, sys
-from finetune import train
-from peft import LoraConfig
-import transformers
-lines = open("/proc/self/status").read().splitlines()
-now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (now + (400 << 20), -1))
-sys.exit(train.main(sys.argv[1:]))
-"""
-
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, forked_ranks):
     """A job of 128 rows of 512 tokens a step; called with settings, it runs under the limit."""
     rows = [{"text": "word " * 200} for _ in range(256)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -57,7 +44,7 @@ def job(tmp_path):
             "output_dir": str(tmp_path / "out"), **more,
         }  # fmt: skip
         (tmp_path / "job.json").write_text(json.dumps(settings))
-        argv = [sys.executable, "-c", CODE, "--config", str(tmp_path / "job.json")]
+        argv = [sys.executable, str(HERE / "limited_job.py"), "--config", str(tmp_path / "job.json")]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=500)
         return done, json.loads((tmp_path / "out/run.json").read_text())

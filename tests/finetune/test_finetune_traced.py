@@ -44,14 +44,14 @@ LENGTH, RANK = 2048, 16
 NORMS = 2e-4
 
 
-def asked(method, world):
+def training_of(method, world):
     """A run on machines of eight H100s."""
     return TrainSpec(method=method, sequence_length=LENGTH, global_batch=max(64, 2 * world), engine="topoflight")
 
 
 def planned(model, method, world):
     """The planner's numbers."""
-    return plan(machines.cluster("p5.48xlarge", world // 8), (), model, asked(method, world))
+    return plan(machines.cluster("p5.48xlarge", world // 8), (), model, training_of(method, world))
 
 
 def kind_of(layout):
@@ -236,4 +236,6 @@ def test_all_layers_of_an_8b(tmp_path):
     case = case_of(tmp_path, "Llama-3.1-8B", "full", layout, layers=32)
     (got,) = traced(tmp_path, [case]).values()
     hold(got, "Llama-3.1-8B", "full", layout, layers=32)
-    assert got["local_bytes"] == memory_parts(model_named("Llama-3.1-8B"), asked("full", 8), layout, ENGINE).weights
+    assert (
+        got["local_bytes"] == memory_parts(model_named("Llama-3.1-8B"), training_of("full", 8), layout, ENGINE).weights
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from rigs.hub import Hub
 from test_finetune_hub import model_at, parquet, sums, tokenizer_of
 from transformers import LlamaConfig
@@ -38,21 +38,15 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made.close()
 
 
-def launched(hub: Hub, home: Path, *words: str, config: Path = USERS) -> subprocess.CompletedProcess[str]:
-    """The verb, with the hub that HF_ENDPOINT names."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KUBE"))}
-    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "cache"), "no_proxy": "*", "OMP_NUM_THREADS": "1",
-                   "TOPOFLIGHT_STATE": str(home / "state")}  # fmt: skip
-    return subprocess.run(
-        [sys.executable, "-m", "agent.cli", "launch", "--config", str(config), *words], capture_output=True, text=True,
-        timeout=800, cwd=ROOT, env={**kept, **environment},
-    )  # fmt: skip
-
-
 def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path) -> None:
     """Ten epochs under FSDP in bf16 with full recomputation; the record holds the plan that the launcher wrote."""
     out = tmp_path / "out"
-    done = launched(hub, tmp_path, "--ranks", "2", "--no-preflight", "--output", str(out))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KUBE"))}
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*", "OMP_NUM_THREADS": "1",
+                   "TOPOFLIGHT_STATE": str(tmp_path / "state")}  # fmt: skip
+    words = ("launch", "--config", USERS, "--ranks", "2", "--no-preflight", "--output", out)
+    done = subprocess.run([sys.executable, "-m", "agent.cli", *words], capture_output=True, text=True, timeout=800,
+                          cwd=ROOT, env={**kept, **environment})  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     record, plan = run_record.read(out / "run.json"), job_plan.read(out / "plan.json")
     assert (record.status, record.exit_code) == ("complete", 0)
@@ -76,37 +70,33 @@ def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path
     assert plan.config.learning_rate == written["learning_rate"] and plan.config.output_dir == str(out)
 
 
-def test_pods_and_this_host_take_the_file_with_rows_that_the_hub_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def planned(hub: Hub, home: Path, *words: str) -> Result:
+    """What `--dry-run` says in this process, with the hub's tokenizer in one of its own."""
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "cache"), "no_proxy": "*", "HF_HUB_OFFLINE": None,
+                   "KUBECONFIG": None}  # fmt: skip
+    return CliRunner().invoke(launch, [*words, "--dry-run"], env=environment)
+
+
+def test_pods_take_the_file_with_rows_that_the_hub_has(tmp_path: Path) -> None:
     """On the file's own machine: 8 B weights by the hub's config.json, rows measured with the hub's tokenizer.
 
     What each API of Kubernetes makes of the file is in tests/e2e/test_launch_trl_apis.py.
     """
-    name = "Meta-Llama/Meta-Llama-3.1-8B-Instruct"
     config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
                          num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip
     config.save_pretrained(tmp_path / "llama")
     tokenizer_of(tmp_path / "llama")
     parquet(tmp_path / "gsm8k" / "main" / "train-00000-of-00001.parquet", sums(128))
-    made, wrong = Hub(), []
-    made.add("models", name, tmp_path / "llama")
+    made = Hub()
+    made.add("models", "Meta-Llama/Meta-Llama-3.1-8B-Instruct", tmp_path / "llama")
     made.add("datasets", "gsm8k", tmp_path / "gsm8k")
-    for variable, value in (("HF_ENDPOINT", made.url), ("HF_HOME", str(tmp_path / "cache")), ("no_proxy", "*")):
-        monkeypatch.setenv(variable, value)
-    for variable in ("HF_HUB_OFFLINE", "KUBECONFIG"):
-        monkeypatch.delenv(variable, raising=False)
     try:
-        for api in ("jobset", "local"):
-            pods = [] if api == "local" else ["--image", "registry.example/f:1", "--claim", "shared"]
-            words = ["--config", str(USERS), "--machine", "2xa40-roce", "--nodes", "2", "--api", api, *pods]
-            done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "json"])
-            # 10 epochs of 128 rows, 128 to a step
-            if done.exit_code or "assumed" in done.stderr or "for 10 steps" not in done.stderr:
-                wrong.append((api, done.exit_code, done.stderr[-800:]))
+        done = planned(made, tmp_path, "--config", str(USERS), "--machine", "2xa40-roce", "--nodes", "2", "--api",
+                       "jobset", "--image", "registry.example/f:1", "--claim", "shared", "-o", "json")  # fmt: skip
     finally:
         made.close()
-    assert not wrong, wrong
+    assert done.exit_code == 0 and "assumed" not in done.stderr, done.output
+    assert "for 10 steps" in done.stderr, done.stderr  # 10 epochs of 128 rows, 128 to a step
 
 
 def test_a_model_that_no_table_knows_is_planned_by_its_own_shape(hub: Hub, tmp_path: Path) -> None:
@@ -118,11 +108,11 @@ def test_a_model_that_no_table_knows_is_planned_by_its_own_shape(hub: Hub, tmp_p
     job = tmp_path / "job.yaml"
     told = "use_peft: true\ndataset_name: gsm8k\ndataset_config: main\noutput_dir: /mnt/shared/small\n"
     job.write_text(f"model_name_or_path: own/small\n{told}")
-    done = launched(hub, tmp_path, "--ranks", "2", "--dry-run", config=job)
-    assert done.returncode == 0, done.stderr
+    done = planned(hub, tmp_path, "--config", str(job), "--ranks", "2")
+    assert done.exit_code == 0 and "assumed" not in done.stderr, done.output
     config = yaml.safe_load(done.stdout)["config"]
     assert (config["model_name_or_path"], config["output_dir"]) == ("own/small", "/mnt/shared/small")
     assert done.stdout.splitlines()[-1].endswith("--plan /mnt/shared/small/plan.json")
     job.write_text("model_name_or_path: own/nothing\ndataset_name: gsm8k\n")
-    done = launched(hub, tmp_path, "--dry-run", config=job)
-    assert done.returncode == 2 and "own/nothing" in done.stderr and "401" in done.stderr  # as hubs answer
+    done = planned(hub, tmp_path, "--config", str(job))
+    assert done.exit_code == 2 and "own/nothing" in done.stderr and "401" in done.stderr  # as hubs answer

@@ -39,7 +39,7 @@ def token_file(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def told(tmp_path, token_file, monkeypatch, caplog):
+def note_of(tmp_path, token_file, monkeypatch, caplog):
     """End a run and tell the agent at `url`; what the record notes."""
 
     def end(url, **more):
@@ -57,12 +57,12 @@ def told(tmp_path, token_file, monkeypatch, caplog):
     return end
 
 
-def test_the_record_is_sent_with_the_token(told, tmp_path, monkeypatch):
+def test_the_record_is_sent_with_the_token(note_of, tmp_path, monkeypatch):
     """To /runs, as it stands in the folder; again after a 503, as before the first scan; through no proxy."""
     with answering() as (proxy, passed), answering((503, {}, b""), (201, {}, b"{}")) as (url, asked):
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy)
-        assert told(url + "/") == ""
+        assert note_of(url + "/") == ""
         assert passed == []
         _, sent = asked
     assert (sent.path, dict(sent.headers)["Authorization"]) == ("/runs", f"Bearer {TOKEN}")
@@ -70,32 +70,32 @@ def test_the_record_is_sent_with_the_token(told, tmp_path, monkeypatch):
 
 
 @each_row("status", [301, 302, 303, 307, 308])
-def test_the_token_follows_no_redirect(told, status):
+def test_the_token_follows_no_redirect(note_of, status):
     """Neither does the record."""
     with answering() as (elsewhere, asked), answering((status, {"Location": elsewhere}, b"")) as (url, _):
-        assert f"answered {status}" in told(url)
+        assert f"answered {status}" in note_of(url)
         assert asked == []
 
 
-def test_a_refusal_is_told_in_the_agents_words(told):
+def test_a_refusal_is_told_in_the_agents_words(note_of):
     """Cut, on one line, and without the token where an agent gives it back."""
     detail = json.dumps({"detail": f"{TOKEN} may not\n\x1b[2J" + "x" * 9000}).encode()[:4000]
     whole = json.dumps({"detail": f"{TOKEN} may not\n\x1b[2J" + "x" * 900}).encode()
     with answering((403, {}, detail), (403, {}, whole), (400, {}, b"<html>page</html>")) as (url, _):
-        assert told(url).endswith("it answered 403"), "half a document says nothing"
-        note = told(url)
+        assert note_of(url).endswith("it answered 403"), "half a document says nothing"
+        note = note_of(url)
         assert "it answered 403: TOKEN may not" in note and note.isprintable() and len(note) < 600
-        assert told(url).endswith("it answered 400")
+        assert note_of(url).endswith("it answered 400")
 
 
 @each_row("content", [None, b"", b"a b", b"a\r\nX-Other: b", b"\xff\xfe", b"t" * 20_000])
-def test_a_token_file_that_holds_none_sends_nothing(told, token_file, content):
+def test_a_token_file_that_holds_none_sends_nothing(note_of, token_file, content):
     """No header is made of it, and none of it is told."""
     token_file.unlink(missing_ok=True)
     if content is not None:
         token_file.write_bytes(content)
     with answering() as (url, asked):
-        note = told(url)
+        note = note_of(url)
         assert "TOPOFLIGHT_AGENT_TOKEN_FILE" in note and "X-Other" not in note
         assert asked == []
 
@@ -109,20 +109,20 @@ NO_PLACES = ("http://127.0.0.1:99999", f"http://{'a' * 70}.b", "http://..:1")
     [*((url, "must be http://HOST:PORT or https://HOST:PORT") for url in NO_ADDRESSES),
      *((url, "the agent does not have this record") for url in NO_PLACES)],
 )  # fmt: skip
-def test_an_address_name_or_port_that_cannot_be_is_a_note(told, url, words):
+def test_an_address_name_or_port_that_cannot_be_is_a_note(note_of, url, words):
     """Whatever the libraries below make of it; without repeating an address, which may hold a password."""
-    note = told(url)
+    note = note_of(url)
     assert words in note and "secret" not in note
 
 
-def test_nobody_there_is_a_note(told):
+def test_nobody_there_is_a_note(note_of):
     """A node without an agent."""
     with socket.socket() as kept:  # and not listened on: nobody else can take the port meanwhile
         kept.bind(("127.0.0.1", 0))
-        assert "refused" in told(f"http://127.0.0.1:{kept.getsockname()[1]}")
+        assert "refused" in note_of(f"http://127.0.0.1:{kept.getsockname()[1]}")
 
 
-def test_what_is_no_http_is_a_note(told):
+def test_what_is_no_http_is_a_note(note_of):
     """Another service on that port, which gives back what it was sent."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
@@ -136,11 +136,11 @@ def test_what_is_no_http_is_a_note(told):
                         pass
 
         threading.Thread(target=echo, daemon=True).start()
-        note = told(f"http://127.0.0.1:{other.getsockname()[1]}")
+        note = note_of(f"http://127.0.0.1:{other.getsockname()[1]}")
     assert "POST /runs" in note and "Bearer TOKEN" in note and len(note) < 600
 
 
-def test_an_agent_that_never_answers_holds_the_job_up_for_a_bounded_time(told):
+def test_an_agent_that_never_answers_holds_the_job_up_for_a_bounded_time(note_of):
     """It takes the connection and says nothing, or a byte now and then for ever."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
@@ -156,13 +156,13 @@ def test_an_agent_that_never_answers_holds_the_job_up_for_a_bounded_time(told):
 
         threading.Thread(target=trickle, daemon=True).start()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert "no answer within 1 s" in told(url, seconds=1.0)
+        assert "no answer within 1 s" in note_of(url, seconds=1.0)
 
 
-def test_only_rank_0_tells(told, monkeypatch):
+def test_only_rank_0_tells(note_of, monkeypatch):
     """And nobody where no agent is named."""
     with answering() as (url, asked):
-        assert told("") == ""
+        assert note_of("") == ""
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
         monkeypatch.setenv("RANK", "1")
         post.upload_run_record(

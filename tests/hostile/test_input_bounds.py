@@ -22,9 +22,9 @@ from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
 from agent.base.options import RequestError
-from agent.base.recordings import BundleError, unpack_bundle
 from agent.checks.baseline import read as read_baseline
 from agent.checks.verdict import GateError
+from agent.jobs.bundle import BundleError, unpack_bundle
 from collectives.bench.results import MOST_RESULT_BYTES, read_result
 from collectives.traces.calls import TraceError
 from collectives.traces.calls import read as read_trace

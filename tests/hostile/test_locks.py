@@ -38,7 +38,7 @@ def version(requirement: Requirement) -> str:
     return pin.version
 
 
-def asked(*extras: str) -> list[Requirement]:
+def wanted_of(*extras: str) -> list[Requirement]:
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
     return [made for made in map(Requirement, lines) if canonicalize_name(made.name) not in ("topoflight", "torch")]
 
@@ -47,7 +47,7 @@ def asked(*extras: str) -> list[Requirement]:
 def test_a_lock_holds_what_pyproject_asks_for(name: str, extras: tuple[str, ...]) -> None:
     """Every dependency is there, in a version that is allowed."""
     found = locked(name)
-    for wanted in asked(*extras):
+    for wanted in wanted_of(*extras):
         entry = found.get(canonicalize_name(wanted.name))
         assert entry is not None, f"{wanted.name}: make lock"
         assert wanted.specifier.contains(version(entry), prereleases=True), f"{wanted}: locked is {entry}: make lock"

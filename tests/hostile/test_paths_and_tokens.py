@@ -23,14 +23,14 @@ from rigs.tables import each_row
 from scanned import scan
 from starlette.testclient import TestClient
 
-from agent.base import result_store as keep
+from agent.base import result_store
 from agent.base.output import write_atomic
 from agent.http import serve
 from contracts.run_record import record_of
 from planner.kubernetes.job import JobError, JobSpec
 from planner.kubernetes.manifests import APIS, config_map, render
 from planner.nccl_env.environment import RenderError, render_k8s, render_shell
-from planner.nccl_env.texts import Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from probes.host import sysfs
 from probes.host.live import LiveHost
 from probes.host.recording import RecordedHost, load
@@ -53,10 +53,10 @@ def test_a_report_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
 
 def test_a_kept_run_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
     """The agent's state folder: names are made here, from time and process id only."""
-    kept = keep.store_run(
+    kept = result_store.store_run(
         record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"}), tmp_path
     )
-    assert kept is not None and kept.parent == tmp_path / keep.RUNS_FOLDER
+    assert kept is not None and kept.parent == tmp_path / result_store.RUNS_FOLDER
     assert re.fullmatch(r"[\w.-]+\.json", kept.name)
 
 
@@ -120,7 +120,7 @@ def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
     content = json.loads(path_of(MACHINE).read_text())
     content["hostname"] = content["answers"].setdefault("identity", {}).setdefault("", {})["hostname"] = EVIL
     record = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
-    keep.store_run(record_of(record), tmp_path)
+    result_store.store_run(record_of(record), tmp_path)
     running = agent(scan(RecordedHost(content)), tmp_path)
     for door in ("/", "/what-if", "/cluster", "/why", "/docs"):
         assert "<script>alert" not in running.get(door).text, door
@@ -218,7 +218,7 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
 
 
 def test_a_kept_answer_opens_no_closed_door(tmp_path: Path) -> None:
-    """Answers are kept until the next scan; whoever asks next still needs a token."""
+    """Answers are kept until the next scan; the next request still needs a token."""
     running = agent(MACHINE, tokens=tokens_in(tmp_path, reads_open=False))
     for door in ("/metrics", "/snapshot", "/recommendations", "/what-if?model=Llama-3.1-8B", "/"):
         for _ in range(2):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from api_server import ApiServer, write_kubeconfig
-from containers import BASE, ROOT, clear, memory, play, playable, podman, rebuild, size_bytes
+from containers import BASE, ROOT, clear, memory, play, playable, podman, size_bytes
 from kustomization import render
 from rigs.waiting import eventually
 
@@ -40,14 +40,6 @@ def test_the_image_holds_the_agent_and_little_else(agent_image: str) -> None:
     assert (
         podman("run", "--rm", "--network", "none", "--entrypoint", "python", agent_image, "-c", code).stdout == "[]\n"
     )
-
-
-@pytest.mark.nightly
-def test_a_change_of_code_builds_the_last_layers_only(agent_image: str) -> None:
-    """Packages come from the cache; so a fine-tune image is minutes once, and seconds after."""
-    packages, project, _ = rebuild("agent", "agent/base/units.py")
-    assert "install.sh /opt/topoflight agent packages" in packages and packages.count("Using cache") >= 5, packages
-    assert "install.sh /opt/topoflight agent project" in project
 
 
 def test_the_bill_of_materials_names_what_is_installed(agent_image: str, tmp_path: Path) -> None:

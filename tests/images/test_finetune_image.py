@@ -1,30 +1,97 @@
-"""The fine-tune's image, built; rendered Jobs on it; and compare-networks over two networks of podman."""
+"""The fine-tune's image, built, and rendered Jobs on it, as a Job's controller and a kubelet would run their pods."""
 
 from __future__ import annotations
 
+import copy
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from api_server import write_kubeconfig
-from containers import ROOT, build, clear, rebuild
-from pods import BRIDGE, Cluster, end, pod_of_job, said_at, shape, start, two_networks
+from containers import build, clear, playable, podman, rebuild
+from rigs.command import topoflight
 
 pytestmark = [pytest.mark.containers, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
-SLOW_BITS = 60e6  # what tbf lets through the pod network
 STEPS = 8
 JOB = (
     "--api", "job", "--model", "tiny-llama", "--nodes", "2", "--ranks", "1", "--global-batch", "4",
     "--sequence-length", "64", "--claim", "shared", "--name", "sft", "--set", "dataset_name=synthetic:arithmetic",
     "--set", f"max_steps={STEPS}", "--set", "save_strategy=no", "--set", "eval_strategy=no",
 )  # fmt: skip
+BRIDGE, SUBNET = "topoflight-bridge", "10.245.0.0/24"
+END_SECONDS = 420.0
+
+
+@contextmanager
+def network() -> Iterator[None]:
+    """The pods' own network, a bridge; it is gone at the end."""
+    podman("network", "rm", "--force", BRIDGE, check=False)
+    podman("network", "create", "--disable-dns", "--internal", "--subnet", SUBNET, BRIDGE)
+    try:
+        yield
+    finally:
+        podman("network", "rm", "--force", BRIDGE, check=False)
+
+
+def address(index: int) -> str:
+    """IPv4 of a pod."""
+    return f"{SUBNET.rpartition('.')[0]}.{index + 10}"
+
+
+def pod_of_job(job: dict[str, Any], index: int, shared: Path) -> dict[str, Any]:
+    """Pod `index` as the Job's controller makes it, with what this engine does not know taken out by name.
+
+    Out go: affinity and subdomain (one host, no DNS: `hostAliases` names pod 0), the volume `shm` (a tmpfs of Memory:
+    the engine mounts its own /dev/shm). The claim is a folder. In comes what a kubelet adds: the index, the address of
+    the API server in the environment, and the file of the termination message.
+    """
+    name = job["metadata"]["name"]
+    template = copy.deepcopy(job["spec"]["template"])
+    spec = template["spec"]
+    for unknown in ("affinity", "subdomain"):
+        spec.pop(unknown, None)
+    spec["hostAliases"] = [{"ip": address(0), "hostnames": [f"{name}-0.{name}"]}]
+    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != "shm"]
+    for volume in spec["volumes"]:
+        if volume.pop("persistentVolumeClaim", None):
+            volume["hostPath"] = {"path": str(shared), "type": "Directory"}
+    word = said_at(shared, name, index)
+    word.touch()
+    word.chmod(0o666)
+    spec["volumes"].append({"name": "word", "hostPath": {"path": str(word), "type": "File"}})
+    for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+        container["volumeMounts"] = [one for one in container.get("volumeMounts", ()) if one["name"] != "shm"]
+    (rank,) = spec["containers"]
+    rank["volumeMounts"].append({"name": "word", "mountPath": "/dev/termination-log"})
+    rank.setdefault("env", []).extend(
+        {"name": key, "value": value}
+        for key, value in (("JOB_COMPLETION_INDEX", str(index)), ("KUBERNETES_SERVICE_HOST", "10.96.0.1"))
+    )
+    labels = {**(template.get("metadata") or {}).get("labels", {}), "job-name": name}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"{name}-{index}", "labels": labels}, "spec": spec}
+    return playable(pod)
+
+
+def said_at(shared: Path, job: str, index: int) -> Path:
+    """Where a pod leaves its last word."""
+    return shared / f"{job}-{index}.word"
+
+
+def start(pod: dict[str, Any], maps: Sequence[dict[str, Any]], index: int, place: Path) -> None:
+    """Play one pod on the network."""
+    place.write_text(yaml.safe_dump_all([*maps, pod]))
+    podman("kube", "play", f"--network={BRIDGE}:interface_name=eth0,ip={address(index)}", str(place))
+
+
+def end(pod: str) -> tuple[int, str]:
+    """Wait for its container; its exit code and log."""
+    code = int(podman("wait", f"{pod}-rank", timeout=END_SECONDS).stdout)
+    done = podman("logs", f"{pod}-rank", check=False)
+    return code, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +106,18 @@ def shared(tmp_path: Path) -> Iterator[Path]:
     clear()
     for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         folder.chmod(0o777)
-    with two_networks():
+    with network():
         yield tmp_path
         clear()
 
 
-def verb(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command of the product."""
-    argv = [sys.executable, "-m", "agent.cli", *words]
-    return subprocess.run(
-        argv, capture_output=True, text=True, cwd=ROOT, check=False, timeout=1200, env={**os.environ, **environment}
-    )
+def rendered(*words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The Job that `launch` prints, and its ConfigMaps."""
+    done = topoflight("launch", *JOB, *words, "--dry-run")
+    assert done.exit_code == 0, done.output
+    documents = list(yaml.safe_load_all(done.stdout))
+    (job,) = (one for one in documents if one["kind"] == "Job")
+    return job, [one for one in documents if one["kind"] == "ConfigMap"]
 
 
 def test_a_change_of_code_leaves_the_layer_with_torch(finetune_image: str) -> None:
@@ -63,15 +131,10 @@ def test_a_change_of_code_leaves_the_layer_with_torch(finetune_image: str) -> No
 
 def test_the_rendered_job_trains_after_its_gate(finetune_image: str, agent_image: str, shared: Path) -> None:
     """Two pods: the agent's image judges in the init container, then the fine-tune's trains to its end."""
-    images = ("--image", finetune_image, "--preflight-image", agent_image)
-    done = verb("launch", *JOB, *images, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    documents = list(yaml.safe_load_all(done.stdout))
-    (job,) = (one for one in documents if one["kind"] == "Job")
-    maps = [one for one in documents if one["kind"] == "ConfigMap"]
+    job, maps = rendered("--image", finetune_image, "--preflight-image", agent_image)
     assert [one["image"] for one in job["spec"]["template"]["spec"]["initContainers"]] == [agent_image]
     for index in range(2):
-        start(pod_of_job(job, index, shared), maps, [BRIDGE], index, shared / f"{index}.yaml")
+        start(pod_of_job(job, index, shared), maps, index, shared / f"{index}.yaml")
     ended = [end(f"sft-{index}") for index in range(2)]
     assert [code for code, _ in ended] == [0, 0], ended
     word = json.loads(said_at(shared, "sft", 0).read_text())
@@ -80,44 +143,8 @@ def test_the_rendered_job_trains_after_its_gate(finetune_image: str, agent_image
 
 def test_a_gate_that_fails_lets_no_rank_start(finetune_image: str, agent_image: str, shared: Path) -> None:
     """It requires an active RDMA port, of which nothing is known here: the pod does not start, nothing is trained."""
-    images = ("--image", finetune_image, "--preflight-image", agent_image, "--require", "rdma.port.none_active")
-    done = verb("launch", *JOB, *images, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    documents = list(yaml.safe_load_all(done.stdout))
-    (job,) = (one for one in documents if one["kind"] == "Job")
-    maps = [one for one in documents if one["kind"] == "ConfigMap"]
+    words = ("--image", finetune_image, "--preflight-image", agent_image, "--require", "rdma.port.none_active")
+    job, maps = rendered(*words)
     with pytest.raises(AssertionError, match=r"init container .* exited with code 5"):
-        start(pod_of_job(job, 0, shared), maps, [BRIDGE], 0, shared / "0.yaml")
+        start(pod_of_job(job, 0, shared), maps, 0, shared / "0.yaml")
     assert said_at(shared, "sft", 0).read_text() == ""
-
-
-def bars(shared: Path, image: str, *over: str) -> tuple[int, dict[str, dict[str, Any]], str]:
-    """compare-networks against jobs that run here, the pod network shaped in each pod. Exit code, bars, all it said."""
-    with Cluster(shared, lambda pod: shape(pod, "eth0", SLOW_BITS)) as cluster:
-        config = write_kubeconfig(shared / "config", cluster.url)
-        words = [word for one in over for word in ("--over", one)]
-        done = verb("compare-networks", *JOB, "--image", image, *words, "--report", str(shared / "report"),
-                    "-o", "json", KUBECONFIG=str(config))  # fmt: skip
-        said = f"{done.stdout}\n{done.stderr}\n" + "\n".join(f"{n}: {log[-2000:]}" for n, log in cluster.logs.items())
-    found = json.loads(done.stdout)["bars"] if done.stdout.startswith("{") else []
-    return done.returncode, {bar["network"]: bar for bar in found}, said
-
-
-def test_bars_over_bridge_and_macvlan(finetune_image: str, shared: Path) -> None:
-    """The shaped bridge is slower than macvlan; each run's sockets prove its network; a forecast stands beside each."""
-    code, found, said = bars(shared, finetune_image, "eth0,60M", "net1=default/macvlan,10G")
-    assert code == 0, said
-    eth0, net1 = found["eth0"], found["net1"]
-    assert [eth0["proof"], net1["proof"]] == [
-        ["gloo: TCP over eth0 (10.245.0.10)"],
-        ["gloo: TCP over net1 (10.245.1.10)"],
-    ]
-    assert eth0["step_seconds"] > 1.5 * net1["step_seconds"], said
-    assert eth0["forecast"]["mid"] > net1["forecast"]["mid"] > 0
-    assert (shared / "report/networks.svg").read_text().count("a step") >= 2
-
-
-def test_a_run_over_a_network_that_its_pods_have_not_is_no_bar(finetune_image: str, shared: Path) -> None:
-    """Told to take net1, attached to none: it fails, and has no number."""
-    code, found, said = bars(shared, finetune_image, "net1,10G")
-    assert (code, found["net1"]["status"], found["net1"]["step_seconds"]) == (3, "failed", None), said

@@ -172,7 +172,7 @@ def test_a_process_that_is_killed_is_replaced(agent: Served) -> None:
 
 
 def test_where_memory_ends_the_worker_goes_first(agent: Served) -> None:
-    """And whoever scrapes is scheduled before it."""
+    """And the scrape is scheduled before it."""
     assert cheap(agent, 9) == 200
     process = worker(agent)
     assert process is not None

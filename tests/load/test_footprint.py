@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import footprint
@@ -57,13 +55,3 @@ def test_help_costs_a_few_bare_interpreters() -> None:
     """CPU time of the best of some, so that what else the machine does counts little."""
     (_, spent), (_, bare) = footprint.help_seconds(times=5)
     assert spent < 10 * bare
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_the_bench_of_speed_runs() -> None:
-    """With little to do; `make bench` runs it and the benches whose parts other tests run."""
-    words = [sys.executable, str(ROOT / "bench" / "speed.py"), "scan", "logs", "--scans", "5", "--bytes", "1000000"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=800)
-    assert done.stdout.count("scans, CPU per scan") == 2, done.stdout + done.stderr
-    assert done.stdout.count("verdict IB, GDRDMA on") == 4, done.stdout + done.stderr

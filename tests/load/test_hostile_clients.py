@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import select
 import socket
 import sys
@@ -18,8 +17,7 @@ from load_served import H100, Served
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
-from agent.http.access import HEAD_BYTES, LimitedProtocol
-from agent.http.serve import BACKLOG
+from agent.http.access import HEAD_BYTES
 
 pytestmark = pytest.mark.long
 
@@ -224,42 +222,6 @@ def test_every_place_busy_leaves_health_checks(impatient: Served) -> None:
     for one in busy:
         one.close()
     eventually(lambda: get_once(impatient, "/metrics") == 200, "places are free again")
-
-
-@pytest.mark.nightly
-def test_ten_thousand_connections_attempted(served: Served) -> None:
-    """Silent, speaking and slow ones of four addresses, as many as there are descriptors for, beside a scraper."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    held = min(10_000, hard - 500)
-    before, answered, most = served.descriptors(), 0, 0
-    crowd: list[socket.socket] = []
-    try:
-        for number in range(10_000):
-            one = socket.socket()
-            one.setblocking(False)
-            one.bind((f"127.0.0.{10 + number % 3}", 0))
-            one.connect_ex(("127.0.0.1", served.port))
-            crowd.append(one)
-            if number % 1000 == 500:
-                time.sleep(0.1)  # so that the kernel's queue is taken in between
-                with contextlib.suppress(OSError):
-                    one.send(b"GET /metrics HTTP/1.1\r\n")
-                served.honest()
-                answered, most = answered + 1, max(most, served.descriptors())
-            if len(crowd) > held:
-                crowd.pop(0).close()
-        served.honest()
-    finally:
-        for one in crowd:
-            one.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert answered == 10
-    assert most <= before + LimitedProtocol.most_connections + BACKLOG + 8, (
-        "more connections are held than there are places"
-    )
-    eventually(lambda: served.descriptors() <= before + 2, "every connection is given back")
-    served.honest()
 
 
 def test_without_descriptors_it_waits_and_does_not_spin(served: Served) -> None:

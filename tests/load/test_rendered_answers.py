@@ -55,7 +55,7 @@ def test_the_second_answer_is_the_first(client: TestClient, path: str) -> None:
 
 
 def test_a_scan_ends_it() -> None:
-    """Whoever asks after a scan reads that scan, whose exposition was made before it was asked for."""
+    """A request after a scan reads that scan, whose exposition was made before it was asked for."""
     state = State(lambda: (scan(load(path_of())),), interval_seconds=3600)
     state.refresh()
     client = TestClient(create(state))

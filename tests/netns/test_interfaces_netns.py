@@ -32,7 +32,7 @@ print("FACTS " + json.dumps(cattrs.unstructure(read_interfaces(LiveHost()))))
 """
 
 
-def look(host: str, pod: str = "") -> InterfacesFacts:
+def facts_of(host: str, pod: str = "") -> InterfacesFacts:
     """What the probe sees in the host's namespace after its script, or in the pod's after both."""
     done = subprocess.run(
         ["unshare", "-n", "-m", "bash", "-c", SCRIPT],
@@ -65,7 +65,7 @@ def by_name(facts: InterfacesFacts) -> dict[str, Interface]:
 
 @pytest.mark.real
 def test_a_host_with_every_kind() -> None:
-    facts = look(HOST)
+    facts = facts_of(HOST)
     found = by_name(facts)
     assert {name: (found[name].role, found[name].kind) for name in found if name not in ("wireend", "peer1")} == {
         "lo": ("loopback", None),
@@ -91,7 +91,7 @@ def test_what_stands_on_a_wire() -> None:
         f"ip link add top{kind} link low{kind} type {kind} {options} && ip link set top{kind} up || true\n"
         for kind, options in tops.items()
     )
-    found = by_name(look(lower))
+    found = by_name(facts_of(lower))
     assert "topmacvlan" in found
     for kind in (kind for kind in tops if f"top{kind}" in found):
         top = found[f"top{kind}"]
@@ -99,7 +99,7 @@ def test_what_stands_on_a_wire() -> None:
 
 
 def test_nccl_takes_docker0_where_nothing_else_has_an_address() -> None:
-    facts = look(HOST + "ip address flush dev wire; ip address flush dev cni0")
+    facts = facts_of(HOST + "ip address flush dev wire; ip address flush dev cni0")
     docker = by_name(facts)["docker0"]
     assert docker.running
     others = [i for i in facts.interfaces if i.running and i.role != "loopback" and i.name != "docker0"]
@@ -110,7 +110,7 @@ def test_nccl_takes_docker0_where_nothing_else_has_an_address() -> None:
 
 
 def test_a_pod_with_a_macvlan_beside_its_overlay() -> None:
-    facts = look(POD_DEVICES, POD)
+    facts = facts_of(POD_DEVICES, POD)
     found = by_name(facts)
     assert (found["eth0"].role, found["net1"].role) == ("pod-default", "secondary")
     assert (found["net1"].kind, found["net1"].parent, found["net1"].parent_elsewhere) == ("macvlan", None, True)
@@ -123,18 +123,5 @@ def test_a_pod_with_a_macvlan_beside_its_overlay() -> None:
 def test_a_second_network_without_an_address_or_down() -> None:
     for line, code in (("ip address add 192.168.77.1/24 dev net1", "address.missing"),
                        ("ip link set net1 up", "link.down")):  # fmt: skip
-        facts = look(POD_DEVICES, POD.replace(line, ""))
+        facts = facts_of(POD_DEVICES, POD.replace(line, ""))
         assert [f.subject for f in interfaces.check(facts) if f.code == f"interfaces.{code}"] == ["net1"]
-
-
-def test_a_macvlan_with_a_smaller_mtu_than_its_parent() -> None:
-    facts = look(HOST + "ip link add net1 link wire mtu 1500 type macvlan mode bridge; ip link set net1 up")
-    found = [f for f in interfaces.check(facts) if f.code == "interfaces.mtu.mismatch"]
-    assert [f.subject for f in found] == ["net1"]
-    assert "9000" in found[0].message
-
-
-def test_nothing_is_up() -> None:
-    facts = look("ip link set lo down")
-    assert facts.nccl_choice is None
-    assert "interfaces.choice.none" in {f.code for f in interfaces.check(facts)}

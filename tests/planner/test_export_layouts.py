@@ -21,7 +21,7 @@ from planner.advice import ExportError, ExportRequest, request_of
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.nccl_env.texts import Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import recommend
 from planner.stacks import FORMATS, export
 

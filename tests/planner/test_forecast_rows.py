@@ -6,6 +6,7 @@ import csv
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,22 @@ def test_a_mixture_that_is_not_placed_lies_in_no_interval(tmp_path: Path) -> Non
     assert cells(two, "Summary", "mixtures of experts not placed") == ["1 of 2"]
 
 
-@each_row(("row", "gpu", "per_node"), TABLES["gpus"])
-def test_gpus_by_what_tables_call_them(row: dict[str, str], gpu: str, per_node: int) -> None:
-    """The count before the name and the machine's name count too."""
-    found = read({**row, "gpus_per_node": "", "world": "64", "nodes": "", "dp": "", "gbs": ""})
-    assert (found.gpu.name, found.links.ranks_per_node) == (gpu, per_node)
+# What a reader makes of the cells, by the table of published_rows.yaml.
+READ: dict[str, Callable[[dict[str, str]], list[Any]]] = {
+    "gpus": lambda row: [
+        (found := read({**row, "gpus_per_node": "", "world": "64", "nodes": "", "dp": "", "gbs": ""})).gpu.name,
+        found.links.ranks_per_node,
+    ],
+    "precisions": lambda row: [[*(found := read(row)).precisions], "precision" not in found.assumed],
+    "checkpointing": lambda row: [read(row).checkpointing],
+    "stacks": lambda row: [(stack := read(row).stack).engine.name, stack.known],
+    "stored": lambda row: [read({**row, "framework": "in-house"}).stack.engine.states.weights],
+}
+
+
+@each_row(("table", "row", "wanted"), [(name, row, wanted) for name in READ for row, *wanted in TABLES[name]])
+def test_cells_are_read_as_tables_write_them(table: str, row: dict[str, str], wanted: list[Any]) -> None:
+    assert READ[table](row) == wanted
 
 
 def test_a_machine_names_its_gpu_and_its_network() -> None:
@@ -139,18 +151,6 @@ def test_a_machine_names_its_gpu_and_its_network() -> None:
     assert row.links.network is not None and row.links.network.how == "derived"
 
 
-@each_row(("row", "precisions", "said"), TABLES["precisions"])
-def test_precisions(row: dict[str, str], precisions: list[str], said: bool) -> None:
-    """What a row leaves open stays open, and is said to be assumed."""
-    got = read(row)
-    assert ([*got.precisions], "precision" not in got.assumed) == (precisions, said)
-
-
-@each_row(("row", "checkpointing"), TABLES["checkpointing"])
-def test_checkpointing_by_column_and_note(row: dict[str, str], checkpointing: str | None) -> None:
-    assert read(row).checkpointing == checkpointing
-
-
 def test_parallelism_by_the_words_of_a_note() -> None:
     """Degrees and batches that have no column."""
     empty = dict.fromkeys(("tp", "pp", "dp", "mbs", "gbs"), "")
@@ -158,17 +158,6 @@ def test_parallelism_by_the_words_of_a_note() -> None:
                 "note": "TP=4, PP=8, VP=4, MBS=2, GBS 512, CP1"})  # fmt: skip
     at = row.layout
     assert (at.tp, at.pp, at.virtual_stages, at.micro_batch, at.global_batch) == (4, 8, 4, 2, 512)
-
-
-@each_row(("row", "engine", "known"), TABLES["stacks"])
-def test_stacks_by_what_tables_call_them(row: dict[str, str], engine: str, known: bool) -> None:
-    stack = read(row).stack
-    assert (stack.engine.name, stack.known) == (engine, known)
-
-
-@each_row(("row", "stored"), TABLES["stored"])
-def test_what_an_unknown_stack_stores_is_by_the_words_of_its_row(row: dict[str, str], stored: float) -> None:
-    assert read({**row, "framework": "in-house"}).stack.engine.states.weights == stored
 
 
 def test_a_row_that_moves_its_weights_out_is_taken_to_recompute() -> None:

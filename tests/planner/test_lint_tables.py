@@ -10,7 +10,7 @@ from string import Formatter
 from planner.lint.environment import settings
 from planner.lint.values import texts, values
 from planner.nccl_env.names import names, plugin_of, torch_names
-from planner.nccl_env.texts import texts as advice_texts
+from planner.nccl_env.situation import texts as advice_texts
 
 OTHERS = {
     "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",

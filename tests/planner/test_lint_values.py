@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from planner.lint.environment import lint
 from planner.lint.values import CODES, strtoll
 
 rows = rows_of(__file__, "lint_values.yaml")
+SETTINGS = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
+ENTRY = re.compile(r"^### `(.+)`$(?s:.*?)^- \*\*Severity:\*\* (.*?)\.", re.MULTILINE)
+SEVERITIES = dict(ENTRY.findall(SETTINGS.read_text(encoding="utf-8")))
 
 
 def found(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27, 7), source: str = "") -> list[Finding]:
-    """All findings, each with a code that is announced, evidence and a remedy."""
+    """All findings, each with a code that is announced, a severity that its entry has, evidence and a remedy."""
     findings = lint(environment, nccl_version=version, source=source)
     for finding in findings:
         assert finding.code in CODES, finding
+        assert finding.status.value in SEVERITIES[finding.code].split(" or "), finding
         assert finding.evidence[0].startswith(f"{finding.subject}="), finding
         assert finding.remedy.endswith(".") and finding.message.endswith("."), finding
     return list(findings)

@@ -128,14 +128,6 @@ def test_a_count_that_is_nonsense_costs_only_the_gpu_probe(scanner_of: Callable[
     assert isinstance(snapshot.outcomes["hostinfo"], Ok)
 
 
-def test_the_next_scan_works_after_a_crash(scanner_of: Callable[..., Scanner], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new child is started once the old one is gone."""
-    with scanner_of(H100, inject="nvmlInit=crash", retry_seconds=0.0) as scanner:
-        assert isinstance(scanner.scan().outcomes["gpu"], Failed)
-        monkeypatch.setenv("FAKE_NVML_INJECT", "")
-        assert isinstance(scanner.scan().outcomes["gpu"], Ok)
-
-
 def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(
     scanner_of: Callable[..., Scanner], recording: Callable[[str], dict[str, Any]]
 ) -> None:

@@ -91,7 +91,7 @@ def pod() -> Network:
     return network
 
 
-def look(host: DictHost) -> dict[str, Interface]:
+def links_by_name(host: DictHost) -> dict[str, Interface]:
     return {interface.name: interface for interface in read_interfaces(host).interfaces}
 
 
@@ -111,7 +111,7 @@ def test_a_host_with_a_fast_card_behind_docker() -> None:
         .add("vethabc", kind="veth", link=99, netnsid=1)
         .host()
     )
-    names = look(host)
+    names = links_by_name(host)
     docker = dict.fromkeys(("docker0", "br-0123456789ab", "virbr0"), "docker")
     roles = {"lo": "loopback", "eno1": "host", "ens1": "host", "vethabc": "virtual", **docker}
     assert {name: i.role for name, i in names.items()} == roles
@@ -203,7 +203,7 @@ def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(
 def test_a_bond_carries_the_rdma_device_of_its_members() -> None:
     network = Network().add("bond0", "10.0.0.1", kind="bond", speed=200000, default=True)
     network.add("ens1", pci="0000:1a:00.0", rdma="mlx5_bond_0", speed=100000, master=1)
-    names = look(network.add("vlan7", "10.7.0.1", kind="vlan", link=1).host())
+    names = links_by_name(network.add("vlan7", "10.7.0.1", kind="vlan", link=1).host())
     assert (names["bond0"].rdma_device, names["vlan7"].rdma_device) == ("mlx5_bond_0", "mlx5_bond_0")
     assert (names["ens1"].master, names["vlan7"].parent, names["vlan7"].role) == ("bond0", "bond0", "host")
 

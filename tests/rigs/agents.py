@@ -9,7 +9,7 @@ from rigs.recorded import H100, snapshot
 
 from probes.api import Snapshot
 
-if TYPE_CHECKING:  # what serves HTTP is loaded by the first test that asks, not by whoever collects
+if TYPE_CHECKING:  # what serves HTTP is loaded by the first test that asks, not when tests are collected
     from starlette.testclient import TestClient
 
     from agent.http.access import Tokens
@@ -26,7 +26,7 @@ def token_file(folder: Path) -> Path:
 
 
 def tokens(folder: Path, **more: Any) -> Tokens:
-    """Who may use the closed endpoints: whoever has TOKEN."""
+    """Which requests may use the closed endpoints: those with TOKEN."""
     from agent.http.access import Tokens
 
     return Tokens(token_file=token_file(folder), **more)

@@ -71,7 +71,7 @@ def on_a_terminal(*words: str, **environment: str) -> tuple[int, str]:
     child, terminal = pty.fork()
     if child == 0:
         here = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **environment}
-        for name in {"CI", "NO_COLOR", "FORCE_COLOR"} - set(environment):  # of whoever runs the tests
+        for name in {"CI", "NO_COLOR", "FORCE_COLOR"} - set(environment):  # of the shell that runs the tests
             here.pop(name, None)
         os.execve(sys.executable, [*MODULE, *words], here)  # noqa: S606
     seen = b""

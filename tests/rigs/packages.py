@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,10 @@ TRIES = 3  # of what fetches: a mirror that resets a connection is no fault of o
 PAUSE_SECONDS = 5.0
 LOCK_SECONDS = 600.0  # for another apt-get of this machine, as its daily run
 COMMAND_SECONDS = 900.0  # a few hundred MB over a slow line onto a slow disk
+ROOT_PACKAGES = (
+    "python3", "python3-venv", "ca-certificates", "python3-pyverbs", "rdma-core", "ibverbs-utils", "ibverbs-providers",
+    "perftest", "iproute2", "iputils-ping", "kmod", "busybox-static", "procps", "util-linux",
+)  # fmt: skip
 
 
 @contextmanager
@@ -69,18 +73,28 @@ def apt_unpacked(file: str, package: str) -> Path:
     pytest.skip(f"Debian's {package} cannot be had: {told}")
 
 
-def debian_root(place: Path, packages: Sequence[str], *options: str) -> None:
-    """Make a root file system of this machine's Debian with these packages, as a folder or a .tar; else skips."""
+def debian_root() -> Path:
+    """The root file system of this machine's Debian with `ROOT_PACKAGES`, as a folder that users copy; else skips.
+
+    One for the guests of tests/rigs/softroce and for the base of the images: making it takes 25 s of CPU time.
+    """
     apt_installed("mmdebstrap", "mmdebstrap")
     found = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.MULTILINE)
-    command = ["mmdebstrap", "--quiet", "--variant=minbase", *options, f"--include={','.join(packages)}",
-               found[1] if found else "stable", str(place)]  # fmt: skip
-    errors = ["not tried"]  # of each try; the last one is empty where it was made
-    for _ in tries(lambda: not errors[-1]):
-        shutil.rmtree(place, ignore_errors=True)  # what a broken line has left
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
-        errors.append(done.stderr[-2000:] or "failed" if done.returncode else "")
-    assert not errors[-1], errors[-1]
+    folder, stamp = CACHE / "debian", CACHE / "debian.stamp"
+    command = ["mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", f"--include={','.join(ROOT_PACKAGES)}",
+               *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale", "info")),
+               found[1] if found else "stable", str(folder)]  # fmt: skip
+    with one_installs("debian"):
+        if stamp.exists() and stamp.read_text() == " ".join(command):
+            return folder
+        errors = ["not tried"]  # of each try; the last one is empty where it was made
+        for _ in tries(lambda: not errors[-1]):
+            shutil.rmtree(folder, ignore_errors=True)  # what a broken line has left
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+            errors.append(done.stderr[-2000:] or "failed" if done.returncode else "")
+        assert not errors[-1], errors[-1]
+        stamp.write_text(" ".join(command))
+    return folder
 
 
 def npm_installed(source: Path, cache: str) -> Path:

@@ -1,16 +1,20 @@
-"""A Slurm cluster on this machine: munged, slurmctld and one slurmd for each node, on free loopback ports."""
+"""A Slurm cluster on this machine: munged, slurmctld and one slurmd for each node.
+
+All listen on free loopback ports; or each node is a host of rigs.netns, with slurmctld on the first of them.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rigs import netns
 from rigs.packages import apt_installed
 from rigs.waiting import eventually
 
@@ -24,11 +28,16 @@ class Slurm:
 
     folder: Path
     environment: Mapping[str, str]
+    hosts: netns.Rig | None = None
 
-    def run(self, *words: str, check: bool = True) -> str:
+    def inside(self, words: Sequence[str], number: int = 0) -> list[str]:
+        """The words of a command on a node, or on the first one, which is the login node."""
+        return self.hosts.inside(number, words) if self.hosts else list(words)
+
+    def run(self, *words: str, check: bool = True, seconds: float = COMMAND_SECONDS) -> str:
         """What one command of Slurm prints."""
         done = subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+            self.inside(words), env=self.environment, capture_output=True, text=True, timeout=seconds, check=False
         )
         assert not check or done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
@@ -44,7 +53,7 @@ class Slurm:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, nodes: int = 2, more: str = "") -> Iterator[Slurm]:
+def slurm_cluster(folder: Path, nodes: int = 2, more: str = "", hosts: netns.Rig | None = None) -> Iterator[Slurm]:
     """Start a cluster in `folder`, and end it with all its jobs; skips where Debian's packages cannot be installed."""
     if os.geteuid() != 0:
         pytest.skip("slurmd needs root")
@@ -55,15 +64,17 @@ def slurm_cluster(folder: Path, nodes: int = 2, more: str = "") -> Iterator[Slur
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)
     ports = _free_ports(nodes + 1)
-    names = [f"node{number:02d}" for number in range(1, nodes + 1)]
+    names = [hosts.name(number) if hosts else f"node{number + 1:02d}" for number in range(nodes)]
+    at = [(hosts.name(n), hosts.address(n)) if hosts else (socket.gethostname(), "127.0.0.1") for n in range(nodes)]
     rows = "\n".join(
-        f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=2"
-        for name, port in zip(names, ports[1:], strict=True)
+        f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=2"
+        for name, (host, address), port in zip(names, at, ports[1:], strict=True)
     )
     config = folder / "slurm.conf"
-    config.write_text(CONFIG.format(folder=folder, port=ports[0], rows=rows, more=more))
+    controller = f"{at[0][0]}({at[0][1]})" if hosts else "localhost"
+    config.write_text(CONFIG.format(folder=folder, controller=controller, port=ports[0], rows=rows, more=more))
     environment = {**os.environ, "SLURM_CONF": str(config), "PATH": PATH}
-    cluster = Slurm(folder=folder, environment=environment)
+    cluster = Slurm(folder=folder, environment=environment, hosts=hosts)
     munge = folder / "munge"
     with ExitStack() as stack:
         stack.enter_context(_process(
@@ -72,8 +83,8 @@ def slurm_cluster(folder: Path, nodes: int = 2, more: str = "") -> Iterator[Slur
         ))  # fmt: skip
         eventually(lambda: (munge / "s").exists(), "munged opens its socket")
         stack.enter_context(_process(cluster, "slurmctld", "-D", "-c"))
-        for name in names:
-            stack.enter_context(_process(cluster, "slurmd", "-D", "-N", name))
+        for number, name in enumerate(names):
+            stack.enter_context(_process(cluster, "slurmd", "-D", "-N", name, number=number))
         eventually(lambda: cluster.run("sinfo", "-h", "-o", "%T %D", check=False) == f"idle {nodes}\n", "nodes idle")
         stack.callback(_end_jobs, cluster)
         yield cluster
@@ -85,8 +96,9 @@ def _end_jobs(cluster: Slurm) -> None:
 
 
 @contextmanager
-def _process(cluster: Slurm, *words: str) -> Iterator[None]:
+def _process(cluster: Slurm, *words: str, number: int = 0) -> Iterator[None]:
     with (cluster.folder / f"{words[0]}-{words[-1].strip('-')[:8].replace('/', '')}.log").open("wb") as log:
+        words = tuple(cluster.inside(words, number))
         process = subprocess.Popen(words, env=cluster.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
             yield
@@ -106,7 +118,7 @@ def _free_ports(count: int) -> list[int]:
 
 CONFIG = """\
 ClusterName=rig
-SlurmctldHost=localhost
+SlurmctldHost={controller}
 SlurmctldPort={port}
 FirstJobId={port}
 SlurmUser=root

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rigs.forking import forking_environment
 from rigs.slurm import Slurm, slurm_cluster
 from rigs.waiting import eventually
 
@@ -49,9 +52,11 @@ def expect(folder: Path, options: str) -> None:
     (folder / "scripts" / "settings").write_text(settings)
 
 
-def topoflight(cluster: Slurm, *words: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
-    """One command of this project on a login node of the cluster."""
-    command = [sys.executable, "-m", "agent.cli", *words]
+def topoflight(
+    cluster: Slurm, *words: str, fails: bool = False, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """One command of this project on a login node of the cluster; a job that it submits runs this interpreter."""
+    command = [python, "-m", "agent.cli", *words]
     done = subprocess.run(
         command, env=cluster.environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -59,10 +64,10 @@ def topoflight(cluster: Slurm, *words: str, fails: bool = False) -> subprocess.C
     return done
 
 
-def submitted(cluster: Slurm, *words: str) -> str:
+def submitted(cluster: Slurm, *words: str, python: str = sys.executable) -> str:
     """The id of a job that `launch` has submitted."""
     small = ("--nodes", "2", "--ranks", "1", "--no-preflight", "--set", "use_peft=false")  # PEFT takes long to import
-    done = topoflight(cluster, "launch", "--api", "slurm", *small, *words)
+    done = topoflight(cluster, "launch", "--api", "slurm", *small, *words, python=python)
     assert done.stdout.startswith("job ") and " submitted: " in done.stdout
     return done.stdout.split()[1]
 
@@ -81,7 +86,7 @@ def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluste
         return cluster.node("node02")
 
     expect(cluster.folder, "--expect gpus=8")
-    every(cluster, 5)  # by slurmd itself
+    every(cluster, 10)  # by slurmd itself, each time a preflight on each of three nodes
     eventually(
         lambda: cluster.node("node02").startswith("drained|topoflight: node02: expect."), "slurmd has it drained"
     )
@@ -126,32 +131,68 @@ def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(clust
         subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=health, check=True, timeout=120)
         assert cluster.node("node01").startswith(state)
     left = Path(f"/dev/shm/nccl-{os.getpid()}")
-    cluster.run("sbatch", "-W", "-o", "/dev/null", "-w", "node01", "--wrap", f"echo left > {left}")
+    leave = f"echo left > {left}; setsid sleep 600 > /dev/null 2>&1 & true"
+    number = cluster.run("sbatch", "--parsable", "-W", "-o", "/dev/null", "-w", "node01", "--wrap", leave).strip()
+    noted = re.compile(rf"epilog: job {number} left process (\d+) \(sleep\) of user root")
     try:
-        eventually(lambda: f"left shared memory {left}" in (cluster.folder / "log").read_text(), "the epilog notes it")
+        eventually(lambda: noted.search((cluster.folder / "log").read_text()), "the epilog notes the process")
+        eventually(lambda: f"left shared memory {left}" in (cluster.folder / "log").read_text(), "and the memory")
     finally:
         left.unlink(missing_ok=True)
+        for pid in noted.findall((cluster.folder / "log").read_text()):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_job_sees_the_limit_that_slurm_gives_it(cluster: Slurm) -> None:
+    """That of the shell that submits it, or of slurmd where slurm.conf leaves locked memory out."""
+    config, before = cluster.folder / "slurm.conf", (cluster.folder / "slurm.conf").read_text()
+    scan = shlex.join(["srun", "-w", "node01", sys.executable, "-m", "agent.cli", "scan", "-o", "json"])
+    of_slurmd = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    try:
+        for more, limit in (("", 65536), ("PropagateResourceLimitsExcept=MEMLOCK\n", of_slurmd)):
+            config.write_text(before + more)
+            cluster.run("scontrol", "reconfigure")
+            done = subprocess.run(
+                ["bash", "-c", f"ulimit -S -l 64; exec {scan}"], env=cluster.environment, cwd=ROOT, capture_output=True,
+                text=True, timeout=300, check=False,
+            )  # fmt: skip
+            found = json.loads(done.stdout)["snapshot"]
+            facts = found["outcomes"]["limits"]["facts"]
+            assert found["hostname"] == "node01"  # as slurm.conf calls it
+            assert facts["memlock_soft_bytes"] == limit and facts["elsewhere"] == "", (more, facts)
+    finally:
+        config.write_text(before)
+        cluster.run("scontrol", "reconfigure")
 
 
 def test_a_job_is_saved_queued_again_and_trained_to_its_end(cluster: Slurm, tmp_path: Path) -> None:
-    """What Slurm sends before the time limit makes the ranks save; the job resumes, and its record says so."""
+    """What Slurm sends before the time limit makes the ranks save; the job resumes, and its record says so.
+
+    Its ranks are forked; those of the job that is cancelled, below, are started.
+    """
     output = tmp_path / "run"
-    number = submitted(cluster, "--output", str(output), "--set", "max_steps=12", "--set", "dataset_rows=64")
+    words = ("--output", str(output), "--set", "max_steps=12", "--set", "dataset_rows=64")
+    number = submitted(cluster, *words, python=forking_environment())
     metrics = output / "metrics.jsonl"
     eventually(lambda: metrics.exists() and metrics.stat().st_size, "the first step", 300)
     cluster.run("scancel", "--signal=TERM", "--batch", number)
     eventually(lambda: cluster.job(number).get("Restarts") == "1", "it is queued again", 300)
     eventually(lambda: cluster.job(number)["JobState"] == "PENDING", "it waits")
+    waits = topoflight(cluster, "why", "--job", number, fails=True)
+    assert waits.returncode == 0 and "so that it can resume (run.json: interrupted, exit code" in waits.stdout, waits
     cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)  # Slurm lets it wait for minutes
     saved = json.loads((output / "run.json").read_text())
     assert (saved["status"], saved["exit_code"]) == ("interrupted", 75)
     eventually(lambda: cluster.job(number)["JobState"] == "COMPLETED", "it ends", 400)
     record = json.loads((output / "run.json").read_text())
     assert (record["status"], record["restarts"], record["steps_done"]) == ("complete", 1, 12)
+    hosts = {json.loads(path.read_text())["host"] for path in (output / "ranks").glob("state_rank_*.json")}
+    assert hosts == {"node01", "node02"}
     assert "is queued again and resumes (restart 1 of 3)" in (output / f"slurm-{number}.0.log").read_text()
     found = json.loads(topoflight(cluster, "why", "--job", number, "-o", "json", fails=True).stdout)
     assert any("record: complete" in line for line in found["sources"]), found
     assert found["state"] in ("fine", "slow"), found  # slow, where other work takes the cores
+    assert found["state"] == "slow" or "it ran again and completed (COMPLETED, restart 1)" in found["line"], found
     unknown = topoflight(cluster, "why", "--job", "99999", fails=True)
     assert unknown.returncode == 1 and "job 99999: no file of it was found" in unknown.stderr, unknown.stderr
 

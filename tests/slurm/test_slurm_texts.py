@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import nvml_profile
 import pytest
@@ -19,10 +20,15 @@ from rigs.recorded import path_of, snapshot
 from rigs.results import search_result
 from rigs.tables import each_row, rows_of
 
+from agent.checks.verdict import judge
+from agent.jobs.preflight import Report, slurm_reasons
 from agent.jobs.search import slurm_hosts
 from agent.jobs.slurm import SlurmError, job_files
+from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
+from finetune.rank_monitor import _identity
 from planner.slurm import wrap_script
+from probes.api import host_name
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.slurm_conf import (
@@ -109,6 +115,11 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     assert "preflight -q -o reason || exit" in text
     again = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
     assert again.exit_code == 0 and path.read_text().splitlines() == made and "wrapped before" in again.output
+    path.write_text(
+        script.replace("  srun --label", "  srun -l /opt/bin/topoflight preflight -q || exit\n    srun --label")
+    )
+    own = topoflight("wrap", path, "--machine", "p5.48xlarge")
+    assert "no second check of the nodes" in own.stderr and "+srun" not in own.stdout and "+export" in own.stdout
     path.write_text(script.replace("export", "#SBATCH --time=1\nexport"))
     late = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "line 6: sbatch ignores this option" in late.output, late.output
@@ -124,35 +135,8 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
         assert path.read_bytes() == wrong.encode()
 
 
+OF_TASK = "topoflight-1239/node01-7.log"
 SPLIT = "#!/bin/bash\nif true; then\n  echo one\nfi; srun train\n"
-SHOWN = (  # of scontrol
-    "JobId=1239 ArrayJobId=1234 ArrayTaskId=5 JobName=a\n   JobState=PENDING Reason=BeginTime\n"
-    "   WorkDir={folder}\n   StdOut={folder}/a.out\n"
-)
-FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
-ROW = "1234|{folder}|sbatch --parsable {folder}/run/job.sbatch"
-JOBS = [  # id, what scontrol says, what sacct says, where the command runs, logs, words on where they were found
-    (
-        "1234_5",
-        SHOWN,
-        "",
-        "",
-        ["a.out", "topoflight-1239/node01-7.log"],
-        "1234_5 (PENDING): 2 logs in {folder}, which the controller",
-    ),
-    ("1234", FORGOTTEN, ROW, "", ["run/slurm-1234.log"], "1 log in {folder}/run, which the accounting (sacct) names"),
-    ("1234", FORGOTTEN, "", "run", ["slurm-1234.log"], "in {folder}/run, the current folder"),
-    (
-        "1234",
-        FORGOTTEN,
-        "",
-        "",
-        [],
-        "job 1234: no file of it was found in {folder}; neither the controller nor the acc",
-    ),
-    ("9", FORGOTTEN, ROW, "run", [], "found in {folder}, {folder}/run; the accounting (sacct) knows the job"),
-    ("1234", "slurm_load_jobs error: Unable to contact slurm controller", ROW, "run", [], "scontrol: slurm_load_jobs"),
-]
 
 
 def test_a_statement_is_not_split() -> None:
@@ -161,9 +145,9 @@ def test_a_statement_is_not_split() -> None:
     assert made.startswith("#!/bin/bash\n# Added by") and made.endswith(SPLIT.partition("\n")[2])
 
 
-@each_row(("job", "shown", "row", "here", "wanted", "where"), JOBS)
+@each_row(("job", "shown", "row", "here", "wanted", "where", "awaited", "again"), rows("jobs"))
 def test_the_logs_of_a_job_are_found(
-    job: str, shown: str, row: str, here: str, wanted: list[str], where: str, tmp_path: Path,
+    job: str, shown: str, row: str, here: str, wanted: list[str], where: str, awaited: str, again: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """By the controller, by the accounting when the controller has forgotten the job, or in the current folder.
@@ -171,7 +155,7 @@ def test_the_logs_of_a_job_are_found(
     NCCL's logs of an array's task are in the folder of the task's own id.
     """
     folder = tmp_path / "jobs"
-    for name in ("a.out", "topoflight-1239/node01-7.log", "run/slurm-1234.log", "run/job.sbatch"):
+    for name in ("a.out", OF_TASK, "run/slurm-1234.log", "run/job.sbatch"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("x\n")
     for command, said in (("scontrol", shown), ("sacct", row)):
@@ -182,13 +166,72 @@ def test_the_logs_of_a_job_are_found(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.chdir(folder / here)
     try:
-        run, logs, text = job_files(job)
+        run, logs, text, does = job_files(job)
     except SlurmError as error:
-        run, logs, text = None, (), str(error)
-    assert (run, [str(log.absolute().relative_to(Path.cwd())) for log in logs]) == (None, wanted)
-    assert where.format(folder=folder) in text, text
-    (folder / "topoflight-1239" / "ranks").mkdir()  # where the monitor in a wrapped script's ranks writes
-    assert not logs or job_files(job)[0] == (folder / "topoflight-1239" if "a.out" in wanted else None)
+        run, logs, text, does = None, (), str(error), ""
+    assert [str(log.absolute().relative_to(Path.cwd())) for log in logs] == wanted
+    assert run == (folder / awaited if awaited else None)
+    assert where.format(folder=folder) in text and again in does and bool(again) == bool(does), (text, does)
+    if logs:
+        (folder / "topoflight-1239" / "ranks").mkdir()  # where the monitor in a wrapped script's ranks writes
+        assert job_files(job).run == (folder / awaited if awaited else None)
+
+
+@each_row(("words", "machine", "code", "wanted"), rows("over"))
+def test_an_interface_that_a_recorded_node_lacks_is_refused(
+    words: list[str], machine: str, code: int, wanted: str
+) -> None:
+    """With the node and what it has. What the pods will have is unknown where the recording is of a host."""
+    done = topoflight(*words, "--nodes", "2", "--dry-run", *(("--host", path_of(machine)) if machine else ()))
+    assert done.exit_code == code and wanted in done.output, done.output
+
+
+TOLD = (
+    "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***\nsrun: error: n1: task 0: Terminated\n"
+)
+
+
+@each_row(("says", "record", "more", "code", "wanted", "absent"), rows("requeued"))
+def test_a_job_that_saved_and_was_queued_again_has_not_failed(
+    says: str, record: dict[str, Any] | None, more: str, code: int, wanted: str, absent: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Slurm writes "CANCELLED" of each job that it signals; run.json and the controller say what became of it."""
+    log = tmp_path / "slurm-7.log"
+    log.write_text(f"{TOLD}{more}\n" if "COMPLETED" not in says else "")
+    (tmp_path / "ranks").mkdir()
+    if record is not None:
+        (tmp_path / "run.json").write_text(json.dumps(record))
+    words = [log, "--run", tmp_path]
+    if says:
+        path = tmp_path / "scontrol"
+        path.write_text(f"#!/bin/sh\necho 'JobId=7\n   JobState={says} Reboot=0\n   StdOut={log}'\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        words = ["--job", "7"]
+    done = topoflight("why", *words, "-o", "json")
+    found = json.loads(done.stdout)
+    causes = [text for cause in found["causes"] for text in (cause["code"], *cause["evidence"], cause["action"])]
+    text = "; ".join([found["line"], *causes])
+    assert done.exit_code == code and all(part in text for part in wanted.split("; ")) and absent not in text, text
+
+
+def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank and a recording have the name that slurmd gives them; other host names are without their domain."""
+    (tmp_path / "ranks").mkdir()
+    waits = topoflight("why", "--run", tmp_path)
+    assert waits.exit_code == 5 and "no rank has written into" in waits.output and "init_process_group" in waits.output
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu03")
+    assert _identity()["host"] == host_name() == "gpu03"
+    checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
+    unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
+    assert slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
+    for rank in range(3):
+        state = {"rank": rank, "host": f"ip-10-0-0-{rank}.example.com", "written": 1e9, "ended": True,
+                 "error": "Connection closed by peer" if rank else "ValueError: x"}  # fmt: skip
+        (tmp_path / "ranks" / f"state_rank_{rank}.json").write_text(json.dumps(state))
+    found = topoflight("why", "--run", tmp_path, "-o", "slurm")
+    assert (found.exit_code, found.stdout) == (3, "ip-10-0-0-0\n")
 
 
 def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
@@ -250,7 +293,8 @@ def test_gres_conf_is_compared_with_the_gpus_that_were_found() -> None:
     for text, differences in rows("gres")().items():
         assert len(compared(compare_gres, text, RAILS)) == differences, text
     assert compared(compare_gres, "NodeName=n01 Name=gpu Count=7", RAILS) == [
-        "gres.conf, line 1: 7 GPUs on n01, and 8 were found"
+        "gres.conf: no line is for the GPUs of n[02-07], so Slurm gives none of them to jobs",
+        "gres.conf, line 1: 7 GPUs on n01, and 8 were found",
     ]
 
 
@@ -258,13 +302,13 @@ def test_included_files_are_read(tmp_path: Path) -> None:
     """A file that is included stands at its place, and its own name is said; one that includes itself is refused."""
     files = {"slurm": "ClusterName=ro\n"}
     for text in ("Include rows.conf", "# x\n  include\trows.conf # y", "Include %cws.conf"):
-        assert compared(compare_gres, text, RAILS, rows="\nNodeName=n01 Name=gpu Count=7", **files) == [
+        assert compared(compare_gres, text, RAILS, rows="\nNodeName=n01 Name=gpu Count=7", **files)[1:] == [
             "rows.conf, line 2: 7 GPUs on n01, and 8 were found"
         ]
-    with pytest.raises(SlurmConfError, match=r"rows.conf, line 1: 'gres.conf': a file is read once"):
+    with pytest.raises(SlurmConfError, match=r"rows.conf, line 1: Include gres.conf: it was read before"):
         compared(compare_gres, "Include rows.conf", RAILS, rows="Include gres.conf")
     chain = {f"f{number}": f"Include f{number + 1}.conf" for number in range(70)}
-    with pytest.raises(SlurmConfError, match=r"f62.conf, line 1: 'f63.conf': .* at most 64 files"):
+    with pytest.raises(SlurmConfError, match=r"f62.conf, line 1: Include f63.conf: at most 64 files"):
         compared(compare_gres, "Include f0.conf", RAILS, **chain)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "rows").write_text("Name=gpu Count=7\n")
@@ -297,12 +341,12 @@ def test_a_node_is_placed_by_the_switches_of_its_rdma_ports(tmp_path: Path) -> N
 
 HUNG = [  # script, what `topoflight` does, what sinfo does, words of the log
     ("prolog.sh", "echo 'n1: gpu.x: bad'; exit 3", "", "prolog: job 7 is not started: n1: gpu.x: bad"),
-    ("prolog.sh", "exec sleep 600", "", "prolog: node not checked (exit code 124)"),
+    ("prolog.sh", "exec sleep 600", "", "prolog: node not checked (exit code 124): the check did not end within 4 s"),
     (
         "health-check.sh",
         "trap '' TERM; while :; do sleep 600; done",
         "",
-        "health-check: node not checked (exit code 137)",
+        "health-check: node not checked (exit code 137): the check did not end within 4 s",
     ),
     ("health-check.sh", "exit 3", "exec sleep 600", "node not changed: sinfo failed or did not answer (exit code 124)"),
 ]

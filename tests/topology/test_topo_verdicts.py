@@ -41,7 +41,7 @@ def pair(one: Pair) -> str:
     return ", ".join(filter(None, words))
 
 
-def told(node: NodeTopology) -> dict[str, Any]:
+def row_of(node: NodeTopology) -> dict[str, Any]:
     """Everything that the node says, what follows from it in short words, and what is found on it."""
     said = {
         "gpus": [device(gpu) for gpu in node.gpus],
@@ -67,7 +67,7 @@ def test_what_a_text_says() -> None:
     made = []
     for row in rows:
         try:
-            says: Any = told((xml if row.get("xml") else text).parse(row["text"], "sample"))
+            says: Any = row_of((xml if row.get("xml") else text).parse(row["text"], "sample"))
         except TopologyFileError as error:
             says = [error.source, error.line, str(error)]
         made.append(row | {"says": json.loads(json.dumps(says))})

@@ -415,7 +415,7 @@ def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: 
 
 def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_path: Path) -> None:
     found = diagnosis.answer(diagnosis.WhySources(run=tmp_path))
-    assert found.state == "unknown" and "topoflight run" in found.unknown[0].command
+    assert found.state == "unknown" and "(topoflight launch, wrap or run)" in found.unknown[0].command
     used = {"--run", "--watch", "--limit", "--output"}
     others = [option for option in why.params if option.opts[-1] not in used]
     for option in others:

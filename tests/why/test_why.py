@@ -58,7 +58,7 @@ def said(found: Verdict) -> tuple[str, tuple[int, ...], str]:
     return found.state, found.ranks, found.causes[0].code if found.causes else ""
 
 
-def told(found: Verdict) -> str:
+def text_of(found: Verdict) -> str:
     """Its line, the evidence of its first cause, and what it does not know."""
     evidence = found.causes[0].evidence if found.causes else ()
     return "\n".join((found.line, *evidence, *(one.what for one in found.unknown)))
@@ -440,7 +440,7 @@ def test_who_is_named(
 ) -> None:
     found = judge(seen)
     assert said(found) == (state, ranks, code), found.line
-    assert [each for each in words if each not in told(found)] == []
+    assert [each for each in words if each not in text_of(found)] == []
 
 
 def test_one_late_rank_is_named_two_share_the_wait() -> None:
@@ -468,10 +468,10 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
     assert (found.causes[0].code, found.nodes) == ("link.node", ("h1",))
     few = {r: replace(s, unsent=dict.fromkeys(s.unsent, 3 if r == 1 else 0)) for r, s in rows.items()}
     early = judge(RunFacts(states=few, world=4, now=NOW))
-    assert said(early) == ("slow", (), NETWORK) and "cannot be distinguished yet" in told(early), "looks are too few"
+    assert said(early) == ("slow", (), NETWORK) and "cannot be distinguished yet" in text_of(early), "looks are too few"
     calls = {rank: [call(44, done=False, at=NOW - 60)] for rank in range(2)}
     unseen = judge(of(calls, world=2, states=on_hosts(2, calls=44)))
-    assert said(unseen) == ("stuck", (), "link") and "bytes wait" not in told(unseen), "no look saw any"
+    assert said(unseen) == ("stuck", (), "link") and "bytes wait" not in text_of(unseen), "no look saw any"
 
 
 def counts(op: str, ranks: dict[int, int], **comm: Any) -> ras.RasReport:
@@ -519,7 +519,7 @@ def test_what_ras_adds(
 ) -> None:
     found = gathered.with_ras(before, report, earlier)
     assert said(found) == gives, found.line
-    assert words in "\n".join((told(found), *found.disagree))
+    assert words in "\n".join((text_of(found), *found.disagree))
 
 
 def test_ras_of_every_release_is_read() -> None:

@@ -1,10 +1,10 @@
 """Ranks without the seconds that each takes to import torch: an environment whose torchrun is forked from one server.
 
-`forking_environment()` returns the interpreter of the stand-in environment. Its `-m torch.distributed.run` and
-`-m finetune.train` are forked, as are scripts of tests/finetune that fork ranks of the job, and torchrun forks its
-ranks; everything else runs in the real interpreter. A test starts its ranks for real where it looks for children in
-/proc, at memory or threads, at warnings, or where it sets a variable that a library reads while it is imported. The
-first test that asks starts the server; all processes of the session share it.
+`forking_environment()` returns the interpreter of the stand-in environment. Its `-m torch.distributed.run`,
+`-m finetune.train` and `-m agent.cli search` are forked, as are scripts of tests/finetune that fork ranks of the job,
+and torchrun forks its ranks; everything else runs in the real interpreter. A test starts its ranks for real where it
+looks for children in /proc, at memory or threads, at warnings, or where it sets a variable that a library reads while
+it is imported. The first test that asks starts the server; all processes of the session share it.
 """
 
 import fcntl

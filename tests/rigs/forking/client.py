@@ -12,15 +12,17 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes longer than all of this
 FORKED = ("torch.distributed.run", "finetune.train", "collectives.search.rank", "collectives.search.coordinator")
-SCRIPTS = ("/equivalence_ranks.py", "/fake_ranks.py")
+SCRIPTS = ("/equivalence_ranks.py", "/fake_ranks.py", "/loading_ranks.py", "/limited_job.py")
 NAMESPACES = ("net", "mnt", "uts")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def is_forked(words):
-    """Whether these are torchrun, the job, or a script of tests/finetune that forks ranks of the job."""
+    """Whether these are torchrun, the job, the verb search, or a script of tests/finetune that forks ranks."""
     name, *more = words or [""]
-    return more[0] in FORKED if name == "-m" and more else name.endswith(SCRIPTS)
+    if name == "-m" and more:
+        return more[0] in FORKED or more[:2] == ["agent.cli", "search"]
+    return name.endswith(SCRIPTS)
 
 
 def become(real, name, words):

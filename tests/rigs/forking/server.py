@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -56,6 +57,13 @@ def preload_job():
     gc.freeze()
 
 
+def preload_search():
+    """Import what the verb search needs, once."""
+    for name in ("base.hosts", "cli.bench", "jobs.search", "terminal.findings"):
+        importlib.import_module(f"agent.{name}")
+    refuse_threads()
+
+
 def refuse_threads():
     """Raise where a thread has begun, which no fork has."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
@@ -80,7 +88,9 @@ def run(argv, environment, *, forked_ranks):
         if forked_ranks:
             fork_ranks()
         words = [word for word in argv[1:] if word not in ("-u", "-P")]
-        sys.stdout.reconfigure(line_buffering=True)
+        # the server's own streams remember what kind of file it had
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", 1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
         if words[:2] == ["-m", "collectives.bench.rank"] and faults.VARIABLE in environment:
             faults.install()
         if words[0] == "-m":
@@ -229,6 +239,8 @@ def serve(place, owner):
                 request, files = take(line)
                 if "finetune.train" in request["argv"] or request["argv"][1].endswith(SCRIPTS):
                     preload_job()
+                elif "agent.cli" in request["argv"]:
+                    preload_search()
                 pid = start(request, files, clients)
                 for descriptor in files:
                     os.close(descriptor)

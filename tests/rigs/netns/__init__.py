@@ -27,9 +27,11 @@ UNDERLAY = "10.99.0"
 _PORTS = {"eth0": "u", "net1": "f"}  # bridge ports, by host number
 BURST = "256kb"  # well above rate / HZ for any rate up to 500 Mbit/s at 250 Hz, as tc-tbf(8) asks
 
-# A host's first process: private mounts, then it waits on its standard input, which closes when the rig's process dies.
+# A host's first process: private mounts, but for the control groups, which slurmd needs; then it waits on its standard
+# input, which closes when the rig's process dies.
 _INIT = """
-mount --make-rprivate / && mount -t sysfs sysfs /sys && mount --bind "$2" /etc/hosts || exit 1
+mount --make-rprivate / && mkdir "$2.cgroup" && mount --rbind /sys/fs/cgroup "$2.cgroup" || exit 1
+mount -t sysfs sysfs /sys && mount --rbind "$2.cgroup" /sys/fs/cgroup && mount --bind "$2" /etc/hosts || exit 1
 mount --bind /dev/null /etc/resolv.conf || exit 1
 mkdir -p /run/lock && mount -t tmpfs tmpfs /run/lock || exit 1
 hostname "$1" && echo ready && exec cat

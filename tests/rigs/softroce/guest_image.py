@@ -21,20 +21,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 CACHE = Path(os.environ.get("TOPOFLIGHT_SOFTROCE_CACHE", OF_ALL / "softroce"))
 
-GUEST = (
-    "python3",
-    "python3-pyverbs",
-    "rdma-core",
-    "ibverbs-utils",
-    "ibverbs-providers",
-    "perftest",
-    "iproute2",
-    "iputils-ping",
-    "kmod",
-    "busybox-static",
-    "procps",
-    "util-linux",
-)
 # The disk's modules go into the initramfs, the others onto the disk; each brings its dependencies along.
 DISK_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "crc32c_generic", "ext4")
 GUEST_MODULES = (
@@ -50,7 +36,6 @@ GUEST_MODULES = (
     "dummy",
     "sch_tbf",
 )
-UNWANTED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 IMAGE_MIB = 700
 
 
@@ -67,7 +52,8 @@ def build() -> Path:
             apt_installed("mke2fs", "e2fsprogs")
             kernel = apt_unpacked("boot/vmlinuz-*", apt_dependency("linux-image-amd64"))
             version = sorted(kernel.glob("boot/vmlinuz-*"))[-1].name.removeprefix("vmlinuz-")
-            _make_root()
+            shutil.rmtree(CACHE / "root", ignore_errors=True)
+            _run("cp", "-a", "--one-file-system", debian_root(), CACHE / "root")
             _make_initramfs(kernel, version, _copy_modules(kernel, version))
             _make_image()
             stamp.write_text(recipe)
@@ -83,16 +69,6 @@ def _run(*command: str | Path) -> None:
     """Run a command; its words are in the error where it fails."""
     done = subprocess.run([*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2700)
     assert done.returncode == 0, f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stderr[-2000:]}"
-
-
-def _make_root() -> None:
-    recipe, stamp = " ".join((*GUEST, *UNWANTED)), CACHE / "root-stamp"
-    if stamp.exists() and stamp.read_text() == recipe:
-        return
-    stamp.unlink(missing_ok=True)
-    excluded = (f"--dpkgopt=path-exclude={pattern}" for pattern in UNWANTED)
-    debian_root(CACHE / "root", GUEST, "--mode=root", '--aptopt=Apt::Install-Recommends "false"', *excluded)
-    stamp.write_text(recipe)
 
 
 def _closure(modules: Path, wanted: tuple[str, ...]) -> list[str]:

@@ -23,7 +23,8 @@ from probes.worker import reader
 
 OUT = Path("/out")
 OF_THE_VERB = ("agent.base.hosts", "agent.checks.baseline", "agent.checks.measured", "agent.checks.verdict",
-               "agent.cli.bench", "agent.terminal.measured", "collectives.bench.perftest")  # fmt: skip
+               "agent.cli.bench", "agent.jobs.benchmark", "agent.terminal.measured",
+               "collectives.bench.perftest")  # fmt: skip
 
 
 def active_mtu() -> int | None:
@@ -38,7 +39,7 @@ def active_mtu() -> int | None:
         return None
 
 
-def look() -> dict[str, Any]:
+def scan_host() -> dict[str, Any]:
     """What every probe says."""
     host = LiveHost()
     answer: dict[str, Any] = {"findings": {}, "active_mtu": active_mtu()}
@@ -68,7 +69,7 @@ def child(name: str, uid: int, memlock_kib: int | None, verb: list[str]) -> int:
     if not verb:
         with (OUT / f"{name}.json").open("w") as output:
             limit(uid, memlock_kib)
-            json.dump(look(), output)
+            json.dump(scan_host(), output)
         return 0
     for number, path in enumerate(("/dev/null", OUT / f"{name}.out", OUT / f"{name}.err")):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)

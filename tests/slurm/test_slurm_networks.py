@@ -1,0 +1,81 @@
+"""The tutorial's comparison of networks, on a real slurmctld and two real slurmd, each with two networks of its own.
+
+As with pods, `eth0` is slow (a vxlan that `tc tbf` limits) and `net1` is a fast secondary network. Both carry TCP: this
+kernel has no RDMA, so the tutorial's third bar is not among them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rigs import netns
+from rigs.slurm import Slurm, slurm_cluster
+from rigs.waiting import eventually
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "slurm.md"
+# The layout and the length of a job that is small enough for a test; PEFT takes long to import.
+SMALL = "--ranks 1 --set use_peft=false --set dataset_rows=64"
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.netns,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(netns.missing("tc") is not None, reason=str(netns.missing("tc"))),
+]
+
+
+def commands(shared: Path) -> list[str]:
+    """The commands of the page that record the nodes, train over both TCP networks and compare them, as it has them.
+
+    The names of the nodes, of the second interface and of the folder are those of the rig.
+    """
+    text = re.sub(r" --runs /shared/bars/rdma", "", PAGE.read_text(encoding="utf-8"))
+    names = {
+        "node01": "host-0",
+        "node02": "host-1",
+        "eth1": "net1",
+        "/shared": str(shared),
+        "max_steps=200": "max_steps=12",
+    }
+    for old, new in names.items():
+        text = text.replace(old, new)
+    found = [line for line in re.findall(r"^\$ (.*)", text, re.MULTILINE)
+             if "topoflight capture" in line or " --over " in line or "--report" in line]  # fmt: skip
+    return [f"{line} {SMALL}" if " --over " in line else line for line in found]
+
+
+def has_ended(cluster: Slurm, number: str) -> bool:
+    """Whether a job is over."""
+    return cluster.job(number)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+
+def test_the_bars_of_the_tutorial_are_in_the_order_of_their_networks(tmp_path: Path) -> None:
+    """The commands run as a reader types them; the slower network has the longer bar, in the report, too."""
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"}
+    (tmp_path / "slurm").mkdir()
+    with netns.hosts(2, default_rate="40mbit") as hosts, slurm_cluster(tmp_path / "slurm", hosts=hosts) as cluster:
+        said = []
+        for line in commands(tmp_path):
+            done = subprocess.run(
+                cluster.inside(["bash", "-c", f"cd {shlex.quote(str(tmp_path))} && {line}"]), capture_output=True,
+                env={**cluster.environment, **environment}, text=True, timeout=300, check=False,
+            )  # fmt: skip
+            # the last command also judges the recorded node, whose slow pod network has a finding
+            assert done.returncode == 0 or "--report" in line, (line, done.stdout, done.stderr)
+            if " --over " in line:
+                number = done.stdout.split()[1]
+                eventually(partial(has_ended, cluster, number), line, 300)
+                logs = [path.read_text() for path in (tmp_path / "bars").glob(f"*/slurm-{number}.log")]
+                assert cluster.job(number)["JobState"] == "COMPLETED", logs
+            said.append(done.stdout)
+    bars = re.findall(r"TCP over (\S+) \(gloo\)\s+(\S+)\s", said[-1])
+    assert [name for name, _ in bars] == ["eth0", "net1"] and len(bars[0][1]) > len(bars[1][1]), said[-1]
+    report = (tmp_path / "bars" / "report" / "report.html").read_text(encoding="utf-8")
+    assert 0 < report.index("TCP over eth0 (gloo)") < report.index("TCP over net1 (gloo)")
