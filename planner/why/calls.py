@@ -56,6 +56,11 @@ class BlockedCalls:
             self.waits[rank] = self._wait(rank, call)
             if call.created:
                 self.usual = max(self.usual, _longest_pause(trace, call))
+        for wait in self.waits.values():
+            if len(wait.here) == wait.size and wait.call.created:  # the call can move since the last one came
+                wait.seconds = min(one.seconds for rank, one in self.waits.items()
+                                   if rank in wait.here and one.call.group == wait.call.group
+                                   and one.call.number == wait.call.number and one.call.created)  # fmt: skip
         self.age = max((wait.seconds for wait in self.waits.values()), default=0.0)  # seconds of the longest wait
         self.mismatches += self._find_mismatches()
         late = self._find_late()

@@ -198,6 +198,11 @@ def by_file_times(seconds: float) -> RunFacts:
     return RunFacts(traces=traces, world=4, now=NOW)
 
 
+def came_late(ago: float) -> RunFacts:
+    """All are in one call, rank 2 for so many seconds and the others for a minute."""
+    return of({r: [call(1, at=NOW - 90), call(2, done=False, at=NOW - (ago if r == 2 else 60))] for r in range(4)})
+
+
 def ahead(first: Call | None = None, taken: float = NOW) -> RunFacts:
     """All have called ahead, and rank 2, dumped then, has not left what the others have; `first` is all of rank 1."""
     later = (call(46, done=False, at=NOW - 60), call(47, done=False, at=NOW - 60))
@@ -335,6 +340,8 @@ def of_calls() -> Iterator[Row]:
     yield "but one of the missing rank", of_a_few(2), "stuck", (2,), BEHIND, ()
     yield "dumps of a timeout alone", by_file_times(600), "stuck", (2,), BEHIND, ("for 600 s by the dumps' file times",)
     yield "fresh dumps", by_file_times(3), "fine", (), "", ()
+    yield "the last has only just come", came_late(1.0), "fine", (), "", ()
+    yield "and stays in it with the others", came_late(20.0), "stuck", (), NETWORK, ()
     yield "a wait for a message names its sender", message(sent=False), "stuck", (2,), BEHIND, ()
     yield "but not one that has sent it", message(sent=True), "stuck", (), NETWORK, ()
     yield "a GPU that has not come to the call is behind", not_begun(), "stuck", (3,), BEHIND, ()
