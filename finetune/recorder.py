@@ -224,6 +224,7 @@ class Recorder:
             if len(self.seconds) == MEMORY_STEPS - 1:
                 return_freed(FAST_BYTES)
         if self.device.type == "cuda" and len(self.losses) == WARM_UP - 1:
+            torch.cuda.empty_cache()  # what loading has left reserved is not what a step needs
             torch.cuda.reset_peak_memory_stats(self.device)
         self.profile(found)
         if len(self.seconds) < MAX_STEPS:
