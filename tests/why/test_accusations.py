@@ -411,6 +411,9 @@ def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: 
     assert monitor.calls == 104
     monitor.dump()
     assert json.loads((monitor.folder / "trace_rank_0.json").read_text()) == recorded
+    monitor.write()
+    found = diagnosis.answer(diagnosis.WhySources(recorder=monitor.folder))
+    assert not any("state_rank" in one.what for one in found.unknown), "states lie beside the dumps"
 
 
 def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_path: Path) -> None:
