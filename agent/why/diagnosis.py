@@ -111,7 +111,8 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     """What the run's folder, the dumps and the logs hold, what the logs prove, and what could not be read."""
     seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
-        dumps = (path for path in sources.recorder.glob("*") if not path.match(states.NAME.format(rank="*")))  # ranks' states
+        beside = states.NAME.format(rank="*")  # of the ranks' monitors
+        dumps = (path for path in sources.recorder.glob("*") if not path.match(beside))
         traces, bad = calls.read_ranks(dumps, calls.read_file)
         seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
     if not seen.states and seen.traces:

@@ -66,9 +66,9 @@ def test_why_names_the_rank(fault: str, state: str, tmp_path: Path) -> None:
 def test_search_names_the_stopped_host(tmp_path: Path) -> None:
     journal, hosts = tmp_path / "journal", []
     for host in range(4):
-        words = [sys.executable, "-m", "agent.cli", "search", "--nodes=4", f"--node-rank={host}", "--ranks=1", "--force",
-                 "--rendezvous=127.0.0.1:29711", f"--host-name=host-{host}", "--size=64MiB", "--silence=8", "-o", "json",
-                 "--no-advice", f"--journal={journal}"]  # fmt: skip
+        words = [sys.executable, "-m", "agent.cli", "search", "--nodes=4", f"--node-rank={host}", "--ranks=1",
+                 "--force", "--rendezvous=127.0.0.1:29711", f"--host-name=host-{host}", "--size=64MiB", "--silence=8",
+                 "--no-advice", f"--journal={journal}", "-o", "json"]  # fmt: skip
         # a lock of its own for each, as each is a host
         alone = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /run/lock && exec "$@"', "sh", *words]
         own = {"NCCL_HOSTID": str(host), "NCCL_IB_DISABLE": "1", "PYTHONPATH": str(ROOT)}
