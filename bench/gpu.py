@@ -176,9 +176,8 @@ class Tier:
             yield model, f"failed: {_last(done.stderr)}"
             return
         found = json.loads((self.folder / "calibration.json").read_text())
-        for name, value in found.items():
-            if isinstance(value, int | float | str):
-                yield name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)
+        yield "GPU", f"{found['device']}, {found['precision']}"
+        yield "GEMM", f"{found['gemm_flops_per_second'] / 1e12:.0f} TFLOP/s"
 
     def layouts(self) -> Iterator[Row]:
         """Each layout's losses beside those of one rank, from the same weights and rows; all at once on the one GPU."""
