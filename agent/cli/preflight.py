@@ -197,4 +197,4 @@ def _kind(node: NodeRecord) -> str:
         if node.gpus == 0
         else f"{'unknown number of' if node.gpus is None else node.gpus} x " + (node.product or "unknown GPU")
     )
-    return f"{gpus}; RDMA {node.rdma or 'unknown'}"
+    return f"{gpus}; RDMA {node.rdma or ('unknown' if node.hcas is None else 'none')}"

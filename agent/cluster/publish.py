@@ -23,7 +23,7 @@ from typing import Any, cast
 from agent.base import units
 from agent.checks.groups import worst_first
 from agent.checks.history import SCANS_TO_RAISE, Event, HistoryState, Seen
-from agent.checks.host_checks import no_gpu_read
+from agent.checks.host_checks import no_gpu_read, no_hca_read
 from agent.checks.verdict import View, judge
 from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
@@ -43,7 +43,7 @@ from agent.cluster.nodes import (
 )
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding, Status
-from probes.api import Snapshot
+from probes.api import Absent, Snapshot
 from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
@@ -108,6 +108,7 @@ def _record(
     snapshot: Snapshot, node: NodeTopology, checks: Sequence[Finding], name: str, at: float, interval: float
 ) -> NodeRecord:
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
+    none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
     ports = [port for device in rdma.devices for port in device.ports] if rdma else None
     models = Counter(gpu.model for gpu in node.gpus if gpu.model)
     machine, addresses = node_facts.pack(snapshot)
@@ -117,7 +118,7 @@ def _record(
         interval_seconds=interval,
         gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus and unread: unknown, and not none
         product=clean(models.most_common(1)[0][0], 128) if models else None,
-        links=_links(node), hcas=len(rdma.devices) if rdma else None,
+        links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=_memlock(limits), findings=_findings(checks), graph=graph,
         facts=facts, machine=machine, drawn=drawn(node), addresses=addresses,

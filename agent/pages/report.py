@@ -264,10 +264,10 @@ def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: b
     driver = ((record.machine or {}).get("gpu") or {}).get("driverVersion")
     version = f"driver {driver or 'unknown'}" + (f", agent {record.agent_version or 'unknown'}" if agents else "")
     return Row(
-        name=record.name, word="unknown" if record.silent(now) else record.verdict,
+        name=record.name, word="unknown" if record.silent(now) else record.verdict, version=version,
         worst=found[0] if found else None, more=max(0, len(found) - 1), codes=tuple(codes), gpus=gpu_text(record),
-        links=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
-        version=version, since=since, age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
+        links=record.links or "unknown", rdma=record.rdma or ("none" if record.hcas == 0 else "unknown"), since=since,
+        memlock=record.memlock or "unknown", age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
     )  # fmt: skip
 
 

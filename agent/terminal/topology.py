@@ -122,4 +122,6 @@ def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
         yield "nearest NIC", ", ".join(f"{label} for {units.count(n, 'GPU')}" for label, n in near.most_common())
     for expected in topology.expectations:
         if expected.op == "all_gather" and expected.scope == "node":
-            yield "expected", f"all_gather {units.expected_rate(expected)} bus bandwidth"
+            uneven = any(island.nvlinks_per_pair[1:] for island in topology.islands)
+            fewest = f" ({expected.derivation[0].partition(' into')[0]})" * uneven  # " (GPU3 has 16 NVLinks)"
+            yield "expected", f"all_gather {units.expected_rate(expected)} bus bandwidth{fewest}"

@@ -250,7 +250,7 @@ def published(case: Situation, name: str) -> Setting | None:
     if any(name in (info.nccl_conf or {}) for node in probed if (info := node.hostinfo())):
         return None  # the machine's own file says it already, and may say it otherwise
     evidence = "; ".join(dict.fromkeys(_evidence(node, row) for node in probed))
-    rule = f"Published for {row.name}; no fact of a probe confirms it"
+    rule = f"Published for {row.name}. Nothing that a probe reads on a node can confirm the value"
     source = f"{recipe.source.name}, {recipe.source.date}"
     return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=source))
 
@@ -267,7 +267,7 @@ def settings_as_published(case: Situation) -> Iterator[Setting]:
 def _evidence(node: NodeView, row: Platform) -> str:
     info = node.hostinfo()
     if info is None:
-        return f"{node.hostname}: of the catalogue"
+        return f"{node.hostname} is a machine of the catalogue; no node was probed"
     cloud = cloud_of(info)
     parts = [cloud[1]] if cloud and row.cloud else []
     if row.product:

@@ -136,11 +136,15 @@ def test_nodes_are_read_and_printed_as_host_lists_of_slurm(api: ApiServer, tmp_p
 
 
 def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
-    """The API server selects; the stand-in returns all nodes there are."""
-    for name in ("good", "sick"):
-        api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name, "labels": {"pool": "gpu"}}})
-    assert preflight("--selector", "pool=gpu").exit_code == 3
-    assert any("labelSelector=pool%3Dgpu" in path for _, path in api.requests)
+    """The API server selects, also by a label that a node must not have; no agent runs on the node "plane"."""
+    role = "node-role.kubernetes.io/control-plane"
+    for name, label in (("good", "pool"), ("sick", "pool"), ("plane", role)):
+        api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name, "labels": {label: "gpu"}}})
+    api.put(NODES, "", to_resource(record_of("cpu-only-vm", "bare", scanned_at_seconds=time.time()))[1])
+    assert "no GPU; RDMA none: bare" in preflight("--nodes", "bare").stdout
+    for selector, named in (("pool=gpu", False), (f"!{role}", False), (f"{role}=gpu", True)):
+        done = preflight("--selector", selector)
+        assert (done.exit_code, "cluster.node.silent" in done.stdout) == (3, named), (selector, done.output)
 
 
 def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:

@@ -214,6 +214,15 @@ def test_a_published_verdict_is_never_better_for_want_of_a_finding() -> None:
         assert judge(checks_of([record.name], fleet_of(record))).exit_code == code, word
 
 
+def test_a_host_without_rdma_devices_has_none_and_an_unread_one_is_unknown() -> None:
+    """In the published record: 0 where the probe looked and the bus shows none."""
+    bare, missing, failed = snapshot("cpu-only-vm"), Absent(why="no RDMA device"), Failed(error="timeout")
+    rows = [(bare, 0), (with_outcomes(bare, rdma=failed), None), (with_outcomes(snapshot(), rdma=missing), None)]
+    rows.append((snapshot(), len(facts(RdmaFacts).devices)))
+    published = [records_of(build_view((found,)), name="node-a")[0].hcas for found, _ in rows]
+    assert published == [hcas for _, hcas in rows]
+
+
 def off_the_bus(name: str, gone: int, **pci: object) -> Snapshot:
     """The machine with one GPU less on the bus, and so less for NVML."""
     gpu, tree = facts(GpuFacts, name), facts(PciFacts, name)

@@ -427,6 +427,7 @@ def test_the_demo_names_its_faults_and_says_that_it_is_built() -> None:
     assert "built-in example" in text
     for code in ("gpu.nvlink.missing", "gpu.thermal.throttling", "rdma.port.down"):
         assert code in text, code
+    assert "bus bandwidth (GPU3 has 16 NVLinks)" in " ".join(text.split())
 
 
 def complete(shell: str, line: str) -> list[str]:
