@@ -32,6 +32,7 @@ from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import guess_kind
 from planner.recommend import forecast_layout, plan
 from planner.why import Cause, Verdict
+from planner.why.facts import cause_named
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
@@ -146,6 +147,30 @@ def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) 
         action = "Start it again with the same command: it resumes from its checkpoint."
         verdict = replace(verdict, causes=(replace(first, evidence=(*first.evidence, saved), action=action), *rest))
     return verdict
+
+
+# Printed by the batch scripts of `launch --api slurm` and `wrap` if the gate stops the job.
+_GATE = re.compile(r"^The job is not started: ([^(\n]{1,80}) \(exit code (\d{1,3})\)\..*$", re.MULTILINE)
+_OF_GATE = re.compile(r"^(?!srun: |slurmstepd)([\w.-]{1,253}): \S.*$", re.MULTILINE)  # a line of `-o reason`
+_GATE_CAUSES = {"3": "gate_failed", "5": "gate_unknown"}  # by the exit code of `preflight`
+
+
+def with_gate(verdict: Verdict, log: str) -> Verdict:
+    """The verdict on a job whose gate ended it before a rank started, as the end of the batch script's log shows.
+
+    What other readers found in the log is then the gate's own words, and is left out.
+    """
+    stops = list(_GATE.finditer(log))
+    if not stops:
+        return verdict
+    stop = stops[-1]
+    lines = list(_OF_GATE.finditer(log, 0, stop.start()))[-4:]
+    nodes = tuple(dict.fromkeys(line[1] for line in lines))
+    evidence = (*(line[0] for line in lines), stop[0])
+    key = _GATE_CAUSES.get(stop[2], "gate_unfinished")
+    cause = cause_named(key, nodes=nodes, evidence=evidence, reason=stop[1], code=stop[2])
+    return Verdict(state="failed", line=f"failed: {cause.message}", nodes=nodes, causes=(cause,),
+                   sources=verdict.sources)  # fmt: skip
 
 
 def with_price(verdict: Verdict, record: RunRecord, request: Request, hosts: int) -> Verdict:

@@ -13,7 +13,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agent.advice.causes import with_manifest, with_nodes, with_price, with_record, with_restart, with_sockets
+from agent.advice.causes import (
+    with_gate,
+    with_manifest,
+    with_nodes,
+    with_price,
+    with_record,
+    with_restart,
+    with_sockets,
+)
 from agent.advice.request import Request
 from agent.base.hosts import snapshots as replay
 from agent.base.options import InputError
@@ -100,7 +108,7 @@ def answer(sources: WhySources) -> Verdict:
     again = sources.again
     if again is None and (found_again := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
         again = f"it {found_again[1]}"
-    verdict = with_restart(verdict, record, again)
+    verdict = with_gate(with_restart(verdict, record, again), _last_log(sources))
     folder = sources.run or "DIR"
     asked = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
     whole: Verdict = without_secrets(replace(verdict, unknown=(*asked, *unknown)))  # lines of logs are in it
@@ -188,6 +196,15 @@ def _tails(logs: Sequence[str]) -> Iterator[str]:
         with suppress(OSError), bounded.open_regular(log) as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
             yield stream.read().decode("utf-8", errors="replace")
+
+
+def _last_log(sources: WhySources) -> str:
+    """The end of the log that was written last; without logs, of the batch scripts' logs in the run's folder."""
+    logs = [Path(path) for path in evidence.files_of(sources.logs) if isinstance(path, str | Path)]
+    if not logs and sources.run is not None:
+        logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
+    written = {path: path.stat().st_mtime for path in logs if bounded.is_file(path)}
+    return next(_tails([str(max(written, key=written.__getitem__))]), "") if written else ""
 
 
 # torchrun's table of failures (torch/distributed/elastic/multiprocessing/errors)

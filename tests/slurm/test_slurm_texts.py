@@ -113,7 +113,7 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     assert made[:6] + made[-3:] == old and added[0].startswith("# Added by topoflight wrap")
     text = "\n".join(added)
     assert "export NCCL_DEBUG=" not in text and "export NCCL_NET='AWS Libfabric'" in text and "NCCL_DEBUG_FILE=" in text
-    assert "preflight -q -o reason || exit" in text
+    assert "preflight -q -o reason || {" in text and "The job is not started: $reason" in text
     again = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
     assert again.exit_code == 0 and path.read_text().splitlines() == made and "wrapped before" in again.output
     path.write_text(
@@ -215,6 +215,22 @@ def test_a_job_that_saved_and_was_queued_again_has_not_failed(
     causes = [text for cause in found["causes"] for text in (cause["code"], *cause["evidence"], cause["action"])]
     text = "; ".join([found["line"], *causes])
     assert done.exit_code == code and all(part in text for part in wanted.split("; ")) and absent not in text, text
+
+
+@each_row(("code", "reason", "line"), rows("gated"))
+def test_a_job_that_the_gate_stopped_says_so(code: int, reason: str, line: str, tmp_path: Path) -> None:
+    """The batch script's own words, in the log or in the run's folder: the gate's finding is no line of NCCL."""
+    gate = (ROOT / "planner/stacks/templates/gate.sbatch.j2").read_text()
+    told = subprocess.run(["bash", "-c", f"gate={code}\n{gate}"], capture_output=True, text=True, check=False)
+    assert told.returncode == code and f"{reason} (exit code {code})" in told.stdout
+    log = tmp_path / "slurm-7.log"
+    log.write_text(f"{line}\nsrun: error: node01: task 0: Exited with exit code {code}\n{told.stdout}")
+    for words in ([log], ["--run", tmp_path]):
+        done = topoflight("why", *words, "-o", "json")
+        found = json.loads(done.stdout)
+        assert (done.exit_code, [cause["code"] for cause in found["causes"]]) == (3, ["job.gate"]), done.stdout
+        assert f"before any rank started: {reason} (exit code {code})" in found["line"], found["line"]
+        assert found["causes"][0]["evidence"][0] == line and found["nodes"] == ["node01"], found
 
 
 def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
