@@ -7,11 +7,12 @@ and gres.conf(5) (NodeName, Name, Count, File, AutoDetect). LLDP tells which swi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.host_list import HostListError, cluster_name, compress_host_list, expand_host_list, slurm_name
-from probes.api import Snapshot
+from probes.api import Absent, Snapshot
+from probes.gpu.facts import SOURCE as GPU
 from probes.gpu.facts import GpuFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
@@ -33,6 +34,14 @@ class Placement:
     gpus: int | None = None  # None: unknown
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How a file of Slurm differs from the nodes, and what of it could not be compared: a sentence each."""
+
+    differences: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
 def placement_of(snapshot: Snapshot) -> Placement:
     """Where a scanned node is. The ports of RDMA devices count, and all ports where none of those has a neighbour."""
     interfaces, rdma, gpu = snapshot.facts(InterfacesFacts), snapshot.facts(RdmaFacts), snapshot.facts(GpuFacts)
@@ -40,8 +49,11 @@ def placement_of(snapshot: Snapshot) -> Placement:
              if link.neighbour}  # fmt: skip
     names = {port.netdev for device in (rdma.devices if rdma else ()) for port in device.ports}
     cliques = {one.fabric_clique for one in (gpu.gpus if gpu else ()) if one.fabric_clique}
+    gpus = len(gpu.gpus) if gpu and (gpu.gpus or gpu.driver_error is None) else None
+    if isinstance(snapshot.outcomes.get(GPU.name), Absent):  # neither a driver nor a GPU on the PCI bus
+        gpus = 0
     return Placement(
-        node=slurm_name(snapshot.hostname), clique=min(cliques, default=""), gpus=len(gpu.gpus) if gpu else None,
+        node=slurm_name(snapshot.hostname), clique=min(cliques, default=""), gpus=gpus,
         leaves=frozenset(wired[name] for name in names if name in wired) or frozenset(wired.values()),
     )  # fmt: skip
 
@@ -130,30 +142,49 @@ def _hosts(place: str, text: str) -> tuple[str, ...]:
         raise SlurmConfError(f"{place}: {error}") from None
 
 
-def compare_topology(read: Read, placements: Sequence[Placement]) -> list[str]:
+def _without_recording(file: str, nodes: Iterable[str], placements: Sequence[Placement]) -> list[str]:
+    """A sentence on the nodes of a file that were not scanned, or none."""
+    absent = sorted(set(nodes) - {one.node for one in placements})
+    what = f"{file}: no recording was given of {compress_host_list(absent)}. Add one with --host for each node."
+    return [what] if absent else []
+
+
+def compare_topology(read: Read, placements: Sequence[Placement]) -> Comparison:
     """Where topology.conf groups nodes in another way than their wires or NVLink domains do."""
     wrong: list[str] = []
     rows = [(place, row) for place, row in _lines("topology.conf", read) if "nodes" in row]
+    if not rows:
+        return Comparison(unknown=("topology.conf: no line has Nodes=, so it places no node.",))
     wired = {node: leaf for leaf, nodes in groups_of(placements).items() for node in nodes}
     domains = {one.node: one.clique for one in placements if one.clique}
     placed: dict[str, str] = {}
     for place, row in rows:
         name = row.get("switchname") or row.get("blockname") or "?"
-        by_what, what = (domains, "NVLink domain") if "blockname" in row else (wired, "switch")
+        what = "NVLink domain" if "blockname" in row else "switch"
+        by_what = domains if what == "NVLink domain" else wired
         found: dict[str, list[str]] = {}
         for node in _hosts(place, row["nodes"]):
-            placed[node] = place
+            placed[node] = what
             if node in by_what:
                 found.setdefault(by_what[node], []).append(node)
         if len(found) > 1:
             each = "; ".join(f"{what} {key}: {compress_host_list(nodes)}" for key, nodes in sorted(found.items()))
             wrong.append(f"{place}: {name} holds nodes of several: {each}")
-    if rows and (missing := [one.node for one in placements if one.node not in placed]):
+    if missing := [one.node for one in placements if one.node not in placed]:
         wrong.append(f"topology.conf: {compress_host_list(missing)} in no line; Slurm starts no job across them")
-    return wrong
+    unknown = _without_recording("topology.conf", placed, placements)
+    scanned = [one.node for one in placements if one.node in placed]
+    if unwired := [node for node in scanned if placed[node] == "switch" and node not in wired]:
+        unknown.append(
+            f"topology.conf: no LLDP facts of {compress_host_list(unwired)}, so their switches are unknown. "
+            "Set LLDP=yes in systemd-networkd for the ports of the network adapters, and record these nodes again."
+        )
+    if outside := [node for node in scanned if placed[node] == "NVLink domain" and node not in domains]:
+        unknown.append(f"topology.conf: no NVLink domain is known of {compress_host_list(outside)}.")
+    return Comparison(differences=tuple(wrong), unknown=tuple(unknown))
 
 
-def compare_gres(read: Read, placements: Sequence[Placement]) -> list[str]:
+def compare_gres(read: Read, placements: Sequence[Placement]) -> Comparison:
     """Nodes whose GPUs in gres.conf are not as many as were found; what AutoDetect fills in is not compared."""
     counts: dict[str, int] = {}
     places: dict[str, str] = {}
@@ -170,9 +201,16 @@ def compare_gres(read: Read, placements: Sequence[Placement]) -> list[str]:
             counts[node] = counts.get(node, 0) + int(count)
             places[node] = place
     missing = [one.node for one in placements if one.gpus and one.node not in counts and not detects]
-    none = [f"gres.conf: no line is for the GPUs of {compress_host_list(missing)}, so Slurm gives none of them to jobs"]
-    return none * bool(missing) + [
+    none = f"gres.conf: no line is for the GPUs of {compress_host_list(missing)}, so Slurm gives none of them to jobs"
+    differences = (none,) * bool(missing) + tuple(
         f"{places[one.node]}: {counts[one.node]} GPUs on {one.node}, and {one.gpus} were found"
         for one in placements
         if one.gpus is not None and one.node in counts and counts[one.node] != one.gpus
-    ]
+    )
+    unknown = _without_recording("gres.conf", counts, placements)
+    if uncounted := [one.node for one in placements if one.gpus is None and (one.node in counts or not detects)]:
+        unknown.append(
+            f"gres.conf: the number of GPUs of {compress_host_list(uncounted)} is unknown. "
+            "`topoflight scan` on the node shows what NVML answers."
+        )
+    return Comparison(differences=differences, unknown=tuple(unknown))

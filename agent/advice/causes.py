@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from agent.advice import advise
@@ -19,7 +19,7 @@ from agent.checks.lint import lint_text
 from collectives.nccl_log.transport import Evidence
 from contracts import bounded
 from contracts.finding import Finding
-from contracts.layout import LayoutError, values_of
+from contracts.layout import LayoutError
 from contracts.run_record import RESUMABLE, RunRecord
 from contracts.yaml_text import YamlTextError
 from hardware.units import GIGA
@@ -30,7 +30,7 @@ from planner.kubernetes.yaml_edit import documents
 from planner.lint.documents import missing_sources
 from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import guess_kind
-from planner.recommend import forecast_named, plan
+from planner.recommend import forecast_layout, plan
 from planner.why import Cause, Verdict
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
@@ -43,6 +43,7 @@ def with_sockets(
 ) -> Verdict:  # fmt: skip
     """The price of TCP, where the log shows it instead of RDMA, as `topoflight recommend` forecasts it.
 
+    Of the settings that it advises only those by which NCCL chooses RDMA: no other is a reason for sockets.
     Raises RequestError where the forecast refuses the layout or the machine.
     """
     if verdict.state not in ("slow", "fine"):
@@ -56,8 +57,7 @@ def with_sockets(
         return why.left_open(verdict, "cost_of_tcp", interface=interface)
     over = rdma_of(snapshots, found, manifest)
     rdma = f"RDMA over {over}" if over else "RDMA"
-    if request.machine:
-        snapshots = ()
+    snapshots = () if request.machine else snapshots
     rate = request.network or _socket_rate(snapshots, found.socket_interface)
     request = replace(request, network=None)
     try:
@@ -65,29 +65,25 @@ def with_sockets(
         if rate is None:
             return why.left_open(verdict, "rate_of_tcp", interface=interface)
         slow = machines.over_network(cluster, rate, "tcp")
-        planned = [plan(one, snapshots, model, request.train) for one in (slow, cluster)]
-        values = values_of(layout)
-        if not values:
-            best = advise.of_cluster(request, cluster, snapshots).chosen
-            values = {k: v for k, v in asdict(best.layout).items() if k != "world_size"} if best else {}
-        was, would = (forecast_named(one, values).forecast for one in planned)
-        budget = (request.train.steps, request.tokens, request.hours, request.epochs)
-        steps = advise.steps_of(request, forecast_named(planned[1], values)) if any(
-            one is not None for one in budget) else None  # fmt: skip
+        advice = advise.for_layout(request, layout, cluster, snapshots)
+        if (would := advice.chosen) is None:
+            raise RequestError("no layout fits this machine: give the layout that ran with --layout")
+        was = forecast_layout(plan(slow, snapshots, model, request.train), would.layout)  # never another layout
     except (LayoutError, machines.MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
-    before, after = was.step_seconds.mid, would.step_seconds.mid
+    before, after = was.forecast.step_seconds.mid, would.forecast.step_seconds.mid
     price = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {before / after:.1f} x"
     step = f"{units.seconds(after)} a step instead of {units.seconds(before)}"
-    if steps:
+    if steps := advice.total_steps:
         extra = (before - after) * steps
         price += f", +{units.duration(extra)}{price_of_time(request, len(cluster.nodes), extra)}"
         step += f", {units.duration(after * steps)} instead of {units.duration(before * steps)}"
-    advised = advise.environment_only(request, cluster, snapshots).settings
-    change = tuple(f"{one.name}={one.value}" for one in advised if one.name.startswith("NCCL_"))
+    change = tuple(f"{one.name}={one.value}" for one in advice.settings if one.name in ("NCCL_IB_HCA", "NCCL_NET"))
+    step += f" ({request.train.method}, sequences of {request.train.sequence_length} tokens, {would.layout.family}, "
+    step += f"micro-batch {would.layout.micro_batch}, checkpointing {would.layout.checkpointing} on both networks)"
     verdict = replace(
         verdict, causes=tuple(replace(one, price=price) if one is verdict.causes[0] else one for one in verdict.causes),
-        change=(*verdict.change, *change), forecast=f"with {rdma}: {step}",
+        change=(*verdict.change, *change), forecast=f"with {rdma}: {step}", assumed=advice.unknowns,
     )  # fmt: skip
     return verdict if over else why.left_open(verdict, "rdma")
 

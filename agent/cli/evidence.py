@@ -76,7 +76,7 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     counts = f"{shown} {noun}{hidden}" if shown else "no channel seen"
     word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
     rows = [
-        ("library", f"{found.library} {found.nccl_version or 'version unknown'}"),
+        ("library", f"{found.library} {(found.nccl_version or 'version unknown').removeprefix('RCCL ')}"),
         ("between nodes", found.inter_node_transport or "none seen"),
         ("within a node", found.intra_node_transport or "none seen"),
         ("GPUDirect RDMA", f"{word}: {counts}"),
@@ -110,7 +110,7 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     for problem in found.problems:
         times = f" (x {problem.count})" if problem.count > 1 else ""
         place = f" on {problem.place}" if problem.place else ""
-        proof = [f"{line.place}: {line.text}" for line in problem.lines[:2]]
+        proof = [f"{line.place}: {line.text}" for line in problem.lines]
         block(out, problem.severity, problem.code, place + times, problem.message, proof, problem.action)
     if not verbose and found.proof:
         out.print(f"[dim]-v shows {units.count(len(found.proof), 'line')} of proof[/dim]")

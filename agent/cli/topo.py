@@ -83,6 +83,8 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
 
     if source is not None:
         raise click.UsageError(f"-o {form} and --from cannot be combined.")
+    if folder is not None and form != "table":
+        raise click.UsageError(f"-o {form} and --slurm-conf cannot be combined: the comparison has only a text form.")
     placements = [slurm.placement_of(snapshot) for snapshot in snapshots(hosts, SOURCES, root=root)]
     if folder is None:
         print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
@@ -95,11 +97,14 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
     def read(name: str) -> str:
         return read_input(str(folder / name), _LIMIT_BYTES, hint="").decode(errors="replace")
 
-    wrong = [line for name in there for line in compared[name](read, placements)]
+    results = [compared[name](read, placements) for name in there]
+    wrong = [line for result in results for line in result.differences]
+    unknown = [f"not compared: {line}" for result in results for line in result.unknown]
     print_text(
-        "\n".join(wrong) or f"{' and '.join(there)}: no difference from {count(len(placements), 'scanned node')}"
+        "\n".join((*wrong, *unknown))
+        or f"{' and '.join(there)}: no difference from {count(len(placements), 'scanned node')}"
     )
-    sys.exit(EXIT_FAILED if wrong else 0)
+    sys.exit(EXIT_FAILED if wrong else EXIT_UNKNOWN if unknown else 0)
 
 
 def _nodes(hosts: Sequence[Path], root: str = "/") -> list[NodeTopology]:

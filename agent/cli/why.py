@@ -160,6 +160,8 @@ def show(out: Console, found: Verdict) -> None:
         out.print(f"change: {escape(line)}")
     if found.forecast:
         out.print(escape(found.forecast))
+    for line in found.assumed:
+        out.print(f"? {escape(line)}")
     for one in found.unknown:
         out.print(f"unknown: {escape(one.what)}. To see it: {escape(one.command)}")
     if found.sources:

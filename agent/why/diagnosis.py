@@ -342,7 +342,7 @@ def _cause_of(problem: LogProblem) -> Cause:
 
     An Xid of the GPU itself takes its node out of the pool.
     """
-    lines = tuple(f"{line.place}: {line.text}" for line in problem.lines[:2])
+    lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
     at = f"{problem.place}: " if problem.place else ""
     cause = Cause(code=problem.code, message=at + problem.message, evidence=lines, action=problem.action)
     rows = [found for line in lines for found in _XID.finditer(line)]
@@ -359,7 +359,7 @@ def _cause_of(problem: LogProblem) -> Cause:
 
 def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     """The log's problems: the reasons of a failure, and of a transport that is slower than it could be."""
-    lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines[:2]) for p in found.problems}
+    lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines) for p in found.problems}
     verdict = replace(
         verdict,
         causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes),

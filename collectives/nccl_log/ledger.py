@@ -452,8 +452,8 @@ class Ledger:
         _add_latest(self.last_lines.setdefault(code, {}), {self.file: self.lines})
         self._add_writer(code, self.writer)
         rows = self.code_lines.setdefault(code, [])
-        if len(rows) < MAX_PROOF_PER_FACT:
-            rows.append(self._proof_line(shown, code))
+        if len(rows) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
+            _add_proof(rows, self._proof_line(shown, code))
 
     def _proof_line(self, shown: bytes, proves: str) -> ProofLine:
         return ProofLine(

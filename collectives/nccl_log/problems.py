@@ -125,8 +125,10 @@ class _Findings:
         return tuple(dict.fromkeys(name for name in names if name))
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: Collection[str]) -> tuple[ProofLine, ...]:
-        """The first lines of these hosts, or of all where none is theirs."""
-        return tuple([row for row in rows if set(self._named([row.host])) & set(hosts)][:3]) or rows[:3]
+        """One line of each of the first four of these hosts, two of a single one; of all where none is theirs."""
+        mine = tuple(row for row in rows if set(self._named([row.host])) & set(hosts)) or rows
+        firsts = tuple(row for at, row in enumerate(mine) if all(row.host != other.host for other in mine[:at]))
+        return firsts[:4] if len(firsts) > 1 else mine[:2]
 
     def proof(self, *starts: str) -> tuple[ProofLine, ...]:
         """Lines that prove facts with these beginnings: the first few, and one of each further host."""

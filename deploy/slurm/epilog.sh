@@ -1,7 +1,10 @@
 #!/bin/bash
 # Epilog of slurmd: notes in the system log what a job has left on this node. It only reads, and never drains the node.
-# shellcheck source=settings
-. "$(dirname "$0")/settings"
+# shellcheck source=common.sh
+. "$(dirname "$0")/common.sh" || {
+  logger -t topoflight-epilog -p daemon.warning -- "nothing was checked: $(dirname "$0")/common.sh cannot be read"
+  exit 0
+}
 note() { log epilog "job $SLURM_JOB_ID left $1"; }
 of_job() { tr '\0' '\n' 2>/dev/null < "/proc/$1/environ" | grep -qx "SLURM_JOB_ID=$SLURM_JOB_ID"; }
 processes=()

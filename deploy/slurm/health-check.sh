@@ -2,8 +2,11 @@
 # HealthCheckProgram of slurmd: drains this node with the finding as the reason, and resumes it when the check passes.
 # It resumes only a node whose reason begins with "topoflight: ", and replaces no other reason than "Prolog error",
 # which Slurm sets when prolog.sh has failed. It ends within 10 seconds, whether the drivers and the controller answer or not.
-# shellcheck source=settings
-. "$(dirname "$0")/settings"
+# shellcheck source=common.sh
+. "$(dirname "$0")/common.sh" || {
+  logger -t topoflight-health-check -p daemon.warning -- "nothing was checked: $(dirname "$0")/common.sh cannot be read"
+  exit 0
+}
 node=${SLURMD_NODENAME:-$(hostname -s)}
 export SLURMD_NODENAME=$node SLURM_SCRIPT_CONTEXT=health_check
 slurm() { # one command of Slurm, in what is left of the time

@@ -91,6 +91,7 @@ class Verdict:
     sources: tuple[str, ...] = ()
     change: tuple[str, ...] = ()  # settings to change, of an environment or a manifest
     forecast: str = ""  # after the change
+    assumed: tuple[str, ...] = ()  # by the forecast, where the question does not say it
     schema_version: int = SCHEMA_VERSION
 
 

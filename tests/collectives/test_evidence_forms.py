@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from evidence_rows import rows
+from rich.console import Console
 from rigs.logs import read
 from rigs.tables import each_row
 
+from agent.cli.evidence import show
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import ChannelCount
 
@@ -52,6 +54,9 @@ def test_versions(text: str, version: str) -> None:
     verdict = read([text + "\n"])
     assert verdict.nccl_version == version
     assert verdict.library == ("rccl" if "RCCL" in version else "nccl")
+    with (out := Console()).capture() as printed:
+        show(out, verdict)
+    assert f"library        {verdict.library} {version.removeprefix('RCCL ')}" in printed.get()
 
 
 @each_row(("version", "distance", "name"), rows("distances"))

@@ -32,6 +32,7 @@ from probes.api import host_name
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.slurm_conf import (
+    Comparison,
     Placement,
     Read,
     SlurmConfError,
@@ -246,11 +247,11 @@ def rack(first: int, last: int, *leaves: str, clique: str = "", gpus: int = 8) -
     return [Placement(node=f"n{n:02d}", leaves=frozenset(leaves), clique=clique, gpus=gpus) for n in numbers]
 
 
-def compared(compare: Callable[[Read, list[Placement]], list[str]], text: str, placements: list[Placement],
+def compared(compare: Callable[[Read, list[Placement]], Comparison], text: str, placements: list[Placement],
              **more: str) -> list[str]:  # fmt: skip
     """How a configuration differs from the nodes; `more` are files that it includes, without ".conf"."""
     files = {"topology.conf": text, "gres.conf": text, **{f"{name}.conf": text for name, text in more.items()}}
-    return compare(files.__getitem__, placements)
+    return list(compare(files.__getitem__, placements).differences)
 
 
 RAILS = [*rack(1, 3, "leaf1", "leaf2"), *rack(4, 4, "leaf2"), *rack(5, 6, "leaf3", "leaf4"), *rack(7, 7)]
@@ -339,6 +340,16 @@ def test_a_node_is_placed_by_the_switches_of_its_rdma_ports(tmp_path: Path) -> N
     assert topoflight("topo", "--host", path_of(), "--slurm-conf", tmp_path).exit_code == 0
 
 
+@each_row(("file", "text", "machine", "words", "code", "said"), rows("uncompared"))
+def test_what_cannot_be_compared_is_no_agreement(
+    file: str, text: str, machine: str, words: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    """Nodes without a recording and nodes without LLDP facts are named; a node without GPUs has 0."""
+    (tmp_path / file).write_text(text)
+    done = topoflight("topo", "--host", path_of(machine), "--slurm-conf", tmp_path, *words)
+    assert (done.exit_code, "no difference" in done.output) == (code, code == 0) and said in done.output, done.output
+
+
 HUNG = [  # script, what `topoflight` does, what sinfo does, words of the log
     ("prolog.sh", "echo 'n1: gpu.x: bad'; exit 3", "", "prolog: job 7 is not started: n1: gpu.x: bad"),
     ("prolog.sh", "exec sleep 600", "", "prolog: node not checked (exit code 124): the check did not end within 4 s"),
@@ -367,6 +378,33 @@ def test_a_script_of_slurmd_ends_whatever_hangs(
     done = subprocess.run([tmp_path / script], env=environment, capture_output=True, timeout=300, check=False)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # raises where the script has waited for its end
     assert done.returncode == ("is not started" in logged) and logged in (tmp_path / "log").read_text()
+
+
+BROKEN = [  # the settings' text (None: no file), words of the log
+    ("topoflight=true\noptions=(--expect gpus=9\n", "the settings cannot be read: {folder}/settings: line 2: "),
+    (None, "the settings cannot be read: bash: {folder}/settings: No such file"),
+    ("topoflight=true\nseconds = 8\n", "a line of the settings failed: {folder}/settings: line 2: seconds: "),
+    ("topoflight=true\nseconds=8s\n", "{folder}/settings: seconds=8s must be a whole number; 8 is used"),
+]
+
+
+@each_row(("text", "logged"), BROKEN)
+def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "deploy" / "slurm", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "settings").unlink()
+    if text is not None:
+        (tmp_path / "settings").write_text(text)
+    for name, does in (("logger", f'echo "$@" >> {tmp_path}/log'), ("sinfo", "echo 'idle|none'")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(os.getuid())}
+    for script in ("prolog", "health-check", "epilog"):
+        done = subprocess.run(
+            [tmp_path / f"{script}.sh"], env=environment, capture_output=True, timeout=60, check=False
+        )
+        lines = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
+        wanted = logged.format(folder=tmp_path)
+        assert done.returncode == 0 and any(f"topoflight-{script} " in line and wanted in line for line in lines), lines
 
 
 def test_the_log_names_the_driver_call_that_hangs(tmp_path: Path) -> None:

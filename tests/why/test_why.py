@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -603,6 +604,35 @@ def test_sockets_are_priced_by_the_best_layout_where_none_is_named(tmp_path: Pat
     manifest.write_text(NETWORKS.format("rdma-net"))
     named = gathered.answer(gathered.WhySources(logs=(str(log),), request=request, manifest=manifest))
     assert "instead of RDMA over net1 of the manifest's networks: " in named.causes[0].price
+
+
+def test_a_price_of_sockets_is_of_one_layout_and_says_what_it_assumes(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(SOCKETS)
+
+    def verdict(layout: str, **more: Any) -> Any:
+        asked = {"machine": "ND96amsr_A100_v4", "nodes": 2, "network": "25G", "model": "Llama-3.1-8B"} | more
+        sources = gathered.WhySources(logs=(str(log),), request=Request.of(**asked), layout=layout)
+        return gathered.answer(sources)
+
+    batch = "global batch not given: 64 sequences assumed"
+    none = "layout not given: DDP, the fastest with RDMA, is assumed"
+    for layout, more, assumed in (
+        ("", {}, (batch, none)), ("", {"global_batch": 64}, (none,)), ("dp_shard=16", {}, (batch,)),
+        ("dp_shard=16,micro_batch=4", {"global_batch": 64}, ()),
+        ("dp_shard=16,micro_batch=4,gradient_accumulation=2", {}, ()),
+    ):  # fmt: skip
+        found = verdict(layout, **more)
+        assert len(found.assumed) == len(assumed), (layout, more, found.assumed)
+        assert all(map(str.startswith, found.assumed, assumed)), (layout, more, found.assumed)
+        assert found.change == ()  # what Azure publishes does not choose the network
+    part = verdict("dp_shard=16")  # over sockets alone another micro-batch and checkpointing would be the fastest
+    micro, recompute = re.search(r"micro-batch (\d+), checkpointing (\w+) on", part.forecast).groups()
+    whole = verdict(f"dp_shard=16,micro_batch={micro},checkpointing={recompute}")
+    assert (part.causes[0].price, part.forecast) == (whole.causes[0].price, whole.forecast)
+    for more in ({"model": None}, {"network": None}):  # what is missing is asked for in one go
+        hint = next(one.command for one in verdict("", **more).unknown if "costs" in one.what)
+        assert all(option in hint for option in ("--network", "--sequence-length", "--global-batch", "--layout")), hint
 
 
 def test_manifests_and_scripts_are_judged_as_lint_env_does(tmp_path: Path) -> None:

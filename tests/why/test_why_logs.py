@@ -28,6 +28,8 @@ def test_a_log_accuses_whom_it_proves_and_nobody_else(tmp_path: Path, row: dict[
     state, ranks, codes, words = row["gives"]
     assert (found.state, [*found.ranks], [cause.code for cause in found.causes]) == (state, ranks, codes.split())
     assert words in found.line
+    proof, shown = row.get("proof"), found.causes[-1].evidence if found.causes else ()
+    assert proof is None or (len(shown) == len(proof) and all(map(str.startswith, shown, proof))), shown
     assert not of_diagnostics or any("1 checks passed" in source for source in found.sources)
 
 

@@ -1,0 +1,35 @@
+# Functions of prolog.sh, health-check.sh and epilog.sh, which read this file first. At its end it reads the settings.
+script=${0##*/} script=${script%.sh}
+topoflight=/opt/topoflight/bin/topoflight options=() seconds=8 # where the settings do not set them
+
+# Logs a text. The settings may define another log: $1 is the script, $2 the text.
+log() { logger -t "topoflight-$1" -p daemon.warning -- "$2"; }
+
+# Checks this node, and sets findings and code. The output goes to a file, because a process that hangs in a driver cannot
+# be killed and would keep a pipe open.
+check_node() {
+  local file
+  file=$(mktemp) || file=/dev/null
+  timeout --kill-after=1 "$seconds" "$topoflight" preflight -q -o reason --timeout "$((seconds - 3))" "${options[@]}" \
+    > "$file" 2>&1
+  code=$?
+  findings=$(cat "$file")
+  case $code in 124 | 137) findings="the check did not end within $seconds s${findings:+: $findings}" ;; esac
+  [ "$file" = /dev/null ] || rm -f "$file"
+}
+
+# Broken settings are logged with file and line, and never drain a node.
+settings=$(dirname "$0")/settings
+if ! errors=$(bash -n "$settings" 2>&1); then
+  log "$script" "nothing was checked, because the settings cannot be read: $errors"
+  exit 0
+fi
+# shellcheck source=settings
+errors=$(. "$settings" 2>&1 > /dev/null)
+[ -z "$errors" ] || log "$script" "a line of the settings failed: $errors"
+# shellcheck source=settings
+. "$settings" 2> /dev/null
+if ! [[ $seconds =~ ^[1-9][0-9]{0,3}$ ]]; then
+  log "$script" "$settings: seconds=$seconds must be a whole number; 8 is used"
+  seconds=8
+fi
