@@ -14,13 +14,14 @@ from typing import Any
 
 from contracts.run_record import RESUMABLE
 from planner.advice import render
-from planner.kubernetes.job import END_SECONDS, RUNS_GATE
+from planner.kubernetes.job import END_SECONDS, RUNS_GATE, SAVE_SECONDS
 from planner.lint.expansion import limit_parsing, parse_lines, walk
 from planner.nccl_env.situation import Setting
 
 MOST_OPTION_CHARACTERS = 65536  # of a line; the time that shlex takes grows with the square of a word's length
 _KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")
 _TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,5}-\d{1,2}(:\d{2}){0,2}|UNLIMITED")  # sbatch(1), --time
+MOST_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
 _OPTION_OF_TEMPLATE = frozenset({
     "nodes", "ntasks-per-node", "gres", "exclude", "time", "signal", "requeue", "open-mode", "output", "job-name",
 })  # fmt: skip
@@ -34,6 +35,34 @@ def check_word(what: str, value: str) -> None:
     """Raise ScriptError for a value that would end or split a line of #SBATCH."""
     if re.search(r"[\s\"'#\\]|[^\x20-\x7e]", value):
         raise ScriptError(f"{what} {value[:80]!r}: must have no blanks, quotes, # or letters beyond ASCII")
+
+
+def seconds_of_limit(text: str) -> int | None:
+    """The seconds of a time limit in a form of sbatch(1), --time, which `_TIME` matches; None: there is no limit."""
+    if text == "UNLIMITED":
+        return None
+    days, has_days, clock = text.rpartition("-")
+    numbers = [int(number) for number in clock.split(":")]
+    if has_days or len(numbers) == 3:  # hours, minutes, seconds
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = (0, *numbers, 0)[:3]
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or None  # 0: no limit, too
+
+
+def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
+    """Raise ScriptError where Slurm cannot signal a job so long before its time limit."""
+    why = f"the ranks need {signal_seconds} s before the time limit to save a checkpoint and end"
+    faster = "--storage-rate shortens this time if the storage of the checkpoints is fast"
+    if signal_seconds > MOST_SIGNAL_SECONDS:
+        raise ScriptError(f"{why}, and sbatch takes at most {MOST_SIGNAL_SECONDS} s (--signal). {faster}; "
+                          "a LoRA (--method lora) has a smaller checkpoint")  # fmt: skip
+    limit = seconds_of_limit(time_limit) if time_limit else None
+    if limit is not None and limit <= signal_seconds:
+        least = signal_seconds // 60 + 1
+        raise ScriptError(f"--time-limit {time_limit}: it is {limit} s, and {why}, so Slurm would end the job at "
+                          "its start. Give more than {signal_seconds} s, such as --time-limit {least}"
+                          + f". {faster}" * (signal_seconds > SAVE_SECONDS + END_SECONDS))  # fmt: skip
 
 
 def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mapping[str, str], save_seconds: int,
@@ -52,9 +81,11 @@ def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mappi
         check_word(f"--sbatch {key}", value)
     check_word("--output", str(output))
     check_word("--name", name)
+    signal_seconds = save_seconds + END_SECONDS
+    _check_signal(time_limit, signal_seconds)
     return render(
         "job.sbatch", name=name, output=output, time_limit=time_limit, more=more, save_seconds=save_seconds,
-        resumable=RESUMABLE, signal_seconds=save_seconds + END_SECONDS, **values,
+        resumable=RESUMABLE, signal_seconds=signal_seconds, **values,
     )  # fmt: skip
 
 

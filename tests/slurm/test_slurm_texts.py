@@ -27,7 +27,7 @@ from agent.jobs.slurm import SlurmError, job_files
 from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
 from finetune.rank_monitor import _identity
-from planner.slurm import wrap_script
+from planner.slurm import seconds_of_limit, wrap_script
 from probes.api import host_name
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
@@ -100,6 +100,15 @@ def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
 def test_a_wrong_option_is_refused_by_name(words: list[str], message: str) -> None:
     done = topoflight(*LAUNCH, *words)
     assert done.exit_code == 2 and message in done.output, done.output
+
+
+def test_a_time_limit_is_read_as_sbatch_reads_it() -> None:
+    limits = {"90": 5400, "1:30": 90, "2:00:00": 7200, "1-2": 93_600, "1-2:30": 95_400, "1-0:0:5": 86_405,
+              "0": None, "UNLIMITED": None}  # fmt: skip
+    assert {text: seconds_of_limit(text) for text in limits} == limits
+    for text in ("2:01", "0", "UNLIMITED"):
+        done = topoflight(*LAUNCH, "--time-limit", text)
+        assert done.exit_code == 0 and f"#SBATCH --time={text}" in done.stdout, done.output
 
 
 def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
