@@ -61,7 +61,7 @@ def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
     if limit is not None and limit <= signal_seconds:
         least = signal_seconds // 60 + 1
         raise ScriptError(f"--time-limit {time_limit}: it is {limit} s, and {why}, so Slurm would end the job at "
-                          "its start. Give more than {signal_seconds} s, such as --time-limit {least}"
+                          f"its start. Give more than {signal_seconds} s, such as --time-limit {least}"
                           + f". {faster}" * (signal_seconds > SAVE_SECONDS + END_SECONDS))  # fmt: skip
 
 
