@@ -110,7 +110,7 @@ def findings_of(result: SearchResult) -> list[Finding]:
 def _finding(verdict: Verdict, node: str) -> Finding:
     evidence = _evidence(verdict.measures)
     if verdict.state == "not judged":
-        return make_finding("search.node.unjudged", node, evidence=evidence, why=WHY[verdict.reason])
+        return make_finding("search.node.unjudged", node, evidence=evidence, why=verdict.seen or WHY[verdict.reason])
     if verdict.reason == "lost":
         return make_finding("search.node.lost", node, why=verdict.seen)
     if verdict.reason == "stuck":

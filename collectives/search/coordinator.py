@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections import Counter, defaultdict
@@ -31,6 +32,7 @@ class Settings:
     """The settings of the coordinator."""
 
     port: int
+    address: str  # "host:port" at which the other nodes connect
     nodes: int
     journal: str
     wait_seconds: float  # for nodes to join
@@ -165,6 +167,20 @@ def _names(nodes: int) -> Sequence[str]:
     return hosts if len(hosts) == nodes else [f"node {node}" for node in range(nodes)]
 
 
+def explain_absence(settings: Settings, node: int) -> str:
+    """Say why a node is not judged that did not join a search which no node but the first one joined."""
+    if node == 0:
+        return f"its own ranks did not start within {settings.wait_seconds:g} s; the output of this command says why"
+    host = settings.address.rpartition(":")[0].strip("[]")
+    try:
+        socket.getaddrinfo(host, None)
+        found = "it may be no address that other nodes reach, or a firewall may close the port"
+    except OSError as error:
+        found = f"node 0 cannot resolve {host} ({error.strerror})"
+    return (f"no other node joined at {settings.address} within {settings.wait_seconds:g} s: {found}. "
+            "Give an address of node 0 that all nodes reach: --rendezvous HOST:PORT")  # fmt: skip
+
+
 def coordinate(settings: Settings, store: Any) -> None:
     """Search to the end; the journal has the result. Exits where the journal is of another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
@@ -176,7 +192,8 @@ def coordinate(settings: Settings, store: Any) -> None:
     described = [joined.get(node, {}) for node in range(settings.nodes)]
     unnamed = _names(settings.nodes)
     names = [row.get("host", unnamed[node]) for node, row in enumerate(described)]
-    absent = {node: f"did not join within {settings.wait_seconds:g} s" for node in range(settings.nodes)
+    absent = {node: f"it did not join at {settings.address} within {settings.wait_seconds:g} s. If the command ran "
+              "there, its output on that node says why" for node in range(settings.nodes)
               if node not in joined}  # fmt: skip
     header = next((row for row in rows if "hosts" in row), None)
     if header is None:
@@ -192,6 +209,8 @@ def coordinate(settings: Settings, store: Any) -> None:
     ):  # fmt: skip
         sys.exit(f"{journal} is of other nodes or of another version: give another --journal file")
     search.lost = {**absent, **search.lost}
+    is_reached = any(joined)  # by a node other than the first, whose ranks connect over the loopback
+    search.unreached = {node: explain_absence(settings, node) for node in absent if not (node and is_reached)}
     minutes = sum(row["node_minutes"] for row in rounds)
     while tests := search.next_round():
         started = time.monotonic()

@@ -88,7 +88,7 @@ class Verdict:
     node: int
     state: Literal["good", "bad", "not judged"]
     reason: str = ""  # "lost", "stuck", "part", "slow"; or why it was not judged
-    seen: str = ""  # how it was seen that the node is lost
+    seen: str = ""  # how it was seen that the node is lost, or why it could not join
     loss: float = 0.0  # of the rate of the middle node; 1.0: nothing moves
     what: tuple[str, ...] = ()  # "sends", "receives", or the parts of the node
     rails: tuple[int, ...] = ()  # the slow ones, where not all are
@@ -140,6 +140,7 @@ class Search:
         self.nodes = len(domains)
         self.round = self.tests = self.phase = 0
         self.lost: dict[int, str] = {}
+        self.unreached: dict[int, str] = {}  # those of the lost that are not judged, and why
         self.excess: dict[Link, float] = {}  # of each transfer over the middle one, when it was last tested
         self.sigma: dict[str, float] = {}  # of a node in the groups, by kind: the noise
         self._domains, self._models, self._rails = list(domains), list(models or [""] * len(domains)), rails
@@ -542,6 +543,8 @@ class Search:
         return [self._verdict(node) for node in range(self.nodes)]
 
     def _verdict(self, node: int) -> Verdict:
+        if node in self.unreached:
+            return Verdict(node=node, state="not judged", reason="unreached", seen=self.unreached[node])
         if node in self.lost:
             return Verdict(node=node, state="bad", reason="lost", seen=self.lost[node], loss=1.0)
         for kinds, reason in ((("alone",), "part"), (("near", "far"), "slow")):

@@ -55,10 +55,13 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
             stack.enter_context(processes.lock_host())
         folder = stack.enter_context(processes.run_folder())
         output = stack.enter_context((folder / "output.log").open("wb"))
+        port = place.store.rpartition(":")[2]
         settings = Settings(
-            port=int(place.store.rpartition(":")[2]), nodes=spec.nodes, wait_seconds=place.wait_seconds,
+            port=int(port), address=place.store, nodes=spec.nodes, wait_seconds=place.wait_seconds,
             journal=str(spec.journal or folder / "journal.jsonl"), silence_seconds=place.silence_seconds,
         )  # fmt: skip
+        if place.node == 0:  # the store is on this host, whatever its name resolves to
+            place = replace(place, store=f"localhost:{port}")
         trees = [_start("rank", replace(place, local=local), output, spec.environment) for local in spec.locals]
         try:
             if place.node == 0 and is_first:

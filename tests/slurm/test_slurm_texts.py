@@ -15,6 +15,7 @@ from typing import Any
 
 import nvml_profile
 import pytest
+from cattrs import structure
 from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
 from rigs.results import search_result
@@ -22,8 +23,10 @@ from rigs.tables import each_row, rows_of
 
 from agent.checks.verdict import judge
 from agent.jobs.preflight import Report, slurm_reasons
-from agent.jobs.search import slurm_hosts
+from agent.jobs.search import findings_of, slurm_hosts
 from agent.jobs.slurm import SlurmError, job_files
+from collectives.search.coordinator import Settings, coordinate, read_journal
+from collectives.search.plan import SearchResult
 from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
 from finetune.rank_monitor import _identity
@@ -264,6 +267,33 @@ def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
     hosts = [f"gpu-{number:02d}.example.com" for number in range(4)]
     assert slurm_hosts(search_result(hosts, bad=(1, 2))) == "gpu-[01-02]\n"
     assert slurm_hosts(search_result(hosts)) == ""
+
+
+UNREACHED = [  # nodes that join, state of each node, words of the verdict on node 2
+    ((), ["not judged"] * 3, "node 0 cannot resolve nowhere.invalid"),
+    ((1,), ["not judged", "bad", "bad"], "it did not join at nowhere.invalid:29400 within 1 s"),
+]
+
+
+@each_row(("joins", "states", "words"), UNREACHED)
+def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(
+    joins: tuple[int, ...], states: list[str], words: str, tmp_path: Path
+) -> None:
+    """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost."""
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    for node in joins:
+        described = {"host": f"node0{node + 1}", "domain": "", "model": "", "ranks": 1}
+        store.set(f"join/{node}/0", json.dumps(described))
+    settings = Settings(port=29400, address="nowhere.invalid:29400", nodes=3, journal=str(tmp_path / "journal"),
+                        wait_seconds=1.0, silence_seconds=0.5)  # fmt: skip
+    coordinate(settings, store)
+    result = structure(read_journal(tmp_path / "journal")[-1]["result"], SearchResult)
+    assert [verdict.state for verdict in result.verdicts] == states and words in result.verdicts[2].seen, result
+    finding = findings_of(result)[2]
+    assert (finding.code == "search.node.unjudged") == (states[2] != "bad") and words in finding.message, finding
+    assert joins or "--rendezvous HOST:PORT" in finding.message
 
 
 def rack(first: int, last: int, *leaves: str, clique: str = "", gpus: int = 8) -> list[Placement]:
