@@ -177,19 +177,20 @@ class Tier:
             return
         found = json.loads((self.folder / "calibration.json").read_text())
         yield "GPU", f"{found['device']}, {found['precision']}"
-        yield "GEMM", f"{found['gemm_flops_per_second'] / 1e12:.0f} TFLOP/s"
+        yield "GEMM", f"{found['gemm_flops_per_second'] / 1e12:.3g} TFLOP/s"
 
     def layouts(self) -> Iterator[Row]:
         """Each layout's losses beside those of one rank, from the same weights and rows; all at once on the one GPU."""
         runs: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
         losses: dict[str, run_record.Loss] = {}
-        for name, one in LAYOUTS.items():
+        for name, one in list(LAYOUTS.items())[: 2 if self.cpu else None]:
             out = self.folder / name.replace(" ", "-")
             out.mkdir()
             file = config_file(self.folder, {**one["settings"], "output_dir": str(out)}, model="layouts")
             if not runs:
                 write_weights(self.folder / "layouts", cpu=self.cpu)
-            plan = {"config": json.loads(file.read_text()), "layout": one["layout"]}
+            layout = {**one["layout"], "precision": "fp32" if self.cpu else "bf16"}
+            plan = {"config": json.loads(file.read_text()), "layout": layout}
             (out / "plan.json").write_text(json.dumps({**plan, "trl": plan["config"]} if one.get("trl") else plan))
             torchrun = [
                 "torch.distributed.run",
