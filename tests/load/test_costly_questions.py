@@ -88,7 +88,8 @@ def read(one: socket.socket) -> bytes:
 def worker(agent: Served) -> psutil.Process | None:
     """The process that answers questions; None where there is none."""
     children = psutil.Process(agent.pid).children()
-    found = [one for one in children if "probes.worker" not in one.cmdline()]  # which replays the recording
+    living = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
+    found = [one for one in living if "probes.worker" not in one.cmdline()]  # which replays the recording
     assert len(found) <= 1, "one worker process at a time"
     return found[0] if found else None
 
