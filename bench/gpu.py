@@ -41,6 +41,7 @@ from topology.graph import Pairs  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "gpu.md"
 MODELS, RUNS, LAYOUTS = (read_table(__file__, "gpu.toml")[name] for name in ("model", "runs", "layouts"))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node")
 # torchrun gives all ranks one environment, and NCCL takes ranks of one host identity on one GPU for an error.
 APART = "export NCCL_HOSTID=$RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; exec "
 
@@ -85,7 +86,7 @@ def config_file(folder: Path, more: dict[str, Any], *, model: str) -> Path:
 
 
 def write_weights(path: Path, *, cpu: bool) -> None:
-    """Random weights beside a config.json, made where that takes less time."""
+    """Random weights for the config.json in a folder, made on the GPU where there is one."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
@@ -156,9 +157,8 @@ class Tier:
             yield "way", f"{found.evidence.inter_node_transport}, GPUDirect RDMA {found.evidence.gdrdma}"
         script = self.folder / "bare.py"
         script.write_text(BARE)
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
         alone = f"{APART}{sys.executable} {script} {self.size} {'cpu' if self.cpu else 'cuda'}"
-        done = self.call(*ranks, "bash", "-c", alone, most=90, env=self.one_gpu)
+        done = self.call(sys.executable, *TORCHRUN, "2", "bash", "-c", alone, most=90, env=self.one_gpu)
         lines = [line for line in done.stdout.splitlines() if line.startswith("BARE ")]
         if not lines:
             yield "torch alone", f"failed: {_last(done.stderr)}"
@@ -180,35 +180,30 @@ class Tier:
         yield "GEMM", f"{found['gemm_flops_per_second'] / 1e12:.3g} TFLOP/s"
 
     def layouts(self) -> Iterator[Row]:
-        """Each layout's losses beside those of one rank, from the same weights and rows; all at once on the one GPU."""
+        """Each layout's losses and how far they are from one rank's, for the same weights and rows; all run at once."""
         runs: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
         losses: dict[str, run_record.Loss] = {}
         for name, one in list(LAYOUTS.items())[: 2 if self.cpu else None]:
             out = self.folder / name.replace(" ", "-")
             out.mkdir()
-            file = config_file(self.folder, {**one["settings"], "output_dir": str(out)}, model="layouts")
+            file = config_file(self.folder, {**one.get("settings", {}), "output_dir": str(out)}, model="layouts")
             if not runs:
                 write_weights(self.folder / "layouts", cpu=self.cpu)
             layout = {**one["layout"], "precision": "fp32" if self.cpu else "bf16"}
             plan = {"config": json.loads(file.read_text()), "layout": layout}
             (out / "plan.json").write_text(json.dumps({**plan, "trl": plan["config"]} if one.get("trl") else plan))
-            torchrun = [
-                "torch.distributed.run",
-                "--standalone",
-                "--no-python",
-                "--nproc-per-node",
-                str(one["layout"]["world_size"]),
-            ]
             words = f"{APART}{sys.executable} -m finetune.train --plan {out}/plan.json"
             with (out / "log").open("wb") as log:
                 runs.append((name, out, subprocess.Popen(
-                    [sys.executable, "-m", *torchrun, "bash", "-c", words], stdout=log, stderr=log, cwd=ROOT,
+                    [sys.executable, *TORCHRUN, str(layout["world_size"]), "bash", "-c", words], cwd=ROOT,
+                    stdout=log, stderr=log,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **self.one_gpu},
                 )))  # fmt: skip
         for name, out, process in runs:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self.left(150))
             process.terminate()
+            process.wait(60)
             try:
                 record = run_record.read(out / "run.json")
             except run_record.RecordError:
@@ -255,7 +250,8 @@ class Tier:
 
 
 def _ending(record: run_record.RunRecord) -> str:
-    return f"{record.status}: {record.reason}" if record.reason else record.status
+    failed = "" if record.status == "complete" else "failed: "
+    return failed + record.status + (f": {record.reason}" if record.reason else "")
 
 
 def _last(text: str) -> str:

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 RANKS_FOLDER, STATE, TRACE, ASK = "ranks", "state_rank_{rank}.json", "trace_rank_{rank}.json", "dump"
 VERDICT = "why.json"  # of an earlier start
@@ -205,7 +205,7 @@ class RankMonitor(threading.Thread):
         """Write the recorder's calls, as JSON."""
         self.dumped = time.monotonic()
         with contextlib.suppress(Exception):  # another torch, a full disk: the verdict does without it
-            self._replace(TRACE.format(rank=self.rank), _recorder()())
+            self._replace(TRACE.format(rank=self.rank), _recorder()[0]())
 
     def write(self, *, ended: bool = False) -> None:
         """Replace the rank's file."""
@@ -264,8 +264,8 @@ class RankMonitor(threading.Thread):
 def prepare() -> None:
     """Before the process group: NCCL's recorder dumps on a timeout, and records how long each call takes on the GPU.
 
-    Without these times nothing tells how long a rank waited for others. How many calls are kept is set only where
-    nobody has: its name before PyTorch 2.9 would be set twice.
+    The times tell how long a rank waited for others. The number of calls is set unless the user has set it under either
+    of its names; the second is that of PyTorch before 2.9.
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -322,14 +322,16 @@ def _is_own(file: str) -> bool:
     return not installed and not file.startswith((_STANDARD_LIBRARY, "<"))
 
 
-def _recorder() -> Callable[..., bytes]:
-    """What dumps the recorder that has calls: a build for CUDA keeps those of NCCL apart from those of gloo."""
+def _recorder() -> tuple[Callable[[], bytes], dict[str, Any]]:
+    """What dumps the recorder that has calls, and the state of its groups.
+
+    A build of PyTorch for CUDA keeps NCCL's calls apart from those of gloo. Raises Exception: any release of torch.
+    """
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        found: Callable[..., bytes] | None = getattr(c10d, name, None)
-        if found is not None and json.loads(found(includeCollectives=False))["pg_status"]:
-            return found
-    return cast("Callable[..., bytes]", c10d._dump_fr_trace_json)
+        if (dump := getattr(c10d, name, None)) and (groups := json.loads(dump(includeCollectives=False))["pg_status"]):
+            return dump, groups
+    return c10d._dump_fr_trace_json, {}
 
 
 def _collectives() -> tuple[int, str | None]:
@@ -338,7 +340,7 @@ def _collectives() -> tuple[int, str | None]:
     NCCL tells which have begun on the GPU, gloo (-1) only which have been called. None: no recorder.
     """
     try:
-        groups = json.loads(_recorder()(includeCollectives=False))["pg_status"].values()
+        groups = _recorder()[1].values()
         rows = [tuple(int(group[f"last_{one}_collective"]) for one in ("enqueued", "started", "completed"))
                 for group in groups]  # fmt: skip
     except Exception:  # noqa: BLE001 - any release of torch, with or without a recorder

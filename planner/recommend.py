@@ -200,7 +200,7 @@ def _batch(
 
 
 def _assumed_batch(batch: int, train: TrainSpec) -> str:
-    return f"global batch not given: {batch} sequences assumed ({batch * train.sequence_length:,} tokens a step)"
+    return f"{BATCH}: {batch} sequences assumed ({batch * train.sequence_length:,} tokens a step)"
 
 
 def _with_batch(planned: Planned, batch: int) -> Planned:
@@ -505,6 +505,7 @@ AS_ASKED = "the settings as they stand"  # what is rejected where the job's own 
 
 
 ROWS = "the rows "  # first words of every unknown about the lengths of the data set's rows
+BATCH = "global batch not given"  # first words of the unknown about the batch
 
 
 def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str, ...]]:

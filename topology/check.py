@@ -154,8 +154,9 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
             continue
         if near.why:
             seen = tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4]
+            # slower NICs at the same distance are more likely for storage
             rates = {nic.name: nic.rate_bytes_per_second or 0.0 for nic in node.nics if nic.name in near.nics}
-            nics = ", ".join(name for name, rate in rates.items() if rate in (0, max(rates.values())))  # not storage's
+            nics = ", ".join(name for name, rate in rates.items() if rate in (0, max(rates.values())))
             yield finding(TEXTS, "topology.gpu_nic.down", None, near.gpu, seen, nics=nics, near=near)
         if near.why or not _rdma_nics(node, near):
             continue

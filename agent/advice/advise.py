@@ -36,7 +36,7 @@ from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
 from planner.nccl_env.situation import situation
-from planner.recommend import best_layout, forecast_named, plan, recommend
+from planner.recommend import BATCH, best_layout, forecast_named, plan, recommend
 from planner.sweep import FrontierPoint, frontier
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
@@ -203,7 +203,7 @@ def for_layout(request: Request, text: str, cluster: ClusterTopology, snapshots:
     if values and advice.model:
         planned = plan(cluster, snapshots, advice.model, request.train)
         both = {"micro_batch", "gradient_accumulation"} <= set(values)  # these give the batch
-        assumed = tuple(one for one in planned.unknowns if not (both and one.startswith("global batch not given")))
+        assumed = tuple(one for one in planned.unknowns if not (both and one.startswith(BATCH)))
         advice = replace(advice, chosen=forecast_named(planned, values), unknowns=assumed)
         return with_budget(advice, request, len(cluster.nodes))
     family = advice.chosen.layout.family if advice.chosen else "none"

@@ -374,6 +374,7 @@ def head_cost(
     """Forward seconds of the output projection, and forward-and-backward seconds of the loss over the vocabulary."""
     n = model.vocab / tp
     gemm = 2.0 * tokens * n * model.hidden * _rate_loss(tokens, n, model.hidden, constants) / (rates.head or rates.gemm)
-    in_parts, whole = engine.loss_bytes if rates.device != "CPU" else Engine.loss_bytes
+    made = Engine if rates.device == "CPU" else engine  # a CPU's constants have it in them (docs/decisions/0023)
+    in_parts, whole = made.loss_bytes
     loss = tokens * n * (in_parts if fused else whole) / rates.hbm
-    return gemm, loss + (gemm if fused and engine.loss_again and rates.device != "CPU" else 0.0)
+    return gemm, loss + (gemm if fused and made.loss_again else 0.0)
