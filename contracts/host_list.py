@@ -77,7 +77,11 @@ def _numbers(text: str, part: str) -> Sequence[str]:
 
 
 def slurm_name(host: str) -> str:
-    """The name that Slurm has for a host by default: its name without the domain. An address stays as it is."""
+    """The name that Slurm has for a host by default: its name without the domain. An address stays as it is.
+
+    A file in brackets, which tells several recordings of a host apart, is left out.
+    """
+    host = host.partition(" ")[0]
     return host if re.fullmatch(r"[\d.]+|.*:.*", host) else host.partition(".")[0]
 
 

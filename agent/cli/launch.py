@@ -146,7 +146,8 @@ def _launch_on_slurm(
         _in_brief(advice)
     elif form:
         print_text(script, nl=False)
-        notes.append(f"the folder {folder} must exist before the script is submitted")
+        if not folder.is_dir():
+            notes.append(f"the folder {folder} must exist before the script is submitted")
     for line in notes:
         print_text(f"note: {line}", err=True)
     if form:
@@ -361,7 +362,9 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     if record:
         _record(text, found, options, record)
         return
-    made, notes = (wrapped_script if is_batch_script(text) else wrapped)(text, found, options)
+    made, notes = (
+        wrapped_script if is_batch_script(text) or source.endswith((".sbatch", ".slurm", ".sh")) else wrapped
+    )(text, found, options)
     print_text(_difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         print_text(f"note: {line}", err=True)

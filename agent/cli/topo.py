@@ -20,6 +20,7 @@ from agent.base.options import InputError, command, name_of, read_input
 from agent.base.output import emit, print_text
 from agent.base.units import count
 from contracts import bounded
+from contracts.host_list import compress_host_list
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,6 +87,9 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
     if folder is not None and form != "table":
         raise click.UsageError(f"-o {form} and --slurm-conf cannot be combined: the comparison has only a text form.")
     placements = [slurm.placement_of(snapshot) for snapshot in snapshots(hosts, SOURCES, root=root)]
+    names = [placement.node for placement in placements]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise InputError(f"--host: {compress_host_list(twice)} has more than one recording; give the newest alone")
     if folder is None:
         print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
         return

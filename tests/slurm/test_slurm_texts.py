@@ -109,7 +109,7 @@ def test_a_time_limit_is_read_as_sbatch_reads_it() -> None:
     limits = {"90": 5400, "1:30": 90, "2:00:00": 7200, "1-2": 93_600, "1-2:30": 95_400, "1-0:0:5": 86_405,
               "0": None, "UNLIMITED": None}  # fmt: skip
     assert {text: seconds_of_limit(text) for text in limits} == limits
-    for text in ("2:01", "0", "UNLIMITED"):
+    for text in ("3:01", "0", "UNLIMITED"):
         done = topoflight(*LAUNCH, "--time-limit", text)
         assert done.exit_code == 0 and f"#SBATCH --time={text}" in done.stdout, done.output
 
@@ -146,6 +146,18 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
         done = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
         assert done.exit_code == 2 and message in done.output, (message, done.output)
         assert path.read_bytes() == wrong.encode()
+
+
+def test_the_gate_comes_before_the_first_start_of_ranks() -> None:
+    """A launcher is seen behind another program, in the text of a shell and in a variable, not where it is a name."""
+    for line in rows("starts")():
+        made, notes = wrap_script(f"#!/bin/bash\n{line}\nsrun last\n", (), python="python", has_log=True)
+        assert made.splitlines()[1].startswith("# Added by") and not notes, (line, notes)
+    for line, note in rows("idle")():
+        made, notes = wrap_script(f"#!/bin/bash\n{line}\nsrun last\n", (), python="python", has_log=True)
+        lines = made.splitlines()
+        assert (lines[-2], lines[-1]) == ("# End of what topoflight wrap has added", "srun last"), line
+        assert len(notes) == bool(note) and note in "".join(notes), (line, notes)
 
 
 OF_TASK = "topoflight-1239/node01-7.log"
@@ -439,7 +451,14 @@ BROKEN = [  # the settings' text (None: no file), words of the log
     ("topoflight=true\noptions=(--expect gpus=9\n", "the settings cannot be read: {folder}/settings: line 2: "),
     (None, "the settings cannot be read: bash: {folder}/settings: No such file"),
     ("topoflight=true\nseconds = 8\n", "a line of the settings failed: {folder}/settings: line 2: seconds: "),
-    ("topoflight=true\nseconds=8s\n", "{folder}/settings: seconds=8s must be a whole number; 8 is used"),
+    ("topoflight=true\nseconds=8s\n", "{folder}/settings: seconds=8s must be a whole number from 4 to 9999; 8 is used"),
+    ("topoflight=true\nseconds=3\n", "{folder}/settings: seconds=3 must be a whole number from 4"),
+    ("topoflight=true\nexit 1\n", "a line of {folder}/settings ends the script: exit, or"),
+    (
+        "topoflight=true\nset -u\necho $NOPE\n",
+        "a line of the settings failed: {folder}/settings: line 3: NOPE: unbound",
+    ),
+    ("topoflight=false\nset -euo pipefail\nfalse\n", "node not checked (exit code 1)"),
 ]
 
 
@@ -457,6 +476,9 @@ def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: 
         done = subprocess.run(
             [tmp_path / f"{script}.sh"], env=environment, capture_output=True, timeout=60, check=False
         )
+        if script == "epilog" and "not checked (" in logged:  # it makes no check
+            assert done.returncode == 0
+            continue
         lines = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
         wanted = logged.format(folder=tmp_path)
         assert done.returncode == 0 and any(f"topoflight-{script} " in line and wanted in line for line in lines), lines
