@@ -61,8 +61,8 @@ class Constants:
     hidden_passes_fused: float = 10.0  # reads and writes of a hidden-sized tensor per layer, forward
     hidden_passes_compiled: float = 14.0  # torch.compile fuses within a layer, not across its products
     hidden_passes_eager: float = 19.0
-    # More with RMSNorm and rotary positions, as transformers' LlamaRMSNorm and apply_rotary_pos_emb run them in bf16: 18
-    # in place of 2 for each of two norms (fp32 copy, square, mean, product, bf16 copy, weight), 14 for queries and keys
+    # More with RMSNorm and rotary positions, as transformers' LlamaRMSNorm and apply_rotary_pos_emb run them in bf16:
+    # 18 in place of 2 for each norm (fp32 copy, square, mean, product, bf16 copy, weight), 14 for queries and keys
     hidden_passes_rms: float = 46.0
     ffn_passes_fused: float = 3.0
     ffn_passes_eager: float = 5.0
