@@ -77,12 +77,8 @@ def _numbers(text: str, part: str) -> Sequence[str]:
 
 
 def slurm_name(host: str) -> str:
-    """The name that Slurm has for a host by default: its name without the domain. An address stays as it is.
-
-    A file in brackets, which tells several recordings of a host apart, is left out.
-    """
-    host = host.partition(" ")[0]
-    return host if re.fullmatch(r"[\d.]+|.*:.*", host) else host.partition(".")[0]
+    """The name that Slurm has for a host by default, without domain and "(file)"; an address stays as it is."""
+    return host if re.fullmatch(r"[\d.]+|.*:.*", host) else re.split(r"[. ]", host)[0]
 
 
 def cluster_name(text: str) -> str:

@@ -26,7 +26,6 @@ _KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")
 _TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,5}-\d{1,2}(:\d{2}){0,2}|UNLIMITED")  # sbatch(1), --time
 MOST_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
 _EARLY_SECONDS = 60  # sbatch(1), --signal: the signal may come so much earlier
-_START_SECONDS = 300  # for the gate, the imports, the model and the first steps; a large model takes longer
 _OPTION_OF_TEMPLATE = frozenset({
     "nodes", "ntasks-per-node", "gres", "exclude", "time", "signal", "requeue", "open-mode", "output", "job-name",
 })  # fmt: skip
@@ -64,7 +63,7 @@ def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
                           "a LoRA (--method lora) has a smaller checkpoint")  # fmt: skip
     limit = seconds_of_limit(time_limit) if time_limit else None
     if limit is not None and limit <= signal_seconds + _EARLY_SECONDS:
-        least = -(-(signal_seconds + _EARLY_SECONDS + _START_SECONDS) // 60)
+        least = (signal_seconds + _EARLY_SECONDS) // 60 + 5  # minutes for gate, imports, model and the first steps
         raise ScriptError(f"--time-limit {time_limit}: it is {limit} s, and {why}. Slurm may signal "
                           f"the job {_EARLY_SECONDS} s earlier still, so it would end at its start. Give it time for "
                           f"the start and some steps, too, such as --time-limit {least}"
@@ -124,10 +123,9 @@ def check_options(text: str) -> list[str]:
         if wrong := re.search(r"[\0-\x08\x0b-\x1f]", line):
             what = "a DOS line break; dos2unix removes them" if wrong[0] == "\r" else f"the character {wrong[0]!r}"
             raise ScriptError(f"line {number}: {what}: sbatch refuses such a script")
-        if re.match(r"[ \t]+#SBATCH\b", line):
-            late.append(f"line {number}: sbatch ignores this option, because blanks come before #SBATCH")
-        elif line.startswith("#SBATCH") and is_over:
-            late.append(f"line {number}: sbatch ignores this option, because it follows the first command")
+        if re.match(r"[ \t]*#SBATCH\b", line) and (is_over or line[0] != "#"):
+            why = "it follows the first command" if is_over else "blanks come before #SBATCH"
+            late.append(f"line {number}: sbatch ignores this option, because {why}")
         elif line.startswith("#SBATCH"):
             _check_option(number, line.removeprefix("#SBATCH"))
         if re.match(r"#SBATCH\b|\s*[^\s#]", line) and re.search(r"\s--export[= ](?!\S*\bALL\b)", line):
@@ -150,22 +148,16 @@ def _check_option(number: int, rest: str) -> None:
         words = shlex.split(rest, comments=True)
     except ValueError as error:
         raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {str(error).lower()}") from None
-    if words[:1] in (["hetjob"], ["packjob"]):
-        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: heterogeneous jobs are not supported, because the "
-                          "check of the nodes would reach only those of the first component")  # fmt: skip
     if words and not words[0].startswith("-"):
-        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {words[0][:40]!r} is no option of sbatch")
+        why = (f"{words[0][:40]!r} is no option of sbatch" if words[0] not in ("hetjob", "packjob") else
+               "heterogeneous jobs are not supported: the check would reach one component of the nodes")  # fmt: skip
+        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {why}")
 
 
 def wrap_script(
-    text: str,
-    settings: Sequence[Setting],
-    *,
-    python: str,
-    monitor: str = "",
-    has_log: bool,
+    text: str, settings: Sequence[Setting], *, python: str, has_log: bool, monitor: str = "",
     require: Sequence[str] = (),
-) -> tuple[str, list[str]]:
+) -> tuple[str, list[str]]:  # fmt: skip
     """The script with what it lacks, and notes. Raises ScriptError.
 
     A variable that the script names anywhere outside comments stays as it is. `python` is an interpreter on the nodes
@@ -181,8 +173,7 @@ def wrap_script(
         raise ScriptError("line 1: the script is nested or broken beyond what is read")
     start, unclear = _first_start(root)
     if start is None:
-        raise ScriptError(f"line {text.count(chr(10)) or 1}: no command was recognised that starts ranks "
-                          "(srun, torchrun, ...)")  # fmt: skip
+        raise ScriptError(f"line {text.count(chr(10)) or 1}: no start of ranks was recognised (srun, torchrun, ...)")
     if unclear:
         notes.append(f"line {', '.join(map(str, unclear))}: names a launcher, and whether it starts ranks is unknown. "
                      "The added lines come after it; move them if ranks start there")  # fmt: skip
@@ -190,8 +181,7 @@ def wrap_script(
     present = [setting for setting in settings if re.search(rf"\b{setting.name}\b", code)]
     notes += [f"{setting.name} stays as the script sets it; recommended: {setting.value}" for setting in present]
     if has_gate := bool(RUNS_GATE.search(code)):
-        notes.append("the script runs `topoflight preflight` already: no second check of the nodes is added"
-                     + ", and no --require" * bool(require))  # fmt: skip
+        notes.append("the script runs `topoflight preflight` already: no second check of the nodes is added")
     block = render(
         "wrap.sbatch", mark=MARK, settings=[setting for setting in settings if setting not in present], python=python,
         monitor="" if "TOPOFLIGHT_RUN" in code else monitor, has_gate=has_gate, require=require,
@@ -224,18 +214,19 @@ def _first_start(root: Node) -> tuple[Node | None, list[int]]:
                 continue
             words = [_text(each).strip("\"'\\") for each in node.named_children if each.type != "variable_assignment"]
             program = words[0].rsplit("/", 1)[-1] if words else ""
-            is_idle = program in table["utilities"] | {"source", "."} or "install" in words
-            is_idle = is_idle or words[:2] == ["command", "-v"]
-            if is_idle and not (program in table["runs"] and table["starts"].intersection(words)):
+            is_idle = program in table["utilities"] | {"source", "."} or "install" in words or "-v" in words[1:2]
+            if (
+                is_idle
+                and not _LAUNCHER.fullmatch(words[0])
+                and not (program in table["runs"] and table["starts"].intersection(words))
+            ):
                 continue
             with_input = node.parent if node.parent and node.parent.type == "redirected_statement" else node
-            has_name = names_launcher(_text(with_input))
-            if has_name and (
-                program in table["shells"]
-                or any((word[:1] == "$" and names_launcher(word)) or _LAUNCHER.fullmatch(word) for word in words)
-            ):
-                return statement, unclear
-            unclear += [node.start_point.row + 1] * has_name
+            if names_launcher(_text(with_input)):
+                texts = [_text(with_input)] if program in table["shells"] else [w for w in words if w[:1] == "$"]
+                if any(map(_LAUNCHER.fullmatch, words)) or any(map(names_launcher, texts)):
+                    return statement, unclear
+                unclear.append(node.start_point.row + 1)
     return None, unclear
 
 

@@ -164,6 +164,80 @@ OF_TASK = "topoflight-1239/node01-7.log"
 SPLIT = "#!/bin/bash\nif true; then\n  echo one\nfi; srun train\n"
 
 
+def commands(folder: Path, **scripts: str) -> dict[str, str]:
+    """An environment in which these commands of Slurm are found first."""
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_SUBMIT_DIR": str(folder)}  # fmt: skip
+
+
+STEP = 'while [[ $1 == -* ]]; do shift; done\nexec "$@"'  # srun of one task
+
+
+def test_a_module_of_the_users_folder_is_not_run_as_the_gate(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("print('the wrong agent')\n")
+    (tmp_path / "own.sbatch").write_text("#!/bin/bash\nsrun echo ranks\n")
+    done = topoflight("wrap", tmp_path / "own.sbatch", "--machine", "p5.48xlarge", "--require", "gpu.*", "--apply")
+    script = (tmp_path / "own.sbatch").read_text()
+    assert done.exit_code == 0 and "-o reason --require 'gpu.*' || {" in script, done.output
+    ran = subprocess.run(["bash", "own.sbatch"], cwd=tmp_path, env=commands(tmp_path, srun=STEP), capture_output=True,
+                         text=True, timeout=120, check=False)  # fmt: skip
+    assert ran.returncode == 5 and "a required check is unknown" in ran.stdout, ran
+    assert "the wrong agent" not in ran.stdout and "ranks" not in ran.stdout
+
+
+def test_a_signal_before_the_first_checkpoint_names_the_time_limit(tmp_path: Path) -> None:
+    """The ranks end with SIGTERM while they start. `why` names the limit, not somebody who cancelled the job."""
+    done = topoflight(*LAUNCH, "--output", tmp_path / "run", "--no-preflight")
+    step = (f'trap "kill \\$!; exit 143" TERM; echo $$ > {tmp_path}/pid; sleep 60 > /dev/null 2>&1 &\n'
+            'echo "safe path: $PYTHONSAFEPATH"; wait')  # fmt: skip
+    cancels = f'kill -TERM "$(cat {tmp_path}/pid)"; echo "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT x ***"'
+    squeue = 'case "$*" in *%T*) echo RUNNING ;; *) date -d "2 minutes" +%Y-%m-%dT%H:%M:%S ;; esac'
+    environment = commands(tmp_path, srun=step, scancel=cancels, squeue=squeue, scontrol="echo n1")
+    job = subprocess.Popen(["bash"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert job.stdin is not None and job.stdout is not None
+    job.stdin.write(done.stdout)
+    job.stdin.close()
+    assert any(line == "safe path: 1\n" for line in job.stdout)
+    job.send_signal(signal.SIGTERM)
+    log = job.stdout.read()
+    assert job.wait(60) == 143 and "The job has almost reached its time limit: SIGTERM came " in log, log
+    (tmp_path / "log").write_text(log)
+    found = json.loads(topoflight("why", tmp_path / "log", "-o", "json").stdout)
+    assert found["causes"][0]["code"] == "time_limit_reached", found
+
+
+def test_a_job_gets_no_output_folder_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it waits for the end of the other job."""
+    queue = f"echo '12 {tmp_path}/run/job.sbatch'; echo '13 {tmp_path}/run2/job.sbatch'"
+    path = commands(tmp_path, squeue=queue, sbatch="echo 14")["PATH"]
+    monkeypatch.setenv("PATH", path)
+    words = [word for word in LAUNCH if word not in ("--dry-run", "-o", "yaml")]
+    for more, code, wanted in (
+        ((), 1, "job 12 writes there"), (("--sbatch", "dependency=afterany:12"), 0, "job 14 submitted"),
+    ):  # fmt: skip
+        done = topoflight(*words, "--output", tmp_path / "run", *more)
+        assert done.exit_code == code and wanted in " ".join(done.output.split()), done.output
+
+
+def test_two_recordings_of_a_node_are_one_name(tmp_path: Path) -> None:
+    """A topology of them is refused, because the node may have been wired anew between the two."""
+    for name in ("node01", "old"):
+        shutil.copy(path_of(), tmp_path / f"{name}.json")
+    done = topoflight("preflight", "-q", "--host", tmp_path, "-o", "slurm", "--expect", "gpus=99")
+    assert (done.exit_code, done.stdout) == (3, f"{slurm_name(snapshot().hostname)}\n"), done.output
+    refused = topoflight("topo", "--host", tmp_path, "-o", "slurm")
+    assert refused.exit_code == 2 and "has more than one recording" in refused.output, refused.output
+
+
+def test_a_script_without_a_shell_is_no_manifest(tmp_path: Path) -> None:
+    (tmp_path / "own.sbatch").write_text("srun train\n")
+    done = topoflight("wrap", tmp_path / "own.sbatch", "--machine", "p5.48xlarge")
+    assert done.exit_code == 2 and "line 1: sbatch takes only a script that begins with #!" in done.output, done.output
+
+
 def test_a_statement_is_not_split() -> None:
     """The lines go before the whole `if`."""
     made, _ = wrap_script(SPLIT, (), python="python", has_log=True)
