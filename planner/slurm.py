@@ -105,11 +105,6 @@ _VARIABLE = re.compile(r"\$\{?(\w+)")
 _COMMENT = re.compile(r"\s*(#.*)?")
 
 
-def is_batch_script(text: str) -> bool:
-    """Whether a text is a script and no manifest."""
-    return text.startswith("#!") or re.search(r"^#SBATCH\b", text, re.MULTILINE) is not None
-
-
 def check_options(text: str) -> list[str]:
     """Notes on the options of sbatch in a script. Raises ScriptError where sbatch would refuse or misread a line."""
     lines = text.split("\n")
@@ -149,9 +144,8 @@ def _check_option(number: int, rest: str) -> None:
     except ValueError as error:
         raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {str(error).lower()}") from None
     if words and not words[0].startswith("-"):
-        why = (f"{words[0][:40]!r} is no option of sbatch" if words[0] not in ("hetjob", "packjob") else
-               "heterogeneous jobs are not supported: the check would reach one component of the nodes")  # fmt: skip
-        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {why}")
+        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {words[0][:40]!r} is no option of sbatch; heterogeneous "
+                          "jobs (hetjob, packjob) are not supported")  # fmt: skip
 
 
 def wrap_script(
@@ -201,6 +195,10 @@ def _first_start(root: Node) -> tuple[Node | None, list[int]]:
     A launcher may stand behind another program (`timeout 9 srun`), in the text of a shell, or in a variable.
     """
     table, named, unclear = words_of()["shell"], set[str](), list[int]()
+    idle = table["utilities"] | {"source", "."}
+
+    def text_of(node: Node) -> str:
+        return (node.text or b"").decode(errors="replace")
 
     def names_launcher(text: str) -> bool:
         found = any(map(_LAUNCHER.fullmatch, _BETWEEN_WORDS.split(text)))
@@ -209,26 +207,19 @@ def _first_start(root: Node) -> tuple[Node | None, list[int]]:
     for statement in root.children:
         for node in walk(statement, "variable_assignment", "command"):
             if node.type == "variable_assignment":
-                name, _, value = _text(node).partition("=")
+                name, _, value = text_of(node).partition("=")
                 named |= {name.rstrip("+")} if names_launcher(value) else set()
                 continue
-            words = [_text(each).strip("\"'\\") for each in node.named_children if each.type != "variable_assignment"]
+            children = [each for each in node.named_children if each.type != "variable_assignment"]
+            words = [text_of(each).strip("\"'\\") for each in children]
             program = words[0].rsplit("/", 1)[-1] if words else ""
-            is_idle = program in table["utilities"] | {"source", "."} or "install" in words or "-v" in words[1:2]
-            if (
-                is_idle
-                and not _LAUNCHER.fullmatch(words[0])
-                and not (program in table["runs"] and table["starts"].intersection(words))
-            ):
+            runs = program in table["runs"] and table["starts"].intersection(words)
+            if not runs and (program in idle or "install" in words or words[:2] == ["command", "-v"]):
                 continue
-            with_input = node.parent if node.parent and node.parent.type == "redirected_statement" else node
-            if names_launcher(_text(with_input)):
-                texts = [_text(with_input)] if program in table["shells"] else [w for w in words if w[:1] == "$"]
+            text = text_of(node.parent if node.parent and node.parent.type == "redirected_statement" else node)
+            if names_launcher(text):
+                texts = [text] if program in table["shells"] else [word for word in words if word[:1] == "$"]
                 if any(map(_LAUNCHER.fullmatch, words)) or any(map(names_launcher, texts)):
                     return statement, unclear
                 unclear.append(node.start_point.row + 1)
     return None, unclear
-
-
-def _text(node: Node) -> str:
-    return (node.text or b"").decode(errors="replace")

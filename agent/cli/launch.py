@@ -348,7 +348,6 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     """Read the file, print what would change, and write it if requested."""
     from agent.jobs.script import wrapped
     from agent.jobs.slurm import wrapped_script
-    from planner.slurm import is_batch_script
     from probes.registry import ALL
 
     if in_place and source == "-":
@@ -362,9 +361,8 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     if record:
         _record(text, found, options, record)
         return
-    made, notes = (
-        wrapped_script if is_batch_script(text) or source.endswith((".sbatch", ".slurm", ".sh")) else wrapped
-    )(text, found, options)
+    is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
+    made, notes = (wrapped_script if is_script else wrapped)(text, found, options)
     print_text(_difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         print_text(f"note: {line}", err=True)

@@ -236,9 +236,8 @@ def _shown(job_id: str) -> dict[str, str]:
         cells = [row.split("|", 4) for row in rows.splitlines() if row.count("|") > 3]
         found = [dict(zip(names, (*row, "the accounting (sacct)"), strict=True)) for row in cells]
     if len(found) > 1:
-        tasks = [(one.get("id", ""), one.get("JobState", "").partition(" ")[0]) for one in found]
-        tasks.sort(key=lambda task: task[1] in ("COMPLETED", "PENDING", "RUNNING"))  # the failed ones first
-        named = ", ".join(f"{task} ({state})" for task, state in tasks[:8])
+        found.sort(key=lambda one: one.get("JobState", "").startswith(("COMPLETED", "PENDING", "RUNNING")))
+        named = ", ".join(f"{one.get('id')} ({one.get('JobState', '').partition(' ')[0]})" for one in found[:8])
         raise SlurmError(f"job {job_id} is {len(found)} jobs: {named}{', ...' * (len(found) > 8)}. Give the id of one")
     return found[0] if found else {}
 
@@ -251,7 +250,6 @@ def _record(shown: str) -> dict[str, str]:
         found[name] = value[1] if value and value[1] != nothing else ""
     if found["Restarts"]:
         found["Restarts"] = f"restart {found['Restarts']}"
-    part = re.match(r"JobId=(\d+)(?: (?:Array|Het)JobId=(\d+) (A|H)\w+=(\S+))?", shown.strip())
-    if part:
-        found["id"] = f"{part[2]}{'_' if part[3] == 'A' else '+'}{part[4]}" if part[2] else part[1]
+    parts = re.findall(r"\b(?:ArrayJobId|ArrayTaskId|HetJobId|HetJobOffset)=(\S+)", shown)
+    found["id"] = ("+" if "HetJobId=" in shown else "_").join(parts)
     return {**found, "by": "the controller"}
