@@ -223,13 +223,19 @@ def test_a_job_gets_no_output_folder_of_another_one(tmp_path: Path, monkeypatch:
 
 
 def test_two_recordings_of_a_node_are_one_name(tmp_path: Path) -> None:
-    """A topology of them is refused, because the node may have been wired anew between the two."""
-    for name in ("node01", "old"):
-        shutil.copy(path_of(), tmp_path / f"{name}.json")
-    done = topoflight("preflight", "-q", "--host", tmp_path, "-o", "slurm", "--expect", "gpus=99")
+    """The topology is that of the newer one: the node may have been wired anew between the two."""
+    recording = json.loads(path_of().read_text())
+    (tmp_path / "node01.json").write_text(json.dumps(recording))
+    recording["answers"]["identity"][""]["time"] -= 60
+    recording["answers"]["nvml"]["nvmlDeviceGetCount"][""] = 7
+    (tmp_path / "old.json").write_text(json.dumps(recording))
+    (tmp_path / "gres.conf").write_text("Name=gpu Count=8\n")
+    both = ("--host", tmp_path / "node01.json", "--host", tmp_path / "old.json")
+    done = topoflight("preflight", "-q", *both, "-o", "slurm", "--expect", "gpus=99")
     assert (done.exit_code, done.stdout) == (3, f"{slurm_name(snapshot().hostname)}\n"), done.output
-    refused = topoflight("topo", "--host", tmp_path, "-o", "slurm")
-    assert refused.exit_code == 2 and "has more than one recording" in refused.output, refused.output
+    assert "from 1 scanned node(s)" in topoflight("topo", *both, "-o", "slurm").stdout
+    compared_with = topoflight("topo", *both, "--slurm-conf", tmp_path)
+    assert "no difference from 1 scanned node" in compared_with.stdout, compared_with.output
 
 
 def test_a_script_without_a_shell_is_no_manifest(tmp_path: Path) -> None:
