@@ -144,13 +144,6 @@ def cluster_page(
     )
 
 
-def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone
-    """The verdict on posted sources."""
-    from agent.http.posted import judge_sources
-
-    return document(judge_sources(body), "json")
-
-
 def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what was asked alone
     """A JSON document as YAML."""
     return document(json.loads(text), "yaml")
@@ -158,7 +151,7 @@ def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what w
 
 QUESTIONS: dict[str, Callable[..., Answer]] = {
     one.__name__: one
-    for one in (recommendations, recommendations_of_all, what_if, nodes, topology, cluster_page, why, as_yaml)
+    for one in (recommendations, recommendations_of_all, what_if, nodes, topology, cluster_page, as_yaml)
 }
 
 

@@ -121,7 +121,7 @@ def create(
     _facts(app, state, cluster, worker, rendered)
     _advice(app, state, cluster, worker, rendered)
     _gate(app, state, worker, rendered)
-    posted.install(app, state, worker)
+    posted.install(app, state)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
 

@@ -144,7 +144,6 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
             assert answer.status_code == 200, (path, answer.text[:200])
             found[path] = answer.text
         for name, path, body in (
-            ("why", "/why", {"logs": [LOG], "record": RECORD}), ("why of a wrong body", "/why", {"model": [PLANTED]}),
             ("record", "/runs", {**RECORD, "started_at": "2026-11-01T10:00:01Z"}),
             ("wrong record", "/runs", {**RECORD, "status": PLANTED}),
             ("gate", "/preflight", {"require": [PLANTED[:128]]}),

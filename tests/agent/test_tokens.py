@@ -204,7 +204,6 @@ def test_nothing_makes_load_from_afar(http: TestClient) -> None:
     [
         ("/preflight", MOST_BODY_BYTES, b'{"skip": ["no.such"]}'),
         ("/runs", posted.MOST_RECORD_BYTES, b"{}"),
-        ("/why", posted.MOST_SOURCES_BYTES, b'{"log": []}'),
     ],
 )
 def test_bodies_and_the_rate_of_posts_are_bounded(path: str, most: int, judged: bytes, tmp_path: Path) -> None:
