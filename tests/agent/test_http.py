@@ -18,7 +18,6 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 from agent_pod import OVERLAYS, agent_of
-from kustomization import LOADER
 from resident import free_port
 from rigs.agents import agent
 from rigs.recorded import NAMES, path_of, snapshot
@@ -63,14 +62,6 @@ def test_every_machine_is_served(name: str) -> None:
     answers = {endpoint: running.get(endpoint) for endpoint in (ENDPOINTS if whole else ENDPOINTS[:3])}
     assert {answer.status_code for answer in answers.values()} == {200}, answers
     assert snapshot(name).hostname in answers["/"].text
-
-
-@each_row("endpoint", ["/snapshot", "/topology", "/findings", "/recommendations", "/preflight"])
-def test_json_and_yaml_say_the_same(client: TestClient, endpoint: str) -> None:
-    """`?format=yaml` and the Accept header give the JSON's content."""
-    text = client.get(endpoint, params={"format": "yaml"}).text
-    assert next(yaml.load_all(text, Loader=LOADER)) == client.get(endpoint).json()
-    assert client.get(endpoint, headers={"Accept": "application/yaml"}).text == text
 
 
 def test_recommendations_as_environment_files(client: TestClient) -> None:

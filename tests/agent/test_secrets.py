@@ -137,7 +137,7 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     client = TestClient(create(state, tokens=tokens(tmp_path)))
     with client:
         eventually(lambda: client.get("/readyz").status_code == 200, "the first scan is done")
-        for path in ("/", "/runs", "/snapshot", "/snapshot?format=yaml", "/findings", "/topology", "/metrics",
+        for path in ("/", "/runs", "/snapshot", "/findings", "/topology", "/metrics",
                      "/nodes", "/topology?scope=cluster", "/cluster", "/recommendations",
                      "/recommendations?format=shell", "/preflight", "/what-if", "/openapi.json"):  # fmt: skip
             answer = client.get(path)

@@ -133,7 +133,7 @@ def test_sigterm_during_an_answer(ground: Ground) -> list[str]:
     hosts = [f"--host={path}" for path in sorted(MACHINES.glob("*.json"))]
     with ground.agent(*hosts) as agent:
         agent.ready()
-        with _slow_reader(agent.port, "/snapshot?format=json") as reader:
+        with _slow_reader(agent.port, "/snapshot") as reader:
             begun = reader.recv(1) if ground.random.random() < 0.5 else b""
             time.sleep(ground.random.uniform(0.0, 0.3))
             agent.process.send_signal(signal.SIGTERM)
