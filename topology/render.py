@@ -16,7 +16,6 @@ from topology.derive import reference_of
 from topology.graph import (
     SELF,
     UNKNOWN,
-    ClusterTopology,
     GpuNode,
     NearestNic,
     NicNode,
@@ -169,16 +168,6 @@ def _nearest(near: NearestNic, node: NodeTopology, labels: dict[str, str]) -> Js
         **_values(near, "local", "decidable", "why"),
         "gpu_bus_id": next(gpu.bus_id for gpu in node.gpus if gpu.name == near.gpu),
         "nic_bus_ids": [nic.bus_id for nic in node.nics if nic.name in near.nics],
-    }
-
-
-def cluster_document(cluster: ClusterTopology) -> Json:
-    """The cluster as plain JSON values, its nodes included."""
-    return {
-        **_values(cluster, "schema_version", "world_size", "inter_node_bytes_per_second", "inter_node_transport"),
-        "expectations": [_values(expectation, *_EXPECTATION) for expectation in cluster.expectations],
-        "warnings": list(cluster.warnings),
-        "nodes": [json_document(node) for node in cluster.nodes],
     }
 
 

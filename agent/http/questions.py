@@ -121,11 +121,6 @@ def nodes(known: Known, *, source: str, behind: str | None) -> Answer:
     return document({**rows, "behind": behind} if behind else rows)
 
 
-def topology(known: Known) -> Answer:
-    """The cluster, each kind of node once."""
-    return document(cluster.topology_document(known.nodes()))
-
-
 def cluster_page(
     known: Known, *, source: str, behind: str | None, places: Places, filters: tuple[tuple[str, Any], ...],
     node: str | None = None,
@@ -145,7 +140,7 @@ def cluster_page(
 
 
 QUESTIONS: dict[str, Callable[..., Answer]] = {
-    one.__name__: one for one in (recommendations, recommendations_of_all, what_if, nodes, topology, cluster_page)
+    one.__name__: one for one in (recommendations, recommendations_of_all, what_if, nodes, cluster_page)
 }
 
 

@@ -271,11 +271,9 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         return await of_view(request, lambda view: _one_or_all(view.snapshots))
 
     @app.get("/topology", tags=["facts"], responses=problems())
-    async def topology(request: Request, scope: Scope = "node") -> Response:
-        """Links, islands, nearest NICs, expectations, per host; with scope=cluster each kind of node once."""
-        if scope == "node":
-            return await of_view(request, lambda view: _one_or_all([json_document(n) for n in view.topologies]))
-        return respond(await worker.ask(request, "topology", records=await cluster.records()))
+    async def topology(request: Request) -> Response:
+        """Links, islands, nearest NICs, expectations, per host."""
+        return await of_view(request, lambda view: _one_or_all([json_document(n) for n in view.topologies]))
 
     @app.get("/findings", tags=["facts"], response_model=list[Finding], responses=problems())
     async def findings(request: Request) -> Response:

@@ -138,7 +138,7 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     with client:
         eventually(lambda: client.get("/readyz").status_code == 200, "the first scan is done")
         for path in ("/", "/runs", "/snapshot", "/findings", "/topology", "/metrics",
-                     "/nodes", "/topology?scope=cluster", "/cluster", "/recommendations",
+                     "/nodes", "/cluster", "/recommendations",
                      "/recommendations?format=shell", "/preflight", "/what-if", "/openapi.json"):  # fmt: skip
             answer = client.get(path)
             assert answer.status_code == 200, (path, answer.text[:200])
