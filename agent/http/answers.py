@@ -35,7 +35,7 @@ PIECE_BYTES = 128 << 10  # what one slow reader holds of a large answer; Starlet
 PROBLEM_TYPE = "application/problem+json"
 Responses = dict[int | str, dict[str, Any]]
 
-COMMON = (400, 401, 403, 422, 429, 503)
+COMMON = (400, 401, 403, 422, 503)
 _WORDS: dict[str, str] = read_table(__file__, "problems.toml")
 _REFERENCE = {"$ref": "#/components/schemas/Problem"}
 _TEXT = {"schema": {"type": "string"}}

@@ -23,7 +23,6 @@ from agent.base.output import document as plain_document
 from agent.checks.groups import worst_first
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, judge, select
-from agent.http.access import Bucket
 from agent.http.answers import TOKEN, Gate, StoreAnswer, body_of, complaints, problems, read_body
 from agent.http.state import State
 from agent.http.worker import ProblemError
@@ -129,7 +128,7 @@ def store_record(state: State, lock: threading.Lock, record: RunRecord, who: str
 
 def install(app: FastAPI, state: State) -> None:
     """Add the endpoints."""
-    lock, records, scans = threading.Lock(), Bucket(), Bucket()
+    lock = threading.Lock()
 
     @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
               openapi_extra=body_of(PostedRecord), dependencies=TOKEN, response_model=StoreAnswer,
@@ -138,7 +137,6 @@ def install(app: FastAPI, state: State) -> None:
     async def post_run(request: Request) -> JSONResponse:
         """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
         who = request.state.user
-        records.admit()
         body = await read_body(request)
         new = await run_in_threadpool(lambda: store_record(state, lock, read_record(body), who))
         log.info("POST /runs by %s: kept %s", who, "now" if new else "before")
@@ -149,7 +147,6 @@ def install(app: FastAPI, state: State) -> None:
               responses=problems(413))  # fmt: skip
     def preflight_now(request: Request, requested: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
         """The gate over a scan made now. Needs a token."""
-        scans.admit()
         log.info("POST %s by %s", request.url.path, request.state.user)
         wanted = requested or Preflight()
         options = wanted.require, wanted.skip, wanted.fail_on
