@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import io
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 _BLOCK_BYTES = 1 << 20
-_TAR_BLOCK_BYTES = 512  # POSIX.1-1988 (ustar)
-_MOST_TAR_HEADER_BYTES = 1 << 16  # of one long name or PAX header; a path of Linux has at most 4096 bytes
+_ZIP_ENTRY = b"PK\1\2"  # begins each entry of the central directory (APPNOTE.TXT 4.3.12)
+_MOST_ZIP_ENTRIES = 1 << 16
 
 
 class Stream(Protocol):
@@ -36,6 +37,10 @@ class NotRegularError(OSError):
 
 class TooLargeError(ValueError):
     """There is more than is read; the message says how much that is."""
+
+
+class ArchiveError(ValueError):
+    """The bytes are no archive that can be read."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -76,74 +81,41 @@ def rest(stream: Stream, limit_bytes: int) -> bytes:
     return raw
 
 
-def tar_files(
-    stream: Stream, limit_bytes: int, file_limit_bytes: int, wanted: Callable[[str], object]
+def zip_files(
+    raw: bytes, limit_bytes: int, file_limit_bytes: int, wanted: Callable[[str], object]
 ) -> Iterator[tuple[str, bytes]]:
-    """Read the regular files of a tar archive whose names are wanted: (name, content), in the order of the archive.
-
-    Python's tarfile holds headers of any size in memory (PAX, long names of GNU tar, maps of sparse files), so only the
-    fixed header is parsed by it. Other kinds of entries are skipped.
+    """Read the files of a zip archive whose names are wanted: (name, content), in the order of the archive.
 
     Args:
-        stream: The unpacked archive.
-        limit_bytes: Most bytes of the archive, headers included.
-        file_limit_bytes: Most bytes of one file that is wanted.
+        raw: The archive.
+        limit_bytes: Most bytes of all files together, unpacked.
+        file_limit_bytes: Most bytes of one file, unpacked.
         wanted: Which names are read into memory.
 
     Raises:
-        TooLargeError: The archive, one of its headers or a wanted file is too large.
-        tarfile.TarError: It is no archive, or ends too early.
+        TooLargeError: There are too many files, or one or all of them are too large.
+        ArchiveError: It is no archive, or a damaged one.
     """
-    import tarfile  # only readers of archives wait for it
+    import zipfile  # only readers of archives wait for it
+    import zlib
 
-    left = limit_bytes
-
-    def take(size: int) -> bytes:
-        nonlocal left
-        padded = -(-size // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
-        if padded > left:
-            raise TooLargeError(f"larger than {limit_bytes >> 20} MiB")
-        left -= padded
-        raw = stream.read(padded)
-        if len(raw) < padded:
-            raise tarfile.ReadError("the archive ends too early")
-        return raw[:size]
-
-    long_name = ""
-    while any(block := take(_TAR_BLOCK_BYTES)):
-        entry = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        if entry.size < 0:
-            raise tarfile.ReadError("an entry of negative size")
-        if entry.type in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME):
-            if entry.size > _MOST_TAR_HEADER_BYTES:
-                raise TooLargeError(f"a header of more than {_MOST_TAR_HEADER_BYTES >> 10} KiB")
-            header = take(entry.size)
-            pax = entry.type == tarfile.XHDTYPE
-            long_name = _pax_path(header) or long_name if pax else header.rstrip(b"\0").decode(errors="replace")
-            continue
-        name, long_name = long_name or entry.name, ""
-        if entry.type in tarfile.REGULAR_TYPES[:2] and wanted(name):
-            if entry.size > file_limit_bytes:
-                raise TooLargeError(f"{name[:256]} is larger than {file_limit_bytes >> 20} MiB")
-            yield name, take(entry.size)
-            continue
-        while entry.size > 0:
-            entry.size -= len(take(min(entry.size, _BLOCK_BYTES)))
-
-
-def _pax_path(header: bytes) -> str:
-    """Return the path of a PAX header, whose records are "LENGTH KEY=VALUE\\n"; empty where it has none."""
-    import tarfile
-
-    while header:
-        length, _, _ = header.partition(b" ")
-        if not length.isdigit() or not 0 < int(length[:9]) <= len(header):
-            raise tarfile.ReadError("a PAX header that is none")
-        record, header = header[: int(length)], header[int(length) :]
-        key, _, value = record.partition(b" ")[2].partition(b"=")
-        if key == b"path":
-            return value.rstrip(b"\n").decode(errors="replace")
-    return ""
+    if raw.count(_ZIP_ENTRY) > _MOST_ZIP_ENTRIES:  # before zipfile makes an object of each
+        raise TooLargeError(f"more than {_MOST_ZIP_ENTRIES} files")
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            for entry in archive.infolist():
+                if not wanted(entry.filename):
+                    continue
+                if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may take any memory
+                    raise ArchiveError(f"{entry.filename[:256]} is packed in a way that is not read")
+                with archive.open(entry) as stream:
+                    content = rest(stream, min(limit_bytes, file_limit_bytes))
+                limit_bytes -= len(content)
+                yield entry.filename, content
+    except (ArchiveError, TooLargeError):
+        raise
+    except (zipfile.BadZipFile, zlib.error, ValueError, RuntimeError, EOFError, OSError) as error:
+        raise ArchiveError(str(error)) from None
 
 
 def exists(path: str | Path) -> bool:

@@ -10,7 +10,6 @@ import errno
 import gzip
 import os
 import re
-import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from probes.host.protocol import GpuHandle, Host, NvmlError
 from probes.wire import KIND, METHODS, SCHEMA_VERSION, Json, RecordingError
 
 BUNDLE_LIMIT_BYTES = 512 << 20  # unpacked, of all hosts
+PACKED_LIMIT_BYTES = 128 << 20
 SIZE_LIMIT_BYTES = 32 << 20  # unpacked; a 16-GPU host takes about 1 MB, and parsed data some 20 times the text
 MOST_VALUES = 8_000_000  # of all recordings in a bundle; a host of 16 GPUs has some 20,000, each of up to 100 bytes
 _IN_BUNDLE = re.compile(r"[^/]+/recording\.json")
@@ -200,23 +200,22 @@ def _raised(answer: Json, query: str) -> Json:
 
 
 def load_all(path: str | Path) -> list[RecordedHost]:
-    """Every recording of a file: one, or those of a bundle (gzipped tar, each `HOST/recording.json`).
+    """Every recording of a file: one, or those of a bundle (zip, each `HOST/recording.json`).
 
     Raises RecordingError.
     """
     path = Path(path)
-    if not path.name.endswith((".tgz", ".tar.gz")):
+    if path.suffix != ".zip":
         return [load(path)]
     found, values = [], 0
     try:
-        with bounded.open_regular(path) as file, gzip.GzipFile(fileobj=file) as stream:
-            recordings = bounded.tar_files(stream, BUNDLE_LIMIT_BYTES, SIZE_LIMIT_BYTES, _IN_BUNDLE.fullmatch)
-            for _, content in recordings:
-                values += sum(content.count(mark) for mark in (b",", b"[", b"{"))
-                if values > MOST_VALUES:
-                    raise RecordingError(f"{path}: its recordings hold more than {MOST_VALUES} values")
-                found.append(RecordedHost(_checked(plain(content), path)))
-    except (tarfile.TarError, bounded.TooLargeError, EOFError, gzip.BadGzipFile, zlib.error, PlainError) as error:
+        raw = bounded.read(path, PACKED_LIMIT_BYTES)
+        for _, content in bounded.zip_files(raw, BUNDLE_LIMIT_BYTES, SIZE_LIMIT_BYTES, _IN_BUNDLE.fullmatch):
+            values += sum(content.count(mark) for mark in (b",", b"[", b"{"))
+            if values > MOST_VALUES:
+                raise RecordingError(f"{path}: its recordings hold more than {MOST_VALUES} values")
+            found.append(RecordedHost(_checked(plain(content), path)))
+    except (bounded.ArchiveError, bounded.TooLargeError, PlainError) as error:
         raise RecordingError(f"{path}: not a bundle (topoflight bundle writes one): {error}") from None
     if not found:
         raise RecordingError(f"{path}: holds no recording (HOST/recording.json)")
