@@ -127,19 +127,6 @@ def test_names_made_up_by_tearing_are_no_mix() -> None:
     assert few.intra_node_transport == "mixed P2P/IPC/read + P2P/IPC"
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.one_of(st.binary(max_size=300), st.sampled_from([line.encode() for line in IB_ON + FAILED])), max_size=20
-    )
-)
-def test_any_bytes_give_a_verdict(lines: list[bytes]) -> None:
-    """Whatever the file holds, the reader ends with an answer."""
-    verdict = read(lines)
-    assert verdict.gdrdma in ("on", "off", "partial", "none")
-    assert evidence.exit_code(verdict) in (0, 3, 5)
-
-
 @settings(max_examples=66, deadline=None)
 @given(st.data())
 def test_random_cuts_never_turn_on_into_off(data: st.DataObject) -> None:

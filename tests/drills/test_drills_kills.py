@@ -1,4 +1,4 @@
-"""SIGKILL of the agent at random moments: of a benchmark, a launch, a whole preflight. Both signals while it serves."""
+"""SIGKILL of a benchmark and a launch at random moments; SIGTERM of a whole preflight, and while the agent answers."""
 
 from __future__ import annotations
 
@@ -22,20 +22,7 @@ SMALL_JOB = (
     "--set=profile_steps=0",
 )  # fmt: skip
 # Seconds that a run takes, corrected by each that ended before its kill came: kills fall on the whole life.
-SHORT_SECONDS = 16.0  # of a life, where the test suite kills; what comes later is drilled in the long form
-_life = {"bench": 7.0, "launch": 16.0, "preflight": 45.0}
-
-
-def _stage(ground: Ground) -> str:
-    """Which processes there are tells how far a run has come."""
-    lines = ground.commands()
-    for stage, word in (
-        ("launcher or ranks", "collectives.bench.rank"), ("launcher or job", "finetune.train"),
-        ("calibration", "collectives.bench.calibrate"), ("probe process before that", "probes.worker"),
-    ):  # fmt: skip
-        if any(word in line for line in lines):
-            return stage
-    return "start or end"
+_life = {"bench": 7.0, "launch": 16.0}
 
 
 def _kill_at_random(ground: Ground, kind: str, *words: str) -> None:
@@ -43,9 +30,8 @@ def _kill_at_random(ground: Ground, kind: str, *words: str) -> None:
     while True:
         process = ground.start(*words)
         started = time.monotonic()
-        last = _life[kind] if ground.long else min(_life[kind], SHORT_SECONDS)
         try:
-            process.communicate(timeout=ground.moment(last))
+            process.communicate(timeout=ground.moment(_life[kind]))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.communicate()
@@ -81,23 +67,17 @@ def test_kill_during_a_launch(ground: Ground) -> list[str]:
     return [*lost, *_again(ground, 180, *words)]
 
 
-@pytest.mark.nightly  # its short form ends while it measures, as that of test_kill_during_a_benchmark does
-@drill(long=20)
-def test_kill_during_a_preflight(ground: Ground) -> list[str]:
-    """Scan, benchmark, calibration, launch and report."""
-    keep_something(ground)
-    reports = ground.folder / "reports"
-    _kill_at_random(ground, "preflight", "preflight", "--train", "-q", f"--report={reports}", *SMALL_JOB)
-    return [*ground.after(reports), *state_lost(ground.state)]
-
-
 @drill
 def test_sigterm_of_a_preflight(ground: Ground) -> list[str]:
     """The report holds the scan and the benchmark; verdict and exit code say that it was stopped."""
     keep_something(ground)
     reports = ground.folder / "reports"
     process = ground.start("preflight", "--train", "-q", f"--report={reports}", "-o", "json", *SMALL_JOB, "--ranks=1")
-    eventually(lambda: process.poll() is not None or _stage(ground) == "calibration" or None, seconds=240)
+
+    def calibrates() -> bool:
+        return any("collectives.bench.calibrate" in line for line in ground.commands())
+
+    eventually(lambda: process.poll() is not None or calibrates() or None, seconds=240)
     time.sleep(ground.random.uniform(0.0, 1.0))
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=240)
@@ -114,17 +94,6 @@ def test_sigterm_of_a_preflight(ground: Ground) -> list[str]:
     judged = {check["status"] for check in found["checks"] if check["code"].startswith(("run.", "forecast."))}
     lost += [] if judged == {"unknown"} else [f"the run that was none is {judged}"]
     return [*lost, *ground.after(reports), *state_lost(ground.state)]
-
-
-@drill(long=20)
-def test_sigterm_during_a_scan(ground: Ground) -> list[str]:
-    """Of its first, of all probes: it ends in order, its child with it."""
-    keep_something(ground)
-    with ground.agent("--interval=1") as agent:
-        eventually(lambda: any("probes.worker" in line for line in ground.commands()) or None)
-        time.sleep(ground.random.uniform(0.0, 1.0))
-        lost = _ended(agent)
-    return [*lost, *ground.after(), *state_lost(ground.state)]
 
 
 @drill(long=20)
