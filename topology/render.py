@@ -10,9 +10,7 @@ from collections import Counter
 from typing import Any
 
 from contracts.tables import read_table
-from hardware.machines import recognised
 from topology.check import departures
-from topology.derive import reference_of
 from topology.graph import (
     SELF,
     UNKNOWN,
@@ -118,7 +116,6 @@ def json_document(node: NodeTopology) -> Json:
     node, labels = with_expectations(node), columns(node)
     return {
         **_values(node, "schema_version", "hostname", "source", "sku"),
-        "sku_candidates": list(_candidates(node)),
         **_values(node, *_NODE_FACTS),
         "gpus": [_values(gpu, *_GPU) for gpu in node.gpus],
         "nics": [
@@ -169,25 +166,3 @@ def _nearest(near: NearestNic, node: NodeTopology, labels: dict[str, str]) -> Js
         "gpu_bus_id": next(gpu.bus_id for gpu in node.gpus if gpu.name == near.gpu),
         "nic_bus_ids": [nic.bus_id for nic in node.nics if nic.name in near.nics],
     }
-
-
-def _candidates(node: NodeTopology) -> tuple[str, ...]:
-    """Rows that fit by shape alone, for a source that names no model: GPU count, NVLinks, nearest NIC."""
-    row = reference_of(node)
-    if row is not None:
-        return (row.called,)
-    if any(gpu.model for gpu in node.gpus) or not node.nvlink_known:
-        return ()
-    pairs = node.gpu_pairs()
-    most = max((pair.nvlinks for pair in pairs), default=0)
-    near = {entry.label for entry in node.nearest_nic}
-    return tuple(
-        row.called
-        for row in recognised()
-        if row.gpus == len(node.gpus)
-        and row.links_per_pair
-        and max(row.links_per_pair) == most
-        and (not row.all_to_all or all(pair.nvlinks for pair in pairs))
-        and (row.gpu_nic is None or not near or not near.isdisjoint((row.gpu_nic, row.gpu_nic_farthest)))
-        and (row.devices is None or len(node.nics) in (0, row.devices))
-    )
