@@ -26,4 +26,11 @@ def export(name: str, request: ExportRequest) -> str:
     """The layout in one format."""
     if name not in _FORMATS:
         raise ExportError(f"format={name!r}: allowed are {', '.join(_FORMATS)}")
-    return _FORMATS[name][1](request)
+    try:
+        return _FORMATS[name][1](request)
+    except ExportError as error:
+        engine, train = next(stack.ENGINE for stack in _STACKS if name in stack.FORMATS), request.train
+        if engine.name == train.engine:
+            raise
+        method = "" if train.method in engine.methods else " --method full"
+        raise ExportError(f"{error}. Add --engine {engine.name}{method} to get a layout that it can run") from None

@@ -184,5 +184,5 @@ def pod_env(request: ExportRequest) -> str:
 FORMATS: Formats = {
     "finetune": ("the YAML of the fine-tune job that ships", finetune_yaml),
     "torchrun": ("the torchrun line", torchrun_line),
-    "pod": ("env and resources of a pod's container, YAML", pod_env),
+    "pod": ("env and resources of a pod's container, and its volume, YAML", pod_env),
 }
