@@ -177,8 +177,7 @@ def pod_env(request: ExportRequest) -> str:
     limits = {"nvidia.com/gpu": str(request.ranks_per_node)} if request.on_gpu else {}
     resources = (need.value.rpartition(": ") for need in request.needs if need.name == "resource")
     limits |= {name: count for name, _, count in resources if name and "*" not in name}  # the user replaces a wildcard
-    env = [{"name": setting.name, "value": setting.value} for setting in request.settings]
-    return yaml_from_template("pod.yaml", request, env=env, limits=limits)
+    return yaml_from_template("pod.yaml", request, limits=limits)
 
 
 FORMATS: Formats = {
