@@ -130,7 +130,7 @@ class NvLinks:
     def _lower(self, a: int, b: int, first: int, second: int) -> int:
         if first != second:
             self.warnings.append(
-                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the pair counts as the lower number"
+                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower number counts"
             )
         return min(first, second)
 

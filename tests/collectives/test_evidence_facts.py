@@ -117,7 +117,8 @@ def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:
         assert evidence.read_files([file]).gdrdma == evidence.read_files([tmp_path / "rank0.log"]).gdrdma == "on"
     done = topoflight("evidence", tmp_path / "rank0.log", tmp_path / "sub")
     assert done.exit_code == 3
-    assert "line 3 of" in done.output
+    assert "line 3 of" in done.output and "no line of" not in done.output
+    assert "2, no line of rank 1" in topoflight("evidence", tmp_path / "rank0.log").output
 
 
 def test_folders_of_runs_are_told_apart_by_communicator(tmp_path: Path) -> None:
