@@ -391,14 +391,6 @@ def test_a_name_shows_all_of_one_node_device_or_code(tmp_path: Path) -> None:
     assert wrong.exit_code == 2 and "gpu-009" in wrong.output and "gpu-000" in wrong.output
 
 
-def test_the_demo_names_its_faults_and_says_that_it_is_built() -> None:
-    text = "\n".join(lines_of("demo"))
-    assert "built-in example" in text
-    for code in ("gpu.nvlink.missing", "gpu.thermal.throttling", "rdma.port.down"):
-        assert code in text, code
-    assert "bus bandwidth (GPU3 has 16 NVLinks)" in " ".join(text.split())
-
-
 def complete(shell: str, line: str) -> list[str]:
     words = line.split(" ")
     env = {"PATH": str(Path(sys.executable).parent), "_TOPOFLIGHT_COMPLETE": f"{shell}_complete", "COMP_WORDS": line,
