@@ -214,7 +214,7 @@ def test_a_wrapped_script_runs_with_its_gate(cluster: Slurm, tmp_path: Path) -> 
             r"^rank \S+/finetune/autostart TOPOFLIGHT_RUN=\S+/topoflight-\d+$", log.read_text(), re.MULTILINE
         )
         assert (done.returncode, len(started)) == (code, count), log.read_text()
-    assert "node01: expect." in log.read_text() and "node02: expect." in log.read_text()
+    assert all(f"{node}: expect." in log.read_text() for node in ("node01", "node02")), log.read_text()
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: Slurm, tmp_path: Path) -> None:
