@@ -188,16 +188,30 @@ class Search:
     def _planned(self) -> list[Test]:
         """Plan the three rounds that every search has, then what is open, and at last the rails of slow nodes."""
         living = [node for node in range(self.nodes) if node not in self.lost]
-        again = self._open(("alone",))
-        alone = [Test(kind="alone", nodes=(node,)) for node in (living if self.phase == 1 else again)]
+        if self.phase == 1:
+            return [Test(kind="alone", nodes=(node,)) for node in living]
         broken = {node for node in living if self._bad_parts(node) or self._was_stuck(node)}
         waiting = {node for test in self._queue for node in test.nodes}
-        free = [node for node in living if node not in broken and node not in again and node not in waiting]
+        free = [node for node in living if node not in broken and node not in waiting]
         if self.phase == 2:
-            return alone + [Test(kind="near", nodes=group) for group in self._near(free)]
+            return [Test(kind="near", nodes=group) for group in self._near(free)]
         if self.phase == 3 and self.nodes > 2:
-            return alone + [Test(kind="far", nodes=group) for group in self._far(free)]
-        return alone if self.phase == 1 else alone + (self._confirmations(set(again)) or self._rail_tests())
+            return [Test(kind="far", nodes=group) for group in self._far(free)]
+        again = self._alone_again()
+        alone = [Test(kind="alone", nodes=(node,)) for node in sorted(again)]
+        return alone + self._confirmations(again) or self._rail_tests()
+
+    def _alone_again(self) -> set[int]:
+        """The nodes with a slow part, and for each model of theirs some that were not slow, to compare them with.
+
+        What slows every node at that moment, such as other work on the hosts, is no fault of the one that is suspected.
+        """
+        suspects = self._open(("alone",))
+        clean: dict[str, list[int]] = defaultdict(list)
+        for node in range(self.nodes) if suspects else ():
+            if self._is_clean(node):
+                clean[self._models[node]].append(node)
+        return {*suspects, *(mate for node in suspects for mate in clean[self._models[node]][:PARTNERS])}
 
     def _near(self, nodes: Iterable[int]) -> list[tuple[int, ...]]:
         """Divide nodes along their domains, and large domains into equal parts."""
@@ -320,12 +334,18 @@ class Search:
         return Measure(round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, links=tuple(links))
 
     def _learn_alone(self, rows: Sequence[tuple[int, str, float]]) -> None:
-        """Compare each part ("GPU3 matmul") with the same part ("matmul") of all nodes with the same model."""
+        """Compare each part ("GPU3 matmul") with the same part ("matmul") of all nodes with the same model.
+
+        A suspect is compared with the slower of the two: all nodes in the first round, its partners in this one.
+        """
+        suspects = set(self._open(("alone",)))
         parts: dict[str, list[tuple[int, str, float]]] = defaultdict(list)
         for node, what, seconds in rows:
             parts[f"{self._models[node]} {what.rpartition(' ')[2]}"].append((node, what, seconds))
         for name, found in parts.items():
             middle, sigma = self._middle.setdefault(name, _spread([seconds for *_, seconds in found]))
+            mates = [seconds for node, _, seconds in found if node not in suspects]
+            middle = max(middle, median(mates or [0.0]))
             for node, what, seconds in found:
                 self._measures[node].append(self._measure("alone", what, seconds / middle - 1, sigma / middle))
 

@@ -25,6 +25,7 @@ from planner.why.facts import (
     EXPLAINS,
     LONG_PHASES,
     LONGER,
+    LOOK_SECONDS,
     Activity,
     Cause,
     RunFacts,
@@ -40,6 +41,10 @@ MATTERS = 0.1  # of the time, that the others must lose
 MOST_SECONDS_LEFT = 3600.0  # a difference that would take longer to prove is near the bar, not yet a suspicion
 MIN_CALLS = 2 * BLOCKS  # that all ranks made
 MIN_LOOKS = 30  # at a rank: of a share the standard error is then below 0.1
+# A system's other work comes and goes within seconds: a rank that is late in all blocks, for no cause that is seen, is
+# named only where each block took as long as a look of the monitor
+MIN_SECONDS = BLOCKS * LOOK_SECONDS
+AS_OTHERS = Activity("unknown", "is late; what it does longer than the others is not known")
 MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
 
 # A quartz oscillator without discipline is off by some 20 ppm (its usual specification); NTP slews by less
@@ -82,7 +87,7 @@ class Lateness:
     def seconds_left(self) -> float:
         """Until the sampling error will be small enough; infinite where the clocks' error alone forbids it."""
         room = self.excess - (self.margin - self.sampling)
-        return max(0.0, self.seconds * ((self.sampling / room) ** 2 - 1)) if room > 0 else inf
+        return max(MIN_SECONDS - self.seconds, self.seconds * ((self.sampling / room) ** 2 - 1)) if room > 0 else inf
 
 
 def _quantile(ranks: int) -> float:
@@ -100,6 +105,8 @@ def _late(facts: RunFacts) -> Verdict | None:
     causes, not_at_fault = [], []
     for one in sorted(proven.values(), key=lambda one: -one.excess):
         what = _habit(one.rank, facts)
+        if what == AS_OTHERS and one.seconds < MIN_SECONDS:
+            continue
         if what.kind in LONG_PHASES:
             not_at_fault.append(f"rank {one.rank} {what.words}; {one.wait}")
         else:
@@ -116,7 +123,7 @@ def _late(facts: RunFacts) -> Verdict | None:
     open_rows = [one for one in late if one.seconds_left < MOST_SECONDS_LEFT]
     if not open_rows:
         return None
-    one = open_rows[0]
+    one = min(open_rows, key=lambda one: one.seconds_left)
     line = (f"not distinguishable yet: rank {one.rank} works in {one.work:.0%} of the time, the others in "
             f"{one.usual:.0%}, and the margin is {one.margin:.0%}; if this goes on, it will be in about "
             f"{max(1.0, one.seconds_left):.0f} s")  # fmt: skip
@@ -265,7 +272,7 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     kind = max(more, key=lambda one: more[one])
     # a difference that looks by chance differ by is none
     if more[kind] <= 2 * sqrt(0.25 / total + 0.25 / theirs):
-        return Activity("unknown", "is late; what it does longer than the others is not known")
+        return AS_OTHERS
     share = mine.get(kind, 0) / total
     return Activity(kind, f"{DOING[kind]} in {share:.0%} of its samples, {rest.get(kind, 0) / theirs:.0%} of those "
                     "of the others")  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +13,15 @@ from typing import Any
 
 import pytest
 import yaml
-from api_server import write_kubeconfig
+from api_server import ApiServer, write_kubeconfig
 from kubernetes.config import incluster_config
 from rigs.command import python
 from rigs.serving import Asked, answering
 
-from agent.cluster.client import AccessError, ApiError, Client, connect
+from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL
+
+NODES = path_of(API_VERSION, PLURAL)
 
 
 def config(path: Path, *, current: str | None = None, **entries: dict[str, dict[str, Any]]) -> Path:
@@ -186,3 +191,22 @@ def test_in_a_pod_the_service_account_is_used(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     found = connect(environment={"KUBERNETES_SERVICE_HOST": "fd00::1", "HOME": "/nonexistent"})
     assert (found.server, found.token(), found.namespace) == ("https://[fd00::1]:443", "pod-token", "ns")
+
+
+def test_a_server_is_trusted_by_its_certificate_alone(tmp_path: Path) -> None:
+    """One that nobody vouches for is refused by name, and is sent no token; with its authority it is answered."""
+    words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
+             "-subj", "/CN=api", "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "ca.pem")]
+    subprocess.run(["openssl", *words, *files], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "ca.pem", tmp_path / "key.pem")
+    with ApiServer() as api:
+        assert api._server is not None
+        api._server.socket = context.wrap_socket(api._server.socket, server_side=True)
+        way = {"server": api.url.replace("http:", "https:")}
+        with pytest.raises(ApiError, match="certificate"):
+            client_as(tmp_path, {"token": "agent-token"}, **way).get(NODES)
+        assert api.requests == []
+        trusting = client_as(tmp_path, {"token": "agent-token"}, **way, **{"certificate-authority": "ca.pem"})
+        assert trusting.get(NODES)["items"] == []

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
-import typing
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from agent.checks.measured import with_bench
 from agent.checks.verdict import View, build_view
 from agent.cluster.client import Tally, reason_of
 from agent.http.cluster import samples as tallies
-from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
+from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS
 from collectives.bench.results import Bar, BenchResult, Latency, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
@@ -119,20 +116,6 @@ def test_catalogue_has_each_name_once_and_no_label_too_many() -> None:
     assert max(names.values()) == 1
     assert set(LABELS) == {label for family in CATALOGUE for label in family.labels}
     assert [family for families in BY_SOURCE.values() for family in families] == list(CATALOGUE)
-
-
-def test_catalogue_file_is_valid() -> None:
-    """metrics.toml holds texts, known kinds, and bounds that are a number or a symbol; `Metric` takes no other key."""
-    table = tomllib.loads((Path(metrics.__file__).parent / "metrics.toml").read_text(encoding="utf-8"))
-    assert set(table) == {"forbidden_labels", "symbols", "labels", "metrics"}
-    for name, row in table["labels"].items():
-        bound = row.get("most", "1")
-        assert row["text"] and set(row) <= {"text", "most"} and (bound in SYMBOLS or bound.isdigit()), name
-    texts = [text for row in table["metrics"] for text in (row["name"], row["help"], *row.get("labels", ["-"]))]
-    assert all(isinstance(text, str) and text for text in texts)
-    kinds = typing.get_args(typing.get_type_hints(Metric)["kind"])
-    assert {row.get("kind", "gauge") for row in table["metrics"]} <= set(kinds)
-    assert not {"probe", "fact"} & {name for name, row in table["labels"].items() if "most" in row}, "counted in Python"
 
 
 def test_probes_export_what_they_declare() -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence_rows import dressed, rows
-from rigs.logs import read
 
 from collectives.nccl_log import evidence
 
@@ -60,48 +57,3 @@ def test_every_problem_shows_where_it_is(case: dict[str, Any]) -> None:
     rows = [row for problem in verdict.problems for row in problem.lines] + list(verdict.proof)
     for row in rows:
         assert row.text[:60].encode() in lines[row.line - 1]
-
-
-def verdict_of(lines: list[str]) -> tuple[object, ...]:
-    verdict = read([line + "\n" for line in lines])
-    codes = tuple(sorted(problem.code for problem in verdict.problems))
-    fields = (verdict.inter_node_transport, verdict.intra_node_transport, verdict.gdrdma, verdict.nccl_version)
-    return (*fields, verdict.send, verdict.receive, codes)
-
-
-@pytest.mark.parametrize(("name", "form"), rows("corpus_dresses"))
-def test_a_launcher_changes_no_verdict(name: str, form: str) -> None:
-    """The same logs through every launcher, pager and container runtime."""
-    for case in cases():
-        lines = (LOGS / case["file"]).read_text(errors="replace").split("\n")
-        worn = [dressed(form, number, line) for number, line in enumerate(lines)]
-        assert verdict_of(worn) == verdict_of(lines), f"{case['file']}: {name}"
-
-
-def interleave(lines: list[str], chance: random.Random) -> list[str]:
-    """As two processes write to one pipe: lines glued, split, and written into each other."""
-    out: list[str] = []
-    rest = iter(lines)
-    for line in rest:
-        kind = chance.random()
-        cut = chance.randint(1, max(1, len(line) - 1))
-        if kind < 0.03:
-            out.append(line + next(rest, ""))
-        elif kind < 0.06:
-            out += [line[:cut], line[cut:]]
-        elif kind < 0.09:
-            out += [line[:cut] + next(rest, ""), line[cut:]]
-        else:
-            out.append(line)
-    return out
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_interleaving_changes_no_verdict(seed: int) -> None:
-    """One line in ten torn: what joins nodes and GPUs, and whether GPUDirect RDMA is on, stays."""
-    chance = random.Random(seed)
-    for case in cases():
-        lines = (LOGS / case["file"]).read_text(errors="replace").split("\n")
-        if len(lines) < 40:
-            continue  # a tear in a short excerpt may take the only line that says it
-        assert verdict_of(interleave(lines, chance))[:3] == verdict_of(lines)[:3], case["file"]

@@ -27,8 +27,11 @@ def test_simulated_fleets(share):
         assert middle[0] <= tests and middle[1] <= rounds, (row, middle)
 
 
-def run(domains, fleet, rails=1, planned=None):
-    """Search with the transfers that `fleet(source, target, rail)` gives: seconds, None where nothing moves."""
+def run(domains, fleet, rails=1, planned=None, alone=lambda node, _round: 1 + node % 3 / 100):
+    """Search with the transfers that `fleet(source, target, rail)` gives: seconds, None where nothing moves.
+
+    `alone(node, round)` are the seconds of a node's matrix product.
+    """
     found = Search(domains, rails=rails)
     while tests := found.next_round():
         if planned is not None:
@@ -41,8 +44,8 @@ def run(domains, fleet, rails=1, planned=None):
                 (a, b, rail, s * (1 + ((a * 7 + b * 3 + found.round) % 9) / 1000)) for a, b, rail, s in rows if s
             )
             stuck = tuple((a, b) for a, b, _, s in rows if s is None)
-            alone = tuple((node, "GPU0 matmul", 1 + node % 3 / 100) for node in test.nodes)
-            outcomes.append(Outcome(alone=alone) if test.kind == "alone" else Outcome(transfers=moved, stuck=stuck))
+            parts = tuple((node, "GPU0 matmul", alone(node, found.round)) for node in test.nodes)
+            outcomes.append(Outcome(alone=parts) if test.kind == "alone" else Outcome(transfers=moved, stuck=stuck))
         found.report(outcomes)
     return found
 
@@ -92,6 +95,16 @@ def test_small_fleets(domains, fleet, bad, links, unjudged):
 def test_the_slow_rail_of_a_slow_node_is_named():
     found = run([""] * 8, lambda a, b, rail: 2.0 if 3 in (a, b) and rail in (-1, 2) else 1.0, rails=4)
     assert [(v.node, v.rails) for v in found.verdicts() if v.state == "bad"] == [(3, (2,))]
+
+
+def test_a_slow_part_is_compared_with_that_of_others_at_the_same_time():
+    """All take 40 % longer after round 1, in which node 5 was slow by chance; node 2 is slow in every round."""
+    found = run([""] * 8, lambda *_: 1.0,
+                alone=lambda node, number: (1 + node % 3 / 100) * (1.4 if number > 1 or node == 5 else 1.0)
+                * (1.5 if node == 2 else 1.0))  # fmt: skip
+    assert [(v.node, v.reason, v.what) for v in found.verdicts() if v.state != "good"] == [
+        (2, "part", ("GPU0 matmul",))
+    ]
 
 
 def test_a_chance_event_and_a_small_deviation_are_no_fault():

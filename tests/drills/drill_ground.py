@@ -58,7 +58,7 @@ def drill(run: Callable[[Ground], list[str]] | None = None, *, long: int = 5) ->
         @pytest.mark.parametrize("number", range(long if LONG else 1))
         @functools.wraps(run)
         def test(number: int, tmp_path: Path) -> None:
-            if (why := missing("mount", "cc", "openssl")) is not None:
+            if (why := missing("mount", "cc")) is not None:
                 pytest.skip(why)
             seed = random.randrange(1 << 32) if LONG else zlib.crc32(run.__name__.encode())
             lost = run(Ground(tmp_path, random.Random(seed), long=LONG))
@@ -106,9 +106,9 @@ class Ground:
             "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(more or {}),
         }  # fmt: skip
 
-    def start(self, *words: str, network: bool = False, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, **environment: str) -> subprocess.Popen[str]:
         """Start `topoflight WORDS`; its pid is that of the agent. DRILL_MOUNTS are commands run before it."""
-        space = ["unshare", "-m", *(["-n"] if network else []), "sh", "-c", _ENTER, "sh"]
+        space = ["unshare", "-m", "sh", "-c", _ENTER, "sh"]
         return subprocess.Popen(
             [*space, sys.executable, "-m", "agent.cli", *words], env=self.environment(environment), cwd=self.folder,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

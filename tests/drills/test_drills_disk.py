@@ -1,4 +1,4 @@
-"""Disks that are full or read-only, and clocks that jump."""
+"""A full disk, state that is corrupt, an API server that is not there as the agent starts, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import json
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drill_ground import ROOT, RUN, SMALL_BENCH, Ground, drill, eventually, keep_something, state_lost
+from api_server import ApiServer, write_kubeconfig
+from drill_ground import MACHINES, ROOT, RUN, SMALL_BENCH, Ground, drill, eventually, keep_something, state_lost
 
-from agent.base.result_store import RUNS_FOLDER, STORED_RUNS
+from agent.base.result_store import BENCH_FILE, RUNS_FOLDER, STORED_RUNS
 from contracts.run_record import record_of
 
 pytestmark = pytest.mark.long
 
 DAY_SECONDS = 86400
+BACK_SECONDS = 150.0  # longer than three of the longest waits between two tries
 
 
 @contextlib.contextmanager
@@ -33,11 +34,8 @@ def _disk(place: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def _close(place: Path, *, full: bool) -> None:
-    """Full to the last byte, or read-only."""
-    if not full:
-        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-        return
+def _fill(place: Path) -> None:
+    """To the last byte."""
     with contextlib.suppress(OSError), (place / "filler").open("wb", buffering=0) as filler:
         while True:
             filler.write(bytes(1024))
@@ -45,26 +43,6 @@ def _close(place: Path, *, full: bool) -> None:
 
 def _files(place: Path) -> set[str]:
     return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
-
-
-def _no_room(ground: Ground, *, full: bool) -> list[str]:
-    """The state folder and a --save on such a disk: refused before any load, and what was kept stays."""
-    with _disk(ground.state):
-        keep_something(ground)
-        _close(ground.state, full=full)
-        before = _files(ground.state)
-        done = ground.run(*SMALL_BENCH, f"--save={ground.state / 'saved.json'}")
-        lost = _refused(done, "saved.json", "is full" if full else "cannot be written to")
-        if full or ground.long:  # a report is written alike on both: the short form holds it on one
-            report = ground.run("preflight", "-q", f"--report={ground.state / 'report'}")
-            lost += _refused(report, "report", "is full" if full else "cannot be written to")
-        with ground.agent() as agent:
-            lost += [] if agent.ready() else [f"the agent is not ready: {agent.words()[-300:]}"]
-            status, told = agent.ask("/runs")
-            lost += [] if status == 200 and record_of(RUN) in map(record_of, told) else [f"/runs: {status} {told}"]
-        lost += state_lost(ground.state)
-        lost += [f"left on the disk: {name}" for name in _files(ground.state) - before]
-    return [*lost, *ground.after()]
 
 
 def _refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> list[str]:
@@ -75,15 +53,21 @@ def _refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2)
 
 @drill
 def test_disk_full(ground: Ground) -> list[str]:
-    """Nothing can be written where results are kept."""
-    return _no_room(ground, full=True)
-
-
-@pytest.mark.nightly
-@drill
-def test_disk_read_only(ground: Ground) -> list[str]:
-    """The same on a disk that the kernel has turned read-only."""
-    return _no_room(ground, full=False)
+    """The state folder and a --save on such a disk: refused before any load, and what was kept stays."""
+    with _disk(ground.state):
+        keep_something(ground)
+        _fill(ground.state)
+        before = _files(ground.state)
+        lost = _refused(ground.run(*SMALL_BENCH, f"--save={ground.state / 'saved.json'}"), "saved.json", "is full")
+        report = ground.run("preflight", "-q", f"--report={ground.state / 'report'}")
+        lost += _refused(report, "report", "is full")
+        with ground.agent() as agent:
+            lost += [] if agent.ready() else [f"the agent is not ready: {agent.words()[-300:]}"]
+            status, told = agent.ask("/runs")
+            lost += [] if status == 200 and record_of(RUN) in map(record_of, told) else [f"/runs: {status} {told}"]
+        lost += state_lost(ground.state)
+        lost += [f"left on the disk: {name}" for name in _files(ground.state) - before]
+    return [*lost, *ground.after()]
 
 
 @drill
@@ -134,30 +118,6 @@ def test_clock_of_the_agent(ground: Ground) -> list[str]:
     return [*lost, *ground.orphans()]
 
 
-@pytest.mark.nightly
-@drill
-def test_clock_of_a_benchmark(ground: Ground) -> list[str]:
-    """A whole result; no time in it is negative or a day long."""
-    file, shifted = _clock(ground)
-    over = threading.Event()
-
-    def jump() -> None:
-        while not over.wait(0.2):
-            file.write_text(str(ground.random.choice((-DAY_SECONDS, 0, DAY_SECONDS))))
-
-    thread = threading.Thread(target=jump)
-    thread.start()
-    done = ground.run(*SMALL_BENCH, **shifted)
-    over.set()
-    thread.join()
-    if done.returncode:
-        return [f"exit code {done.returncode}: {done.stderr[-500:]}", *ground.after()]
-    found = json.loads(done.stdout)
-    times = [found["seconds"], *(t for m in found["measurements"] for t in m["iteration_seconds"])]
-    lost = [] if found["complete"] and all(0 < t < 3600 for t in times) else [f"times: {sorted(times)[:3]}"]
-    return [*lost, *ground.after()]
-
-
 @drill
 def test_clock_of_a_record(ground: Ground) -> list[str]:
     """The folder is full of records that look newer: the new one stays."""
@@ -181,3 +141,39 @@ def test_clock_of_a_record(ground: Ground) -> list[str]:
     lost = [] if kept.is_file() else [f"the new record is gone: {done.stdout} {done.stderr[-300:]}"]
     left = len(list(runs.glob("*.json")))
     return lost if left == STORED_RUNS else [*lost, f"{left} records are kept"]
+
+
+@drill
+def test_state_corrupt_at_start(ground: Ground) -> list[str]:
+    """It is ready, serves the good part on page and in JSON, and names the bad files in its log."""
+    keep_something(ground)
+    (ground.state / BENCH_FILE).write_text("[" * 100_000)
+    runs = ground.state / RUNS_FOLDER
+    (runs / "20260102T000000-1.json").write_text(json.dumps({**RUN, "schema_version": 99}))
+    odd = {"schema_version": 1, "layout": 7, "comparison": [3, {"forecast": {"low": "x"}}], "model": [], "loss": "no"}
+    (runs / "20260103T000000-1.json").write_text(json.dumps(odd))
+    with ground.agent() as agent:
+        lost = [] if agent.ready() else [f"not ready: {agent.words()[-500:]}"]
+        served = agent.ask("/runs")
+        page = agent.ask("/", Accept="text/html")[0]
+        words = agent.words()
+    lost += [] if served[0] == 200 and record_of(RUN) in map(record_of, served[1]) else [f"/runs: {served}"]
+    lost += [] if page == 200 else [f"the page: {page}"]
+    lost += [f"{name} is not named" for name in (BENCH_FILE, "20260102T000000-1.json") if name not in words]
+    return [*lost, *ground.orphans()]
+
+
+@drill
+def test_api_down_at_start(ground: Ground) -> list[str]:
+    """The agent is ready without it, and publishes once it is there."""
+    with ApiServer(nfd=False) as api:
+        api.down()
+        config = write_kubeconfig(ground.folder / "kubeconfig", api.url)
+        words = (f"--host={MACHINES / 'hgx-h100-8xH100-8hca.json'}", "--publish", "--node-name=n1")
+        with ground.agent(*words, KUBECONFIG=str(config)) as agent:
+            lost = [] if agent.ready() else [f"not ready: {agent.words()[-500:]}"]
+            api.up()
+            if eventually(lambda: api.of_kind("NodeTopology") or None, seconds=BACK_SECONDS) is None:
+                lost.append(f"not published: {agent.words()[-500:]}")
+            lost += [] if agent.term() is not None else ["the agent does not end"]
+    return [*lost, *ground.orphans()]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
-import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -123,41 +120,3 @@ def test_sysfs_blocks(ground: Ground) -> list[str]:
     if whole is None:
         lost.append("the probe does not come back once the file answers")
     return [*lost, *ground.orphans()]
-
-
-@drill
-def test_verbs_missing(ground: Ground) -> list[str]:
-    """Its Python binding is there and the loader finds no libibverbs.so.1: RDMA facts come from the kernel."""
-    root, package = machine_root(ground), ground.folder / "packages" / "pyverbs"
-    package.mkdir(parents=True)
-    library = ground.folder / "libibverbs.so.1"
-    source = ground.folder / "device.c"
-    source.write_text("int ibv_fork_init(void); int PyInit_device(void) { return ibv_fork_init(); }\n")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, "-xc", "-"], input=b"int ibv_fork_init(void) {return 0;}",
-                   check=True)  # fmt: skip
-    for name in ("device", "pyverbs_error"):
-        target = package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", target, source, library], check=True)
-    (package / "__init__.py").write_text("")
-    library.unlink()
-    with variables(ground), Scanner(str(root), probes=(BY_NAME["rdma"],)) as scanner:
-        plain = scanner.scan().outcomes["rdma"]
-    with variables(ground, PYTHONPATH=str(package.parent)), Scanner(str(root), probes=(BY_NAME["rdma"],)) as scanner:
-        without = scanner.scan().outcomes["rdma"]
-    if not isinstance(without, Ok) or not isinstance(plain, Ok):
-        return [f"rdma: {without}"]
-    same = without.facts.devices == plain.facts.devices and "libibverbs.so.1" in (without.facts.pyverbs or "")
-    return [*([] if same else [f"{without.facts.pyverbs}; the devices differ"]), *ground.orphans()]
-
-
-@drill(long=20)
-def test_netlink_overrun(ground: Ground) -> list[str]:
-    """A storm of link events into a receive buffer of the smallest size, between two questions."""
-    script = Path(__file__).with_name("netlink_storm.py")
-    done = subprocess.run(
-        ["unshare", "-n", sys.executable, str(script)], env=ground.environment(), capture_output=True, text=True,
-        timeout=240,
-    )  # fmt: skip
-    if done.returncode:
-        return [f"{done.stdout[-400:]} {done.stderr[-600:]}"]
-    return ground.orphans()

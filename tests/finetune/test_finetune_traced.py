@@ -227,15 +227,3 @@ def test_recommended_layouts_send_what_the_forecast_counts(tmp_path):
 def test_mixtures_send_what_the_forecast_counts(tmp_path):
     """Experts and their adapters too, without padding where there are more ranks than experts."""
     hold_all(tmp_path, [(name, method, Layout(**more)) for name, method, more in (MIXED if WHOLE else MIXED[:1])])
-
-
-@pytest.mark.nightly
-def test_all_layers_of_an_8b(tmp_path):
-    """The fewer layers stand for all: one step of the whole model, sharded over one machine."""
-    layout = Layout(world_size=8, dp_shard=8, micro_batch=2)
-    case = case_of(tmp_path, "Llama-3.1-8B", "full", layout, layers=32)
-    (got,) = traced(tmp_path, [case]).values()
-    hold(got, "Llama-3.1-8B", "full", layout, layers=32)
-    assert (
-        got["local_bytes"] == memory_parts(model_named("Llama-3.1-8B"), training_of("full", 8), layout, ENGINE).weights
-    )

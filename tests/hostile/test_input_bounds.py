@@ -1,7 +1,4 @@
-"""Size and depth are bounded for each input: one table, one refusal each, in the reader's own words.
-
-Bombs are read in a process of their own with 1.5 GiB of address space and a minute of CPU: none may need more.
-"""
+"""Size and depth are bounded for each input: one table, one refusal each, in the reader's own words."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import gzip
 import io
 import json
 import os
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -242,41 +237,3 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     # 64 MiB of the own child
     flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file", "outcome"}
     assert set(targets()) == bounded | flat
-
-
-BOMBS = """
-import resource, sys, zlib, base64, json, gzip
-resource.setrlimit(resource.RLIMIT_AS, (3 << 29, 3 << 29))
-resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
-sys.path[:0] = [{root!r}, {root!r} + "/bench"]
-import fuzz_targets
-found = fuzz_targets.targets()
-def levels(form, n):
-    return b"".join(b"a%d: &a%d %s\\n" % (i + 1, i + 1, form % b", ".join([b"*a%d" % i] * 9)) for i in range(n))
-lists, merges = b"a0: &a0 [x]\\n" + levels(b"[%s]", 9), b"a0: &a0 {{k: v}}\\n" + levels(b"{{<<: [%s]}}", 9)
-entities = "".join(f'<!ENTITY e{{i + 1}} "{{f"&e{{i}};" * 10}}">' for i in range(9)).encode()
-XML = b'<!DOCTYPE s [<!ENTITY e0 "x">' + entities + b']><system><cpu numaid="&e9;"/></system>'
-inputs = [("topo_xml", XML), ("nccl_log", b"NCCL" * (4 << 20)), ("nccl_log", b"\\0" * (16 << 20)),
-          ("topo_text", b"\\tGPU0" * 300_000), ("topo_text", b"GPU0\\tGPU1\\n" * 100_000),
-          ("words", b"\\2" + b"1:1," * 2500), ("environment", b"\\5" + b"[" * 200_000)]
-for name in ("job_config", "manifest"):
-    inputs += [(name, b"\\1" + bomb + tail) for bomb in (lists, merges) for tail in (
-        b"current-context: *a9\\n", b"env: [{{name: NCCL_DEBUG, value: *a9}}]\\n", b"learning_rate: *a9\\n")]
-for name in ("recording", "baseline", "outcome", "run", "calibration", "model_config", "bench_result"):
-    inputs += [(name, b"\\1\\0" + b"[" * 1_000_000), (name, b"\\1\\0" + b"[0," * 300_000 + b"0")]
-inputs.append(("recording", b"\\1\\0" + gzip.compress(b"0" * (256 << 20))))
-for name, data in inputs:
-    fuzz_targets.check(found[name], data)
-    print(name, len(data), flush=True)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1100)
-def test_bombs_end_soon_in_a_small_process() -> None:
-    """Billion laughs in YAML lists, merges and XML, long lines, deep brackets, a gzip bomb: all refused or read."""
-    done = subprocess.run(
-        [sys.executable, "-c", BOMBS.format(root=str(ROOT))], capture_output=True, text=True, timeout=1000, check=False,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-300:] + done.stderr[-2000:]

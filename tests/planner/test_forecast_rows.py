@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -14,15 +12,11 @@ from typing import Any
 import forecast
 import pytest
 import yaml
-from forecast import as_run
 from rigs.tables import each_row
 from rows import Row, read_row
 from widths import Sample, learn
 
 from planner.forecast.calibration import MIXTURE, PLAIN, Z80
-from planner.forecast.specs import weights
-
-ROOT = Path(__file__).resolve().parents[2]
 
 BASE = {
     "row_id": "1", "source": "a table", "framework": "torchtitan", "model": "Llama-3.1-8B", "layers": "32",
@@ -142,57 +136,11 @@ def test_cells_are_read_as_tables_write_them(table: str, row: dict[str, str], wa
     assert READ[table](row) == wanted
 
 
-def test_a_machine_names_its_gpu_and_its_network() -> None:
-    """An instance type in place of a GPU."""
-    row = read(
-        {"gpu": "", "system": "p5.48xlarge", "gpus_per_node": "", "nodes": "2", "world": "", "dp": "", "gbs": ""}
-    )
-    assert (row.gpu.name, row.layout.world_size) == ("H100", 16)
-    assert row.links.network is not None and row.links.network.how == "derived"
-
-
-def test_parallelism_by_the_words_of_a_note() -> None:
-    """Degrees and batches that have no column."""
-    empty = dict.fromkeys(("tp", "pp", "dp", "mbs", "gbs"), "")
-    row = read({**empty, "framework": "NeMo", "world": "256", "nodes": "32",
-                "note": "TP=4, PP=8, VP=4, MBS=2, GBS 512, CP1"})  # fmt: skip
-    at = row.layout
-    assert (at.tp, at.pp, at.virtual_stages, at.micro_batch, at.global_batch) == (4, 8, 4, 2, 512)
-
-
-def test_a_row_that_moves_its_weights_out_is_taken_to_recompute() -> None:
-    """The search does so first, as it costs less."""
-    row = {"offload": "params+optimizer", "sharding": "FULL_SHARD", "framework": "in-house"}
-    assert as_run(read(row)).checkpointing == "full"
-    assert as_run(read({**row, "act_recompute": "none"})).checkpointing == "none"
-
-
 @each_row(("row", "link", "gbytes"), TABLES["networks"])
 def test_networks(row: dict[str, str], link: str | None, gbytes: float) -> None:
     network = read({**row, "nodes": "2", "world": "16", "dp": "16", "gbs": "16"}).links.network
     assert network is not None and network.bytes_per_second / 1e9 == pytest.approx(gbytes, rel=0.02)
     assert link is None or network.link == link
-
-
-def test_memory_of_all_gpus_is_divided_among_them() -> None:
-    """In words, or because no card holds as much."""
-    total = {"mem_gib": "400", "mem_kind": "GB as printed; total over GPUs"}
-    assert read(total).memory_bytes == pytest.approx(50e9)
-    assert read({**total, "mem_kind": "GB"}).memory_bytes == pytest.approx(50e9)
-
-
-def test_a_model_of_which_only_the_size_is_known_is_assumed() -> None:
-    """So many weights, and said to be assumed."""
-    row = read({"model": "BLOOM-195B", "layers": "", "hidden": "", "heads": "", "kv_heads": "", "ffn": "", "vocab": ""})
-    assert "model" in row.assumed
-    assert weights(row.model).total == pytest.approx(195e9, rel=0.03)
-
-
-def test_no_layout_published_is_asked_of_the_planner() -> None:
-    """Degrees of a Megatron run that its row leaves out."""
-    empty = dict.fromkeys(("tp", "pp", "dp", "mbs"), "")
-    assert "layout" in read({**empty, "framework": "NVIDIA NeMo", "gbs": "64", "world": "64"}).assumed
-    assert "layout" not in read({**empty, "framework": "torchtitan", "gbs": "64", "world": "64"}).assumed
 
 
 def test_a_kind_of_job_seen_in_one_source_is_no_narrower_than_any_other() -> None:
@@ -204,11 +152,3 @@ def test_a_kind_of_job_seen_in_one_source_is_no_narrower_than_any_other() -> Non
     both = learn([*spread, *alone, Sample(source="a", error=0.0, kinds=(MIXTURE,))], engines=set(), calibrated=0.1,
                  memory={}, pair=0.1, pair_same=0.1)  # fmt: skip
     assert both.kinds[MIXTURE] < 0.05 < both.kinds[PLAIN]
-
-
-def test_a_missing_file_is_a_usage_error() -> None:
-    """Exit code 2, and the file's name."""
-    command = [sys.executable, str(ROOT / "bench" / "forecast.py"), "/nowhere/rows.csv"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 2
-    assert "/nowhere/rows.csv" in done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 import subprocess
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -140,43 +138,3 @@ def test_no_newer_release_is_out_than_the_table_knows() -> None:
         stamp = table.read_text(encoding="utf-8").partition("\n# read on: ")[2][:10]
         age = (datetime.now(UTC).date() - date.fromisoformat(stamp)).days
         assert age <= OLDEST_DAYS, f"the table is {age} days old, and no index tells whether a release is out"
-
-
-LIBRARY = """
-#include <stdlib.h>
-#define ONE __attribute__((noinline, noclone)) static
-ONE const char* ncclGetEnv(const char* name) {{ return getenv(name); }}
-ONE long ncclLoadParam(const char* name, long value) {{ return getenv(name) ? 1 : value; }}
-const char* kinds[] = {{"NCCL_ONLY_A_WORD"}};
-const char* text(void) {{ return ncclGetEnv("NCCL_SOME_TEXT"); }}
-long number(void) {{ return ncclLoadParam("NCCL_SOME_NUMBER", {default}); }}
-"""
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a library with")
-@pytest.mark.parametrize("default", [0, 5, -2, 1 << 40])
-def test_names_are_read_from_a_librarys_code(default: int, tmp_path: Path) -> None:
-    """Loaded names with their kinds and defaults; a word in a table is none."""
-    if platform.machine() != "x86_64":
-        pytest.skip("the reader knows x86-64, which the wheels are read of")
-    source, library = tmp_path / "a.c", tmp_path / "libnccl.so.2"
-    source.write_text(LIBRARY.format(default=default))
-    subprocess.run(["cc", "-O1", "-fPIC", "-shared", "-o", library, source], check=True)
-    assert nccl_names.names_of_library(library.read_bytes()) == {
-        "NCCL_SOME_TEXT": nccl_names.Read(kind="text"),
-        "NCCL_SOME_NUMBER": nccl_names.Read(kind="integer", default=str(default)),
-    }
-
-
-def test_a_release_joins_the_table() -> None:
-    """A new name begins with its release, one that is gone ends with the last that read it, the rest stays."""
-    new = nccl_names.Read(kind="integer", default="3")
-    rows = nccl_names.merged(
-        {name: names()[name] for name in ("NCCL_IB_HCA", "NCCL_PXN_DISABLE")},
-        {(2, 98, 1): {"NCCL_IB_HCA": nccl_names.Read(kind="text"), "NCCL_PXN_DISABLE": new, "NCCL_OLD": new},
-         (2, 99, 1): {"NCCL_IB_HCA": nccl_names.Read(kind="text"), "NCCL_NEW": new}},
-    )  # fmt: skip
-    assert rows["NCCL_IB_HCA"] == names()["NCCL_IB_HCA"]
-    assert (rows["NCCL_NEW"].first, rows["NCCL_NEW"].kind, rows["NCCL_NEW"].default) == ((2, 99, 1), "integer", "3")
-    assert (rows["NCCL_PXN_DISABLE"].status, rows["NCCL_PXN_DISABLE"].last) == ("removed", (2, 98, 1))
-    assert rows["NCCL_OLD"].last == (2, 98, 1)

@@ -216,22 +216,6 @@ def test_nothing_to_list_is_absent_and_a_refusal_is_a_failure() -> None:
         read_interfaces(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-    lambda j: (
-        st.lists(j, max_size=3)
-        | st.dictionaries(st.sampled_from(["name", "interface", "mtu", "default", "device-info", "pci"]), j, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@given(JSON)
-def test_any_json_as_network_status(value: Any) -> None:
-    host = pod().host(files={"/etc/podinfo/network-status": json.dumps(value)})
-    list(interfaces.check(read_interfaces(host)))
-
-
 def tlv(kind: int, value: bytes) -> bytes:
     return (kind << 9 | len(value)).to_bytes(2, "big") + value
 

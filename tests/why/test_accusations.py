@@ -80,6 +80,10 @@ def test_clocks_of_two_hosts_are_aligned_or_not_compared(
     found = judge(RunFacts(traces=traces, states=states, world=2, now=START + 60))
     assert (found.ranks, found.state) == (named, "slow" if named else "fine"), found.line
     assert not named or "clocks within" in found.causes[0].evidence[0]
+    alike = {r: replace(state, samples={"compute": 10, "collective": 10}) for r, state in states.items()}
+    found = judge(RunFacts(traces=traces, states=alike, world=2, now=START + 60))
+    assert found.ranks == (), "late for ten seconds, and seen to do what the other does"
+    assert not named or "not distinguishable yet: rank 0" in found.line, found.line
 
 
 def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
