@@ -88,7 +88,7 @@ def test_other_texts_get_an_answer_of_their_own(
     pack: Callable[[bytes], bytes], name: str, text: str, code: str, word: str, hosts: list[str], exit_code: int
 ) -> None:
     """Saved RAS, ibstat, rdma link and kernel logs; none of them proves a channel."""
-    verdict = evidence.read_file(io.BytesIO(pack(text.encode())))
+    verdict = evidence.read_files([io.BytesIO(pack(text.encode()))])
     first = verdict.problems[0]
     assert (first.code, list(first.hosts), evidence.exit_code(verdict)) == (code, hosts, exit_code), name
     assert word in first.message, name
