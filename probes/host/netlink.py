@@ -1,8 +1,8 @@
-"""Questions to the kernel's netlink: links, addresses and routes, a port's own word, and RDMA devices.
+"""Netlink queries: links, addresses and routes; link modes and flow control of a port; RDMA devices.
 
-rtnetlink(7) is read by pyroute2. What pyroute2 does not know is asked here, message by message: RDMA devices
-(RDMA_NL_NLDEV) and priority flow control (DCB); so are the link modes of ethtool, which pyroute2 decodes for
-milliseconds a port. None of it needs a privilege, and every answer is waited for a few seconds only.
+pyroute2 reads rtnetlink(7). Messages that pyroute2 does not support are sent here: RDMA devices (RDMA_NL_NLDEV) and
+priority flow control (DCB). So are ethtool's link modes, because pyroute2 needs milliseconds per port to decode them.
+No query needs privileges, and each has a timeout of a few seconds.
 
 Specification: netlink(7), rtnetlink(7); Linux include/uapi/rdma/rdma_netlink.h; include/uapi/linux/dcbnl.h
 (DCB_CMD_IEEE_GET, struct ieee_pfc); Documentation/networking/ethtool-netlink.rst (ETHTOOL_MSG_LINKMODES_GET, bit sets
@@ -27,18 +27,18 @@ _TABLE = read_table(__file__, "netlink.toml")
 _TIMEOUT_SECONDS = 3.0
 _REQUEST, _DUMP, _DONE, _ERROR = 0x1, 0x300, 3, 2
 _ATTRIBUTE = struct.Struct("=HH")
-_TYPE, _NESTED = 0x3FFF, 0x8000  # a type without NLA_F_NESTED and NLA_F_NET_BYTEORDER; NLA_F_NESTED
+_TYPE, _NESTED = 0x3FFF, 0x8000  # mask that removes NLA_F_NESTED and NLA_F_NET_BYTEORDER from a type; NLA_F_NESTED
 
 # rtnetlink ------------------------------------------------------------------------------------------------------
 
-_TRIES = 4  # of a list that changes while it is made
+_TRIES = 4  # if the list changes during the dump
 
 
 def ask_route(what: str) -> tuple[dict[str, Json], ...]:
-    """ "links", "addresses" or "routes" of this network namespace: one flat dict each, under pyroute2's names.
+    """Return the "links", "addresses" or "routes" of this network namespace: one flat dict each, with pyroute2's names.
 
-    Each list is asked on a socket of its own, so that one that overran, or was given up, leaves nothing behind. Raises
-    OSError where netlink is refused, broken, or gives no answer in time.
+    Each list is read on its own socket, so that an overrun or a timeout does not affect later queries. Raises OSError
+    if netlink refuses or breaks, or does not answer in time.
     """
     if what not in _TABLE["lists"]:
         raise ValueError(f"netlink answers {sorted(_TABLE['lists'])}, not {what!r}")
@@ -70,12 +70,12 @@ async def _list(what: str) -> tuple[dict[str, Json], ...]:
                     listed = await getattr(route, about["method"])()
                     return tuple([_entry(message, about["fields"], about["attributes"]) async for message in listed])
             except NetlinkDumpInterrupted:
-                continue  # something changed while it was listed
+                continue  # the list changed during the dump
     raise OSError(errno.EINTR, f"rtnetlink: {what} changed during each of {_TRIES} lists")
 
 
 def _entry(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> dict[str, Json]:
-    """The fields and attributes of one message that are known here; only these are decoded."""
+    """Return the known fields and attributes of one message; others are not decoded."""
     entry: dict[str, Json] = {name: message[name] for name in fields}
     for slot in message["attrs"]:
         if (name := slot[0]) in attributes:
@@ -84,7 +84,7 @@ def _entry(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> di
 
 
 def _about_link(info: Any) -> dict[str, Json]:
-    """The kind; of a vxlan also what it stands on, which is one level deeper."""
+    """Return the kind of a link; for a vxlan also its lower device, which is nested one level deeper."""
     kind = info.get_attr("IFLA_INFO_KIND")
     found: dict[str, Json] = {"IFLA_INFO_KIND": kind} if kind else {}
     if kind == "vxlan":
@@ -107,14 +107,14 @@ _LINKMODES_GET, _HEADER, _OURS, _DEVICE_NAME = 4, 1, 3, 2
 _BITSET_BITS, _BITS_BIT, _BIT_NAME = 3, 1, 2
 _RTM_GETDCB, _IEEE_GET, _IFNAME, _IEEE, _IEEE_PFC = 78, 21, 1, 13, 2
 _IEEE_APP_TABLE, _IEEE_APP, _SELECTOR_DSCP = 3, 1, 5  # include/uapi/linux/dcbnl.h
-_SPEED = re.compile(r"(\d{2,7})base[A-Z]")  # "400000baseCR8/Full" is 400000 Mb/s; "FEC_RS", "FIBRE" are no speeds
+_SPEED = re.compile(r"(\d{2,7})base[A-Z]")  # "400000baseCR8/Full" is 400000 Mb/s; "FEC_RS" and "FIBRE" have no speed
 
 
 def ask_port(name: str) -> dict[str, int | list[int]]:
-    """Keys "speed_max_megabits", "pfc_classes" (how many may have PFC), "pfc_mask" and "app_dscp" (the port's map of
-    DSCP to priority, each entry 8 * DSCP + priority), as far as the driver answers.
+    """Return "speed_max_megabits", "pfc_classes" (how many classes may have PFC), "pfc_mask" and "app_dscp" (the port's
+    DSCP to priority map, each entry 8 * DSCP + priority). Keys that the driver does not report are missing.
 
-    Raises OSError where it answers nothing at all.
+    Raises OSError if it reports none of them.
     """
     answers: dict[str, int | list[int]] = {}
     refused: list[OSError] = []
@@ -138,7 +138,7 @@ def _speed_max(name: str) -> dict[str, int]:
 
 
 def parse_modes(body: bytes) -> dict[str, int]:
-    """The fastest of the named link modes in an answer to ETHTOOL_MSG_LINKMODES_GET."""
+    """Return the fastest link mode in an answer to ETHTOOL_MSG_LINKMODES_GET."""
     speeds = []
     for kind, bitset in pieces(body[4:]):
         bits = dict(pieces(bitset)).get(_BITSET_BITS, b"") if kind == _OURS else b""
@@ -156,8 +156,8 @@ def _pfc(name: str) -> dict[str, int | list[int]]:
 
 
 def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
-    """The first two bytes of struct ieee_pfc, and the DSCP entries of the table of struct dcb_app (selector, priority,
-    protocol), in an answer to DCB_CMD_IEEE_GET; nothing where the driver has none.
+    """Parse an answer to DCB_CMD_IEEE_GET: the first two bytes of struct ieee_pfc, and the DSCP entries in the table of
+    struct dcb_app (selector, priority, protocol). The result is empty if the driver reports neither.
     """
     found = dict(pieces(dict(pieces(body[4:])).get(_IEEE, b"")))
     pfc, table = found.get(_IEEE_PFC, b""), found.get(_IEEE_APP_TABLE)
@@ -177,7 +177,7 @@ def _socket(protocol: int) -> socket.socket:
 
 
 def _exchange(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST) -> list[bytes]:
-    """The bodies of the answer's messages: one, or with _DUMP all that are listed. Raises OSError."""
+    """Send a request and return the message bodies: one, or with _DUMP all of them. Raises OSError."""
     link.send(struct.pack("=IHHII", 16 + len(body), kind, flags, 1, 0) + body)
     answers: list[bytes] = []
     while True:
@@ -216,7 +216,7 @@ Message = dict[str, int | str]
 
 
 def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
-    """ "devices", "ports" (each with its device's name) or "system"."""
+    """Return the "devices", "ports" (each with its device's name) or "system" settings."""
     with _socket(NETLINK_RDMA) as link:
         if what == "system":
             return tuple(map(attributes, _exchange(link, _NLDEV | _SYS_GET, b"")))
@@ -235,7 +235,7 @@ def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
 
 
 def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
-    """(type, body) of every netlink message in a datagram; a cut one ends it."""
+    """Yield (type, body) of every netlink message in a datagram; stops at a truncated one."""
     while len(datagram) >= 16:
         length, kind = struct.unpack_from("=IH", datagram)
         if not 16 <= length <= len(datagram):
@@ -245,7 +245,7 @@ def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """(type without its flags, value) of every attribute of a message; a cut one ends it."""
+    """Yield (type without flags, value) of every attribute of a message; stops at a truncated one."""
     while len(body) >= 4:
         length, kind = _ATTRIBUTE.unpack_from(body)
         if not 4 <= length <= len(body):
@@ -255,7 +255,7 @@ def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def attributes(body: bytes) -> Message:
-    """The attributes of one message that are known here, by name."""
+    """Return the known attributes of one message by name."""
     found: Message = {}
     for kind, value in pieces(body):
         if text := _TABLE["rdma_texts"].get(str(kind)):

@@ -17,7 +17,7 @@ from probes.limits.probe import SHM, LimitsFacts
 
 IPC_LOCK_BIT, SYS_NICE_BIT = 14, 23  # capabilities(7), include/uapi/linux/capability.h
 CGROUPS = "/sys/fs/cgroup"
-UNLIMITED_V1 = 1 << 62  # cgroup v1 prints LONG_MAX rounded down to a page for "no limit"
+UNLIMITED_V1 = 1 << 62  # cgroup v1 reports "unlimited" as LONG_MAX, rounded down to a page
 SECCOMP = {"0": "disabled", "1": "strict", "2": "filter"}
 CGROUP_DEPTH_MAX = 32
 
@@ -60,14 +60,14 @@ def read(host: Host) -> LimitsFacts:
 
 CONFIGURATION_FILES_MAX = 16
 _INCLUDE = re.compile(r"^[ \t]*Include[ \t]+([^\s#]+)", re.MULTILINE | re.IGNORECASE)  # slurm.conf(5)
-SLURM_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")  # the second: "configless" nodes
+SLURM_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")  # the second is for "configless" nodes
 
 
 def _of_other_process(host: Host, environment: Mapping[str, str]) -> str:
-    """Why a Slurm job gets another process's limit of locked memory; empty where it gets this one.
+    """Return the reason that a Slurm job has another process's locked memory limit; empty if it has this one.
 
-    slurm.conf(5), PropagateResourceLimits: the limits of the shell that submits (ALL, the default, or by name), or
-    slurmd's. A process is slurmd's where slurmd has named its node or its script to it.
+    slurm.conf(5), PropagateResourceLimits: a job has the limits of the submitting shell (ALL, the default, or by name),
+    or those of slurmd. A process belongs to slurmd if slurmd set its node name or script context in the environment.
     """
     files = (environment.get("SLURM_CONF", ""), *SLURM_CONFIGURATIONS)
     path, text = next(((path, text) for path in files if path and (text := _with_included(host, path))), ("", ""))
@@ -86,9 +86,9 @@ def _of_other_process(host: Host, environment: Mapping[str, str]) -> str:
 
 
 def _with_included(host: Host, path: str) -> str:
-    """The text of slurm.conf and of the files that it includes, whose names are relative to its folder."""
+    """Return the text of slurm.conf and of its included files, whose names are relative to its folder."""
     names, texts = [path], []
-    for name in names:  # which grows
+    for name in names:  # the list grows during the loop
         texts.append(sysfs.text(host, name) or "")
         cluster = cluster_name(texts[0])
         included = (join(dirname(path), name.replace("%c", cluster)) for name in _INCLUDE.findall(texts[-1]))
@@ -100,7 +100,7 @@ _Pair = tuple[int | None, int | None]
 
 
 def _numbers(question: Callable[[str], _Pair], name: str) -> _Pair | None:
-    """The host's answer; None where it has none."""
+    """Return the host's answer; None if there is none."""
     try:
         return question(name)
     except OSError:
@@ -118,7 +118,7 @@ def _hugepages(host: Host) -> dict[str, int] | None:
 
 
 def _cgroup_folders(host: Host, controller: str) -> list[str]:
-    """The cgroup of this process and its parents, v2 or v1; a cgroup namespace shows its own root as "/"."""
+    """Return the cgroup of this process and its parents, v2 or v1. In a cgroup namespace the root appears as "/"."""
     folders: list[str] = []
     for line in (sysfs.text(host, "/proc/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
@@ -132,7 +132,7 @@ def _cgroup_folders(host: Host, controller: str) -> list[str]:
 
 
 def _cgroup_memory(host: Host) -> int | None:
-    """The smallest memory limit of the cgroup and its parents, in bytes."""
+    """Return the smallest memory limit of the cgroup and its parents, in bytes."""
     found = []
     for folder in _cgroup_folders(host, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -143,7 +143,7 @@ def _cgroup_memory(host: Host) -> int | None:
 
 
 def _cgroup_cpus(host: Host) -> float | None:
-    """The smallest CPU quota of the cgroup and its parents, in CPUs."""
+    """Return the smallest CPU quota of the cgroup and its parents, in CPUs."""
     found = []
     for folder in _cgroup_folders(host, "cpu"):
         quota, _, period = (sysfs.text(host, f"{folder}/cpu.max") or "").partition(" ")
