@@ -1,8 +1,8 @@
-"""From one host's snapshot to its topology.
+"""Builds the topology of one host from its snapshot.
 
-NVML answers for GPU pairs (common ancestor, NVLinks); PCI ancestry in sysfs answers for GPU and NIC, and for
-everything where no vendor tool does. Every pair says which of them it rests on. A GPU may send through RDMA devices,
-and through Ethernet interfaces only where there are none.
+The path between two GPUs comes from NVML (common ancestor, NVLinks). The path between GPU and NIC, and every path on
+hosts without a vendor tool, comes from PCI ancestry in sysfs. Every pair names its source. A GPU uses Ethernet
+interfaces only on hosts without RDMA devices.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from topology.links import NvLinks, PciTree, active_targets, joined, pcie_pair
 SOURCES: tuple[Source[Any], ...] = (
     hostinfo.SOURCE, pci_facts.SOURCE, gpu_facts.SOURCE, rdma_facts.SOURCE, interface_facts.SOURCE,
 )  # fmt: skip
-"""What `build` reads of a snapshot."""
+"""Types of facts that `build` reads from a snapshot."""
 
 _GPU_CLASSES = (0x0300, 0x0302)  # VGA and 3D controller
 
 
 def build(snapshot: Snapshot) -> NodeTopology:
-    """The node's graph from whatever probes answered; what is missing is unknown or a warning, never guessed."""
+    """Build the graph of a node from the probes that answered. A missing fact is unknown or a warning, not a guess."""
     pci = snapshot.facts(PciFacts)
     tree = PciTree(pci.devices if pci else ())
     facts = snapshot.facts(GpuFacts)
@@ -138,7 +138,7 @@ def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: Cpu | 
     if count is None and not (_never_linked(a.model) and _never_linked(b.model)):
         return Pair(a=a.name, b=b.name, label=UNKNOWN, path=None, evidence=evidence)
     ancestor = links.ancestor(a.index, b.index)
-    if ancestor == "INTERNAL":  # two GPUs of one board: at most the bridge between them
+    if ancestor == "INTERNAL":  # both GPUs are on one board, so the path crosses at most the bridge between them
         ancestor = "PIX"
     label = ancestor or tree.label(a.bus_id, b.bus_id) or UNKNOWN
     evidence = "nvml" if ancestor else ("sysfs" if label != UNKNOWN else "no probe answered")
@@ -146,7 +146,7 @@ def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: Cpu | 
 
 
 def _never_linked(model: str | None) -> bool:
-    """Whether GPUs of this model have no NVLink, so that PCIe tells their path also where NVML does not answer."""
+    """Whether GPUs of this model have no NVLink, so that PCIe shows their path even if NVML does not answer."""
     known = gpu_named(model)
     return known is not None and not known.links
 
@@ -166,7 +166,7 @@ _NEVER = ("loopback", "docker", "bridge")
 
 
 def nics_of(rdma: RdmaFacts | None, interfaces: InterfacesFacts | None, tree: PciTree) -> tuple[NicNode, ...]:
-    """RDMA devices, EFA included; else the Ethernet interfaces NCCL's socket transport could take."""
+    """Return RDMA devices, including EFA; if there are none, the Ethernet interfaces that NCCL's sockets could use."""
     found = interfaces.interfaces if interfaces else ()
     if rdma and rdma.devices:
         return tuple(_rdma(device, found, tree) for device in rdma.devices)
@@ -180,7 +180,7 @@ def _rdma(device: RdmaDevice, interfaces: tuple[Interface, ...], tree: PciTree) 
     active = [port for port in device.ports if port.state == "ACTIVE"]
     known = bool(device.ports) and all(port.state is not None for port in device.ports)
     netdev = next((port.netdev for port in device.ports if port.netdev), None)
-    # A Soft-RoCE or bond device has no PCI function of its own: it sits where its interface sits.
+    # A Soft-RoCE or bond device has no PCI function of its own; its place is that of its network interface.
     lower = next((interface for interface in interfaces if netdev and interface.name == netdev), None)
     bus_id = device.bus_id or (lower.bus_id if lower else None)
     numa = device.numa_node if device.numa_node is not None else (lower.numa_node if lower else None)

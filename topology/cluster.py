@@ -1,7 +1,7 @@
-"""Several nodes joined: what carries data between them, how much, and which node differs from the others.
+"""Joins several nodes: the network between them, its bandwidth, and nodes that differ from the others.
 
-Specification: NCCL picks one network for all ranks (NCCL_NET); a flat ring over nodes is bounded by the NICs of the
-weakest node together.
+Specification: NCCL selects one network for all ranks (NCCL_NET). A flat ring over nodes is limited by the total NIC
+rate of the slowest node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRANSPORTS = (("efa", "efa"), ("hca", "rdma"), ("rxe", "rdma"), ("siw", "rdma")
 
 
 def join(nodes: tuple[NodeTopology, ...] | list[NodeTopology]) -> ClusterTopology:
-    """The cluster of these nodes, each with its expectations. A single node has no inter-node transport."""
+    """Join nodes into a cluster with expectations for each node. A single node has no inter-node transport."""
     models = _each(_models(nodes), with_expectations)
     nodes = tuple(
         node if node.expectations is model.expectations else replace(node, expectations=model.expectations)
@@ -51,7 +51,7 @@ def _kinds(node: NodeTopology) -> list[str]:
 
 
 def _transport(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], warnings: list[str]) -> str | None:
-    """The best network that every node has."""
+    """Return the best network that every node has."""
     distinct = {id(model): model for model in models}.values()
     domains = {gpu.nvlink_domain for model in distinct for gpu in model.gpus}
     if len(domains) == 1 and None not in domains and all(model.gpus for model in distinct):
@@ -66,12 +66,12 @@ def _transport(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], wa
         )
         warnings.append(f"the nodes do not offer the same network ({names})")
     if not common and all(offers):
-        return "tcp"  # RDMA devices of different kinds: their interfaces still speak IP
+        return "tcp"  # RDMA devices of different kinds; their interfaces support IP
     return common[0] if common else None
 
 
 def _nics_of(node: NodeTopology, transport: str | None) -> tuple[NicNode, ...]:
-    """NICs of the transport that GPUs are nearest to; all of them where that is unknown (storage NICs included)."""
+    """Return the transport's NICs that are nearest to GPUs; if distances are unknown, all (also for storage)."""
     kinds = {kind for kind, name in _TRANSPORTS if name == transport}
     offered = tuple(nic for nic in node.nics if nic.kind in kinds)
     rails = {name for rail in node.rails for name in rail.nics}
@@ -101,7 +101,7 @@ def _between(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], tran
 
 
 def _rate_of(node: NodeTopology, transport: str) -> float | None:
-    """The rate of all NICs of a node; with a rail for each GPU that of the slowest rail, times the number of rails."""
+    """Return a node's total NIC rate. With one rail per GPU: rate of the slowest rail times the number of rails."""
     nics = _nics_of(node, transport)
     plans = [rail_plan(node, rail)[0] for rail in node.rails] if not node.lacking else []
     if plans and {nic.name for nic in nics} == {name for rail in node.rails for name in rail.nics}:
@@ -115,7 +115,7 @@ def _rate_of(node: NodeTopology, transport: str) -> float | None:
 def _cluster_plan(
     nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], between: float | None, steps: tuple[str, ...]
 ) -> Plan:
-    """A flat ring over all GPUs: the weaker of what is inside a node and what is between nodes."""
+    """Return the plan for a flat ring over all GPUs: the minimum of the rates inside a node and between nodes."""
     if between is None:
         return None, steps
     plans = _each(models, lambda node: node_plan(node)[0])
@@ -135,7 +135,7 @@ def _cluster_plan(
 
 
 def _asymmetries(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology]) -> list[str]:
-    """Every trait in which a node differs from most of the others."""
+    """Describe every trait in which a node differs from most others."""
     found = []
     for what, trait in _TRAITS:
         values = _each(models, trait)
@@ -152,8 +152,8 @@ def _asymmetries(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology]) 
 
 
 def _models(nodes: Sequence[NodeTopology]) -> list[NodeTopology]:
-    """For every node the first that is made alike: of thousands of nodes a handful."""
-    by_id: dict[tuple[int, ...], NodeTopology] = {}  # the nodes keep their parts alive, so that an id stays theirs
+    """Map each node to the first node with the same hardware, so that results are computed once per hardware model."""
+    by_id: dict[tuple[int, ...], NodeTopology] = {}  # the nodes keep these objects alive, so their ids stay valid
     by_content: dict[Hashable, NodeTopology] = {}
     models = []
     for node in nodes:
@@ -161,14 +161,14 @@ def _models(nodes: Sequence[NodeTopology]) -> list[NodeTopology]:
         known = tuple(map(id, parts))
         model = by_id.get(known)
         if model is None:
-            # No two GPUs have the same UUID, and nothing here follows from it.
+            # UUIDs always differ and do not matter here
             model = by_id[known] = by_content.setdefault((tuple(map(_OF_GPU, node.gpus)), *parts[1:]), node)
         models.append(model)
     return models
 
 
 def _each(models: Sequence[NodeTopology], trait: Callable[[NodeTopology], T]) -> list[T]:
-    """`trait` of every node, worked out once for each model."""
+    """Return `trait` of every node, computed once per hardware model."""
     known = {id(model): model for model in models}
     values = {number: trait(model) for number, model in known.items()}
     return [values[id(model)] for model in models]
@@ -179,7 +179,7 @@ def _spread(values: list[str]) -> str:
 
 
 def _classes(labels: list[str], of: str) -> str:
-    """Path classes, nearest first, and how many have each: "PIX for 2 pairs, SYS for 4 pairs"."""
+    """Return path classes, nearest first, with the number of pairs: "PIX for 2 pairs, SYS for 4 pairs"."""
     counted = sorted(Counter(labels).items(), key=lambda each: (rank(each[0]), each[0]))
     return ", ".join(f"{label} for {count} {of}{'' if count == 1 else 's'}" for label, count in counted) or "none"
 

@@ -1,8 +1,8 @@
-"""What joins the ranks of a benchmark on these hosts: as it is, and as it should be.
+"""The links between ranks on given hosts: as found, and as they should be.
 
-As it is: the links that were found. As it should be: those of the machine that the node was recognised as
-(hardware/machines.toml), else the best of its own: a GPU or NIC that has less than its equals has lost it. Ranks take
-GPUs in their order, one each, as torchrun's local ranks do.
+"As it is" uses the links that were found. "As it should be" uses the recognised machine (hardware/machines.toml), else
+the best device of the same kind in the host, because a GPU or NIC with less than its peers has lost it. Ranks use GPUs
+in order, one each, like torchrun's local ranks.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from topology.plan import (
 
 Bar = Literal["as it is", "as it should be"]
 _X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
-Carried = tuple[str | None, Interval | None, tuple[str, ...]]  # by what, bytes per second each way, and why
+Carried = tuple[str | None, Interval | None, tuple[str, ...]]  # (kind of link, bytes per second per direction, reasons)
 _KINDS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What the host's owner says that it must have; None says nothing."""
+    """Requirements for the host, given by its owner; None means no requirement."""
 
-    nvlinks: int | None = None  # between every two GPUs
-    wire: float | None = None  # of its RDMA devices together, bytes per second
+    nvlinks: int | None = None  # between each pair of GPUs
+    wire: float | None = None  # total of its RDMA devices, bytes per second
 
 
 def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | None = None) -> Paths:
-    """What joins the GPUs of these local ranks to each other and to other hosts.
+    """Return the links between the GPUs of these local ranks, and to other hosts.
 
-    `due` goes before the recognised machine in what should be.
+    For "as it should be", `due` takes precedence over the recognised machine.
     """
     due = due if due is not None and bar == "as it should be" else Due()
     usable = [gpu for gpu in node.gpus if gpu.usable]
@@ -81,7 +81,7 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
 
 
 def joined(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Paths:
-    """The paths of `ranks` over these hosts: the weakest host decides, a shared NVLink domain makes one group."""
+    """Combine hosts for `ranks`: the slowest host sets the rates; hosts in one NVLink domain form one group."""
     weakest = min(hosts, key=lambda each: each.link.low if each.link else 0.0)
     switch = weakest.inside == "NVSwitch" and (weakest.capability or (0, 0)) >= (9, 0)
     domains = {each.domain for each in hosts}
@@ -115,14 +115,14 @@ _NVLS = (
 _TWO_NODES = "on two nodes all_reduce by tree may exceed this: the wire carries about half of its bus bandwidth"
 
 
-_LARGE_BYTES = 1 << 30  # of every rank: latency no longer counts
+_LARGE_BYTES = 1 << 30  # per rank; large enough to neglect latency
 
 
 def with_expectations(node: NodeTopology) -> NodeTopology:
-    """The node with the expected bandwidth of every NVLink island, every rail and all of its GPUs that answer.
+    """Add the expected bandwidth of every NVLink island, every rail, and all responding GPUs to a node.
 
-    A node whose text was cut has none, since the bandwidth of the missing pairs is unknown, and nor has one with AMD
-    GPUs, because RCCL is not modelled.
+    A node from truncated text gets none, because the bandwidth of the missing pairs is unknown; nor does a node with
+    AMD GPUs, because there is no model of RCCL.
     """
     makers = {gpu.maker for each in node.gpus if (gpu := gpu_named(each.model))}
     if node.expectations or node.lacking or makers - {"NVIDIA"}:
@@ -146,7 +146,7 @@ def _of_node(node: NodeTopology) -> tuple[Expectation, ...]:
 def cluster_expectations(
     plan: Plan, nodes: Sequence[NodeTopology], models: Sequence[NodeTopology]
 ) -> tuple[Expectation, ...]:
-    """For all nodes together; `models` has for every node one that is made alike."""
+    """Return the expectations for all nodes together; `models` has, for each node, a node with the same hardware."""
     distinct = {id(model): model for model in models}
     counts = {sum(gpu.usable for gpu in model.gpus) for model in distinct.values()}
     per_node = counts.pop() if len(counts) == 1 else 0
@@ -165,7 +165,7 @@ def _among(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]
 def _expectations(
     scope: str, plan: Plan, members: tuple[str, ...], node: NodeTopology, paths: Paths | None = None, ranks: int = 0
 ) -> Iterator[Expectation]:
-    """NCCL's plan for each operation, and what healthy machines reach over the paths of these members."""
+    """Yield NCCL's plan for each operation, and the expected bandwidth of healthy machines on these paths."""
     value, steps = plan
     nvls = any(
         (gpu.compute_capability or (0, 0)) >= (9, 0) and any(link.kind == "nvswitch" for link in gpu.nvlinks)
@@ -213,9 +213,9 @@ def _inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -
 
 
 def _nvlink_candidates(count: int) -> tuple[float, float]:
-    """Least and most that one of a GPU's `count` NVLinks may carry where its generation is unknown.
+    """Return the lowest and highest rate of one of a GPU's `count` NVLinks if its generation is unknown.
 
-    18 links have Hopper and Blackwell, up to 4 also the bridges of SM 8.6 (NVIDIA data sheets).
+    Hopper and Blackwell have 18 links; up to 4 links may also be bridges of SM 8.6 (NVIDIA data sheets).
     """
     first, last = ("NVLink 4", "NVLink 5") if count >= 18 else ("NVLink 3", "NVLink 4")
     if count <= 4:
@@ -258,7 +258,7 @@ def _pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar)
 
 
 def pcie_generations(capability: tuple[int, int] | None) -> tuple[int, int]:
-    """Of PCIe, that a GPU in its usual slot may have: its own by data sheet, or one less."""
+    """Return the range of PCIe generations of a GPU in its usual slot: that on its data sheet, or one lower."""
     if capability is None:
         return 3, 5
     own = 3 if capability < (8, 0) else 4 if capability < (9, 0) else 5
@@ -266,7 +266,7 @@ def pcie_generations(capability: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried:
-    """The NICs nearest to these GPUs; all of the kind where that is unknown."""
+    """Return the NICs nearest to these GPUs, or all NICs of the kind if distances are unknown."""
     for name, kinds in _KINDS:
         offered = [nic for nic in node.nics if nic.kind in kinds]
         if bar == "as it is":
@@ -282,7 +282,7 @@ def _network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried
 def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode], bar: Bar, name: str) -> Carried:
     names = {gpu.name for gpu in gpus}
     nearest = [each for each in node.nearest_nic if each.decidable and each.gpu in names]
-    # a NIC that is down is nearest to no GPU, and should be; `why` marks what a GPU borrows in its place
+    # no GPU is nearest to a NIC that is down, although one should be; `why` marks a GPU that uses another NIC instead
     near = {nic for each in nearest if bar == "as it is" or not each.why for nic in each.nics}
     used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
     asked = bar == "as it should be"
@@ -293,13 +293,13 @@ def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode],
     words = f"{len(used)} {used[0].kind} devices carry {sum(known) / GIGA:.4g} GB/s together"
     if name == "sockets":
         return name, between(min(known), sum(known)), (f"{words}; NCCL chooses which of them it takes",)
-    # one GPU that borrows a far NIC sends through its neighbours; where most are far, that is how the board is made
+    # one GPU with a far NIC sends through another GPU; if most NICs are far, the board was designed so
     far = 2 * sum(not each.gdr_by_default for each in nearest) > len(nearest)
     return (f"{name} without GPUDirect" if far else name), span(sum(known)), (words,)
 
 
 def _should_carry(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
-    """The most that a NIC of its kind carries on this host, by port and slot: a dead port is worth its neighbours'."""
+    """Return the highest rate of this kind of NIC on the host, by port and slot; also for a port that is down."""
     found = [
         rate if is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
         for other in equals

@@ -1,7 +1,7 @@
-"""A topology as `nvidia-smi topo -m` prints it, and as a JSON document, a cluster too.
+"""Formats a topology like `nvidia-smi topo -m`, or as a JSON document, also for a cluster.
 
-The matrix has tabs between cells, NIC columns and both legends. Unlike nvidia-smi it shows every NIC a GPU may send
-through, EFA and Ethernet included. No escape codes.
+The matrix has tabs between cells, NIC columns and both legends. Unlike nvidia-smi, it shows every NIC that GPUs may
+use, including EFA and Ethernet, and has no escape codes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from topology.paths import with_expectations
 Json = dict[str, Any]
 _LABELS = read_table(__file__, "labels.toml")
 _LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()) if "meaning" in row)
-"""nvidia-smi's own legend, printed under a matrix so that other tools read it."""
+"""nvidia-smi's legend, printed below the matrix so that other tools accept it."""
 
 
 # The matrix ---------------------------------------------------------------------------------------------------------
 
 
 def columns(node: NodeTopology) -> dict[str, str]:
-    """Column label of every device, by name, in matrix order: NICs without a label are numbered."""
+    """Return the column label of every device by name, in matrix order; NICs without a label are numbered."""
     labels = {gpu.name: gpu.name for gpu in node.gpus}
     taken = {nic.label for nic in node.nics}
     number = 0
@@ -49,7 +49,7 @@ def columns(node: NodeTopology) -> dict[str, str]:
 
 
 def render_matrix(node: NodeTopology) -> str:
-    """The matrix with its legends; ends with a newline."""
+    """Format the matrix with its legends; ends with a newline."""
     labels, known = columns(node), Pairs(node.pairs)
     affinity = _affinity_columns(node)
     lines = ["\t" + "\t".join((*labels.values(), *(title for title, _ in affinity)))]
@@ -68,7 +68,7 @@ def render_matrix(node: NodeTopology) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without control characters: a host's names must not steer a terminal."""
+    """Remove control characters, so that names from a host cannot control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -82,7 +82,7 @@ def _affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
 
 
 def _affinity(device: GpuNode | NicNode, affinity: tuple[tuple[str, str], ...]) -> str:
-    """The cells after the last device; nvidia-smi puts two tabs before the GPU NUMA ID, and none of them for NICs."""
+    """Return the cells after the last device. nvidia-smi has two tabs before the GPU NUMA ID, and none for NICs."""
     if isinstance(device, NicNode) or not affinity:
         return ""
     text = ""
@@ -109,13 +109,13 @@ _EXPECTATION = (
 
 
 def _values(item: object, *names: str) -> Json:
-    """These fields as plain JSON values."""
+    """Return these fields as plain JSON values."""
     values = {name: getattr(item, name) for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def json_document(node: NodeTopology) -> Json:
-    """The node as plain JSON values. Names are stable: a frozen surface for scripts."""
+    """Return the node as plain JSON values. The names are a stable interface for scripts."""
     node, labels = with_expectations(node), columns(node)
     return {
         **_values(node, "schema_version", "hostname", "source", "sku"),
@@ -151,7 +151,7 @@ def json_document(node: NodeTopology) -> Json:
 
 
 def _by_class(node: NodeTopology) -> dict[str, dict[str, int]]:
-    """Pairs counted by nvidia-smi's label, apart for GPU-GPU, GPU-NIC and NIC-NIC."""
+    """Count pairs by nvidia-smi label, separately for GPU-GPU, GPU-NIC and NIC-NIC."""
     gpus = {gpu.name for gpu in node.gpus}
     counts: dict[str, Counter[str]] = {"gpu_gpu": Counter(), "gpu_nic": Counter(), "nic_nic": Counter()}
     for pair in node.pairs:
@@ -173,7 +173,7 @@ def _nearest(near: NearestNic, node: NodeTopology, labels: dict[str, str]) -> Js
 
 
 def cluster_document(cluster: ClusterTopology) -> Json:
-    """The cluster as plain JSON values, its nodes included."""
+    """Return the cluster as plain JSON values, including its nodes."""
     return {
         **_values(cluster, "schema_version", "world_size", "inter_node_bytes_per_second", "inter_node_transport"),
         "expectations": [_values(expectation, *_EXPECTATION) for expectation in cluster.expectations],
@@ -183,7 +183,7 @@ def cluster_document(cluster: ClusterTopology) -> Json:
 
 
 def _candidates(node: NodeTopology) -> tuple[str, ...]:
-    """Rows that fit by shape alone, for a source that names no model: GPU count, NVLinks, nearest NIC."""
+    """Return machines that match by GPU count, NVLinks and nearest NIC, for sources that do not report the model."""
     row = reference_of(node)
     if row is not None:
         return (row.called,)

@@ -1,7 +1,7 @@
-"""Slurm's topology.conf and gres.conf: written from probed facts, and compared with them.
+"""Slurm's topology.conf and gres.conf: generated from probed facts, or compared with them.
 
-Specification: topology.conf(5) (tree: SwitchName, Nodes, Switches; block: BlockName, Nodes, BlockSizes, of Slurm 23.11)
-and gres.conf(5) (NodeName, Name, Count, File, AutoDetect). LLDP tells which switch a port is wired to.
+Specification: topology.conf(5) (tree: SwitchName, Nodes, Switches; block: BlockName, Nodes, BlockSizes, Slurm 23.11)
+and gres.conf(5) (NodeName, Name, Count, File, AutoDetect). LLDP shows which switch a port is connected to.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from probes.gpu.facts import GpuFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 
-MOST_FILES = 64  # that include each other; Slurm has no bound
+MOST_FILES = 64  # files that include each other; Slurm has no limit
 
 
 class SlurmConfError(ValueError):
-    """A configuration file that cannot be read; the message names file and line."""
+    """The file cannot be read as a Slurm configuration; the message names the file and line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a node is: the leaf switches of its ports, and the NVLink domain of its GPUs."""
+    """The position of a node: the leaf switches of its ports, and the NVLink domain of its GPUs."""
 
-    node: str  # as Slurm names it
+    node: str  # node name in Slurm
     leaves: frozenset[str] = frozenset()  # empty: unknown
-    clique: str = ""  # of the NVLink fabric; empty: none, or unknown
+    clique: str = ""  # NVLink fabric clique; empty: none or unknown
     gpus: int | None = None  # None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How a file of Slurm differs from the nodes, and what of it could not be compared: a sentence each."""
+    """Differences between a Slurm file and the nodes, and parts that could not be compared; one sentence each."""
 
     differences: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
 
 def placement_of(snapshot: Snapshot) -> Placement:
-    """Where a scanned node is. The ports of RDMA devices count, and all ports where none of those has a neighbour."""
+    """Return the position of a scanned node, by its RDMA ports, or by all ports if no RDMA port has a neighbour."""
     interfaces, rdma, gpu = snapshot.facts(InterfacesFacts), snapshot.facts(RdmaFacts), snapshot.facts(GpuFacts)
     wired = {link.name: link.neighbour.split(" ")[0] for link in (interfaces.interfaces if interfaces else ())
              if link.neighbour}  # fmt: skip
     names = {port.netdev for device in (rdma.devices if rdma else ()) for port in device.ports}
     cliques = {one.fabric_clique for one in (gpu.gpus if gpu else ()) if one.fabric_clique}
     gpus = len(gpu.gpus) if gpu and (gpu.gpus or gpu.driver_error is None) else None
-    if isinstance(snapshot.outcomes.get(GPU.name), Absent):  # neither a driver nor a GPU on the PCI bus
+    if isinstance(snapshot.outcomes.get(GPU.name), Absent):  # there is neither a driver nor a GPU on the PCI bus
         gpus = 0
     return Placement(
         node=slurm_name(snapshot.hostname), clique=min(cliques, default=""), gpus=gpus,
@@ -59,7 +59,7 @@ def placement_of(snapshot: Snapshot) -> Placement:
 
 
 def groups_of(placements: Sequence[Placement]) -> dict[str, tuple[str, ...]]:
-    """Nodes by leaf switch. Leaves that share a node, as the rails of a pod do, are one group, named by the first."""
+    """Group nodes by leaf switch. Leaves that share a node (rails of a pod) form one group, named after the first."""
     groups: list[tuple[set[str], set[str]]] = []
     for one in placements:
         leaves, nodes = set(one.leaves), {one.node}
@@ -80,7 +80,7 @@ _HEAD = {
 
 
 def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) -> str:
-    """The file of the tree plugin, or of the block plugin with a block for each NVLink domain."""
+    """Format the file for the tree plugin, or for the block plugin with one block per NVLink domain."""
     groups: Mapping[str, Sequence[str]] = groups_of(placements)
     if has_blocks:
         cliques = {one.clique for one in placements if one.clique}
@@ -103,24 +103,24 @@ def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) 
 
 
 def _switch(name: str) -> str:
-    """A name that Slurm reads as one word."""
+    """Return a name that Slurm parses as one word."""
     return re.sub(r"[^\w.-]", "-", name)
 
 
 Read = Callable[[str], str]
-"""Gives the text of a file by its name, which is relative to the folder of Slurm's configuration or absolute."""
+"""Returns the text of a file. Its name is absolute, or relative to the folder of Slurm's configuration."""
 
 
 def _lines(file: str, read: Read, names: list[str] | None = None) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each line's place ("topology.conf, line 3") and its members by lower-case name, those of included files, too.
+    """Yield (place, members by lower-case name) of each line ("topology.conf, line 3"), including included files.
 
-    `names` are the files that were read before. Raises SlurmConfError.
+    `names`: files read so far. Raises SlurmConfError.
     """
     names, number = [] if names is None else names, 1
     names.append(file)
     for line in read(file).replace("\\\n", "\0").split("\n"):
         place, words = f"{file}, line {number}", line.replace("\0", "").partition("#")[0].split()
-        number += 1 + line.count("\0")  # of lines that a backslash continues
+        number += 1 + line.count("\0")  # lines joined by a trailing backslash
         if len(words) == 2 and words[0].lower() == "include":
             name = words[1]
             if "%c" in name:  # slurm.conf(5), INCLUDE MODIFIERS
@@ -143,14 +143,14 @@ def _hosts(place: str, text: str) -> tuple[str, ...]:
 
 
 def _without_recording(file: str, nodes: Iterable[str], placements: Sequence[Placement]) -> list[str]:
-    """A sentence on the nodes of a file that were not scanned, or none."""
+    """Return a sentence about nodes in a file that were not scanned; empty if there are none."""
     absent = sorted(set(nodes) - {one.node for one in placements})
     what = f"{file}: no recording was given of {compress_host_list(absent)}. Add one with --host for each node."
     return [what] if absent else []
 
 
 def compare_topology(read: Read, placements: Sequence[Placement]) -> Comparison:
-    """Where topology.conf groups nodes in another way than their wires or NVLink domains do."""
+    """Compare the groups of nodes in topology.conf with their network cables or NVLink domains."""
     wrong: list[str] = []
     rows = [(place, row) for place, row in _lines("topology.conf", read) if "nodes" in row]
     if not rows:
@@ -185,7 +185,7 @@ def compare_topology(read: Read, placements: Sequence[Placement]) -> Comparison:
 
 
 def compare_gres(read: Read, placements: Sequence[Placement]) -> Comparison:
-    """Nodes whose GPUs in gres.conf are not as many as were found; what AutoDetect fills in is not compared."""
+    """Compare the GPU counts in gres.conf with the GPUs that were found; counts set by AutoDetect are skipped."""
     counts: dict[str, int] = {}
     places: dict[str, str] = {}
     lines = list(_lines("gres.conf", read))

@@ -1,10 +1,10 @@
-"""Draw a node: NICs above, GPUs below, the CPUs' PCIe between them, NVLink underneath.
+"""Draws a node: NICs at the top, GPUs below, the PCIe of the CPUs in between, and NVLink at the bottom.
 
-Devices behind one PCIe switch are in one column; every line has the class of `nvidia-smi topo -m` as its CSS
-class, so that a page colours it for light and dark; a picture by itself brings its own colours. A device that a finding
-is about carries its glyph. NICs that the PCIe tree has and NCCL cannot use (no RDMA device) are drawn dashed.
+Devices behind one PCIe switch form a column. The CSS class of each line is its `nvidia-smi topo -m` class, so that a
+page can colour it for light and dark mode; a standalone picture has its own colours. A device with a finding shows the
+glyph of its status. NICs on the PCIe bus without an RDMA device, which NCCL cannot use, are dashed.
 
-Specification: SVG 1.1. Every text that comes from a host is escaped; no script, no font and no link from outside.
+Specification: SVG 1.1. All text from a host is escaped; there are no scripts, and no external fonts or links.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STYLE = """
 """ + "\n".join(f".drawing .l-{label.lower()} {{ stroke: {colour}; }}" for label, colour in COLOURS.items())
 
 Status = Callable[[Iterable[str | None]], str]
-"""By the names of a device the worst finding about it: "fail", "warn" or ""."""
+"""Returns the worst status of the findings about a device, given its names: "fail", "warn" or ""."""
 
 
 def _unjudged(_: Iterable[str | None]) -> str:
@@ -39,7 +39,7 @@ def _unjudged(_: Iterable[str | None]) -> str:
 
 
 def escape(text: str) -> str:
-    """XML text without the control characters that XML forbids."""
+    """Escape XML text, without the control characters that XML forbids."""
     return escape_html(printable(text), quote=False)
 
 
@@ -47,14 +47,14 @@ CELL, BOX, HIGH, GAP = 100, 94, 46, 20
 NIC_Y, BUS_Y, GPU_Y = 24, 122, 196
 BUS_HIGH, SWITCH_HIGH = 14, 26
 LINK_Y = GPU_Y + HIGH + 26
-WIDE = 900  # a wider drawing may shrink a little to fit the page; a smaller one keeps its size
-_ETHERNET, _INFINIBAND = 0x0200, 0x0207  # PCI class codes without the programming interface
+WIDE = 900  # a wider drawing may shrink slightly to fit the page; a smaller one keeps its size
+_ETHERNET, _INFINIBAND = 0x0200, 0x0207  # PCI class codes without programming interface
 _MARKS = {"fail": "✗", "warn": "!"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One box: a GPU, a NIC, or a NIC that is not there for NCCL."""
+    """One box: a GPU, a NIC, or a NIC that NCCL cannot use."""
 
     name: str
     label: str
@@ -62,14 +62,14 @@ class Device:
     about: str
     kind: str  # "gpu", "nic", "ghost"
     numa: int | None
-    status: str  # "fail", "warn", "" from the findings about it
-    bandwidth: float | None  # of its PCIe slot, NCCL's planning value
-    link: str | None = None  # its PCIe link as it runs: "Gen4 x4 of x16"
-    running: float | None = None  # bandwidth of that, where it is less than the slot's
+    status: str  # worst of its findings: "fail", "warn", ""
+    bandwidth: float | None  # rate of its PCIe slot in NCCL's plan
+    link: str | None = None  # current PCIe link: "Gen4 x4 of x16"
+    running: float | None = None  # current rate, if lower than the slot's
 
 
 def svg(node: NodeTopology) -> str:
-    """The node as one `<svg>` document that needs nothing beside it."""
+    """Return the node as a standalone `<svg>` document."""
     drawn = picture(node) or '<svg viewBox="0 0 340 40" width="340" height="40" role="img">' + "</svg>"
     return drawn.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace(
         ">", f"><title>{escape(summary(node))}</title><style>{_STYLE}</style>", 1
@@ -80,10 +80,10 @@ def picture(
     node: NodeTopology, *, pci: PciFacts | None = None, status: Status = _unjudged,
     measured: Mapping[tuple[str, ...], str] | None = None, more: str = "",
 ) -> str:  # fmt: skip
-    """The node as one inline `<svg>`, coloured by the page around it; empty where there is nothing to join.
+    """Return the node as an inline `<svg>`, coloured by the page; empty if there is nothing to connect.
 
-    `pci` adds NICs that are no device to NCCL, `measured` is what a benchmark says of islands, by their GPUs; `more`
-    follows the summary that is read aloud.
+    `pci` adds NICs that NCCL cannot use. `measured` has benchmark results of islands, by their GPUs. `more` is added to
+    the summary for screen readers.
     """
     devices = [*_devices(node, status), *_ghosts(node, pci, status)]
     if not devices:
@@ -114,7 +114,7 @@ def picture(
 
 
 def summary(node: NodeTopology) -> str:
-    """The picture in one sentence, for those who do not see it."""
+    """Return a one-sentence description of the picture for screen readers."""
     parts = [f"{len(node.gpus)} GPUs and {len(node.nics)} network devices of {node.hostname}"]
     for island in node.islands:
         links = " or ".join(island.nvlinks_per_pair)
@@ -151,7 +151,7 @@ def _nic_line(nic: NicNode, speed: str) -> str:
 
 
 def _nic_numa(node: NodeTopology) -> dict[str, int | None]:
-    """A NIC that a text matrix gives no NUMA node stands with a GPU it is nearer to than SYS."""
+    """Guess the NUMA node of NICs from a text matrix: that of a GPU with a path shorter than SYS."""
     known = Pairs(node.pairs)
     found = {}
     for nic in node.nics:
@@ -161,7 +161,7 @@ def _nic_numa(node: NodeTopology) -> dict[str, int | None]:
 
 
 def _ghosts(node: NodeTopology, pci: PciFacts | None, worst: Status) -> list[Device]:
-    """Network functions with a finding that are no device to NCCL."""
+    """Return network functions that have a finding and that NCCL cannot use."""
     if pci is None:
         return []
     known = {nic.bus_id for nic in node.nics}
@@ -178,7 +178,7 @@ def _ghosts(node: NodeTopology, pci: PciFacts | None, worst: Status) -> list[Dev
 
 
 def _blocks(node: NodeTopology, devices: Sequence[Device], pci: PciFacts | None) -> list[list[Device]]:
-    """Devices that share a PCIe switch together, in matrix order; the others alone."""
+    """Group devices that share a PCIe switch, in matrix order; other devices are alone."""
     known, groups = Pairs(node.pairs), {device.name: [device] for device in devices}
     tops = _tops(node, pci)
 
@@ -201,14 +201,14 @@ def _blocks(node: NodeTopology, devices: Sequence[Device], pci: PciFacts | None)
 
 
 def _tops(node: NodeTopology, pci: PciFacts | None) -> dict[str, str]:
-    """The root port over each device, by the device's name, where a bridge stands between."""
+    """Return the root port above each device, by device name, if there is a switch in between."""
     if pci is None:
         return {}
     parents = {device.bus_id: device.parent for device in pci.devices}
     found = {}
     for name, bus_id in [(gpu.name, gpu.bus_id) for gpu in node.gpus] + [(b, b) for b in parents]:
         above = [bridge for bridge in ancestors(parents, bus_id or "") if bridge in parents]
-        if len(above) > 1:  # at least one switch port, root port
+        if len(above) > 1:  # a root port and at least one switch port
             found[name] = above[-1]
     return found
 
@@ -228,7 +228,7 @@ def _width(block: Sequence[Device]) -> float:
 
 
 def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict[str, float]) -> list[str]:
-    """The lines and boxes of one column; devices alone hang from the CPU's PCIe directly."""
+    """Draw the lines and boxes of one column; single devices are attached to the CPU's PCIe directly."""
     known, wide = Pairs(node.pairs), _width(block)
     nics, gpus = _rows(block)
     shared = len(block) > 1
@@ -238,7 +238,7 @@ def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict
             x = left + wide / len(row) * (index + 0.5)
             spots[device.name] = x
             pairs = (known.get(device.name, other.name) for other in block if other is not device)
-            others = [pair.label for pair in pairs if pair and not pair.nvlinks]  # the line is PCIe
+            others = [pair.label for pair in pairs if pair and not pair.nvlinks]  # a line shows PCIe, not NVLink
             kind = "gone" if device.kind == "ghost" else _kind(min(others, key=rank)) if others and shared else "host"
             end = middle if shared else x
             lines.append(_line(x, y, end, kind, device))
@@ -263,7 +263,7 @@ def _line(x: float, y: float, end: float, kind: str, device: Device) -> str:
 
 
 def _link(device: Device, x: float, y: float) -> str:
-    """The PCIe link beside its line: of every GPU, of a NIC where it runs below its slot."""
+    """Label a line with its PCIe link: for each GPU, and for a NIC that runs below its slot's rate."""
     slow = device.running is not None
     if device.link is None or not (device.kind == "gpu" or slow):
         return ""
@@ -273,7 +273,7 @@ def _link(device: Device, x: float, y: float) -> str:
 
 
 def _speed(device: Device) -> str:
-    """A PCIe link in words: as it runs, and what NCCL plans by, which is the slot."""
+    """Describe a PCIe link: its current state, and the slot's rate, which NCCL plans with."""
     if not device.bandwidth:
         return "bandwidth unknown"
     planned = f"{rate(device.bandwidth)} planned each way"
@@ -313,7 +313,7 @@ def _between(start: float, end: float) -> str:
 def _nvlink(
     node: NodeTopology, spots: dict[str, float], words: Mapping[tuple[str, ...], str]
 ) -> tuple[list[str], float]:
-    """A bar under each island whose every pair is linked, arcs elsewhere; with planned and measured bandwidth."""
+    """Draw a bar for an island with all pairs linked, else arcs; with planned and measured bandwidth."""
     drawn: list[str] = []
     y = float(LINK_Y)
     for island in node.islands:
@@ -330,7 +330,7 @@ def _nvlink(
 
 
 def _bar(island: Island, known: Pairs, spots: dict[str, float], y: float) -> list[str]:
-    """One bar with a stub per GPU; a GPU with fewer links than its neighbours says how many."""
+    """Draw one bar with a stub per GPU; a GPU with fewer links than the others shows its count."""
     most = max(known.nvlinks(a, b) for a, b in combinations(island.gpus, 2))
     xs = [spots[name] for name in island.gpus]
     drawn = [f'<path class="l-nv l-wide" d="M{min(xs):.1f} {y:.1f}H{max(xs):.1f}"/>']
@@ -365,11 +365,11 @@ def _kind(label: str) -> str:
 
 
 def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "middle", fits: int = 99) -> str:
-    """A text; one of more letters than `fits` is drawn as narrow as its box."""
+    """Draw a text; text longer than `fits` characters is condensed to the width of its box."""
     narrow = f' textLength="{BOX - 10}" lengthAdjust="spacingAndGlyphs"' if len(text) > fits else ""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{narrow}>{escape(text)}</text>'
 
 
 def _cut(text: str, most: int = 14) -> str:
-    """As much as fits the box; the whole name is in its title."""
+    """Truncate a name to fit its box; the box's title has the full name."""
     return text if len(text) <= most else text[: most - 1] + "…"

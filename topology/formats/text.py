@@ -1,12 +1,12 @@
-"""Read the matrix that `nvidia-smi topo -m` (or `-mp`) prints.
+"""Reads the matrix that `nvidia-smi topo -m` (or `-mp`) prints.
 
 Specification: `nvidia-smi topo --help` and the legend that it prints; drivers 361 to 580 print tabs between cells and
-``ESC[4m`` around the header. Read as well is what terminals, logs and pages do to it: escape codes, a prefix before
-each line, blanks in place of tabs, names or cells without a blank between them, Markdown and HTML, JSON and Python
-strings, and a text that ends early.
+``ESC[4m`` around the header. The parser also accepts copies changed by terminals, logs and web pages: escape codes,
+line prefixes, blanks instead of tabs, names or cells without a blank between them, Markdown and HTML, JSON and Python
+strings, and truncated text.
 
-Refused, with the line that shows it: lines that a terminal wrapped, empty cells, a header that lacks a column, lines of
-several hosts in turn. The first matrix of a text is read.
+Rejected, with the line: lines wrapped by a terminal, empty cells, a header without all columns, interleaved lines of
+several hosts. If a text contains several matrices, the first is read.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from topology.formats import TopologyFileError
 from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, nvlinks, path_class, rank
 
 MOST_BYTES = 16 * 2**20
-_MOST_LINE = 8_192  # 256 columns of up to 16 characters, and what a log puts before them
-_MOST_DEVICES = 256  # the largest node sold has 16 GPUs and 32 NICs
-_WIDEST_GAP = 32  # other lines that a log may put between two rows
+_MOST_LINE = 8_192  # 256 columns of up to 16 characters, plus the prefix of a log line
+_MOST_DEVICES = 256  # the largest node on the market has 16 GPUs and 32 NICs
+_WIDEST_GAP = 32  # unrelated log lines between two rows
 
 _ESCAPES = re.compile(
-    r"(?:\x1b|\^\[|\\(?:033|e|x1[bB]|u001[bB]))\[[0-9;?]*[A-Za-z]"  # real, and the ways it is spelled out
-    r"|\[\d{1,2}(?:;\d{1,2})*m"  # what is left where the escape character itself got lost
+    r"(?:\x1b|\^\[|\\(?:033|e|x1[bB]|u001[bB]))\[[0-9;?]*[A-Za-z]"  # the escape character, and its textual forms
+    r"|\[\d{1,2}(?:;\d{1,2})*m"  # remains if the escape character itself was lost
 )
 _TAGS = re.compile(r"</?[A-Za-z][^<>]{0,200}>")  # <br>, </pre>, and mpirun's <stdout>
 _NOTES = re.compile(r"[(\[][^()\[\]\"']*[)\]]")  # "NIC2 (vf0)"
@@ -35,7 +35,7 @@ _SPELLED_BREAK = re.compile(r"(?:\\r)?\\n|([\"'])\s*,\s*\1")  # in a JSON or Pyt
 
 _LABEL = r"(?:X(?!GMI)|NV\d{1,3}(?![\d,\-])|PIX|PXB|PHB|NODE|SYS|SOC|N/A|ERR!)"
 _NAME = re.compile(rf"(?<![\w.\-])([A-Za-z][\w.\-]{{0,80}})(?=\s{{1,64}}{_LABEL}(?![a-z]))")
-# A CPU list may stand where a terminal wrote over the end of a cell: "PH0-115".
+# A CPU list may follow directly if a terminal overwrote the end of a cell: "PH0-115".
 _CELL = re.compile(rf"\s*(?:({_LABEL})|(PH|PI|PX|SY|SO|NOD|NO)(?=\d))")
 _WHOLE_LABELS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 _EXPECTED = "expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC"
@@ -49,7 +49,7 @@ _CUT_NAME = re.compile(r"GP?U?|NI?C?|ml?x?\d?_?")
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*|N/A")
 _NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*")
 _P2P = ("OK", "CNS", "GNS", "TNS", "NS", "DR", "U")
-_OTHER_TOOLS = (  # a word of their matrices, and who prints it
+_OTHER_TOOLS = (  # a word in another tool's matrix -> the tool
     (re.compile(r"MX\d*"), "MetaX mx-smi"),
     (re.compile(r"ICN\d*|PPU\d+"), "Alibaba ppu-smi"),
     (re.compile(r"XGMI|PCIE"), "AMD rocm-smi"),
@@ -63,11 +63,11 @@ _OTHER_TOOLS = (  # a word of their matrices, and who prints it
 
 @dataclass(slots=True)
 class _Row:
-    """One row while it is read: its labels, and in `rest` the text after them."""
+    """One row during parsing: its labels, and `rest`, the text after them."""
 
     name: str
     line: int
-    text: str  # after the name
+    text: str  # after the row's name
     below: str = ""  # the next line
     labels: list[str] = field(default_factory=list)
     rest: str = ""
@@ -75,26 +75,26 @@ class _Row:
 
 @dataclass(slots=True)
 class _Matrix:
-    """One matrix while it is read."""
+    """One matrix during parsing."""
 
     source: str
-    line: int  # of the header
+    line: int  # line number of the header
     devices: list[str]
     columns: list[str]  # the affinity columns: "cpu", "numa", "gpu_numa_id"
-    sure: bool  # every device looks like one: no word of the header may be prose
+    sure: bool  # every column is certainly a device name, not a word of prose
     rows: list[_Row] = field(default_factory=list)
-    end: int = 0  # position of the line after the last row
-    ends_text: bool = False  # nothing but blanks follows the last row
+    end: int = 0  # index of the line after the last row
+    ends_text: bool = False  # whether only whitespace follows the last row
     warnings: list[str] = field(default_factory=list)
-    lacking: list[str] = field(default_factory=list)  # of the warnings, those of rows and cells that are not there
+    lacking: list[str] = field(default_factory=list)  # the warnings about missing rows and cells
 
     def lacks(self, what: str) -> None:
-        """Note a row, or cells, that the header promises and the text does not hold."""
+        """Record that rows or cells named in the header are missing from the text."""
         self.warnings.append(what)
         self.lacking.append(what)
 
     def error(self, row: str, line: int, message: str) -> TopologyFileError:
-        """What to raise for a row."""
+        """Return the exception for a row."""
         return TopologyFileError(self.source, line, f"row {row} {message}")
 
 
@@ -102,7 +102,7 @@ _Lines = list[tuple[int, str]]
 
 
 def parse(text: str, source: str = "text") -> NodeTopology:
-    """The topology that a matrix shows. Raises TopologyFileError."""
+    """Parse a matrix to a topology. Raises TopologyFileError."""
     if len(text) > MOST_BYTES:
         raise TopologyFileError(source, 1, f"{len(text)} characters are more than the {MOST_BYTES} that are read")
     if text.lstrip("\ufeff \t\r\n").startswith(("<?xml", "<system", "<!--")):
@@ -122,16 +122,16 @@ def parse(text: str, source: str = "text") -> NodeTopology:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines and their numbers, without what is no part of the matrix; a string's own line breaks part its line."""
+    """Yield (number, line) without decorations; line breaks inside a quoted string split its line."""
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         for part in _SPELLED_BREAK.sub("\n", line).split("\n"):
             plain = part[:_MOST_LINE].replace("\xa0", " ").replace("&nbsp;", " ").rstrip("\r")
             plain = _TAGS.sub("", _ESCAPES.sub("", plain)).replace("\\t", "\t")
-            yield number, _NOTES.sub("", plain.replace("|", " ").replace("**", ""))  # Markdown's table and bold type
+            yield number, _NOTES.sub("", plain.replace("|", " ").replace("**", ""))  # Markdown tables and bold text
 
 
 def _header(number: int, line: str, source: str) -> _Matrix | None:
-    """The columns that a line names, None where it is no header."""
+    """Parse the columns of a header line; None if the line is not a header."""
     first = re.search(_DEVICE, line)
     if first is None or not first[0].startswith("GPU"):
         return None
@@ -155,7 +155,7 @@ def _is_surely_a_device(word: str) -> bool:
 
 
 def _find(lines: _Lines, start: int, source: str) -> _Matrix | None:
-    """The next header that has rows, with its rows as text. Raises TopologyFileError where they do not fit it."""
+    """Find the next header with rows, and split its rows. Raises TopologyFileError if the rows do not match it."""
     header, at = None, 0
     for position in range(start, len(lines)):
         number, line = lines[position]
@@ -169,7 +169,7 @@ def _find(lines: _Lines, start: int, source: str) -> _Matrix | None:
 
 
 def _row(line: str, number: int, matrix: _Matrix) -> _Row | None:
-    """The row that a line holds, whatever stands before its name. Raises TopologyFileError for one without a column."""
+    """Parse a row after any line prefix; None if there is none. Raises TopologyFileError if it has no column."""
     for name in _NAME.finditer(line):
         if name[1] in matrix.devices:
             return _Row(name[1], number, line[name.end() :])
@@ -183,7 +183,7 @@ def _row(line: str, number: int, matrix: _Matrix) -> _Row | None:
 
 
 def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
-    """Take the rows from `start` on into the matrix, up to the legend, the next header, or a row that comes again."""
+    """Add rows from line `start` to the matrix, up to the legend, the next header, or a repeated row."""
     seen: set[str] = set()
     last = start
     for position in range(start, len(lines)):
@@ -209,7 +209,7 @@ def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
 
 
 def _no_matrix(lines: _Lines, source: str) -> TopologyFileError:
-    """What to raise where no header has rows: the first row, or a word of a foreign tool, gives the line."""
+    """Return the exception if no header has rows. It names the first row, or a word of another tool's output."""
     hints = (
         (number, _tool(line.split())) for number, line in lines[:1024] if _NAME.search(line) or _tool(line.split())
     )
@@ -219,7 +219,7 @@ def _no_matrix(lines: _Lines, source: str) -> TopologyFileError:
 
 
 def _tool(words: list[str]) -> str:
-    """ "; this looks like AMD rocm-smi" where a word says so."""
+    """Return "; this looks like AMD rocm-smi" if a word matches that tool."""
     found = next((tool for pattern, tool in _OTHER_TOOLS if any(map(pattern.fullmatch, words))), None)
     return f"; this looks like {found}" if found else ""
 
@@ -233,7 +233,7 @@ def _no_label(row: _Row, column: str, word: str) -> str:
 
 
 def _cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
-    """Up to `count` labels from the text after a row's name, what follows them, and what was amended."""
+    """Return up to `count` labels after a row's name, the text after them, and the corrections that were made."""
     labels: list[str] = []
     notes = []
     at = 0
@@ -248,7 +248,7 @@ def _cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
 
 
 def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
-    """Leave out the last words of the header that no row has a label for, as "Model" in a table made by hand."""
+    """Drop trailing header words for which no row has a label, such as "Model" in a hand-made table."""
     widest = max(len(_cells(row.text, len(matrix.devices))[0]) for row in matrix.rows)
     while len(matrix.devices) > widest and not _is_surely_a_device(matrix.devices[-1]):
         name = matrix.devices.pop()[:40]
@@ -259,7 +259,7 @@ def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
 
 
 def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> None:
-    """Fill in the labels and the rest of one row; `whole`: the text's last word is. Raises TopologyFileError."""
+    """Parse labels and rest of a row; `whole`: its last word is complete. Raises TopologyFileError."""
     devices, count = matrix.devices, len(matrix.devices)
     labels, row.rest, notes = _cells(row.text, count)
     own = devices.index(row.name)
@@ -267,7 +267,7 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
     short = len(labels) < count
     cut = ends_text and short and any(label.startswith("".join(row.rest.split())) for label in ("NV#", *_WHOLE_LABELS))
     if ends_text and not row.rest and not whole and labels[-1].startswith("NV") and (short or len(matrix.rows) < count):
-        labels.pop()  # "NV1" at the very end may have been NV18
+        labels.pop()  # "NV1" at the end of a truncated text may have been NV18
     if short and not cut and word and not re.match(r"[\d\"'`]", word[0]):
         raise matrix.error(row.name, row.line, _no_label(row, devices[len(labels)], word[0]))
     if SELF in labels[:own] + labels[own + 1 :] or labels[own : own + 1] not in ([], [SELF]):
@@ -290,9 +290,9 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
 
 
 def _node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
-    """The node that a matrix shows; where the text is `cut`, its last word may be."""
+    """Build the node from a matrix. If `cut`, the text is truncated and its last word may be incomplete."""
     below = "\n".join(line for _, line in lines[matrix.end : matrix.end + 2048])
-    below = re.split(r"\n(?=[^\n=]*GPU0\s+(?:GPU1|CPU))", below)[0]  # the next matrix has legends of its own
+    below = re.split(r"\n(?=[^\n=]*GPU0\s+(?:GPU1|CPU))", below)[0]  # the next matrix has its own legends
     legend = dict(re.findall(r"(?<![\w.])(NIC\d{1,4})\s*:\s*([\w.\-]+)", below))
     rows = {row.name: row for row in matrix.rows}
     last = matrix.rows[-1]
@@ -326,7 +326,7 @@ def _node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
 
 
 def _kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
-    """ "-m" or "-mp", by what the matrix shows, the command above it, or the legend: -mp prints it without NV#."""
+    """Return "-m" or "-mp", from the labels, the command above, or the legend (which has no NV# with -mp)."""
     if any(pair.nvlinks for pair in pairs):
         return "-m"
     options = re.findall(r"nvidia-smi\s+topo\s+(-mp|-m|--matrix)\b", "\n".join(above))
@@ -349,7 +349,7 @@ def _gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
 
 
 def _words(row: _Row) -> list[str]:
-    """The lists of CPUs and NUMA nodes after a row's cells, up to the first word that is none."""
+    """Return the CPU and NUMA lists after a row's cells, up to the first other word."""
     words: list[str] = []
     for word in re.sub(r",\s+", ",", row.rest).split():
         stripped = word.strip("\"'`,;]})")
@@ -360,15 +360,15 @@ def _words(row: _Row) -> list[str]:
 
 
 def _affinity(row: _Row, columns: list[str]) -> dict[str, str]:
-    """The words after a row's cells by column: "cpu", "numa", "gpu_numa_id".
+    """Assign the words after a row's cells to columns: "cpu", "numa", "gpu_numa_id".
 
-    nvidia-smi leaves a CPU list empty that its cpuset hides (Slurm). Where words are missing, single tabs say which;
-    without tabs the first columns are taken to be the empty ones, unless the first word can only be a CPU list.
+    nvidia-smi leaves a CPU list empty if its cpuset hides the CPUs (Slurm). If words are missing, tabs show which ones.
+    Without tabs, the first columns are assumed empty, unless the first word can only be a CPU list.
     """
     words = _words(row)
     missing = len(columns) - len(words)
     if missing > 0 and words and re.fullmatch(r"[\s\d,\-]*\d[\s\d,\-]*(?:N/A\s*)?", row.below):
-        return {}  # a terminal wrapped the row: its last word may go on below
+        return {}  # a terminal wrapped the row, so its last word may be incomplete
     rest = row.rest.lstrip(" ")  # the last cell may be " X "
     if missing > 0 and rest.startswith("\t") and not re.search(r"\t *\t", row.text.removesuffix(row.rest)):
         cells = [cell.strip() for cell in rest.split("\t")[1:]]
@@ -380,10 +380,10 @@ def _affinity(row: _Row, columns: list[str]) -> dict[str, str]:
 
 
 def _is_cpu_list(word: str) -> bool:
-    """Whether a lone word is a CPU list rather than a NUMA list.
+    """Whether a single word is a CPU list and not a NUMA list.
 
-    NUMA lists seen in the wild: single nodes up to 8 (POWER9), ranges up to 0-7, and "0,2-17" on GB200, whose GPU
-    memories and MIG partitions are nodes too.
+    NUMA lists in real output: single nodes up to 8 (POWER9), ranges up to 0-7, and "0,2-17" on GB200, where GPU
+    memories and MIG partitions are also NUMA nodes.
     """
     most = max(map(int, re.findall(r"\d{1,9}", word)[:64]), default=0)
     return most > 34 or (most > 8 and re.fullmatch(r"\d+,\d+-\d+", word) is None)
@@ -404,7 +404,7 @@ def _nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
         NicNode(
             name=name if named.count(name) == 1 else column,
             label=column,
-            # Without a legend too: nvidia-smi gives columns to what a driver of Mellanox serves.
+            # also without a legend: nvidia-smi only lists devices of Mellanox drivers
             kind="hca" if re.match(r"mlx\d_|ib|roce|NIC\d+$", name) else "unknown",
         )
         for column, name in zip(columns, named, strict=True)
@@ -412,7 +412,7 @@ def _nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
 
 
 def _pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others: list[str]) -> tuple[Pair, ...]:
-    """Every pair of which one cell at least is there, by the names that a legend gives to NICs."""
+    """Return every pair with at least one cell, with NIC names from the legend."""
     devices = matrix.devices
     for device in devices:
         if device not in rows and device not in others:
@@ -428,19 +428,19 @@ def _pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others
 
 
 def _pair(a: str, b: str, label: str, evidence: str) -> Pair:
-    """The pair of two devices that nvidia-smi shows with this label."""
+    """Return the pair of two devices for this label of nvidia-smi."""
     return Pair(a=a, b=b, label=label, path=path_class(label), nvlinks=nvlinks(label), evidence=evidence)
 
 
 def lower(first: str, second: str) -> str:
-    """The worse of two labels the two directions of one pair were given: what really works both ways."""
+    """Return the worse of the labels of a pair's two directions, because only that works both ways."""
     if UNKNOWN in (first, second):
         return second if first == UNKNOWN else first
     return max(first, second, key=lambda label: (rank(label), -nvlinks(label)))
 
 
 def _agreed(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tuple[_Row, str]:
-    """The row and label to believe where both directions of a pair are there: the lower of two that differ."""
+    """Return the row and label of a pair; if its two directions differ, the worse one."""
     known = [each for each in seen if each[1] != UNKNOWN] or seen
     labels = [label for _, label in known]
     label = lower(*labels) if len(labels) == 2 else labels[0]
@@ -453,9 +453,9 @@ _CUT_NICS = re.compile(r"\b(\d{1,6}) NICs found\b[^\n.;]{0,80}\bonly displaying 
 
 
 def _not_all_nics(node: NodeTopology, text: str) -> NodeTopology:
-    """nvidia-smi leaves NICs out where it finds too many: a nearer one than those shown cannot be ruled out.
+    """Handle NIC lists that nvidia-smi truncated: a NIC that is not shown may be nearer than the shown ones.
 
-    PIX stays: nothing is nearer.
+    PIX is kept, because no label is nearer.
     """
     match = _CUT_NICS.search(text)
     if match is None or int(match[1]) <= int(match[2]):

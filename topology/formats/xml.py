@@ -1,11 +1,11 @@
-"""NCCL's topology XML, as NCCL_TOPO_DUMP_FILE writes it and NCCL_TOPO_FILE reads it.
+"""Reads NCCL's topology XML, which NCCL_TOPO_DUMP_FILE writes and NCCL_TOPO_FILE reads.
 
-Specification: NCCL src/graph/xml.cc. Static files that cloud makers ship hold only ``<pci>`` elements; dumps also
-hold ``<gpu>``, ``<nvlink>``, ``<nic>`` and ``<net>``. NCCL does not separate PHB and NODE: both are one CPU element. A
-PCI element is a GPU by its class or a ``<gpu>`` below it, a NIC by its class or a ``<nic>`` below it; a ``<nic>``
-directly below ``<cpu>`` is a socket interface without hardware of its own. The text is a stranger's: no document
-type, no entities, bounded in size, depth and number of elements; expat's handlers see declarations before anything is
-expanded.
+Specification: NCCL src/graph/xml.cc. Static files of cloud providers contain only ``<pci>`` elements; dumps also
+contain ``<gpu>``, ``<nvlink>``, ``<nic>`` and ``<net>``. NCCL does not distinguish PHB and NODE: both are one CPU
+element. A PCI element is a GPU by its class or by a ``<gpu>`` child, a NIC by its class or by a ``<nic>`` child. A
+``<nic>`` directly below ``<cpu>`` is a socket interface without its own hardware. The text is untrusted: document types
+and entities are rejected, and size, depth and number of elements are limited. expat reports declarations before it
+expands anything.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["SOURCE", "parse"]
 
 SOURCE = "NCCL XML"
 SAME_CPU = "PHB/NODE"
-"""Level of a nearest NIC on the GPU's own CPU: the format does not say which of the two."""
+"""Label of a nearest NIC on the GPU's own CPU: the format does not distinguish PHB and NODE."""
 
 
 def parse(text: str, source: str = "xml") -> NodeTopology:
-    """The topology a file describes. Raises TopologyFileError."""
+    """Parse a topology file. Raises TopologyFileError."""
     root = read_tree(text, source)
     if root.tag == "graphs":
         raise TopologyFileError(
@@ -58,7 +58,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
         words = cpu.attributes
         family, model, numa = (_decimal(words.get(name)) for name in ("familyid", "modelid", "numaid"))
         found.cpus.append(Cpu(arch=words.get("arch"), vendor=words.get("vendor"), family=family, model=model))
-        found.numa_nodes.append(position if numa is None else numa)  # without numaid its position is used
+        found.numa_nodes.append(position if numa is None else numa)  # position, if numaid is missing
         walk(cpu, position, None, found)
     tree = PciTree(found.pci.values(), own_links=True)
     gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in numbered(found.gpus))
@@ -127,7 +127,7 @@ def _nvlinks(a: GpuNode, b: GpuNode) -> int:
 
 
 def _label(first: str, second: str, found: Found, tree: PciTree) -> str:
-    """NCCL's rule: one PCI element between is PIX, more are PXB, a CPU element is PHB, two are SYS."""
+    """Apply NCCL's rule: PIX for one PCI element in between, PXB for more, PHB for one CPU element, SYS for two."""
     if found.cpu_of[first] != found.cpu_of[second]:
         return "SYS"
     if first == second:
@@ -138,25 +138,25 @@ def _label(first: str, second: str, found: Found, tree: PciTree) -> str:
     return "PIX" if above_first[-1] == above_second[-1] else "PXB"
 
 
-_LAST = 1 << 30  # a NIC without `dev` keeps its place in the file, after those with one
+_LAST = 1 << 30  # NICs without `dev` follow those with one, in file order
 _RDMA_NAME = re.compile(r"(mlx|bnxt_re|roce|ib|irdma|hfi|ionic|rdmap|efa)", re.I)
 
 
 @dataclass(slots=True)
 class Found:
-    """What a walk of the tree collects."""
+    """Elements collected by `walk`."""
 
     source: str
     gpus: list[tuple[GpuNode, str]] = field(default_factory=list)
-    nics: list[tuple[int, NicNode]] = field(default_factory=list)  # with the first `dev` of its nets
+    nics: list[tuple[int, NicNode]] = field(default_factory=list)  # with the smallest `dev` of its nets
     pci: dict[str, PciDevice] = field(default_factory=dict)
     cpus: list[Cpu] = field(default_factory=list)
-    numa_nodes: list[int] = field(default_factory=list)  # of the CPUs
+    numa_nodes: list[int] = field(default_factory=list)  # of each CPU
     virtual_nets: int = 0
-    merged_nets: list[str] = field(default_factory=list)  # several ports as one, which NCCL puts below `<cpu>`
+    merged_nets: list[str] = field(default_factory=list)  # several ports merged by NCCL, below `<cpu>`
     without_class: int = 0
-    stray_net_lines: list[int] = field(default_factory=list)  # of `<net>` directly below `<pci>`
-    dumped: bool = False  # a `<gpu>` was seen: NCCL wrote the file, and would have written the NVLinks too
+    stray_net_lines: list[int] = field(default_factory=list)  # lines of `<net>` elements directly below `<pci>`
+    dumped: bool = False  # True after a `<gpu>`: NCCL wrote this file, so it includes NVLinks
     cpu_of: dict[str, int] = field(default_factory=dict)  # bus id -> position of its <cpu>
 
 
@@ -172,14 +172,14 @@ def _decimal(text: str | None) -> int | None:
 
 
 def bus_id_of(text: str) -> str:
-    """sysfs form: lower case, a domain of four digits where it fits."""
+    """Convert to the form of sysfs: lower case, with a domain of four digits if possible."""
     text = text.strip().lower()
     match = re.fullmatch(r"([0-9a-f]{1,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])", text)
     return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}.{match[4]}" if match else text[:64]
 
 
 def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
-    """Collect what hangs from a `<cpu>` or `<pci>`."""
+    """Collect the elements below a `<cpu>` or `<pci>`."""
     for child in element.children:
         if child.tag == "pci":
             _pci(child, cpu, parent, found)
@@ -260,7 +260,7 @@ def _gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
 
 
 def _gdr_refused(elements: list[Element]) -> str:
-    """The first of these that says that NCCL found no GPUDirect RDMA, where all do; empty else."""
+    """Return the first element that shows missing GPUDirect RDMA support, if all elements do; else empty."""
     gdr_values = [(each, each.attributes.get("gdr", "").strip()) for each in elements]
     if not gdr_values or any(gdr != "0" for _, gdr in gdr_values):
         return ""
@@ -278,14 +278,14 @@ def _link(element: Element, found: Found) -> NvLinkTarget:
         )
     kinds = {0x068000: "nvswitch", 0x068001: "cpu", 0x030000: "gpu", 0x030200: "gpu"}
     target = bus_id_of(attributes.get("target", ""))
-    # NCCL writes a target of f's where a hypervisor hides the switch.
+    # NCCL writes a target of all f's if a hypervisor hides the switch.
     hidden = re.fullmatch(r"f+:f+:f+(\.f)?", target) is not None
     kind = kinds.get(_number(attributes.get("tclass")) or -1, "nvswitch" if hidden else "unknown")
     return NvLinkTarget(bus_id=None if hidden else target, count=count, kind=kind)
 
 
 def numbered(found: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
-    """GPUs by `dev` where the file gives each its own, else by bus id, as CUDA numbers them."""
+    """Number GPUs by `dev` if every GPU has its own, else by bus id as CUDA does."""
     devs = [dev for _, dev in found]
     by_bus_id = {gpu.bus_id for gpu, _ in found}
     if all(re.fullmatch(r"\d{1,4}", dev) for dev in devs) and len(set(devs)) == len(devs):
@@ -314,7 +314,7 @@ def _nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
     elif infiniband or node.vendor_id == MELLANOX or (names and _RDMA_NAME.match(name)):
         kind = "hca"
     else:
-        # RoCE cards have Ethernet's class too: without vendor and name nothing tells them from others.
+        # RoCE cards have the class of Ethernet: without vendor and name they look like other Ethernet cards.
         identified = bool(node.class_code) and bool(node.vendor_id or names)
         kind = "ethernet" if identified else "unknown"
     return NicNode(
@@ -325,7 +325,7 @@ def _nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
         numa_node=numa if numa >= 0 else None,
         rate_bytes_per_second=sum(known) * 1e6 / 8 if known and len(known) == len(nets) else None,
         link_layer="InfiniBand" if infiniband else None,
-        active=True if nets else None,  # a dump lists only ports that NCCL found active
+        active=True if nets else None,  # a dump only lists ports that NCCL found active
         ports=len(nets) or None,
         nets=names,
         gdr_refused=_gdr_refused(nets),
@@ -333,13 +333,13 @@ def _nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
 
 
 MOST_CHARACTERS = 16 * 2**20
-_DEEPEST = 64  # PCIe trees nest less than ten levels
+_DEEPEST = 64  # real PCIe trees have fewer than ten levels
 _MOST_ELEMENTS = 200_000
 
 
 @dataclass(slots=True)
 class Element:
-    """One element, its attributes, the line it starts in and the elements below it; text is not kept."""
+    """One element with its attributes, start line and children; text is not kept."""
 
     tag: str
     attributes: dict[str, str]
@@ -347,12 +347,12 @@ class Element:
     children: list[Element] = field(default_factory=list)
 
     def named(self, *tags: str) -> list[Element]:
-        """Children with one of these tags."""
+        """Return the children with one of these tags."""
         return [child for child in self.children if child.tag in tags]
 
 
 def read_tree(text: str, source: str) -> Element:
-    """The root element. Raises TopologyFileError."""
+    """Parse the XML and return the root element. Raises TopologyFileError."""
     if len(text) > MOST_CHARACTERS:
         raise TopologyFileError(source, 1, f"{len(text)} characters are more than the {MOST_CHARACTERS} that are read")
     parser = expat.ParserCreate(encoding="utf-8")
@@ -377,7 +377,7 @@ def read_tree(text: str, source: str) -> Element:
     parser.EndElementHandler = lambda _tag: above.pop()
     parser.StartDoctypeDeclHandler = parser.EntityDeclHandler = refuse
     try:
-        # An encoding declaration means nothing in text that is already decoded.
+        # The text is already decoded, so an encoding declaration is ignored.
         parser.Parse(text.removeprefix("\ufeff").lstrip().encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         skipped = text.removeprefix("\ufeff")[: len(text) - len(text.lstrip())].count("\n")
