@@ -1,10 +1,10 @@
-"""From findings to the forecast: what a node with a finding does to the links and to the compute of a job.
+"""The effect of findings on a forecast: how a node with a finding slows the links and the compute of a job.
 
-The forecast is of the nodes as they are, and is compared with that of the same nodes after repair. faults.toml has one
-rule for each code that changes what carries the data or how fast the slowest rank computes: what the scan's graph shows
-already (a dead HCA, a link with fewer lanes) is repaired for the comparison, what it does not show (no GPUDirect, no
-locked memory, a low clock) slows the nodes as they are. `ENDS` are codes with which a job does not run; of every other
-failure no figure bounds the cost, and the advice says so. docs/decisions/0020 gives the cost of each code.
+The forecast is for the nodes in their current state, and is compared with the same nodes after repair. faults.toml has
+one rule per finding code that affects data transfers or the compute rate of the slowest rank. If the scan's graph
+already shows the fault (a dead HCA, a link with fewer lanes), it is repaired for the comparison. Otherwise (no
+GPUDirect, locked memory, low clock) it slows the current nodes. With the codes in `ENDS` a job cannot run. The cost of
+any other failure is unknown, and the advice says so. docs/decisions/0020 gives the cost of each code.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from topology.cluster import join
 from topology.derive import complete
 from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, Pair
 
-Findings = Mapping[str, Sequence[Finding]]  # by hostname
+Findings = Mapping[str, Sequence[Finding]]  # by host name
 
-# Two InfiniBand nodes without and with nvidia_peermem: 33 and 93 GB/s bus bandwidth (NVIDIA/nccl issue 1412).
+# Bus bandwidth of two InfiniBand nodes without and with nvidia_peermem: 33 and 93 GB/s (NVIDIA/nccl issue 1412).
 THROUGH_HOST_SHARE = 33 / 93
 # nvml.h: HwSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown reduce the core clocks by a factor of 2 or more.
 SLOWDOWN_SHARE = 0.5
@@ -38,17 +38,17 @@ SLOWDOWN_SHARE = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class AsIs:
-    """A cluster as it is: what carries its data and at which share of its clock the slowest GPU runs."""
+    """The current state of a cluster: its links, and the fraction of the maximum clock of its slowest GPU."""
 
     links: Links
     hosts: Mapping[str, Snapshot]
     interface: str | None = None  # NCCL_SOCKET_IFNAME of the job
-    clock: float = 1.0  # of the highest clock, the slowest GPU
-    power: float = 1.0  # of the sustained rate, by the power limit
+    clock: float = 1.0  # slowest GPU, fraction of its maximum clock
+    power: float = 1.0  # fraction of the sustained rate that the power limit allows
     words: list[str] = field(default_factory=list)
 
     def add_note(self, words: str) -> None:
-        """Add a sentence on what slows the nodes, once."""
+        """Add a sentence about the cause of a slowdown, once."""
         if words not in self.words:
             self.words.append(words)
 
@@ -59,11 +59,11 @@ Repair = Callable[[NodeTopology, Finding], NodeTopology]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What one code does to the forecast: `slow` the nodes as they are, or what to `repair` in the graph to compare."""
+    """The effect of one finding code: `slow` changes the current state, `repair` the graph for the comparison."""
 
     slow: Slow
     repair: Repair | None = None
-    shown: str = ""  # by the graph, in words
+    shown: str = ""  # description of a fault that the graph shows
 
 
 def _named(finding: Finding, name: str, bus_id: str | None) -> bool:
@@ -76,7 +76,7 @@ def _named(finding: Finding, name: str, bus_id: str | None) -> bool:
 
 
 def socket_speed(snapshot: Snapshot | None, wanted: str | None) -> Speed:
-    """What TCP carries over the interface that the job names, or that NCCL takes by itself; unknown without a rate."""
+    """Return TCP's rate on the job's interface, or on the one NCCL selects; if its rate is unknown, an assumption."""
     facts = snapshot.facts(InterfacesFacts) if snapshot else None
     name = (wanted or "").removeprefix("=").split(",")[0] or (facts.nccl_choice if facts else None)
     found = next((i for i in facts.interfaces if i.name == name), None) if facts else None
@@ -98,7 +98,7 @@ def _sockets(now: AsIs, host: str, finding: Finding) -> None:
     now.add_note(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
-def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - of every host alike
+def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
     network = now.links.network
     if network is None or network.how == "measured" or network.link not in ("RDMA", "EFA", "network"):
         return
@@ -111,7 +111,7 @@ def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG0
 
 
 def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
-    """Each packet carries its headers."""
+    """Reduce the rate by the share of packet headers."""
     network, snapshot = now.links.network, now.hosts.get(host)
     facts = snapshot.facts(RdmaFacts) if snapshot else None
     ports = [port for device in (facts.devices if facts else ()) for port in device.ports]
@@ -123,11 +123,11 @@ def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
     now.add_note(f"{finding.code} on {finding.subject}: packets of {min(sizes)} bytes carry {share:.0%} of the rate")
 
 
-_HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, and 20 of preamble and gap on the wire
+_HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, plus 20 of preamble and gap on the wire
 
 
-def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - of every host alike
-    """GPUs without peer access copy through host memory, which their links to the host bound."""
+def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
+    """GPUs without peer access copy through host memory; the rate is limited by their links to the host."""
     links = now.links
     if links.node.how == "measured" or links.island_size >= links.ranks_per_node:
         return
@@ -136,14 +136,14 @@ def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: AR
     now.add_note(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
 
 
-def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - like nodes are told of once
-    """The graph shows it: name it."""
+def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - equal nodes share a note
+    """Add a note about a fault that the graph shows."""
     where = f" on {finding.subject}" if finding.subject else ""
     now.add_note(f"{finding.code}{where}: {RULES[finding.code].shown}")
 
 
 def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """A port that is down, or slower than its sisters, does what they do."""
+    """Set a port that is down or slow to the rate of other ports of its kind."""
     nearest = {nic for near in node.nearest_nic if near.gpu == finding.subject for nic in (near.why or "").split()}
     best: dict[str, float] = {}
     for nic in node.nics:
@@ -159,7 +159,7 @@ def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
 
 
 def _repair_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """A link runs as its slot can."""
+    """Set a link to the rate of its slot."""
     slow = {gpu.name for gpu in node.gpus if _named(finding, gpu.name, gpu.bus_id)}
     gpus = tuple(
         replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if gpu.name in slow else gpu
@@ -174,7 +174,7 @@ def _repair_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
 
 
 def _repair_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Every pair of GPUs has as many NVLinks as the pair with most of them."""
+    """Give every pair of GPUs as many NVLinks as the pair with the most."""
     names = {gpu.name for gpu in node.gpus}
     linked = [p for p in node.pairs if {p.a, p.b} <= names and p.nvlinks]
     if not linked or not finding.subject:
@@ -190,7 +190,7 @@ def _repair_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
 
 
 def _repair_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """A GPU that is lost answers as its sisters do, and is linked as they are."""
+    """Mark a lost GPU as usable, with the links of the other GPUs."""
     sister = next((gpu for gpu in node.gpus if gpu.usable), None)
     if sister is None:
         return node
@@ -216,7 +216,7 @@ def _gpu_of(now: AsIs, host: str, finding: Finding) -> Gpu | None:
 
 
 def _clock(now: AsIs, host: str, finding: Finding) -> None:
-    """The share of its highest clock that a GPU was read at under load; half by NVML's word where it was not."""
+    """Set the fraction of the maximum clock measured under load; if unknown, half, as documented in nvml.h."""
     gpu = _gpu_of(now, host, finding)
     read = None
     if gpu is not None and gpu.sm_clock_hertz and gpu.sm_clock_max_hertz and gpu.utilization_ratio:
@@ -234,7 +234,7 @@ def _clock(now: AsIs, host: str, finding: Finding) -> None:
 
 
 def _power(now: AsIs, host: str, finding: Finding) -> None:
-    """The clock that the watts allow."""
+    """Set the clock that the power limit allows."""
     gpu = _gpu_of(now, host, finding)
     if gpu is None or not gpu.power_limit_watts or not gpu.power_limit_default_watts:
         return
@@ -247,7 +247,7 @@ def _power(now: AsIs, host: str, finding: Finding) -> None:
 
 
 def slowed(rates: Rates, best_gemm: float | None, now: AsIs) -> Rates:
-    """The rates of the slowest GPU: what it multiplies at its clock, and no more than it sustains."""
+    """Return the rates of the slowest GPU: the multiplication rate at its clock, at most its sustained rate."""
     if rates.how == "measured" or (now.clock >= 1.0 and now.power >= 1.0):
         return rates
     sustained = rates.gemm / best_gemm if best_gemm else 1.0
@@ -263,7 +263,7 @@ _PART_THE_DOMAIN = ("gpu.fabric.split", "imex.channel.missing")
 
 
 def apart(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
-    """The nodes as their network joins them, where a finding says that their NVLink domain does not."""
+    """Return the nodes connected by the network only, if a finding says that their NVLink domain is not usable."""
     parted = any(one.code in _PART_THE_DOMAIN for found in findings.values() for one in found)
     if not parted or not any(gpu.nvlink_domain for node in cluster.nodes for gpu in node.gpus):
         return cluster
@@ -289,16 +289,16 @@ RULES: Mapping[str, Rule] = {
 }
 ENDS = frozenset(_TABLE["ends"])
 
-_BY_SETTING = {  # what the advised environment repairs
+_BY_SETTING = {  # faults that the recommended environment fixes
     "NCCL_SOCKET_IFNAME": ("interfaces.choice.wrong",),
     "NCCL_NET_GDR_LEVEL": ("topology.gdr.path", "topology.gpu_nic.far"),
 }
 
 
 def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
-    """The findings that slow a job which runs with these settings: failures, and warnings of clocks.
+    """Return the findings that slow down a job with these settings: failures, and warnings about clocks.
 
-    Findings about ports that NCCL_IB_HCA excludes do not count.
+    Findings about ports that NCCL_IB_HCA excludes are ignored.
     """
     solved = {code for name in settings for code in _BY_SETTING.get(name, ())}
     hcas = settings.get("NCCL_IB_HCA", "")
@@ -322,7 +322,7 @@ def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
 
 
 def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
-    """The same nodes with every finding repaired that the graph shows."""
+    """Return the nodes with every fault repaired that the graph shows."""
     nodes = []
     known: dict[tuple[int, ...], NodeTopology] = {}
     for node in cluster.nodes:
@@ -340,9 +340,9 @@ def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
 def repaired_links(
     sound: ClusterTopology, links: Links, findings: Findings, snapshots: Sequence[Snapshot]
 ) -> Links | None:  # fmt: skip
-    """The links of the repaired nodes; None where RDMA is off and nobody can say what it carries when it is on.
+    """Return the links of the repaired nodes; None if RDMA is off and its rate cannot be known.
 
-    Cards without their RDMA device are taken for the fastest of their family, one a GPU: their ports cannot be read.
+    Ports without RDMA device cannot be read; assume one card per GPU, at the rate of its family's fastest card.
     """
     off = {one.subject for found in findings.values() for one in found if RULES[one.code].slow is _sockets}
     if not off or links.network is None or sound.inter_node_transport in ("rdma", "efa", "nvlink"):
@@ -360,7 +360,7 @@ def repaired_links(
 
 
 def as_is(links: Links, findings: Findings, snapshots: Sequence[Snapshot], *, interface: str | None = None) -> AsIs:
-    """What the findings make of these links and of the slowest GPU; one host's snapshot speaks for its copies."""
+    """Apply the findings to the links and the slowest GPU; equal hosts share one snapshot."""
     named = {snapshot.hostname: snapshot for snapshot in snapshots}
     alone = snapshots[0] if len(snapshots) == 1 else None
     hosts = {host: its for host in findings if (its := alone or named.get(host))}

@@ -1,9 +1,9 @@
-"""Seconds of one optimizer step, by part, for one layout.
+"""Seconds of one optimizer step of a layout, by component.
 
-Composition: per micro-batch the layers of the fullest stage, tensor-parallel traffic, gathered weights under the
-compute; then the pipeline's bubble (p - 1)/v, the gradient reduction that the last backward pass cannot hide, and the
-optimizer. Specification of the traffic: arXiv 1910.02054 (ZeRO), 2304.11277 (FSDP), 2104.04473 (pipeline), 2205.05198
-(sequence parallelism, recomputation).
+Composition: for each micro-batch the layers of the largest stage, tensor-parallel traffic, and weight gathering hidden
+by compute; then the pipeline bubble (p - 1)/v, the gradient reduction not hidden by the last backward pass, and the
+optimizer. Traffic: arXiv 1910.02054 (ZeRO), 2304.11277 (FSDP), 2104.04473 (pipeline), 2205.05198 (sequence parallelism,
+recomputation).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "gath
 
 
 class StepParts(NamedTuple):
-    """Seconds of one optimizer step by what they are spent on; communication counts only where it is exposed."""
+    """Seconds of one optimizer step by activity; only exposed communication is counted."""
 
     gemm: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    dequantize: float = 0.0  # 4-bit weights, for each pass
+    dequantize: float = 0.0  # of 4-bit weights, in each pass
     recompute: float = 0.0
-    host: float = 0.0  # the GPU waits for kernels to be started
+    host: float = 0.0  # time in which the GPU waits for kernel launches
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
@@ -41,7 +41,7 @@ class StepParts(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Duration of the step."""
         return sum(self)
 
     @property
@@ -50,41 +50,41 @@ class StepParts(NamedTuple):
         return float(sum(getattr(self, name) for name in COMMUNICATION))
 
 
-# DRAM traffic that a CPU optimizer reaches: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and
-# eight ranks share the 150-300 GB/s of a two-socket server.
+# DRAM traffic of an optimizer on a CPU: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and eight
+# ranks share the 150-300 GB/s of a two-socket server.
 ADAM_THREAD_BYTES_PER_SECOND = 5.5e9
 ADAM_RANK_BYTES_PER_SECOND = 20e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Question):
-    """A run with what its ranks compute with; layer costs are cached over the layouts tried.
+    """A run together with the rates of its ranks; costs of layers are cached over the evaluated layouts.
 
-    A job on Kubernetes is `planner.kubernetes.job.JobSpec`.
+    Not to be confused with a Kubernetes Job, `planner.kubernetes.job.JobSpec`.
     """
 
     rates: Rates
     constants: Constants = DEFAULT
     host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
-    # A job made by dataclasses.replace starts with empty caches: fields without init are not copied.
+    # dataclasses.replace starts with empty caches, because fields without init are not copied.
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict, init=False)
     _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict, init=False)
 
     def sequence(self, micro_batch: int) -> float:
-        """Tokens per sequence that are computed: packed to the full length, or padded to a micro-batch's longest."""
+        """Return the computed tokens per sequence: full length if packed, else padded to the micro-batch's longest."""
         if self.train.length_histogram and not self.train.packing:
             return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
         return float(self.train.sequence_length)
 
     def attended(self, micro_batch: int) -> float:
-        """Tokens per sequence as attention sees it: packed samples look at themselves only, where the stack says so."""
+        """Return the tokens per sequence that attention sees; if the stack supports it, packed samples are separate."""
         train = self.train
         if train.packing and train.length_histogram and self.engine.splits_documents and train.attention != "eager":
             return document_length(train.length_histogram, train.sequence_length)
         return self.sequence(micro_batch)
 
     def real_tokens(self, micro_batch: int) -> float:
-        """Tokens per sequence that are not padding."""
+        """Return the tokens per sequence that are not padding."""
         if self.train.length_histogram and not self.train.packing:
             return mean_length(self.train.length_histogram, self.train.sequence_length)
         return self.sequence(micro_batch)
@@ -116,14 +116,14 @@ class Job(Question):
 
 
 def _overlap(first: float, second: float, loss: float) -> float:
-    """Seconds of two things that run at once and share the machine."""
+    """Return the seconds of two tasks that run concurrently and compete for the hardware."""
     return max(first, second) + loss * min(first, second)
 
 
 def strides(layout: Layout) -> tuple[int, int, int, int]:
-    """Rank distance of neighbours in the cp, dp_shard, dp_replicate and pp groups; tp's is 1.
+    """Return the rank distance of neighbours in the cp, dp_shard, dp_replicate and pp groups; for tp it is 1.
 
-    Those that shard together are the cp and dp_shard groups as one, with cp's distance.
+    Ranks that shard together form one group of cp and dp_shard, with cp's distance.
     """
     cp = layout.tp
     shard = cp * layout.cp
@@ -135,9 +135,9 @@ def _over_groups(
     collective: Callable[[float, int, int, float], float], step: _Step, each: float, count: float, routed: float,
     messages: float, *, ranks: int,
 ) -> float:  # fmt: skip
-    """Seconds of a collective over `ranks` data-parallel ranks, of `each` bytes per weight; experts' among their own.
+    """Return the seconds of a collective over `ranks` data-parallel ranks, `each` bytes per weight.
 
-    Ranks that hold the same experts stand `ep` apart, and there are fewer of them.
+    Weights of experts use smaller groups: ranks with the same experts are `ep` apart.
     """
     layout = step.layout
     seconds = collective(each * (count - routed), ranks, layout.tp, messages)
@@ -149,19 +149,19 @@ def _over_groups(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What the parts of one layout's step follow from."""
+    """The inputs from which the components of one layout's step are computed."""
 
     job: Job
-    layout: Layout  # as the engine runs it
+    layout: Layout  # as run by the engine
     count: Weights
-    share: Share  # of the fullest stage
-    tokens: float  # of a micro-batch on one rank
+    share: Share  # of the largest stage
+    tokens: float  # per micro-batch and rank
     cost: LayerCost
-    on_cpu: bool  # starting an operator and running it share one thread: nothing hides it
+    on_cpu: bool  # launching and running an operator share one thread, so launches are not hidden
 
     @property
     def layers(self) -> float:
-        """Layers of the fullest stage."""
+        """Layers of the largest stage."""
         return self.share.layers
 
     @property
@@ -176,34 +176,34 @@ class _Step:
 
     @property
     def hidden_bytes(self) -> float:
-        """The hidden states of a micro-batch, whole."""
+        """Bytes of the full hidden states of a micro-batch."""
         return self.share.element * self.tokens * self.job.model.hidden
 
     @property
     def exchanged_bytes(self) -> tuple[float, float]:
-        """A layer's queries, keys and values, and attention's results, of this rank's tokens."""
+        """Bytes of a layer's queries, keys and values, and of its attention output, for this rank's tokens."""
         model = self.job.model
         each = self.share.element * self.tokens * model.head_dim
         return each * (model.heads + 2.0 * model.kv_heads), each * model.heads
 
     @property
     def exchanges(self) -> float:
-        """How often context parallelism exchanges them: both ways, and what is made again once more."""
+        """Number of exchanges in context parallelism: both passes, plus one for recomputation."""
         return 2.0 + (self.layout.checkpointing != "none")
 
     @property
     def gathered_bytes(self) -> float:
-        """Weights of the fullest stage, as they travel when they are gathered; adapters beside frozen ones."""
+        """Bytes of the largest stage's weights when gathered; adapters in addition to frozen weights."""
         share, qlora = self.share, self.job.train.method == "qlora"
         layers = (NF4_BYTES if qlora else self.share.element) * (share.local - share.ends)
         return layers + self.share.element * (share.ends + (0.0 if self.full else share.trained))
 
     @property
     def stored_bytes(self) -> float:
-        """Of these, what a backward pass does not gather again: FSDP2's last unit, with the head, is still there.
+        """Part of gathered_bytes that a backward pass does not gather again: FSDP2's last unit (with the head) remains.
 
-        So is a frozen embedding from the second micro-batch on: FSDP gathers it ahead of a backward pass that it does
-        not have, and nothing gives it back.
+        A frozen embedding also remains from the second micro-batch on: FSDP gathers it for a backward pass that it does
+        not have, so nothing frees it.
         """
         if not self.job.engine.ends_apart or self.layout.pp > 1:
             return 0.0
@@ -215,23 +215,23 @@ class _Step:
 
     @property
     def head_bytes(self) -> float:
-        """The head's weight, gathered."""
+        """Bytes of the gathered weight of the head."""
         return self.share.element * (self.count.head or self.count.embedding) / self.layout.tp
 
     @property
     def message_bytes(self) -> float:
-        """What a pipeline's stage hands to the next."""
+        """Bytes that a pipeline stage sends to the next."""
         split = self.layout.sequence_parallel or self.job.engine.sends_parts
         return self.hidden_bytes / (self.layout.tp if split else 1)
 
     @property
     def ends(self) -> float:
-        """FSDP units beside the layers."""
+        """FSDP units in addition to the layers."""
         return (2.0 if self.job.engine.ends_apart else 1.0) if self.sharded else 0.0
 
     @property
     def accumulation(self) -> float:
-        """Seconds of a micro-batch in which its gradients are added to those before: two read, one written."""
+        """Seconds per micro-batch to accumulate gradients: two reads and one write."""
         engine, share = self.job.engine, self.share
         micro_batches = self.layout.gradient_accumulation
         if engine.adds_in_products:
@@ -253,7 +253,7 @@ class _Layer(NamedTuple):
     forward: float
     backward: float
     recompute: float
-    dequantize: float  # in all passes
+    dequantize: float  # for all passes
     host: float
     tensor_parallel: float
     context_parallel: float
@@ -261,18 +261,18 @@ class _Layer(NamedTuple):
 
 
 class _Micro(NamedTuple):
-    """Seconds of one micro-batch on the stage that sets the pace: the fullest, or the last, which has the head."""
+    """Seconds of one micro-batch on the slowest stage: the largest, or the last, which has the head."""
 
     layers: float
     forward: float
-    backward: float  # with the head, both ways
+    backward: float  # including both passes of the head
     head: float
     head_gemm: float
     head_loss: float
 
 
 class _Exchange(NamedTuple):
-    """What data parallelism adds to a step: seconds that show, and seconds of copies of each micro-batch."""
+    """Time that data parallelism adds to a step: exposed seconds, and seconds of copies per micro-batch."""
 
     gather: float = 0.0
     reduce: float = 0.0
@@ -280,7 +280,7 @@ class _Exchange(NamedTuple):
 
 
 def step_parts(job: Job, layout: Layout) -> StepParts:
-    """Forecast one layout."""
+    """Forecast the step time of one layout."""
     step = _step(job, job.engine.as_run(layout))
     layout, cost = step.layout, step.cost
     layer = _layer(step)
@@ -289,8 +289,8 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     bubble, send = _pipeline(step, micro, exchange.gather)
     optimizer, offload = _optimizer(step)
     m, layers = layout.gradient_accumulation, micro.layers
-    passes = 3.0 if step.full else 2.0  # over a product: forward, for its input, and for its weights where they train
-    host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # beside a GPU, the head's product hides them
+    passes = 3.0 if step.full else 2.0  # passes of a product: forward, input gradient, and weight gradient if trained
+    host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # on a GPU, the head's product hides them
     return StepParts(
         gemm=m * (layers * (cost.gemm * passes + cost.merged) + micro.head_gemm * passes),
         attention=m * layers * cost.attention * 3.5,
@@ -311,12 +311,12 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
 
 
 def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str], float]:
-    """Bytes of the collectives of one step that the seconds are made of, on a rank of the first pipeline stage.
+    """Return the bytes of the collectives in one step, on a rank of the first pipeline stage.
 
-    Or of the `last`.
+    With `last`, on a rank of the last stage. Keys: (mesh dimension, kind of collective).
 
-    By mesh dimension and kind; of each collective the whole, its larger side. Tensor parallelism's all-gathers and
-    reduce-scatters count as half an all-reduce. Left out: what is no wider than a number per token.
+    Each collective counts with its larger side; a tensor-parallel all-gather or reduce-scatter is half an all-reduce.
+    Collectives of at most one number per token are left out.
     """
     step = _step(job, job.engine.as_run(layout))
     layout, share, engine, m = step.layout, step.share, job.engine, step.layout.gradient_accumulation
@@ -324,7 +324,7 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
     if step.sharded:
         gathers, again = engine.gathers(layout), engine.gathers_again(layout)
         stored = again * step.stored_bytes
-        if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays from the first forward pass on
+        if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays gathered after the first forward pass
             stored = (gathers + again - 1) * step.head_bytes
         found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
@@ -359,7 +359,7 @@ def _step(job: Job, layout: Layout) -> _Step:
 def _layer(step: _Step) -> _Layer:
     cost = step.cost
     forward = cost.gemm + cost.attention + cost.elementwise
-    # Frozen weights get no gradient, but where they are merged with their adapters.
+    # Frozen weights have no gradient, unless they are merged with their adapters.
     backward = cost.gemm * (2.0 if step.full else 1.0) + cost.merged + cost.attention * 2.5 + cost.elementwise * 2.0
     gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
     return _Layer(
@@ -375,17 +375,17 @@ def _layer(step: _Step) -> _Layer:
 
 
 def _host(step: _Step, forward: float, backward: float) -> float:
-    """Starting a layer's kernels, as far as their work does not hide it."""
+    """Return the seconds of kernel launches that are not hidden by the kernels themselves."""
     forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
     if not step.on_cpu:
-        # Routed tokens are counted on the GPU and the counts read by the host, which starts nothing until then.
+        # The host reads the token counts per expert from the GPU, and launches nothing until then.
         waits = 0.0 if step.job.model.experts and step.layout.ep > 1 else forward
         forward_host, backward_host = max(0.0, forward_host - waits), max(0.0, backward_host - backward)
     return forward_host * (2.0 if step.layout.checkpointing == "full" else 1.0) + backward_host
 
 
 def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
-    """All-reduces (or their two halves) after attention and after the MLP, forward and backward; or at the ends."""
+    """Return the exposed seconds of all-reduces after attention and MLP, both passes; or of those outside layers."""
     layout, job = step.layout, step.job
     if layout.tp == 1:
         return 0.0
@@ -397,9 +397,9 @@ def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
 
 
 def _context_parallel(step: _Step) -> float:
-    """Keys and values go round the ring, under attention as far as it lasts; gathered, under that of a rank's own.
+    """Return the exposed seconds of context parallelism. A ring overlaps with attention; a gather with the own part.
 
-    Or tokens are exchanged for heads, which nothing hides.
+    If tokens are exchanged for heads instead, no overlap is possible.
     """
     layout, model, attention = step.layout, step.job.model, step.cost.attention
     if layout.cp == 1:
@@ -416,7 +416,7 @@ def _context_parallel(step: _Step) -> float:
 
 
 def _expert_parallel(step: _Step) -> float:
-    """Tokens go to their experts and back, forward and backward; the mean over the layers."""
+    """Return the seconds to send tokens to their experts and back, both passes; mean over the layers."""
     layout, model = step.layout, step.job.model
     if layout.ep == 1:
         return 0.0
@@ -436,9 +436,9 @@ def _expert_parallel(step: _Step) -> float:
 
 
 def _receivers(model: ModelSpec, of: float) -> float:
-    """How many `of` so many receivers have one of a token's k experts, at random.
+    """Return the expected number, out of `of` receivers, that have at least one of a token's k experts.
 
-    A model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437).
+    A model may restrict a token's experts to some groups (node-limited routing, arXiv 2412.19437).
     """
     among = max(1.0, of * model.expert_groups)
     return float(among * (1.0 - (1.0 - 1.0 / among) ** model.experts_per_token))
@@ -460,13 +460,13 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
 
 
 def _sharded(step: _Step, micro: _Micro) -> _Exchange:
-    """Weights gathered ahead of each unit, gradients scattered behind it, and all-reduced between replicas."""
+    """Return the time to gather weights before each unit, scatter gradients after it, and all-reduce over replicas."""
     job, layout, links, share, units = step.job, step.layout, step.job.links, step.share, step.layers + step.ends
     lost = {True: job.constants.overlap_loss_network, False: job.constants.overlap_loss}
     loss = lost[links.crosses(share.group, layout.tp) is links.network]
     each_reduced = job.engine.reduced_bytes(job.train, layout)
     gathered, reduced = step.gathered_bytes, each_reduced * share.trained
-    each = gathered / share.local  # the mean
+    each = gathered / share.local  # mean
     gather_once = _over_groups(links.ring_seconds, step, each, share.local, share.routed, units, ranks=share.group)
     again = gather_once * (1.0 - step.stored_bytes / gathered) if layout.reshard_after_forward else 0.0
     scatter = _over_groups(
@@ -474,9 +474,9 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
     )
     gathers, scatters = job.engine.gathers(layout), job.engine.scatters(job.train, layout)
     copied = 0.0
-    if step.on_cpu:  # fully_shard waits for gloo's collectives where it starts them (torch _fsdp_collectives.py)
+    if step.on_cpu:  # fully_shard waits for each gloo collective where it launches it (torch _fsdp_collectives.py)
         ahead, behind, late = gather_once, again, scatter
-        # A gather copies the shard in and everything out again; so does a scatter.
+        # A gather copies the shard into a buffer and the result out again; a scatter does the same.
         once_copied = (2.0 + 2.0 / share.group) / job.rates.hbm
         passes = gathers + job.engine.gathers_again(layout)
         copied = once_copied * (gathered * passes + reduced * scatters) / layout.gradient_accumulation
@@ -496,9 +496,9 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
 
 
 def _replicated(step: _Step, micro: _Micro) -> _Exchange:
-    """Gradients reduced over ranks that hold all weights; of ZeRO-1 and 2 the updated weights come back."""
+    """Return the time to reduce gradients over ranks with all weights; ZeRO-1 and 2 also gather updated weights."""
     job, layout, share = step.job, step.layout, step.share
-    ranks = layout.data_parallel * layout.cp  # ranks of context parallelism see other tokens of the same sequences
+    ranks = layout.data_parallel * layout.cp  # context-parallel ranks process other tokens of the same sequences
     if ranks == 1:
         return _Exchange()
 
@@ -512,7 +512,7 @@ def _replicated(step: _Step, micro: _Micro) -> _Exchange:
 
     back_way = one_way = one(job.engine.reduced_bytes(job.train, layout))
     if layout.sharding in ("zero1", "zero2"):
-        back_way = one(step.share.element)  # as computed with
+        back_way = one(step.share.element)  # in the type of computation
     reduce = _reduction(step, micro, one_way, back_way) if job.engine.dp_overlap else one_way + back_way
     if job.engine.reduce_every_micro_batch and layout.sharding == "zero2":
         reduce *= layout.gradient_accumulation
@@ -520,26 +520,26 @@ def _replicated(step: _Step, micro: _Micro) -> _Exchange:
 
 
 def _reduction(step: _Step, micro: _Micro, one_way: float, back_way: float) -> float:
-    """What shows of a reduction under the backward pass."""
+    """Return the seconds of a reduction that the backward pass does not hide."""
     layout, count = step.layout, step.count
-    # gloo's threads and the compute share the cores of one host; what waits for a network is hidden
+    # gloo's threads share the cores of a host with compute; waiting for a network is hidden
     loss = 1.0 if step.on_cpu and step.job.links.network is None else step.job.constants.overlap_loss
     last = one_way / max(2.0, step.layers)
-    if layout.pp == 1 and step.full:  # the embedding's gradient comes last and is one bucket
+    if layout.pp == 1 and step.full:  # the embedding's gradient comes last, in one bucket
         last = max(last, one_way * count.embedding / count.total)
     if layout.sharding == "ddp":
         return _overlap(micro.backward, 2.0 * (one_way - last), loss) - micro.backward + 2.0 * last
-    # Updated weights are gathered under the next forward pass.
+    # Updated weights are gathered during the next forward pass.
     reduce = _overlap(micro.backward, one_way - last, loss) - micro.backward + last
     return reduce + (_overlap(micro.forward, back_way, loss) - micro.forward)
 
 
 def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
-    """The schedule's bubble and its sends.
+    """Return the seconds of the schedule's bubble, and of its sends.
 
-    Each boundary: activations forward, gradients back. In 1F1B a stage waits for both exchanges with its neighbour
-    (Megatron-LM's send_forward_recv_backward and its mirror, torch's Schedule1F1B); interleaved, they run under the
-    compute of other chunks, but once per chunk it waits for one.
+    Each stage boundary carries activations forward and gradients back. In 1F1B a stage waits for both exchanges
+    (Megatron-LM's send_forward_recv_backward and its mirror, torch's Schedule1F1B). In an interleaved schedule they
+    overlap with the compute of other chunks, except for one per chunk.
     """
     layout = step.layout
     if layout.pp == 1:
@@ -554,7 +554,7 @@ def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
 
 
 def _optimizer(step: _Step) -> tuple[float, float]:
-    """Seconds of the optimizer on the device, or of what is offloaded."""
+    """Return the seconds of the optimizer on the device, or of an offloaded optimizer."""
     job, layout, wide = step.job, step.layout, step.share.element
     share = step.share
     trained = share.part(share.trained, share.routed_trained, sharded=layout.sharding != "ddp")
@@ -564,7 +564,7 @@ def _optimizer(step: _Step) -> tuple[float, float]:
         return job.engine.step_bytes(share) * trained / job.rates.hbm, 0.0
     offload = job.engine.step_bytes(share) * trained / job.host_adam_bytes_per_second
     offload += (wide + 4.0) * trained / job.links.host.bytes_per_second
-    if layout.offload == "all":  # each micro-batch: weights in for both passes, as they lie, and gradients out
+    if layout.offload == "all":  # per micro-batch: load weights for both passes, store gradients
         moved = 2.0 * share.part(step.gathered_bytes, step.gathered_bytes / share.local * share.routed, sharded=True)
         moved += wide * share.part(share.trained, share.routed_trained, sharded=True)
         offload += moved * layout.gradient_accumulation / job.links.host.bytes_per_second
