@@ -1,6 +1,6 @@
-"""Sweeps: the best layout for each machine, number of nodes and network, and which nothing beats in time and cost.
+"""Sweeps: the best layout for each machine, number of nodes and network, and the points with best time and cost.
 
-As a table of points, and as charts of run time and cost over the number of nodes.
+Results are a table of points, and charts of run time and cost over the number of nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topology.graph import ClusterTopology
 
 
 def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float, float], ...]:
-    """Two forecasts side by side, part by part: name, seconds of the first, seconds of the second."""
+    """Compare two forecasts by component: (name, seconds of the first, seconds of the second)."""
     left = {part.name: part.value for part in first.forecast.time_parts}
     right = {part.name: part.value for part in second.forecast.time_parts}
     names = dict.fromkeys([*left, *right])
@@ -28,22 +28,22 @@ def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """So many machines of one kind over one network: how long the same training takes there, and what it costs."""
+    """Machines of one type over one network: time and cost of the training run."""
 
     machine: str
     nodes: int
     network: str  # "catalogue", "100G tcp"
     ranks: int
-    layout: str = ""  # "" where nothing fits
-    global_batch: int = 0  # sequences a step
+    layout: str = ""  # "" if no layout fits
+    global_batch: int = 0  # sequences per step
     tokens_per_second: float | None = None
     mfu: float | None = None
     memory_bytes: float | None = None
     seconds: Interval | None = None  # of the whole run
     gpu_hours: float | None = None
     cost: Interval | None = None  # None without a price
-    best: bool = False  # nothing else is both faster and cheaper (without prices: of fewer GPU-hours)
-    reason: str = ""  # why nothing fits
+    best: bool = False  # no other point is both faster and cheaper (without prices: with fewer GPU-hours)
+    reason: str = ""  # why no layout fits
 
 
 def frontier(
@@ -51,10 +51,10 @@ def frontier(
     train: TrainSpec, *, tokens: float, prices: float | Mapping[str, float] | None = None,
     transport: str | None = None, gpus_per_node: int | None = None,
 ) -> tuple[FrontierPoint, ...]:  # fmt: skip
-    """Every machine, number of nodes and network, with the best layout of each; `tokens` are those of the whole run.
+    """Return the best layout for every machine, number of nodes and network; `tokens` are those of the whole run.
 
-    `prices` are of a node-hour, one for all or by machine; `networks` as `machines.over_network` reads them, None for
-    the machine's own. Points of one node have no network and come once. Raises MachineError for an unreadable network.
+    `prices` are per node-hour, for all machines or by machine; `networks` as for `machines.over_network`, None: the
+    machine's own network. Single nodes have no network and appear once. Raises MachineError for an invalid network.
     """
     for network in filter(None, networks):
         machines.network_bytes_per_second(network)
@@ -95,7 +95,7 @@ def _point(
     best = best_layout(planned)
     if best is None:
         misses = (row.reason for row in search_planned(planned).rejected if row.rule == "memory-fits")
-        return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest miss comes first
+        return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest excess comes first
     forecast = best.forecast
     step = forecast.step_seconds
     mid = tokens / forecast.tokens_per_second
@@ -110,10 +110,10 @@ def _point(
     )  # fmt: skip
 
 
-# The charts: two panels of equal size, the number of nodes on a logarithmic axis, the other axis from zero.
+# The charts: two panels of equal size, with a logarithmic axis for nodes, and the other axis from zero.
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 440.0, 48.0, 252.0  # of a panel's axes, in its own units
-_LABEL = 30.0  # units between two labels of the axis of nodes
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 440.0, 48.0, 252.0  # axes of a panel, in its own units
+_LABEL = 30.0  # units between two labels on the node axis
 _TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
@@ -128,7 +128,7 @@ def panels_svg(points: Sequence[FrontierPoint]) -> list[str]:
 
 
 def series(points: Sequence[FrontierPoint]) -> list[str]:
-    """Return the name of each line of the charts, by which its colour is chosen: machine and network."""
+    """Return the name (machine and network) of each line in the charts, which selects its colour."""
     return list(dict.fromkeys(map(_series, points)))
 
 
@@ -137,7 +137,7 @@ def _series(point: FrontierPoint) -> str:
 
 
 def panels(points: Sequence[FrontierPoint]) -> tuple[dict[str, object], ...]:
-    """Return what the templates draw of run time and of cost."""
+    """Return the data that the templates draw, for run time and cost."""
     fits = [p for p in points if p.seconds is not None]
     longest = max((p.seconds.high for p in fits if p.seconds), default=0.0)
     unit, scale = next((each for each in _TIMES if longest >= 2 * each[1]), _TIMES[-1])

@@ -1,4 +1,4 @@
-"""What a job is advised to set, and what its pods need beside it; settings as text that other tools read.
+"""The recommended environment of a job and other needs of its pods; formats settings for other tools.
 
 Specification: PyTorch docs notes/cuda (allocator), ProcessGroupNCCL.hpp (TORCH_NCCL_*), torch/distributed/run.py; NCCL
 docs/userguide/source/troubleshooting.rst (shared memory, memlock); Kubernetes EnvVar and extended resources; Multus
@@ -27,16 +27,16 @@ from probes.limits.probe import LimitsFacts
 
 
 class RenderError(ValueError):
-    """A setting that the format cannot carry; the message names it."""
+    """The format cannot represent a setting; the message names the setting."""
 
 
 def render_env(settings: Sequence[Setting]) -> str:
-    """An env file: values stand as they are, as `docker run --env-file` takes them, reasons as comments."""
+    """Format an env file: unquoted values, as `docker run --env-file` reads them, and reasons as comments."""
     return _render(settings, lambda each: f"{each.name}={each.value}")
 
 
 def render_shell(settings: Sequence[Setting]) -> str:
-    """Exports that a POSIX shell can source."""
+    """Format export commands for a POSIX shell."""
     return _render(settings, lambda each: f"export {each.name}={shlex.quote(each.value)}")
 
 
@@ -46,12 +46,12 @@ def _render(settings: Sequence[Setting], line: Callable[[Setting], str]) -> str:
 
 
 def k8s_env(settings: Sequence[Setting]) -> list[dict[str, str]]:
-    """The `env:` list of a container."""
+    """Return the `env:` list of a container."""
     return [{"name": each.name, "value": each.value} for each in _checked(settings)]
 
 
 def render_k8s(settings: Sequence[Setting]) -> str:
-    """The `env:` list as YAML; every value is a string, also where it looks like a number."""
+    """Format the `env:` list as YAML. Every value is a string, even if it looks like a number."""
     import yaml
 
     return yaml.safe_dump(k8s_env(settings), sort_keys=False, allow_unicode=True, width=10_000)
@@ -69,7 +69,7 @@ def _checked(settings: Sequence[Setting]) -> Sequence[Setting]:
 
 
 def allocator(case: Situation) -> Setting | None:
-    """PYTORCH_CUDA_ALLOC_CONF: segments that grow, so that unequal sequence lengths do not fragment the memory."""
+    """PYTORCH_CUDA_ALLOC_CONF: expandable segments, so that varying sequence lengths do not fragment the memory."""
     if not case.gpus:
         return None
     evidence = f"{case.gpus} CUDA GPUs; newer PyTorch also reads it as PYTORCH_ALLOC_CONF"
@@ -77,14 +77,14 @@ def allocator(case: Situation) -> Setting | None:
 
 
 def watchdog(case: Situation) -> Note | None:
-    """TORCH_NCCL_*: the defaults already abort a hung collective."""
+    """TORCH_NCCL_*: by default, a hung collective is already aborted."""
     if case.backend != "nccl":
         return None
     return note("watchdog")
 
 
 def omp_threads(case: Situation) -> Setting | Note | None:
-    """OMP_NUM_THREADS: torchrun sets 1 where several ranks share a node, and nothing for a rank that is alone."""
+    """OMP_NUM_THREADS: torchrun sets it to 1 if several ranks share a node, and does not set it for a single rank."""
     if case.amd:
         return None
     shares = [share for node in case.nodes if (share := _cores_per_rank(case, node)) is not None]
@@ -103,12 +103,12 @@ def omp_threads(case: Situation) -> Setting | Note | None:
 
 
 class _Share(NamedTuple):
-    """What one rank has of its node's cores."""
+    """CPU cores of a node that one rank can use."""
 
     hostname: str
     threads: int
     ranks: int
-    limited: bool  # by the cgroup, below the cores that it sees
+    limited: bool  # the cgroup allows fewer cores than are visible
     evidence: str
 
 
@@ -117,7 +117,7 @@ def _cores_per_rank(case: Situation, node: NodeView) -> _Share | None:
     cores = info.cores or info.threads if info else None
     if cores is None:
         return None
-    quota = limits.cgroup_cpus if limits and not limits.of_agent else None  # the agent's own CPU limit is no job's
+    quota = limits.cgroup_cpus if limits and not limits.of_agent else None  # the agent's CPU limit does not limit jobs
     usable = min(cores, int(quota)) if quota else cores
     ranks = case.ranks_on(node)
     limited = bool(quota and quota < cores)
@@ -127,7 +127,7 @@ def _cores_per_rank(case: Situation, node: NodeView) -> _Share | None:
 
 
 def cpu_binding(case: Situation) -> Note | None:
-    """Binding ranks to the NUMA node of their GPU."""
+    """Recommend to bind ranks to the NUMA node of their GPU."""
     if case.backend != "nccl":
         return None
     for node in case.nodes:
@@ -140,16 +140,16 @@ def cpu_binding(case: Situation) -> Note | None:
     return None
 
 
-# NCCL's troubleshooting page starts containers with --shm-size=1g; DataLoader workers hand their batches over in the
-# same file system, one set per rank. An emptyDir in memory costs only what is written to it.
+# NCCL's troubleshooting page starts containers with --shm-size=1g. DataLoader workers pass batches through the same
+# file system, one set per rank. A memory-backed emptyDir uses only as much memory as is written to it.
 _SHM_BYTES_PER_RANK = 1024**3
 
-# AWS EKS user guide, "Run machine learning training with EFA": the example pods ask for 5120Mi of 2 MiB pages.
+# AWS EKS user guide, "Run machine learning training with EFA": the example pods request 5120Mi of 2 MiB pages.
 _EFA_HUGEPAGES = "hugepages-2Mi: 5120Mi"
 
 
 def pod_needs(case: Situation) -> tuple[PodNeed, ...]:
-    """Everything a pod of this job must ask for; one entry per need, from the node that needs most."""
+    """Return all needs of a pod of this job; one entry per need, with the largest value of all nodes."""
     if not case.nodes:
         return ()
     found: dict[tuple[str, str], PodNeed] = {}
@@ -178,13 +178,13 @@ def _needs(case: Situation) -> Iterator[PodNeed]:
 
 
 def _has_hcas(node: NodeView) -> bool:
-    """Whether a machine without a probe (from the catalogue or a matrix) is known to have RDMA devices."""
+    """Whether a node without probes (from the catalogue or a matrix) has RDMA devices."""
     nics = node.topology.nics if node.topology and not node.snapshot else ()
     return any(nic.kind in ("hca", "efa") for nic in nics)
 
 
 def _limits(node: NodeView) -> LimitsFacts | None:
-    """Limits of the process that read them."""
+    """Return the limits of the probing process."""
     return node.snapshot.facts(LimitsFacts) if node.snapshot else None
 
 
@@ -217,7 +217,7 @@ def _memlock_evidence(case: Situation) -> str:
 def _efa(case: Situation) -> Iterator[PodNeed]:
     node = max(case.nodes, key=lambda each: each.efa_count())
     gpus, ranks = node.gpu_count(), case.ranks_on(node)
-    part = ranks < gpus  # the other GPUs' pods want theirs
+    part = ranks < gpus  # pods on the other GPUs need theirs
     count = -(-node.efa_count() * ranks // gpus) if part else node.efa_count()
     yield need(
         "pod.efa",
@@ -236,7 +236,7 @@ def _hugepages(node: NodeView) -> str:
 
 
 def _roce_in_pod(node: NodeView) -> Iterator[PodNeed]:
-    """The secondary network and the RDMA resource that belongs to it."""
+    """Return the secondary network and the RDMA resource that belongs to it."""
     facts = node.interfaces()
     choice = choose_ports(node)
     for interface in facts.interfaces if facts else ():
@@ -255,12 +255,12 @@ def _roce_in_pod(node: NodeView) -> Iterator[PodNeed]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvAdvice:
-    """What to set, what was left alone on purpose, and what the pod needs besides."""
+    """Recommended settings, notes about variables that are not set on purpose, and other needs of the pod."""
 
     settings: tuple[Setting, ...]
     notes: tuple[Note, ...]
     needs: tuple[PodNeed, ...]
-    backend: str = "nccl"  # "gloo" where there is no GPU, "rccl" where the GPUs are AMD's: not judged
+    backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
 
 
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
@@ -295,13 +295,13 @@ RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
     omp_threads,
     cpu_binding,
 )
-"""In the order of the answer."""
+"""Rules, in the order of their answers."""
 
-_KEPT = ("NCCL_MNNVL_ENABLE", "NCCL_NET_GDR_LEVEL", "NCCL_NVLS_ENABLE")  # notes of needs, not of variables to set
+_KEPT = ("NCCL_MNNVL_ENABLE", "NCCL_NET_GDR_LEVEL", "NCCL_NVLS_ENABLE")  # kept: notes about needs
 
 
 def settings(case: Situation) -> EnvAdvice:
-    """The environment for a job."""
+    """Return the recommended environment of a job."""
     answers = [answer for rule in RULES if (answer := rule(case)) is not None]
     chosen = tuple(answer for answer in answers if isinstance(answer, Setting))
     notes = tuple(answer for answer in answers if isinstance(answer, Note))
@@ -319,7 +319,7 @@ _Answers = tuple[tuple[Setting, ...], tuple[Note, ...]]
 
 
 def _with_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
-    """What the platform publishes beside what the rules chose; a note about such a variable gives way."""
+    """Add the platform's published settings to those of the rules; they replace notes about the same variables."""
     named = {one.name for one in chosen}
     added = tuple(each for each in settings_as_published(case) if each.name not in named)
     published = {each.name for each in added}
@@ -327,7 +327,7 @@ def _with_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[N
 
 
 def _without_nccl(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
-    """What is left where the vendor's own script or plugin sets NCCL's variables."""
+    """Drop NCCL variables, because a script or plugin of the vendor sets them."""
     if platforms.vendor_script(case) is not None:
         notes = tuple(each for each in notes if not each.topic.startswith("NCCL_") or each.topic in _KEPT)
     return tuple(each for each in chosen if not each.name.startswith("NCCL_")), notes

@@ -1,7 +1,7 @@
-"""NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: the interface for bootstrap, and for data where there is no RDMA.
+"""NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: the interface for bootstrap and, without RDMA, for data.
 
-Specification: NCCL src/misc/socket.cc (order of choice), src/os/linux.cc (matching; only running interfaces);
-PyTorch ProcessGroupGloo (GLOO_SOCKET_IFNAME).
+Specification: NCCL src/misc/socket.cc (search order), src/os/linux.cc (matching; running interfaces only); PyTorch
+ProcessGroupGloo (GLOO_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from probes.interfaces.facts import Interface, InterfacesFacts
 
 
 def socket_ifname(case: Situation) -> Setting | Note | None:
-    """NCCL_SOCKET_IFNAME, where NCCL's own order of choice would miss the right interface."""
+    """NCCL_SOCKET_IFNAME, if NCCL would not select the right interface by default."""
     if case.backend != "nccl" or case.one_node:
         return None
     if case.cxi:
@@ -56,7 +56,7 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
 
 
 def _slingshot(case: Situation) -> Setting | Note:
-    """The interfaces of Slingshot's NICs by their common prefix: libfabric uses all of them, the bootstrap one."""
+    """Return the common prefix of Slingshot interfaces: libfabric uses all of them, the bootstrap one."""
     found = {node.hostname: node.cxi() for node in case.nodes if node.cxi()}
     known = {node.hostname: {each.name for each in facts.interfaces} for node in case.nodes if (
         facts := node.interfaces()
@@ -74,7 +74,7 @@ def _slingshot(case: Situation) -> Setting | Note:
 
 
 def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
-    """GLOO_SOCKET_IFNAME on hosts without GPUs: gloo otherwise takes whatever the host name resolves to."""
+    """GLOO_SOCKET_IFNAME on hosts without GPUs: by default, gloo uses the address of the host name."""
     if case.backend != "gloo":
         return None
     if case.one_node:
@@ -98,7 +98,7 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
 
 
 def nccl_takes(facts: InterfacesFacts) -> tuple[str, ...]:
-    """The interfaces NCCL takes for its socket transport with NCCL_SOCKET_IFNAME unset, in its order."""
+    """Return the interfaces that NCCL's sockets use by default, in NCCL's order."""
     names = [each.name for each in running_interfaces(facts)]
     groups = (
         [name for name in names if name.startswith("ib")],
@@ -111,7 +111,7 @@ def nccl_takes(facts: InterfacesFacts) -> tuple[str, ...]:
 
 
 def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:
-    """The list NCCL matches by prefix; with `=` where a prefix would also catch one of the others."""
+    """Return a list for NCCL, which matches prefixes; with `=` if a prefix would also match one of `others`."""
     caught = [other for other in others if other not in names and other.startswith(tuple(names))]
     return ("=" if caught else "") + ",".join(names)
 
@@ -128,7 +128,7 @@ _Choice = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the 
 
 
 def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[Interface, ...]:
-    """The usable interfaces that are as good as the best one: of its kind and its speed."""
+    """Return the usable interfaces of the same kind and speed as the best one."""
     mark = rank_interface(node, facts, best)[:-1]
     return tuple(
         each for each in facts.interfaces if is_usable(each) and rank_interface(node, facts, each)[:-1] == mark
@@ -136,7 +136,7 @@ def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[In
 
 
 def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool) -> _Choice | None:
-    """The interfaces to name and why, where this node needs the variable."""
+    """Return the interfaces to set, with reason; None if this node does not need the variable."""
     best = best_interface(node)
     unasked = _unasked(facts)
     if best is None or unasked is None:
@@ -171,7 +171,7 @@ def _speed(interface: Interface) -> str:
 
 
 def _shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, _Choice | None]:
-    """Where the nodes' own choices share no subnet although other interfaces of all nodes do: those interfaces."""
+    """Find interfaces with a subnet common to all nodes, if the nodes' own choices have none."""
     chosen = [_subnets(facts, _unasked(facts)) for _, facts in judged]
     common = set.intersection(*[_subnets(facts, None) for _, facts in judged])
     if len(judged) < 2 or set.intersection(*chosen) or not common:
@@ -186,7 +186,7 @@ def _shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[s
 
 
 def _subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
-    """Subnets of one usable interface, or of all."""
+    """Return the subnets of one usable interface, or of all."""
     return {
         str(network)
         for each in facts.interfaces
@@ -196,7 +196,7 @@ def _subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
 
 
 def _joined(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> str | None:
-    """One list for all nodes, or None where a node has an interface of another node's name that it must not use."""
+    """Return one list for all nodes; None if a name in it exists on another node that must not use it."""
     distinct = list(dict.fromkeys(name for each in sorted(names.values()) for name in each))
     present = {node.hostname: {each.name for each in facts.interfaces} for node, facts in judged}
     if any(present[host] & set(distinct) != set(own) for host, own in names.items()):
@@ -205,6 +205,6 @@ def _joined(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeVie
 
 
 def _interface_of(node: NodeView, name: str) -> Interface | None:
-    """The interface of that name."""
+    """Return the interface with this name."""
     facts = node.interfaces()
     return next((each for each in facts.interfaces if each.name == name), None) if facts else None

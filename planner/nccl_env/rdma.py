@@ -1,4 +1,4 @@
-"""The RDMA devices: NCCL_IB_HCA, NCCL_CROSS_NIC, and NCCL_NET for EFA and Slingshot.
+"""Rules about RDMA devices: NCCL_IB_HCA, NCCL_CROSS_NIC, and NCCL_NET for EFA and Slingshot.
 
 Specification: NCCL docs/userguide/source/env.rst, src/transport/net_ib/init.cc; aws-ofi-nccl.
 """
@@ -26,7 +26,7 @@ from topology.graph import NicNode
 
 
 def ib_hca(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_HCA, where NCCL unasked would also take a port that the job must not use."""
+    """NCCL_IB_HCA, if NCCL would otherwise use a port that the job must not use."""
     if case.backend != "nccl" or case.one_node:
         return None
     if not case.rdma_ports:
@@ -53,7 +53,7 @@ def ib_hca(case: Situation) -> Setting | Note | None:
 
 
 def _undecided(choices: dict[str, PortChoice]) -> Note | None:
-    """Where the ports alone do not say which fabric is for training, or whether one is."""
+    """Report ports that do not show which fabric is for training, or whether one is."""
     for host, choice in choices.items():
         if fabrics := _fabrics(choice.chosen):
             listed = "; ".join(f"{fabric}: {', '.join(names)}" for fabric, names in fabrics.items())
@@ -67,9 +67,9 @@ def _undecided(choices: dict[str, PortChoice]) -> Note | None:
 
 
 def _fabrics(ports: Sequence[PortView]) -> dict[str, list[str]]:
-    """Fabrics of one size that do not reach each other, each with its ports; empty where there is one fabric.
+    """Return fabrics of equal size that cannot reach each other, with their ports; empty if there is one fabric.
 
-    Ports that are each alone in their InfiniBand subnet are rails, as are RoCE ports each in an IP subnet of its own.
+    Ports that are each in their own InfiniBand or IP subnet are rails, not fabrics.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for view in ports:
@@ -81,12 +81,12 @@ def _fabrics(ports: Sequence[PortView]) -> dict[str, list[str]]:
 
 
 def _missing_ports(node: NodeView) -> tuple[PortView, ...]:
-    """Ports that NCCL ignores without a message because they are not ACTIVE."""
+    """Return ports that NCCL ignores without a message because they are not ACTIVE."""
     return tuple(view for view in node.verbs_ports() if view.port.state is not None and view.port.state != "ACTIVE")
 
 
 def _not_of_this_pod(case: Situation, host: str) -> tuple[PortView, ...]:
-    """Ports that are down and that no network of this pod is on: up again, NCCL would take them and fail."""
+    """Return ports that are down and on no network of this pod: once up, NCCL would use them and fail."""
     node = _view(case, host)
     choice = choose_ports(node)
     if not choice.secondary or any(is_virtual_function(view) for view in choice.chosen):
@@ -95,9 +95,9 @@ def _not_of_this_pod(case: Situation, host: str) -> tuple[PortView, ...]:
 
 
 def hca_value(node: NodeView, choice: PortChoice) -> str | None:
-    """NCCL_IB_HCA for one node; None where the ports to use are virtual functions that no lasting name tells apart.
+    """Return NCCL_IB_HCA for one node; None if it would have to name virtual functions, whose names are not stable.
 
-    Of virtual functions only a prefix is given, or the physical functions to leave out: both hold in every pod.
+    For virtual functions it is a prefix, or a list of excluded physical functions: both are valid in every pod.
     """
     if not any(is_virtual_function(view) for view in choice.chosen):
         return hca_list(node, choice)
@@ -113,7 +113,7 @@ def hca_value(node: NodeView, choice: PortChoice) -> str | None:
 
 
 def _found_by_itself(case: Situation, choices: dict[str, PortChoice]) -> Note:
-    """Nothing needs leaving out; whether all ports lead to the training fabric one node cannot tell."""
+    """Report that no port needs to be excluded. A single node cannot show whether all ports are on one fabric."""
     count = by_host((host, _names(choice.chosen)) for host, choice in choices.items())
     far = {f"{name} ({why})": host for host, choice in choices.items() for name, why in choice.far.items()}
     host = next(iter(far.values()), next(iter(choices)))
@@ -130,7 +130,7 @@ def _found_by_itself(case: Situation, choices: dict[str, PortChoice]) -> Note:
 
 
 def _fits_a_known_machine(node: NodeView, choice: PortChoice) -> bool:
-    """A recognised machine with as many RDMA devices as its maker gives it for the training fabric."""
+    """Whether this is a known machine with exactly the vendor's number of RDMA devices for training."""
     count = len({view.device.name for view in choice.chosen})
     row = reference_of(node.topology) if node.topology else None
     if row is not None and row.nics == count:
@@ -141,7 +141,7 @@ def _fits_a_known_machine(node: NodeView, choice: PortChoice) -> bool:
 
 
 def _setting_apart(node: NodeView, choice: PortChoice) -> str:
-    """What may answer the question: ports that share a GPU, subnets, neighbours on the wire."""
+    """Describe facts that may show the storage ports: ports that share a GPU, subnets, neighbours (LLDP)."""
     parts = []
     near: dict[tuple[str, ...], list[str]] = {}
     for entry in node.topology.nearest_nic if node.topology else ():
@@ -156,7 +156,7 @@ def _setting_apart(node: NodeView, choice: PortChoice) -> str:
     ends: dict[str | None, list[str]] = {}
     for each in facts.interfaces if facts else ():
         if each.neighbour:
-            ends.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has its members' wires
+            ends.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has the links of its ports
     wires = [
         f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := ends.get(view.port.netdev))
     ]
@@ -218,9 +218,9 @@ def _view(case: Situation, hostname: str) -> NodeView:
 
 
 def hca_list(node: NodeView, choice: PortChoice) -> str:
-    """The value of NCCL_IB_HCA: device names, a port number only where another port of the device is left out.
+    """Return the value of NCCL_IB_HCA: device names, with port numbers only if another port is excluded.
 
-    A port of the same kind that is down is named too: NCCL passes over it now and takes it again once it is repaired.
+    Ports of the same kind that are down are included: NCCL ignores them now, and uses them once they are repaired.
     """
     ports = node.verbs_ports()
     chosen = {view.name for view in (*choice.chosen, *_returning(node, choice))}
@@ -243,7 +243,7 @@ def _returning(node: NodeView, choice: PortChoice) -> list[PortView]:
 
 
 def silent_ports(case: Situation) -> Note | None:
-    """A port that is down costs a rail and no message: NCCL never lists it."""
+    """Report a port that is down: NCCL loses a rail without a message."""
     if case.backend != "nccl" or case.one_node or not case.rdma_ports:
         return None
     down = [(node.hostname, f"{view.name} {view.port.state}") for node in case.nodes for view in _missing_ports(node)]
@@ -253,7 +253,7 @@ def silent_ports(case: Situation) -> Note | None:
 
 
 def cross_nic(case: Situation) -> Setting | Note | None:
-    """NCCL_CROSS_NIC=0, where each rail is a network of its own."""
+    """NCCL_CROSS_NIC=0, if every rail is a separate network."""
     if case.backend != "nccl" or case.one_node or not case.rdma_ports:
         return None
     for node in case.nodes:
@@ -273,7 +273,7 @@ def cross_nic(case: Situation) -> Setting | Note | None:
 
 
 def net_plugin(case: Situation) -> Setting | Note | None:
-    """NCCL_NET, where NCCL would fall back, or has fallen back, to TCP without a message: above all on EFA."""
+    """NCCL_NET, if NCCL would fall back to TCP, or did, without a message; mainly for EFA."""
     fell_back = case.evidence is not None and case.evidence.inter_node_transport == "Socket"
     if case.backend != "nccl" or case.one_node:
         return None
@@ -301,7 +301,7 @@ def _any_rdma_nic(case: Situation) -> bool:
 
 
 def _efa_unseen(case: Situation) -> Note | None:
-    """An instance type that has EFA, seen from where there is none: a pod that did not ask for the devices."""
+    """Report an instance type with EFA but without visible EFA devices: the pod did not request them."""
     for node in case.nodes:
         row, info = recognise(node), node.hostinfo()
         if row is None or row.cloud != "aws" or info is None or node.efa_count() or case.unread("rdma"):

@@ -1,4 +1,4 @@
-"""The variables of RoCE: which GID, which traffic class, which service level. InfiniBand needs none of them.
+"""Rules about RoCE: GID, traffic class and service level. InfiniBand needs none of these variables.
 
 Specification: NCCL docs/userguide/source/env.rst, src/transport/net_ib/connect.cc (ncclIbGetGidIndex).
 """
@@ -14,15 +14,15 @@ from planner.nccl_env.nodes import NodeView, PortView, gid_address, gid_addresse
 from planner.nccl_env.platforms import published, which_platform
 from planner.nccl_env.situation import Note, Setting, Situation, by_host, note, setting, together
 
-_DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX needs no setting since 2.21
+_DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX is not needed since 2.21
 
-# The class of priority 3 that NVIDIA's RoCE configuration of its cards and switches defaults to: DSCP 26, which is 106
-# in the traffic class field with the ECN bit set. No other priority has a default: sites choose its code points.
+# Default class of priority 3 in NVIDIA's RoCE configuration of cards and switches: DSCP 26, which is 106 in the traffic
+# class field with the ECN bit. Other priorities have no default; each site chooses its code points.
 _NVIDIA_PRIORITY, _NVIDIA_CLASS = 3, 106
 
 
 def ib_gid_index(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_GID_INDEX: only before 2.21, where NCCL would take index 0."""
+    """NCCL_IB_GID_INDEX: only needed before 2.21, where NCCL would use index 0."""
     roce = _roce(case)
     if not roce:
         return None
@@ -44,7 +44,7 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
     if older is False and found:
         return note("gid_index.automatic", f"NCCL {version_text(case.nccl_version or ())}")
     if not found and older is not True:
-        return None  # the address family, or RoCE v1: the rules below
+        return None  # the address family or RoCE v1: handled by the rules below
     if older is None:
         return note("gid_index.version_unknown", f"NCCL version unknown; RoCE v2 IPv4 GID: {listed}")
     if not found:
@@ -56,7 +56,7 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
 
 
 def ib_addr_family(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_ADDR_FAMILY, where the fabric has IPv6 addresses and not on every port IPv4, which NCCL looks for."""
+    """NCCL_IB_ADDR_FAMILY, if not every port has the IPv4 address that NCCL looks for, but the fabric has IPv6."""
     roce = [(host, view) for host, view in _roce(case) if view.port.gids and not is_unaddressed(view)]
     without = [(host, view) for host, view in roce if not _has_family(view, 4)]
     if not without or case.older_than(_DYNAMIC_GID) is True:
@@ -68,7 +68,7 @@ def ib_addr_family(case: Situation) -> Setting | Note | None:
 
 
 def ib_roce_version(case: Situation) -> Setting | None:
-    """NCCL_IB_ROCE_VERSION_NUM, where the ports know RoCE v1 only."""
+    """NCCL_IB_ROCE_VERSION_NUM, if the ports only support RoCE v1."""
     roce = [(host, view) for host, view in _roce(case) if any(gid.type for gid in view.port.gids)]
     if not roce or case.older_than(_DYNAMIC_GID) is True:
         return None
@@ -78,14 +78,14 @@ def ib_roce_version(case: Situation) -> Setting | None:
 
 
 def _needs_dynamic_gid(case: Situation) -> tuple[str, ...]:
-    """The text that follows where the release is not known: the variable is read since `_DYNAMIC_GID`."""
+    """Return the text for an unknown NCCL release: the variable is read since `_DYNAMIC_GID`."""
     return ("gid_index.read_since",) if case.nccl_version is None else ()
 
 
 def ib_traffic_class(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_TC: data must ride in the class that the fabric protects; unset it is 0, best effort.
+    """NCCL_IB_TC: data must use the traffic class that the fabric protects; the default is 0, best effort.
 
-    Which class that is only the fabric's configuration says: a published value, the ports' own, or a note.
+    The class depends on the fabric's configuration: use a published value, or that of the ports, or add a note.
     """
     roce = _roce(case)
     if not roce:
@@ -96,7 +96,7 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
     pfc_configs = {view.port.pfc_priorities for _, view in roce if view.port.pfc_priorities is not None}
     if _by_pcp(roce):
-        return None  # the class is not looked at: `ib_service_level`
+        return None  # the class is not used: `ib_service_level`
     if len(classes) == 1:
         evidence = _list_ports(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
         (found,) = classes
@@ -128,7 +128,7 @@ def _class_of_priority(case: Situation, priority: int, roce: Sequence[tuple[str,
 
 
 def ib_service_level(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_SL, where the ports classify by the priority bits of the VLAN tag and not by DSCP."""
+    """NCCL_IB_SL, if the ports classify by the priority bits of the VLAN tag instead of by DSCP."""
     roce = _roce(case)
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
     if not _by_pcp(roce) or not lossless or published(case, "NCCL_IB_TC") is not None:
@@ -171,7 +171,7 @@ def _numbers(priorities: Iterable[int]) -> str:
 
 
 def _roce(case: Situation) -> list[tuple[str, PortView]]:
-    """The RoCE ports the job will use, with their hosts."""
+    """Return the RoCE ports that the job will use, with their hosts."""
     if case.backend != "nccl" or case.one_node:
         return []
     return [
@@ -201,13 +201,13 @@ def _v2_ipv4_index(view: PortView) -> int | None:
 
 
 def _has_family(view: PortView, version: int) -> bool:
-    """Whether NCCL finds an address of the IP version: of RoCE v2, or of v1 where the port knows no other."""
+    """Whether NCCL finds an address of this IP version: for RoCE v2, or v1 if the port supports only v1."""
     v2 = any(gid.type == "RoCE v2" for gid in view.port.gids)
     return any(address.version == version for address in gid_addresses(view, "RoCE v2" if v2 else None))
 
 
 def _in_several_subnets(case: Situation) -> list[tuple[str, str]]:
-    """Ports whose RoCE v2 IPv4 addresses are in more than one subnet of the host's interfaces."""
+    """Return ports whose RoCE v2 IPv4 addresses are in several subnets of the host's interfaces."""
     found = []
     for node in case.nodes:
         facts = node.interfaces()
