@@ -119,7 +119,7 @@ def tar_files(
                 raise TooLargeError(f"a header of more than {_MOST_TAR_HEADER_BYTES >> 10} KiB")
             header = take(entry.size)
             pax = entry.type == tarfile.XHDTYPE
-            long_name = _pax_path(header) or long_name if pax else header.rstrip(b"\0").decode(errors="replace")
+            long_name = _read_pax_path(header) or long_name if pax else header.rstrip(b"\0").decode(errors="replace")
             continue
         name, long_name = long_name or entry.name, ""
         if entry.type in tarfile.REGULAR_TYPES[:2] and wanted(name):
@@ -131,7 +131,7 @@ def tar_files(
             entry.size -= len(take(min(entry.size, _BLOCK_BYTES)))
 
 
-def _pax_path(header: bytes) -> str:
+def _read_pax_path(header: bytes) -> str:
     """Return the path in a PAX header, whose records are "LENGTH KEY=VALUE\\n"; empty if it has no path."""
     import tarfile
 

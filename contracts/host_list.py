@@ -27,7 +27,7 @@ def compress_host_list(names: Iterable[str], separator: str = ",") -> str:
     for name in sorted(set(names)):
         before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
         numbers.setdefault((before, after, bool(number)), []).append(number)
-    return separator.join(f"{before}{_ranges(found)}{after}" for (before, after, _), found in numbers.items())
+    return separator.join(f"{before}{_format_ranges(found)}{after}" for (before, after, _), found in numbers.items())
 
 
 def list_names(names: Sequence[str], plain: int = 8) -> str:
@@ -35,7 +35,7 @@ def list_names(names: Sequence[str], plain: int = 8) -> str:
     return ", ".join(names) if len(names) <= plain else compress_host_list(names, ", ")
 
 
-def _ranges(numbers: Sequence[str]) -> str:
+def _format_ranges(numbers: Sequence[str]) -> str:
     """Return "[01-03,07]". A range only has numbers of equal width, so that it expands to the same names."""
     runs: list[list[str]] = []
     for number in sorted(numbers, key=lambda text: (len(text), text)):
@@ -52,7 +52,7 @@ def expand_host_list(text: str) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for part in re.split(r"[,\s]+(?![^\[]*\])", text.strip()):
         pieces = _BRACKET.split(part)  # alternately text and the content of a bracket
-        choices = [_numbers(piece, part) if at % 2 else (piece,) for at, piece in enumerate(pieces)]
+        choices = [_expand_numbers(piece, part) if at % 2 else (piece,) for at, piece in enumerate(pieces)]
         if len(found) + math.prod(map(len, choices)) > MOST_HOSTS:
             raise HostListError(f"{part[:80]!r}: more than {MOST_HOSTS:,} hosts")
         for words in itertools.product(*choices):
@@ -64,7 +64,7 @@ def expand_host_list(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _numbers(text: str, part: str) -> Sequence[str]:
+def _expand_numbers(text: str, part: str) -> Sequence[str]:
     """Return the numbers of one bracket, each padded to the width of the first number of its range."""
     made: list[str] = []
     for word in text.split(","):

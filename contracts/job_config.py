@@ -109,7 +109,7 @@ class JobConfig:
             wrong.append("num_train_epochs=0: must be above 0, or nothing trains")
         if not 0 <= self.lora_dropout < 1:
             wrong.append(f"lora_dropout={self.lora_dropout!r}: must be in [0, 1)")
-        wrong += [_trackers(target) for target in self.report_to if target not in ("tensorboard", "none")]
+        wrong += [_parse_trackers(target) for target in self.report_to if target not in ("tensorboard", "none")]
         if self.load_in_4bit and not self.use_peft:
             wrong.append("load_in_4bit=true: 4-bit weights cannot be trained; set use_peft: true")
         if wrong:
@@ -213,7 +213,7 @@ def parse_config(
     Raises ConfigError, which names every wrong setting with its value and the allowed values. If `only_trl` is given,
     errors about settings that only TRL's trainer accepts are added to it instead, and the config omits those settings.
     """
-    _refuse_others(raw)
+    _refuse_unknown(raw)
     notes: dict[str, None] = {}
     of_trl: dict[str, None] = {}  # options that TRL's trainer uses and the built-in trainer ignores: no note
     note, own_note = notes.setdefault, (notes if only_trl is None else of_trl).setdefault
@@ -231,14 +231,14 @@ def parse_config(
     raw = {key: value for key, value in whole.items() if key != "model_init_kwargs"}
     attempt(trl.model_words, whole, raw, own_note)
     values: dict[str, Any] = {}
-    layout: dict[str, Any] = attempt(_layout, raw.get("layout")) or {}
+    layout: dict[str, Any] = attempt(_parse_layout, raw.get("layout")) or {}
     written = {trl.option_names().renamed.get(name, name): name for name in raw}
     known = known_settings()
     if unknown := [name for name in raw if name not in known]:
         first, *more = unknown
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
         refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None
-    for name, value in _renamed({name: raw[name] for name in raw if name in known}, note, attempt).items():
+    for name, value in _rename_options({name: raw[name] for name in raw if name in known}, note, attempt).items():
         attempt(_read, name, value, written.get(name, name), values, layout, own_note)
     attempt(trl.precision, raw, layout)
     attempt(trl.checkpointing, raw, layout)
@@ -246,7 +246,7 @@ def parse_config(
     attempt(trl.fsdp, raw, layout, note)
     attempt(trl.deepspeed, raw, values, layout, note)
     if layout:
-        values["layout"] = attempt(_layout, layout) or {}
+        values["layout"] = attempt(_parse_layout, layout) or {}
     config = attempt(partial(JobConfig, **values))
     if refused:
         raise ConfigError("; ".join(refused))
@@ -258,10 +258,10 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
     if name in _APART or trl.without_effect(name, value, note):
         return
     if name not in trl.IN_LAYOUT:
-        _put(values, name, value, note, label)
+        _store_setting(values, name, value, note, label)
     elif value is not None:
         member = trl.IN_LAYOUT[name]
-        trl.put(layout, member, _member(member, value, label), label)
+        trl.put(layout, member, _parse_member(member, value, label), label)
 
 
 _REWRITTEN = ("warmup_ratio", "group_by_length", "data_seed", "model_init_kwargs")
@@ -271,7 +271,7 @@ _APART = frozenset({
 })  # fmt: skip
 
 
-def _renamed(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..., Any]) -> dict[str, Any]:
+def _rename_options(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..., Any]) -> dict[str, Any]:
     """Return the file's settings under their current names, with transformers' special values translated."""
     found: dict[str, Any] = {}
     for name, value in raw.items():
@@ -303,7 +303,7 @@ def _renamed(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..
     if found.get("report_to") in ("all", ["all"]):
         note("report_to: all is tensorboard")
         found["report_to"] = ["tensorboard"]
-    if "data_seed" in found and (seed := found.pop("data_seed")) not in (None, found.get("seed", _default("seed"))):
+    if "data_seed" in found and (seed := found.pop("data_seed")) not in (None, found.get("seed", _get_default("seed"))):
         attempt(_refuse, f"data_seed={seed!r}: only seed's own value is allowed: one seed decides")
     return found
 
@@ -312,14 +312,14 @@ def _refuse(text: str) -> None:
     raise ConfigError(text)
 
 
-def _layout(settings: Any) -> dict[str, Any]:
+def _parse_layout(settings: Any) -> dict[str, Any]:
     """Return the fields of `layout:`, converted to their types."""
     if not isinstance(settings, dict | None):
         raise ConfigError(f"layout={settings!r}: must be a mapping")
-    return {str(name): _member(str(name), value, f"layout.{name}") for name, value in (settings or {}).items()}
+    return {str(name): _parse_member(str(name), value, f"layout.{name}") for name, value in (settings or {}).items()}
 
 
-def _member(member: str, value: Any, name: str) -> Any:
+def _parse_member(member: str, value: Any, name: str) -> Any:
     kinds = typing.get_type_hints(Layout)
     if member not in kinds:
         raise ConfigError(f"unknown setting {name!r}{trl.hint(member, kinds)}")
@@ -335,7 +335,7 @@ def _member(member: str, value: Any, name: str) -> Any:
     return made
 
 
-def _refuse_others(raw: Mapping[str, Any]) -> None:
+def _refuse_unknown(raw: Mapping[str, Any]) -> None:
     for trainer, names in trl.option_names().other_trainers.items():
         if all(name in raw for name in names):
             own = "deepspeed: FILE is the setting that names it, or " if trainer == "DeepSpeed" else ""
@@ -371,7 +371,7 @@ def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node:
     return resolved
 
 
-def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:
+def _store_setting(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:
     """Store one setting; `label` is its name in the file."""
     known = _types()
     if value is None and type(None) not in typing.get_args(known[name]):
@@ -379,15 +379,15 @@ def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: s
             raise trl.OnlyTrlError(
                 "max_length=None: must be a whole number: rows are cut at it, and the memory follows from it"
             )
-        note(f"{name}: null, so {_default(name)!r} is taken")
+        note(f"{name}: null, so {_get_default(name)!r} is taken")
         return
-    trackers = _as(tuple, value) if name == "report_to" else ()
+    trackers = _convert_to(tuple, value) if name == "report_to" else ()
     if trackers is not _MISFIT and (others := set(trackers) - {"tensorboard", "none"}):
-        raise trl.OnlyTrlError(_trackers(sorted(map(str, others))[0]))
+        raise trl.OnlyTrlError(_parse_trackers(sorted(map(str, others))[0]))
     try:
         values[name] = _convert(label, value, known[name])
     except ConfigError as error:
-        is_word = isinstance(value, str) and any(typing.get_origin(one) is Literal for one in _options(known[name]))
+        is_word = isinstance(value, str) and any(typing.get_origin(one) is Literal for one in _split_union(known[name]))
         is_share = name in _SHARES and isinstance(value, float) and 0 < value < 1
         raise trl.OnlyTrlError(str(error)) if is_word or is_share else error from None
 
@@ -395,7 +395,7 @@ def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: s
 _SHARES = ("save_steps", "eval_steps", "logging_steps")  # transformers reads values below 1 as a fraction of all steps
 
 
-def _trackers(target: str) -> str:
+def _parse_trackers(target: str) -> str:
     return f"report_to={target!r}: allowed are tensorboard, none (metrics.jsonl is always written)"
 
 
@@ -405,7 +405,7 @@ def known_settings() -> frozenset[str]:
     return frozenset([*_types(), *names.renamed, *trl.IN_LAYOUT, *names.no_effect, *names.only, *_APART, *_REWRITTEN])
 
 
-def _default(name: str) -> Any:
+def _get_default(name: str) -> Any:
     return next(one.default for one in dataclasses.fields(JobConfig) if one.name == name)
 
 
@@ -415,22 +415,22 @@ def _types() -> dict[str, Any]:
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
     """Convert a value to its field's type. YAML reads 2e-4 as text and has lists instead of tuples."""
-    options = _options(kind)
+    options = _split_union(kind)
     for option in options:
-        if (found := _as(option, value)) is not _MISFIT:
+        if (found := _convert_to(option, value)) is not _MISFIT:
             return found
-    allowed = " or ".join(_spell(option) for option in options)
+    allowed = " or ".join(_format_type(option) for option in options)
     raise ConfigError(f"{name}={value!r}: must be {allowed}")
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
+def _split_union(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
 _MISFIT = object()
 
 
-def _as(option: Any, value: Any) -> Any:
+def _convert_to(option: Any, value: Any) -> Any:
     """Convert the value to one type of a field; return _MISFIT if it does not have this type."""
     origin = typing.get_origin(option) or option
     if origin is Literal:
@@ -446,10 +446,10 @@ def _as(option: Any, value: Any) -> Any:
         return dict(value or {}) if isinstance(value, dict | None) else _MISFIT
     if option is type(None):
         return None if value is None else _MISFIT
-    return _plain(option, value)
+    return _convert_scalar(option, value)
 
 
-def _plain(option: Any, value: Any) -> Any:
+def _convert_scalar(option: Any, value: Any) -> Any:
     if option is bool:
         found = trl.truth(value)
         return found if isinstance(found, bool) else _MISFIT
@@ -470,7 +470,7 @@ def _plain(option: Any, value: Any) -> Any:
     return _MISFIT
 
 
-def _spell(option: Any) -> str:
+def _format_type(option: Any) -> str:
     if option is type(None):
         return "null"
     if typing.get_origin(option) is Literal:

@@ -59,10 +59,10 @@ def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
 def strict(converter: Any) -> None:
     """Configure a cattrs converter to reject text for a number and a number for text, instead of converting it."""
     for kind, allowed in ((int, int), (float, int | float), (str, str), (bool, bool)):
-        converter.register_structure_hook(kind, _exactly(kind, allowed))
+        converter.register_structure_hook(kind, _require_type(kind, allowed))
 
 
-def _exactly(kind: type, allowed: Any) -> Callable[[Any, type], Any]:
+def _require_type(kind: type, allowed: Any) -> Callable[[Any, type], Any]:
     def hook(value: Any, target_type: type) -> Any:
         if target_type is not kind:  # e.g. an IntEnum, which is also an int
             return target_type(value)
@@ -129,7 +129,7 @@ def pick(data: object, kind: type[T]) -> T:
     """Convert plain data to a dataclass. Members that are missing or have the wrong type get their default value."""
     found: dict[str, Any] = {}
     if isinstance(data, dict):
-        for name, hint in _members(kind).items():  # type: ignore[arg-type]
+        for name, hint in _get_members(kind).items():  # type: ignore[arg-type]
             if name in data and (value := _pick_one(data[name], hint)) is not _MISFIT:
                 found[name] = value
     return kind(**found)
@@ -144,7 +144,7 @@ def _pick_one(value: Any, hint: Any) -> Any:
         return None if type(None) in options else _MISFIT
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, dict):
-            return _dataclass(value, option)
+            return _pick_dataclass(value, option)
         if get_origin(option) in (list, tuple) and isinstance(value, list | tuple):
             items = (_pick_one(each, get_args(option)[0]) for each in value[:MOST_ITEMS])
             return get_origin(option)(item for item in items if item is not _MISFIT)
@@ -162,7 +162,7 @@ def _pick_one(value: Any, hint: Any) -> Any:
     return _MISFIT
 
 
-def _dataclass(value: dict[str, Any], kind: Any) -> Any:
+def _pick_dataclass(value: dict[str, Any], kind: Any) -> Any:
     try:
         return pick(value, kind)
     except (TypeError, ValueError):  # a required member is missing, or a value was rejected
@@ -170,7 +170,7 @@ def _dataclass(value: dict[str, Any], kind: Any) -> Any:
 
 
 @cache
-def _members(kind: Any) -> dict[str, Any]:
+def _get_members(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

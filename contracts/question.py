@@ -45,11 +45,11 @@ def model() -> type[BaseModel]:
     """Return the pydantic model of a question, with every field of question.toml; unknown members are rejected."""
     from pydantic import ConfigDict, create_model
 
-    made: dict[str, Any] = {name: _declared(option) for name, option in fields().items()}
+    made: dict[str, Any] = {name: _parse_declaration(option) for name, option in fields().items()}
     return create_model("Question", __config__=ConfigDict(extra="forbid", populate_by_name=True), **made)
 
 
-def _declared(option: str) -> tuple[Any, Any]:
+def _parse_declaration(option: str) -> tuple[Any, Any]:
     """Return the type and the default of one field."""
     from pydantic import Field
 

@@ -63,22 +63,22 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         variable = value.get("name") if isinstance(value.get("value"), str) else None
         return {
-            key: _of_member(str(variable) if key == "value" and variable else str(key), one)
+            key: _redact_member(str(variable) if key == "value" and variable else str(key), one)
             for key, one in value.items()
         }  # fmt: skip
     if isinstance(value, list | tuple):
         options = ["", *(one if isinstance(one, str) and re.fullmatch(r"--?[\w-]+", one) else "" for one in value)]
-        found = [_of_member(option, one) for option, one in zip(options, value, strict=False)]
+        found = [_redact_member(option, one) for option, one in zip(options, value, strict=False)]
         return tuple(found) if type(value) is tuple else found
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         members = {name: getattr(value, name) for name in fields}
-        changed = {name: made for name, one in members.items() if (made := _of_member(name, one)) != one}
+        changed = {name: made for name, one in members.items() if (made := _redact_member(name, one)) != one}
         return dataclasses.replace(value, **changed) if changed else value
     return value
 
 
-def _of_member(name: str, value: Any) -> Any:
+def _redact_member(name: str, value: Any) -> Any:
     if isinstance(value, str) and name and is_secret(name, value):
         return LEFT_OUT
     return without_secrets(value)

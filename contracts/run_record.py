@@ -376,7 +376,7 @@ def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float)
     )
     if record.status == "running":  # otherwise the job reported its end, and the agent has that report
         updated.ended_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        updated.steps_done = _logged_step(path.with_name("metrics.jsonl"), began) or record.steps_done or 0
+        updated.steps_done = _read_logged_step(path.with_name("metrics.jsonl"), began) or record.steps_done or 0
         with contextlib.suppress(OSError):  # a full disk may have ended the job
             save(path, updated)
     return updated
@@ -399,7 +399,7 @@ def save(path: Path, record: RunRecord) -> None:
     draft.replace(path)
 
 
-def _logged_step(metrics: Path, began: float) -> int:
+def _read_logged_step(metrics: Path, began: float) -> int:
     """Return the last step that this start of the job logged; 0 if it logged none."""
     try:
         if metrics.stat().st_mtime < began:

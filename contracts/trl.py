@@ -235,7 +235,7 @@ def checkpointing(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
 def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
     """Convert `fsdp` and `fsdp_config` to layout fields."""
     value = raw.get("fsdp")
-    words = _fsdp_words(value)
+    words = _split_fsdp_words(value)
     options = {own: (where, each) for where, own, each in members_of(raw, "fsdp_config", note)}
     _, strategy = options.get("sharding_strategy", ("", None))
     if strategy is not None and truth(value) is not False:
@@ -245,16 +245,16 @@ def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
             raise ConfigError(f"fsdp_config.sharding_strategy={strategy!r}: allowed are {', '.join(allowed)}")
         words = [*(words or []), strategy.lower()]
     if words is not None:
-        _sharded(words, layout, note, "fsdp" if value is not None else "fsdp_config.sharding_strategy")
+        _set_sharding(words, layout, note, "fsdp" if value is not None else "fsdp_config.sharding_strategy")
     for name, (where, each) in options.items():
-        _fsdp_member(name, where, each, layout, note)
+        _set_fsdp_member(name, where, each, layout, note)
     if (words is not None or raw.get("fsdp_config")) and layout.get("sharding") == "zero3":
         # defaults of accelerate if no word and no member says otherwise: the plan must not change them
         layout.setdefault("reshard_after_forward", True)
         layout.setdefault("offload", "none")
 
 
-def _fsdp_words(value: Any) -> list[str] | None:
+def _split_fsdp_words(value: Any) -> list[str] | None:
     """Return the words of `fsdp`; None if the option is empty, because transformers writes "" or [] for "not set"."""
     if value is None or value in ("", []):
         return None
@@ -271,7 +271,7 @@ def _fsdp_words(value: Any) -> list[str] | None:
     return words or None
 
 
-def _sharded(words: list[str], layout: dict[str, Any], note: Note, name: str) -> None:
+def _set_sharding(words: list[str], layout: dict[str, Any], note: Note, name: str) -> None:
     strategies = set(words) - {"auto_wrap", "offload"}
     if len(strategies) > 1:
         raise ConfigError(f"{name}: asks for {' and '.join(sorted(strategies))}: one of them is allowed")
@@ -286,21 +286,21 @@ def _sharded(words: list[str], layout: dict[str, Any], note: Note, name: str) ->
         put(layout, "reshard_after_forward", False, name)
     if "offload" in words:
         put(layout, "offload", "all", name)
-    _only_data_parallel(layout)
+    _set_data_parallel(layout)
     note(f"{name}: {' '.join(words)} is {spelled('sharding', layout['sharding'])} of torch's fully_shard"
          if strategy != "no_shard" else f"{name}: weights are not sharded")  # fmt: skip
 
 
-def _only_data_parallel(layout: dict[str, Any]) -> None:
+def _set_data_parallel(layout: dict[str, Any]) -> None:
     for degree, one in _ONE_RANK_GROUPS.items():
         layout.setdefault(degree, one)
     if layout["sharding"] == "zero3" and "dp_shard" not in layout:
         layout.setdefault("dp_replicate", 1)
 
 
-def _fsdp_member(name: str, where: str, value: Any, layout: dict[str, Any], note: Note) -> None:
+def _set_fsdp_member(name: str, where: str, value: Any, layout: dict[str, Any], note: Note) -> None:
     if name == "reshard_after_forward" and isinstance(truth(value), str):  # FSDP1's strategy in accelerate
-        _sharded(_fsdp_words(value) or [], layout, note, where)
+        _set_sharding(_split_fsdp_words(value) or [], layout, note, where)
     elif name in ("reshard_after_forward", "cpu_offload", "offload_params"):
         value = flag(where, value)
         if value is not None and name == "reshard_after_forward":
@@ -324,7 +324,7 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
     put(layout, "sharding", "zero3" if stage else "ddp", f"{where}.stage")
     if stage:
         put(layout, "reshard_after_forward", stage == 3, f"{where}.stage")
-    _only_data_parallel(layout)
+    _set_data_parallel(layout)
     offloads = {
         _at(config, f"zero_optimization.{name}.device") == "cpu" for name in ("offload_optimizer", "offload_param")
     }
@@ -347,9 +347,9 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
         if raw.get("max_grad_norm", clipping) != clipping:
             raise ConfigError(f"deepspeed.gradient_clipping={clipping!r}: max_grad_norm says {raw['max_grad_norm']!r}")
         values["max_grad_norm"] = clipping
-    _automatic(config, "optimizer", ("Adam", "AdamW"), "learning_rate, adam_beta1, weight_decay ... decide")
+    _require_auto(config, "optimizer", ("Adam", "AdamW"), "learning_rate, adam_beta1, weight_decay ... decide")
     schedules = table["schedules"]
-    if kind := _automatic(config, "scheduler", tuple(schedules), "learning_rate and warmup_steps decide"):
+    if kind := _require_auto(config, "scheduler", tuple(schedules), "learning_rate and warmup_steps decide"):
         schedule = schedules[kind]
         if raw.get("lr_scheduler_type", schedule) != schedule:
             raise ConfigError(f"deepspeed.scheduler={kind}: is {schedule}, and lr_scheduler_type says "
@@ -368,7 +368,7 @@ def _at(config: Any, name: str) -> Any:
     return config
 
 
-def _automatic(config: Mapping[str, Any], section: str, kinds: tuple[str, ...], why: str) -> str | None:
+def _require_auto(config: Mapping[str, Any], section: str, kinds: tuple[str, ...], why: str) -> str | None:
     """Return the type in a section, None if there is no section. All of its parameters must be "auto"."""
     kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
     values = parameters.values() if isinstance(parameters, dict) else [parameters]

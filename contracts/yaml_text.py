@@ -21,7 +21,7 @@ class YamlTextError(ValueError):
     """The text is not YAML, or uses YAML that is not supported here."""
 
 
-def _deepest(text: str) -> int:
+def _measure_depth(text: str) -> int:
     """Return the nesting depth of brackets, strings included: PyYAML's scanner checks each open one per token."""
     depth = deepest = 0
     for bracket in re.findall(r"[\[\]{}]", text):
@@ -68,7 +68,7 @@ class _Texts(_Loader):
     }
 
 
-class _Once(_Loader):
+class _UniqueKeyLoader(_Loader):
     """The loader that rejects a mapping with a repeated key. The safe loader silently keeps the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -94,13 +94,13 @@ def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = 
     """
     if len(text) > MOST_CHARACTERS:
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
-    if _deepest(text) > MOST_LEVELS:
+    if _measure_depth(text) > MOST_LEVELS:
         raise YamlTextError(f"brackets nested more than {MOST_LEVELS} levels deep")
     try:
         events = yaml.parse(text, Loader=yaml.SafeLoader)
         if sum(isinstance(event, yaml.AliasEvent) for event in events) > most_aliases:
             raise YamlTextError(f"more than {most_aliases} aliases")
-        return list(yaml.load_all(text, Loader=_Texts if texts else _Once if once else _Loader))
+        return list(yaml.load_all(text, Loader=_Texts if texts else _UniqueKeyLoader if once else _Loader))
     except YamlTextError:
         raise
     except yaml.YAMLError as error:

@@ -59,11 +59,11 @@ class Gpu:
         return self.busbw.get(2 if gpus <= 2 else 4 if gpus <= 4 else 8)
 
 
-def _pair(capability: list[int] | None) -> tuple[int, int] | None:
+def _to_pair(capability: list[int] | None) -> tuple[int, int] | None:
     return (capability[0], capability[1]) if capability else None
 
 
-def _gpu(row: Mapping[str, Any]) -> Gpu:
+def _parse_gpu(row: Mapping[str, Any]) -> Gpu:
     made = dict(row)
     fp8 = made.pop("matmul_fp8_tflops", None)
     return Gpu(
@@ -73,7 +73,7 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
         matmul_fp32=made.pop("fp32_tflops") * TERA,
         hbm_bytes_per_second=made.pop("memory_tb_per_second") * TERA,
         memory_bytes=made.pop("memory_gib") * GIB,
-        compute_capability=_pair(made.pop("capability", None)),
+        compute_capability=_to_pair(made.pop("capability", None)),
         busbw={int(count): rate * GIGA for count, rate in made.pop("busbw_gb_per_second", {}).items()},
         pci={int(number, 16): name for number, name in made.pop("pci", {}).items()},
         **made,
@@ -97,7 +97,7 @@ def is_of(series: str, name: str) -> bool:
 @cache
 def gpus() -> tuple[Gpu, ...]:
     """Return every row. If several rows match a name, the first one is used."""
-    return tuple(map(_gpu, read_table(__file__, "gpus.toml")["gpu"]))
+    return tuple(map(_parse_gpu, read_table(__file__, "gpus.toml")["gpu"]))
 
 
 @lru_cache(maxsize=256)
@@ -179,7 +179,7 @@ def links() -> tuple[Link, ...]:
             Link(
                 bytes_per_second=row.pop("gb_per_second") * GIGA,
                 nccl_bytes_per_second=plan * GIGA if plan is not None else None,
-                capability=_pair(row.pop("capability", None)),
+                capability=_to_pair(row.pop("capability", None)),
                 **row,
             )
         )

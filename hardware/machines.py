@@ -94,11 +94,11 @@ def recognised() -> tuple[Machine, ...]:
 
 def machine_of_host(model: str | None, gpus: int, product: str | None) -> Machine | None:
     """Return the row that matches a host's GPU model, GPU count and DMI product name; None if none matches."""
-    row = next((row for row in recognised() if model and _fits(row, model, gpus, product)), None)
+    row = next((row for row in recognised() if model and _matches(row, model, gpus, product)), None)
     return row if row and gpus not in row.other_sizes else None
 
 
-def _fits(row: Machine, model: str, gpus: int, product: str | None) -> bool:
+def _matches(row: Machine, model: str, gpus: int, product: str | None) -> bool:
     if re.search(rf"\b(?:{row.gpu_pattern})", model) is None:
         return False
     if row.product is not None:

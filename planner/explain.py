@@ -153,13 +153,13 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         dominant=dominant_words(parts, job.links, layout),
         tokens_per_second=tokens / candidate.seconds,
         tokens_per_second_per_rank=tokens / candidate.seconds / layout.world_size,
-        mfu=_mfu(job, layout, tokens / candidate.seconds),
+        mfu=_compute_mfu(job, layout, tokens / candidate.seconds),
         capacity_bytes=capacity,
         inputs=(*job.rates.inputs, *sorted(used)),
     )
 
 
-def _mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | None:
+def _compute_mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | None:
     """Return model FLOPs divided by the GPUs' bf16 peak, as a finished run does (finetune.recorder.flops_per_token)."""
     gpu = gpu_named(job.rates.device)
     if gpu is None or not gpu.bf16:

@@ -87,7 +87,7 @@ class Planned:
         return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)
 
 
-def _rates(
+def _find_rates(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], train: TrainSpec, ranks_per_node: int, precision: str,
     unknowns: list[str],
 ) -> Rates:  # fmt: skip
@@ -138,7 +138,7 @@ def unjudged(cluster: ClusterTopology) -> str:
     return f"{gpu.name}: RCCL is not judged yet, and no ceiling of training on it was measured"
 
 
-def _capability(cluster: ClusterTopology) -> tuple[int, int] | None:
+def _get_capability(cluster: ClusterTopology) -> tuple[int, int] | None:
     if not cluster.nodes[0].gpus:
         return None
     first = cluster.nodes[0].gpus[0]
@@ -146,7 +146,7 @@ def _capability(cluster: ClusterTopology) -> tuple[int, int] | None:
     return first.compute_capability or (known.compute_capability if known else None)
 
 
-def _host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> float | None:
+def _get_host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> float | None:
     """Return the host memory of the smallest probed node, else of the catalogue."""
     probed = [f.memory_bytes for s in snapshots if (f := s.facts(HostinfoFacts)) and f.memory_bytes]
     if probed:
@@ -156,7 +156,7 @@ def _host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> flo
     return gib * GIB if gib else None
 
 
-def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknowns: list[str]) -> list[int]:
+def _list_free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknowns: list[str]) -> list[int]:
     """Return the bytes of each GPU available to a job: its memory minus that in use at the time of the scan."""
     probed = {s.hostname: {gpu.index: gpu for gpu in f.gpus} for s in snapshots if (f := s.facts(GpuFacts))}
     sizes, held = [], []
@@ -174,7 +174,7 @@ def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknow
     return sizes
 
 
-def _batch(
+def _choose_batch(
     model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any], unknowns: list[str]
 ) -> int:
     if train.global_batch is not None:
@@ -194,23 +194,23 @@ def _batch(
         if not requested and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
             multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
     batch = math.ceil(wanted / multiple) * multiple
-    unknowns.append(_assumed_batch(batch, train))
+    unknowns.append(_describe_batch(batch, train))
     return batch
 
 
-def _assumed_batch(batch: int, train: TrainSpec) -> str:
+def _describe_batch(batch: int, train: TrainSpec) -> str:
     return f"{BATCH}: {batch} sequences assumed ({batch * train.sequence_length:,} tokens a step)"
 
 
-def _with_batch(planned: Planned, batch: int) -> Planned:
+def _replace_batch(planned: Planned, batch: int) -> Planned:
     """Return the plan with another assumed batch."""
     train = planned.job.train
-    before, after = _assumed_batch(planned.global_batch, train), _assumed_batch(batch, train)
+    before, after = _describe_batch(planned.global_batch, train), _describe_batch(batch, train)
     words = tuple(after if text == before else text for text in planned.unknowns)
     return replace(planned, global_batch=batch, unknowns=words)
 
 
-def _checked(cluster: ClusterTopology, train: TrainSpec) -> Precision:
+def _check_request(cluster: ClusterTopology, train: TrainSpec) -> Precision:
     """Return the requested precision. Raises ValueError if planning is impossible."""
     if not cluster.nodes:
         raise ValueError("cluster has no nodes")
@@ -234,7 +234,7 @@ def plan(
 
     `interface` is the job's NCCL_SOCKET_IFNAME.
     """
-    precision = _checked(cluster, train)
+    precision = _check_request(cluster, train)
     cluster = apart(cluster, findings or {})
     unknowns: list[str] = []
     has_gpu = bool(cluster.nodes[0].gpus)
@@ -253,7 +253,7 @@ def plan(
             f"{train.sequence_length} tokens are beyond {model.name}'s {model.max_positions} positions: whether "
             "the model works at this length depends on its config.json (rope_scaling), which is not judged here"
         )
-    rates = _rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
+    rates = _find_rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
     now = as_is(links, findings or {}, snapshots, interface=interface)
     links, gpu = now.links, gpu_named(rates.device)
     rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
@@ -265,18 +265,18 @@ def plan(
         calibrated = rates.how == "measured"
     capacity = rates.memory_bytes
     if has_gpu:
-        sizes = _free_memory(cluster, snapshots, unknowns)
+        sizes = _list_free_memory(cluster, snapshots, unknowns)
         capacity = float(min(sizes)) if sizes else capacity
     if capacity is None:
         unknowns.append("device memory unknown: nothing was rejected for its memory")
     lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
     if lost:
         unknowns.append(f"{', '.join(lost[:8])} cannot be used: repair it first; the layout is for the remaining GPUs")
-    capability = _capability(cluster)
+    capability = _get_capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
         unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
     unknowns.extend(
-        _unmeasured(speed)
+        _describe_unmeasured(speed)
         for speed in (links.node, links.network)
         if speed is not None and speed.how == "assumed" and world > 1
     )
@@ -295,11 +295,11 @@ def plan(
     return Planned(
         job=Job(
             model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
-            host_memory_bytes=_host_memory(cluster, snapshots), rates=rates, constants=constants,
+            host_memory_bytes=_get_host_memory(cluster, snapshots), rates=rates, constants=constants,
             host_adam_bytes_per_second=ADAM_THREAD_BYTES_PER_SECOND,
         ),
         world=world,
-        global_batch=_batch(model, train, engine, world, requested, unknowns),
+        global_batch=_choose_batch(model, train, engine, world, requested, unknowns),
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
@@ -309,7 +309,7 @@ def plan(
     )  # fmt: skip
 
 
-def _unmeasured(speed: Speed) -> str:
+def _describe_unmeasured(speed: Speed) -> str:
     """Describe the effect of a link that was not measured, and how to measure it."""
     words = f"{speed.link} bandwidth was not measured: {speed.bytes_per_second / 1e9:.3g} GB/s assumed"
     if speed.why:
@@ -450,10 +450,10 @@ def recommend(
         if sound is not None and again.world == planned.world:
             sound_here = forecast_layout(planned, sound.layout)
     found = search_planned(planned)
-    for other in _other_batches(planned):
+    for other in _list_other_batches(planned):
         if found.best:
             break
-        planned = _with_batch(planned, other)
+        planned = _replace_batch(planned, other)
         found = search_planned(planned)
     uncertain = not found.best
     if uncertain:
@@ -471,7 +471,7 @@ def recommend(
     assumed: tuple[str, ...] = ()
     too_large = any(row.rule == "memory-fits" for row in found.rejected)
     if not found.best and too_large and planned.requested and rows_are_assumed(train):
-        found, assumed = _with_shorter_rows(planned, found)
+        found, assumed = _choose_for_shorter_rows(planned, found)
         unknowns += assumed
     for candidate in found.best[: 1 + _RUNNERS_UP]:
         if chosen is None:
@@ -483,7 +483,7 @@ def recommend(
         else:
             runners.append(planned.rank(candidate, found.best[0]))
     if chosen is None and planned.requested:
-        found.rejected.insert(0, _why_refused(planned, found))
+        found.rejected.insert(0, _explain_refusal(planned, found))
         helps = nearest(planned)
     elif chosen is None:
         unknowns.append("no layout of this engine fits")
@@ -507,7 +507,7 @@ ROWS = "the rows "  # start of every unknown about row lengths in the data set
 BATCH = "global batch not given"  # start of the unknown about the batch
 
 
-def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str, ...]]:
+def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str, ...]]:
     """Choose the layout that the settings name, although it does not fit rows of the assumed length.
 
     Rows are assumed to have `sequence_length` tokens, which real rows may never reach, so this length alone is no
@@ -543,7 +543,7 @@ def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str
     return replace(found, best=[chosen]), (words,)
 
 
-def _other_batches(planned: Planned) -> Iterator[int]:
+def _list_other_batches(planned: Planned) -> Iterator[int]:
     """Yield other batches to try if the assumed batch fits no layout.
 
     They are smaller ones if the settings name the accumulation, then larger ones up to one sequence per rank.
@@ -559,7 +559,7 @@ def _other_batches(planned: Planned) -> Iterator[int]:
         yield batch
 
 
-def _why_refused(planned: Planned, found: Found) -> Rejected:
+def _explain_refusal(planned: Planned, found: Found) -> Rejected:
     """Return, from all rejected layouts, the row about the requested settings."""
     families = [row for row in found.rejected if row.what.startswith("PP=")]
     short = [row for row in families if row.rule == "memory-fits"]
@@ -583,11 +583,11 @@ def nearest(planned: Planned) -> tuple[str, ...]:
 
     Settings are changed one at a time (a smaller micro-batch with more accumulation), then all together.
     """
-    requested, found = dict(planned.requested), _smaller_batch(planned)
-    for changed in _one_by_one(requested):
+    requested, found = dict(planned.requested), _find_smaller_batch(planned)
+    for changed in _list_changes(requested):
         if search_planned(replace(planned, requested={**requested, **changed})).best:
             found.append(spelled(*next(iter(changed.items()))))
-    if length := _shorter(planned):
+    if length := _find_shorter_rows(planned):
         found.append(f"max_length: {length}")
     if not found:
         free = {name: value for name, value in requested.items() if name == "precision"}
@@ -599,7 +599,7 @@ def nearest(planned: Planned) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _smaller_batch(planned: Planned) -> list[str]:
+def _find_smaller_batch(planned: Planned) -> list[str]:
     """Return the largest smaller micro-batch that fits with the same global batch."""
     micro = planned.requested.get("micro_batch", 1)
     rest = {name: value for name, value in planned.requested.items() if name != "gradient_accumulation"}
@@ -611,7 +611,7 @@ def _smaller_batch(planned: Planned) -> list[str]:
     return []
 
 
-def _one_by_one(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _list_changes(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return single changes that need less memory than the requested settings, or that remove a limit."""
     dp = requested.get("dp_replicate", 1) * requested.get("dp_shard", 1)
     sharded = {"sharding": "zero3", "dp_replicate": 1, "dp_shard": dp} if dp > 1 else {}
@@ -624,7 +624,7 @@ def _one_by_one(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [changed for name, values, changed in other if changed and requested.get(name) in values]
 
 
-def _shorter(planned: Planned) -> int | None:
+def _find_shorter_rows(planned: Planned) -> int | None:
     """Return the longest rows, among halvings of the requested length, that fit without other changes."""
     length = longest_row(planned.job.train) // 2
     while length >= _SHORTEST:

@@ -155,15 +155,15 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
     if not has_gpu and engine.without_gpu is not None:
         engine = replace(engine, can=engine.without_gpu, name=f"{engine.name} on a CPU")
     return (
-        _degrees_lacking(engine, at)
-        or _sharding_lacking(engine, at)
-        or _combination_lacking(engine, at)
+        _lacks_degrees(engine, at)
+        or _lacks_sharding(engine, at)
+        or _lacks_combination(engine, at)
         or engine.refuses(model, train, at)
-        or _options_lacking(engine, at, has_gpu=has_gpu)
+        or _lacks_options(engine, at, has_gpu=has_gpu)
     )
 
 
-def _degrees_lacking(engine: Engine, at: Layout) -> str | None:
+def _lacks_degrees(engine: Engine, at: Layout) -> str | None:
     for word, degree in (("tp", at.tp), ("pp", at.pp), ("cp", at.cp), ("ep", at.ep)):
         if degree > 1 and word not in engine.can:
             return f"{engine.name} does not support {word.upper()}"
@@ -172,7 +172,7 @@ def _degrees_lacking(engine: Engine, at: Layout) -> str | None:
     return None
 
 
-def _sharding_lacking(engine: Engine, at: Layout) -> str | None:
+def _lacks_sharding(engine: Engine, at: Layout) -> str | None:
     sharded = at.dp_shard > 1 and at.sharding != "ddp"
     if sharded and at.sharding not in engine.can:
         return f"{engine.name} does not support {at.sharding}"
@@ -183,14 +183,14 @@ def _sharding_lacking(engine: Engine, at: Layout) -> str | None:
     return None
 
 
-def _combination_lacking(engine: Engine, at: Layout) -> str | None:
+def _lacks_combination(engine: Engine, at: Layout) -> str | None:
     axes = [w for w, degree in (("tp", at.tp), ("pp", at.pp), ("dp", at.data_parallel)) if degree > 1]
     if len(axes) > 1 and "+".join(axes) not in engine.together:
         return f"{engine.name} does not combine {' and '.join(a.upper() for a in axes)}"
     return None
 
 
-def _options_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
+def _lacks_options(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
     if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
         return f"{engine.name} does not support {at.precision}"
     if at.checkpointing not in engine.checkpointing:

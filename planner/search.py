@@ -67,16 +67,16 @@ class Found:
     tried: int = 0
 
 
-def _divisors(n: int) -> list[int]:
+def _list_divisors(n: int) -> list[int]:
     """Return the divisors of n; for a large n, only up to the maximum number of pipeline stages."""
     return [d for d in range(1, (n if n <= 4096 else _MAX_PP) + 1) if n % d == 0]
 
 
-def _powers(limit: int) -> list[int]:
+def _list_powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
 
 
-def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
+def _list_shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
     """Yield (sharding, dp_shard, dp_replicate, reshard_after_forward)."""
     can = question.engine.can
     if dp == 1:
@@ -102,7 +102,7 @@ def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Shar
             group *= 2 if group * 2 <= 4 * in_node else 4
 
 
-def _virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
+def _list_virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
     yield 1
     if pp == 1 or not question.engine.interleaved or micro_batches % pp:
         return
@@ -113,14 +113,14 @@ def _virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
             yield v
 
 
-def _context_degrees(question: Question, ranks: int) -> list[int]:
+def _list_context_degrees(question: Question, ranks: int) -> list[int]:
     """Return context-parallel degrees that leave each rank enough of a sequence."""
     length = question.train.sequence_length
     most = min(max(8, length // 4096), length // _LEAST_TOKENS)
-    return [cp for cp in _powers(min(ranks, max(1, most))) if ranks % cp == 0]
+    return [cp for cp in _list_powers(min(ranks, max(1, most))) if ranks % cp == 0]
 
 
-def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
+def _list_degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
     """Yield (tp, pp, cp, ep) that the rules allow; each rejected degree is recorded once."""
     seen: set[str] = set()
 
@@ -134,28 +134,28 @@ def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int
         return True
 
     model, per_node = question.model, question.links.ranks_per_node
-    for tp in _powers(min(world, 2 * per_node)):
+    for tp in _list_powers(min(world, 2 * per_node)):
         if world % tp:
             continue
         if tp > 1 and refuse(f"TP={tp}", Layout(world_size=tp, tp=tp)):
             continue
-        for pp in _divisors(world // tp):
+        for pp in _list_divisors(world // tp):
             if pp > min(_MAX_PP, model.layers):
                 break
             if pp > 1 and refuse("PP", Layout(world_size=pp, pp=pp)):
                 break
-            for cp in _context_degrees(question, world // (tp * pp)):
+            for cp in _list_context_degrees(question, world // (tp * pp)):
                 if cp > 1 and refuse("CP", Layout(world_size=cp, cp=cp)):
                     break
                 dp = world // (tp * pp * cp)
-                for ep in _divisors(math.gcd(model.experts or 1, dp * cp * tp)):
+                for ep in _list_divisors(math.gcd(model.experts or 1, dp * cp * tp)):
                     # replicas represent any sharding; whether the engine supports it is checked later
                     if ep > 1 and refuse("EP", Layout(world_size=dp * cp * tp, dp_replicate=dp, cp=cp, tp=tp, ep=ep)):
                         break
                     yield tp, pp, cp, ep
 
 
-def _key(layout: Layout) -> str:
+def _name_family(layout: Layout) -> str:
     kind = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}[layout.sharding]
     if layout.data_parallel == 1:
         kind = "no data parallelism"
@@ -218,7 +218,7 @@ class _Search:
 
     def splits(self) -> Iterator[Layout]:
         """Yield every combination of degrees and sharding."""
-        for tp, pp, cp, ep in _degrees(self.job, self.world, self.found):
+        for tp, pp, cp, ep in _list_degrees(self.job, self.world, self.found):
             if any(
                 self.named.get(name, degree) != degree
                 for name, degree in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep))
@@ -230,15 +230,15 @@ class _Search:
                 continue
             links = self.job.links
             in_node = max(1, max(links.ranks_per_node, links.island_size) // (tp * cp))
-            for sharding, shard, replicate_degree, reshard in self._shardings(dp, in_node):
+            for sharding, shard, replicate_degree, reshard in self._list_shardings(dp, in_node):
                 yield Layout(
                     world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
                     sharding=sharding, reshard_after_forward=reshard,
                 )  # fmt: skip
 
-    def _shardings(self, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
+    def _list_shardings(self, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
         """Yield shardings to try, including requested groups that the search would not try."""
-        seen = list(_shardings(self.job, dp, in_node))
+        seen = list(_list_shardings(self.job, dp, in_node))
         shard = self.named.get("dp_shard")
         if isinstance(shard, int) and 1 < shard < dp and dp % shard == 0 and "hsdp" in self.job.engine.can:
             seen += [("zero3", shard, dp // shard, True), ("zero3", shard, dp // shard, False)]
@@ -255,7 +255,7 @@ class _Search:
         free |= {name: value for name, value in self.named.items() if name in free and name != "precision"}
         per_rank = self.global_batch // split.data_parallel
         self.fitted = None
-        for micro in self._micro_batches(per_rank):
+        for micro in self._list_micro_batches(per_rank):
             if micro > per_rank or per_rank % micro:
                 continue
             accumulation = per_rank // micro
@@ -267,13 +267,13 @@ class _Search:
             if not self._attempt_chunks(batched):
                 break
 
-    def _micro_batches(self, per_rank: int) -> tuple[int, ...]:
+    def _list_micro_batches(self, per_rank: int) -> tuple[int, ...]:
         micro, times = self.named.get("micro_batch"), self.named.get("gradient_accumulation")
         if isinstance(micro, int):
             return (micro,)
         return (per_rank // times,) if isinstance(times, int) and per_rank >= times else _MICRO_BATCHES
 
-    def _plain_schedule(self) -> Schedule:
+    def _get_schedule(self) -> Schedule:
         return "gpipe" if self.named.get("schedule") == "gpipe" else "1f1b"
 
     def _attempt_chunks(self, split: Layout) -> bool:
@@ -282,15 +282,15 @@ class _Search:
         The bubble shrinks with 1/v while sends grow with v, so the time has a single minimum.
         """
         fits, last = False, math.inf
-        for virtual in _virtuals(self.job, split.pp, split.gradient_accumulation):
+        for virtual in _list_virtuals(self.job, split.pp, split.gradient_accumulation):
             named = self.named.get("stage_layers")
             uneven = named if isinstance(named, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
                 continue
             base = split
-            if split.pp > 1 or self._plain_schedule() != split.schedule:
+            if split.pp > 1 or self._get_schedule() != split.schedule:
                 base = replace(
-                    split, schedule="interleaved" if virtual > 1 else self._plain_schedule(), virtual_stages=virtual,
+                    split, schedule="interleaved" if virtual > 1 else self._get_schedule(), virtual_stages=virtual,
                     stage_layers=uneven if split.pp > 1 else (),
                 )  # fmt: skip
             if not all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
@@ -308,7 +308,7 @@ class _Search:
 
     def attempt(self, base: Layout) -> float | None:
         """Forecast one layout, and keep it if it is the best of its family. Returns its seconds, or None if invalid."""
-        key = _key(base)
+        key = _name_family(base)
         broken = first_broken(self.job, base)
         if broken is not None:
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))

@@ -157,7 +157,7 @@ def wrap_script(
     _, root = parse_lines(text.encode())
     if root is None:
         raise ScriptError("line 1: the script is nested or broken beyond what is read")
-    starts = [node for node in root.children if any(_starts_ranks(each.text) for each in walk(node, "command"))]
+    starts = [node for node in root.children if any(_is_rank_start(each.text) for each in walk(node, "command"))]
     if not starts:
         raise ScriptError(
             f"line {text.count(chr(10)) or 1}: no command of the script starts ranks (srun, torchrun, ...)"
@@ -180,7 +180,7 @@ def wrap_script(
     return "\n".join([*lines[:row], *block.rstrip("\n").split("\n"), *lines[row:]]), notes
 
 
-def _starts_ranks(command: bytes | None) -> bool:
+def _is_rank_start(command: bytes | None) -> bool:
     """Whether a command, without its assignments, starts ranks or a Slurm step."""
     words = re.sub(r"^(\w+=\S*\s+)*(exec\s+|time\s+|nohup\s+)*", "", (command or b"").decode(errors="replace"))
     return re.match(_STARTS_RANKS, words) is not None

@@ -59,7 +59,7 @@ def frontier(
     for network in filter(None, networks):
         machines.network_bytes_per_second(network)
     points = [
-        _point(machines.cluster(name, count, gpus_per_node=gpus_per_node), machines.machine(name).name,
+        _make_point(machines.cluster(name, count, gpus_per_node=gpus_per_node), machines.machine(name).name,
                (network, transport), model, train, tokens, prices)
         for name in names
         for count in nodes
@@ -77,7 +77,7 @@ def frontier(
     return tuple(replace(p, best=comparable and p.seconds is not None and id(p) not in beaten) for p in points)
 
 
-def _point(
+def _make_point(
     cluster: ClusterTopology, name: str, network: tuple[str | None, str | None], model: ModelSpec, train: TrainSpec,
     tokens: float, prices: float | Mapping[str, float] | None,
 ) -> FrontierPoint:  # fmt: skip
@@ -129,10 +129,10 @@ def panels_svg(points: Sequence[FrontierPoint]) -> list[str]:
 
 def series(points: Sequence[FrontierPoint]) -> list[str]:
     """Return the name (machine and network) of each line in the charts, which selects its colour."""
-    return list(dict.fromkeys(map(_series, points)))
+    return list(dict.fromkeys(map(_label, points)))
 
 
-def _series(point: FrontierPoint) -> str:
+def _label(point: FrontierPoint) -> str:
     return point.machine + ("" if point.network in ("-", "catalogue") else f", {point.network}")
 
 
@@ -147,10 +147,10 @@ def panels(points: Sequence[FrontierPoint]) -> tuple[dict[str, object], ...]:
     if not fits or len(costs) < len(fits):
         title = "GPU-hours"
         costs = {id(p): p.seconds.scaled(p.ranks / 3600.0) for p in fits if p.seconds}
-    return _panel(points, f"Run time ({unit})", times), _panel(points, title, costs)
+    return _make_panel(points, f"Run time ({unit})", times), _make_panel(points, title, costs)
 
 
-def _panel(points: Sequence[FrontierPoint], title: str, values: Mapping[int, Interval]) -> dict[str, object]:
+def _make_panel(points: Sequence[FrontierPoint], title: str, values: Mapping[int, Interval]) -> dict[str, object]:
     top, ticks = _ticks(max((value.high for value in values.values()), default=0.0))
     counts = sorted({p.nodes for p in points})
     wide = math.log2(counts[-1] / counts[0]) if len(counts) > 1 else 0.0
@@ -167,11 +167,11 @@ def _panel(points: Sequence[FrontierPoint], title: str, values: Mapping[int, Int
     missing = []
     for p in sorted(points, key=lambda point: point.nodes):
         if value := values.get(id(p)):
-            words = f"{p.nodes} x {_series(p)}: {p.layout}, {value.mid:,.4g} ({value.low:,.4g} to {value.high:,.4g})"
+            words = f"{p.nodes} x {_label(p)}: {p.layout}, {value.mid:,.4g} ({value.low:,.4g} to {value.high:,.4g})"
             at = {"x": x[p.nodes], "y": y(value.mid), "low": y(value.low), "high": y(value.high)}
-            lines[_series(p)].append({**at, "best": p.best, "words": words})
+            lines[_label(p)].append({**at, "best": p.best, "words": words})
         else:
-            missing.append({"x": x[p.nodes], "words": f"{p.nodes} x {_series(p)}: no layout fits, {p.reason}"})
+            missing.append({"x": x[p.nodes], "words": f"{p.nodes} x {_label(p)}: no layout fits, {p.reason}"})
     return {
         "title": title, "lines": list(lines.values()), "missing": missing, "x": [(n, x[n]) for n in labels],
         "y": [(f"{tick:,.10g}", y(tick)) for tick in ticks],

@@ -100,7 +100,7 @@ class Worker:
         try:
             self.process.stdin.write(json.dumps({"id": self._requests, **request}).encode() + b"\n")
         except BrokenPipeError:
-            raise WorkerError(self._death()) from None
+            raise WorkerError(self._describe_exit()) from None
 
     def answer(self, seconds: float) -> dict[str, Json]:
         """Receive the next answer to the last request. Raises WorkerError."""
@@ -124,7 +124,7 @@ class Worker:
                 raise HangError(f"no answer after {time.monotonic() - started:.1f} s")
             chunk = os.read(descriptor, 1 << 20)
             if not chunk:
-                raise WorkerError(self._death())
+                raise WorkerError(self._describe_exit())
             self._buffer += chunk
             if len(self._buffer) > ANSWER_LIMIT_BYTES:
                 raise WorkerError(f"the probe process answered more than {ANSWER_LIMIT_BYTES >> 20} MiB")
@@ -135,7 +135,7 @@ class Worker:
         except (ValueError, RecursionError):
             raise WorkerError("the probe process answered something that is not JSON") from None
 
-    def _death(self) -> str:
+    def _describe_exit(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_REAP_SECONDS)
         code = self.process.returncode

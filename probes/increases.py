@@ -42,27 +42,27 @@ def gpu_increases(before: GpuFacts, after: GpuFacts, seconds: float) -> Iterator
     """Report increases between two scans of one host that are `seconds` apart, if the driver version is the same."""
     if before.driver_version != after.driver_version:
         return
-    earlier = {_name(gpu): gpu for gpu in before.gpus if _name(gpu)}
+    earlier = {_identify(gpu): gpu for gpu in before.gpus if _identify(gpu)}
     for gpu in after.gpus:
-        past = earlier.get(_name(gpu))
+        past = earlier.get(_identify(gpu))
         if past is not None:
-            yield from _xids(past, gpu, seconds)
-            yield from _counters(past, gpu, seconds)
-            if risen := tuple(_risen_links(past, gpu, seconds)):
+            yield from _check_xids(past, gpu, seconds)
+            yield from _check_counters(past, gpu, seconds)
+            if risen := tuple(_find_risen_links(past, gpu, seconds)):
                 yield gpu_finding("gpu.nvlink.errors rising", gpu, evidence=risen, seconds=seconds)
 
 
-def _name(gpu: Gpu) -> str | None:
+def _identify(gpu: Gpu) -> str | None:
     """Return an identifier of a GPU. A GPU that was lost between the scans has no UUID, but may have an address."""
     return gpu.bus_id or gpu.uuid
 
 
-def _rise(start: int | None, end: int | None) -> int:
+def _compute_rise(start: int | None, end: int | None) -> int:
     """Return the increase of a counter. A counter that fell was reset between the scans: its increase is unknown."""
     return end - start if start is not None and end is not None and end > start else 0
 
 
-def _xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
+def _check_xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
     earlier, now = xids_of(before), xids_of(after)
     if earlier is None or now is None:
         return
@@ -72,23 +72,23 @@ def _xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
             yield gpu_finding(f"gpu.xid.new {cause}", after, what=what, seconds=seconds)
 
 
-def _counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
-    replays = _rise(before.pcie_replays, after.pcie_replays)
+def _check_counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
+    replays = _compute_rise(before.pcie_replays, after.pcie_replays)
     # For an interval under one minute, the limit of a whole minute applies, because one burst is not a rate.
     if replays > REPLAYS_PER_MINUTE * max(seconds / 60.0, 1.0):
         yield gpu_finding(
             "gpu.counters.rising replays", after, rise=replays, before=before, after=after, seconds=seconds
         )
-    if errors := _rise(before.ecc_uncorrected, after.ecc_uncorrected):
+    if errors := _compute_rise(before.ecc_uncorrected, after.ecc_uncorrected):
         yield gpu_finding("gpu.counters.rising", after, rise=errors, before=before, after=after, seconds=seconds)
 
 
-def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
+def _find_risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
     earlier = {link.link: link.errors or {} for link in before.nvlinks}
     for link in after.nvlinks:
         for name in (*NVLINK_COUNTERS, *PER_SECOND):
             start, end = earlier.get(link.link, {}).get(name), (link.errors or {}).get(name)
-            rise = _rise(start, end)
+            rise = _compute_rise(start, end)
             if rise and rise >= PER_SECOND.get(name, 0.0) * seconds:
                 yield f"link {link.link} {name}: {start}, then {end}"
 
@@ -100,13 +100,13 @@ def rdma_increases(before: RdmaFacts, after: RdmaFacts, seconds: float) -> Itera
         for port in device.ports:
             past = earlier.get((device.name, port.port))
             if past is not None:
-                yield from _port(f"{device.name}:{port.port}", past, port, seconds)
+                yield from _check_port(f"{device.name}:{port.port}", past, port, seconds)
 
 
-def _port(subject: str, before: RdmaPort, after: RdmaPort, seconds: float) -> Iterator[Finding]:
+def _check_port(subject: str, before: RdmaPort, after: RdmaPort, seconds: float) -> Iterator[Finding]:
     for counter, row in read_table(rdma.__file__, "counters.toml").items():
         start, end = ((port.counters or {}).get(counter) for port in (before, after))
-        rise = _rise(start, end)
+        rise = _compute_rise(start, end)
         # for a short interval the limit of the full period applies, because one event is not a rate
         if rise > row["count"] * max(seconds / row["seconds"], 1.0):
             yield finding(

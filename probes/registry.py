@@ -37,11 +37,11 @@ def findings_of(snapshot: Snapshot, probe: Probe[Any], facts: Any) -> tuple[Find
 
     Part of sysfs may be hidden (in a container, or under another root). Probes that query a device are more reliable.
     """
-    found = (_reconciled(snapshot, finding) for finding in probe.check(facts))
+    found = (_reconcile(snapshot, finding) for finding in probe.check(facts))
     return tuple(finding for finding in found if finding is not None)
 
 
-def _reconciled(snapshot: Snapshot, finding: Finding) -> Finding | None:
+def _reconcile(snapshot: Snapshot, finding: Finding) -> Finding | None:
     """Drop a finding about a GPU without driver if NVML lists it, or a NIC without RDMA device if the rdma probe does.
 
     If the NIC of an RDMA device is unknown, it may be the NIC of the finding, whose status then becomes unknown.
@@ -67,10 +67,10 @@ def _reconciled(snapshot: Snapshot, finding: Finding) -> Finding | None:
 def failures(snapshot: Snapshot) -> tuple[Finding, ...]:
     """Yield one finding for each probe that could not finish."""
     outcomes = snapshot.outcomes.items()
-    return tuple(_failed(name, outcome) for name, outcome in outcomes if isinstance(outcome, Failed))
+    return tuple(_report_failed(name, outcome) for name, outcome in outcomes if isinstance(outcome, Failed))
 
 
-def _failed(name: str, outcome: Failed) -> Finding:
+def _report_failed(name: str, outcome: Failed) -> Finding:
     return Finding(
         code=f"{name}.probe.failed",
         status=Status.UNKNOWN,

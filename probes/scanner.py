@@ -51,13 +51,13 @@ class Scanner:
     def start(self) -> None:
         """Start the child before the first scan. If that fails, the scan reports the error."""
         with self._lock, contextlib.suppress(WorkerError):
-            self._started()
+            self._start_worker()
 
     def scan(self) -> Snapshot:
         """Run every probe. A probe that hangs, crashes or sends invalid data is `Failed`; others are unaffected."""
         with self._lock:
             began, self._start_error = time.time(), None
-            outcomes = {probe.name: self._run(probe, {}) for probe in self._probes}
+            outcomes = {probe.name: self._run_probe(probe, {}) for probe in self._probes}
             return Snapshot(hostname=host_name(), taken_at_seconds=began, outcomes=outcomes)
 
     def capture(self, source: str = "") -> tuple[Snapshot, dict[str, Json]]:
@@ -65,7 +65,7 @@ class Scanner:
         with self._lock:
             name, began, self._start_error = host_name(), time.time(), None
             answers: dict[str, dict[str, Json]] = {}
-            outcomes = {probe.name: self._run(probe, answers, record=True) for probe in self._probes}
+            outcomes = {probe.name: self._run_probe(probe, answers, record=True) for probe in self._probes}
         snapshot = Snapshot(hostname=name, taken_at_seconds=began, outcomes=outcomes)
         return snapshot, archive({"hostname": name, "time": began}, answers, source)
 
@@ -78,7 +78,7 @@ class Scanner:
         """Stop the child; a scan in progress ends too."""
         self._closing = True
         with self._lock:
-            self._drop()
+            self._drop_worker()
             self._closing = False
 
     def __enter__(self) -> Scanner:
@@ -87,7 +87,7 @@ class Scanner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, probe: Source[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
+    def _run_probe(self, probe: Source[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
         start = time.perf_counter()
         stuck = next(
             (w.process for name, w in self._lingering if name == probe.name and w.process.poll() is None), None
@@ -99,7 +99,7 @@ class Scanner:
             return Failed(error=error)
         worker: Worker | None = None
         try:
-            worker = self._started()
+            worker = self._start_worker()
             seconds, begin = self._timeout_seconds or probe.timeout_seconds, probe is self._probes[0]
             worker.request(probe=probe.name, record=record, begin=begin)
             answer = worker.answer(seconds)
@@ -108,11 +108,11 @@ class Scanner:
                 _merge(answers.setdefault(method, {}), answered)
             return outcome
         except (WorkerError, OutcomeError) as caught:
-            words = self._failure(probe.name, caught, worker.driver_call() if worker else "")
-            self._drop(probe.name)
+            words = self._describe_failure(probe.name, caught, worker.driver_call() if worker else "")
+            self._drop_worker(probe.name)
             return Failed(error=words, seconds=time.perf_counter() - start)
 
-    def _failure(self, probe: str, error: Exception, call: str) -> str:
+    def _describe_failure(self, probe: str, error: Exception, call: str) -> str:
         """Return a failed probe's error. If a driver call hung or crashed, the next attempt is delayed."""
         if isinstance(error, EndedError) or not (call or isinstance(error, HangError)):
             return str(error)
@@ -121,7 +121,7 @@ class Scanner:
         self._resting[probe] = words, time.monotonic() + self._retry_seconds
         return words
 
-    def _started(self) -> Worker:
+    def _start_worker(self) -> Worker:
         if self._start_error is not None:
             raise WorkerError(self._start_error)
         if self._is_ended():
@@ -137,7 +137,7 @@ class Scanner:
     def _is_ended(self) -> bool:
         return self._closing or self._stop.is_set()
 
-    def _drop(self, probe_name: str = "") -> None:
+    def _drop_worker(self, probe_name: str = "") -> None:
         """Kill the child, and check whether children that could not be killed before have ended."""
         worker, self._worker = self._worker, None
         if worker is not None and not worker.kill():
@@ -170,10 +170,10 @@ def dumps(content: dict[str, Json]) -> str:
     """Format a recording as JSON with one answer per line, so that two recordings can be compared with diff."""
     head = {k: v for k, v in content.items() if k != "answers"}
     lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
-    sections = [f"  {json.dumps(m)}: {_section(a)}" for m, a in content["answers"].items()]
+    sections = [f"  {json.dumps(m)}: {_format_section(a)}" for m, a in content["answers"].items()]
     return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
 
 
-def _section(answers: dict[str, Json]) -> str:
+def _format_section(answers: dict[str, Json]) -> str:
     rows = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in answers.items()]
     return "{\n" + ",\n".join(rows) + "\n  }"

@@ -25,28 +25,28 @@ Json = Any
 def outcome_to_json(outcome: Outcome) -> dict[str, Json]:
     """Return {"status": "ok", "absent" or "failed", "seconds": ..., and "facts", "why" or "error"}."""
     if isinstance(outcome, Ok):
-        return {"status": "ok", "seconds": outcome.seconds, "facts": _plain(outcome.facts)}
+        return {"status": "ok", "seconds": outcome.seconds, "facts": _to_plain(outcome.facts)}
     if isinstance(outcome, Absent):
         return {"status": "absent", "seconds": outcome.seconds, "why": outcome.why}
     return {"status": "failed", "seconds": outcome.seconds, "error": outcome.error}
 
 
-def _plain(value: Any) -> Json:
+def _to_plain(value: Any) -> Json:
     kind = type(value)
     if kind in _AS_IT_IS:
         return value
     if kind is tuple or kind is list:
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if kind is dict:
-        return {key: _plain(item) for key, item in value.items()}
-    return {name: _plain(getattr(value, name)) for name in _fields(kind)}  # type: ignore[arg-type]  # a class is hashable
+        return {key: _to_plain(item) for key, item in value.items()}
+    return {name: _to_plain(getattr(value, name)) for name in _get_field_names(kind)}  # type: ignore[arg-type]  # a class is hashable
 
 
 _AS_IT_IS = frozenset({str, int, float, bool, type(None)})
 
 
 @cache
-def _fields(kind: Any) -> tuple[str, ...]:
+def _get_field_names(kind: Any) -> tuple[str, ...]:
     """Return the field names of a dataclass. Raises TypeError for any other type, so that no fact is lost silently."""
     fields = getattr(kind, "__dataclass_fields__", None)
     if fields is None:
@@ -55,7 +55,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 @cache
-def _converter() -> Any:
+def _get_converter() -> Any:
     """Create the cattrs converter when the first outcome is read."""
     from cattrs.preconf.json import make_converter
 
@@ -78,9 +78,9 @@ def outcome_from_json(source: Source[Any], data: Json) -> Outcome:
             return Failed(error=str(data["error"]), seconds=seconds)
         if status != "ok":
             raise ValueError(f'status is {status!r}; allowed: "ok", "absent", "failed"')
-        return Ok(facts=_converter().structure(data["facts"], source.facts), seconds=seconds)
+        return Ok(facts=_get_converter().structure(data["facts"], source.facts), seconds=seconds)
     except (ExceptionGroup, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise OutcomeError(f"outcome of probe {source.name!r}: {_words(error)}") from None
+        raise OutcomeError(f"outcome of probe {source.name!r}: {_describe_error(error)}") from None
 
 
 def to_json(snapshot: Snapshot) -> dict[str, Json]:
@@ -100,7 +100,7 @@ def from_json(data: dict[str, Json], probes: Iterable[Source[Any]]) -> Snapshot:
     return Snapshot(hostname=data["hostname"], taken_at_seconds=data["taken_at_seconds"], outcomes=outcomes)
 
 
-def _words(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, ExceptionGroup):  # of cattrs, with one exception per invalid field
         import cattrs
 

@@ -51,10 +51,10 @@ def run(read: Callable[[Host], Any], host: Host) -> Outcome:
 
 def scan(host: Host, probes: Sequence[Source[Any]]) -> Snapshot:
     """Scan a host in this process; for tests and measurements with hosts that cannot hang."""
-    return from_json(_scanned(host, [probe.name for probe in probes]), probes)
+    return from_json(_scan_to_json(host, [probe.name for probe in probes]), probes)
 
 
-def _scanned(host: Host, names: Sequence[str]) -> dict[str, Json]:
+def _scan_to_json(host: Host, names: Sequence[str]) -> dict[str, Json]:
     """Scan a host, and return the result in the format of `wire.to_json`."""
     outcomes = {name: outcome_to_json(run(reader(name), host)) for name in names}
     identity = host.identity()
@@ -64,7 +64,7 @@ def _scanned(host: Host, names: Sequence[str]) -> dict[str, Json]:
 def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[str, Json]]:
     """Answer one request: one probe of the live host, or all probes for each recording in a file."""
     if host is None:
-        yield from _replayed(request)
+        yield from _replay(request)
         return
     if request["begin"]:  # the first probe of a scan
         host.begin_scan()
@@ -77,11 +77,11 @@ def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[st
     yield {"outcome": without_secrets(outcome_to_json(outcome)), "answers": recorder.answers}
 
 
-def _replayed(request: dict[str, Json]) -> Iterator[dict[str, Json]]:
+def _replay(request: dict[str, Json]) -> Iterator[dict[str, Json]]:
     try:
         os.chdir(request["folder"])
         for host in load_all(request["recording"]):
-            yield _scanned(host, request["probes"])
+            yield _scan_to_json(host, request["probes"])
     except (OSError, RecordingError) as error:
         yield {"error": str(error)}
     else:
@@ -94,7 +94,7 @@ def _listen(requests: queue.Queue[dict[str, Json]]) -> None:
     os._exit(0)  # the parent has ended; exit at once, because a hung driver call would block a normal exit
 
 
-def _private_stdout() -> IO[bytes]:
+def _take_stdout() -> IO[bytes]:
     """Return the pipe to the parent, and redirect everything that a library prints to stderr."""
     pipe = os.dup(1)
     os.dup2(2, 1)
@@ -113,7 +113,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _live(root: str, call_file: int) -> LiveHost:
+def _make_live_host(root: str, call_file: int) -> LiveHost:
     from probes.host.live import LiveHost  # not needed to replay recordings, which works without NVML and netlink
 
     host = LiveHost(root)
@@ -124,8 +124,8 @@ def _live(root: str, call_file: int) -> LiveHost:
 def main(root: str, call_file: int, parent: int) -> None:
     """Answer requests until the parent ends; `call_file` is the file descriptor for `LiveHost.name_driver_calls_in`."""
     _die_with(parent)
-    pipe = _private_stdout()
-    host = _live(root, call_file) if root else None
+    pipe = _take_stdout()
+    host = _make_live_host(root, call_file) if root else None
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     _send(pipe, {"ready": True})

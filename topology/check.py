@@ -41,9 +41,9 @@ def check(
     farthest = farthest_gdr(gdr_level)
     return (
         *(finding for rule in _BEFORE for finding in rule(node)),
-        *_gpu_nic(node, farthest),
+        *_check_gpu_nic(node, farthest),
         *(finding for rule in _AFTER for finding in rule(node)),
-        *_reference(node, gpus_on_bus, in_container),
+        *_check_reference(node, gpus_on_bus, in_container),
     )
 
 
@@ -66,12 +66,12 @@ def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
     return near.path is not None and near.path <= farthest
 
 
-def _shown(pairs: Iterable[Pair]) -> tuple[str, ...]:
+def _format_pairs(pairs: Iterable[Pair]) -> tuple[str, ...]:
     """Format pairs as evidence."""
     return tuple(f"{pair.a} to {pair.b}: {pair.label}" for pair in pairs)
 
 
-def _switched(node: NodeTopology) -> int:
+def _count_switch_links(node: NodeTopology) -> int:
     """Return the NVLinks per GPU if the counts are only possible with an NVSwitch, else 0."""
     linked = [pair for pair in node.gpu_pairs() if pair.nvlinks]
     most = max((0, *(pair.nvlinks for pair in linked), *map(_to_switches, node.gpus)))  # a pair has the lower count
@@ -85,21 +85,21 @@ def _to_switches(gpu: GpuNode) -> int:
     return sum(link.count for link in gpu.nvlinks if link.kind == "nvswitch")
 
 
-def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
+def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
     row = reference_of(node)
     pairs = [pair for pair in node.gpu_pairs() if pair.label != UNKNOWN]
-    if not any(pair.nvlinks for pair in pairs) or not (_switched(node) or (row and row.all_to_all)):
+    if not any(pair.nvlinks for pair in pairs) or not (_count_switch_links(node) or (row and row.all_to_all)):
         return
     for gpu in (gpu for gpu in node.gpus if gpu.usable):
         mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
         if mine and not any(pair.nvlinks for pair in mine):
-            yield finding(TEXTS, "topology.nvlink.missing", None, gpu.name, _shown(mine[:3]))
+            yield finding(TEXTS, "topology.nvlink.missing", None, gpu.name, _format_pairs(mine[:3]))
 
 
-def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
-    full, pairs = _switched(node), node.gpu_pairs()
+def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
+    full, pairs = _count_switch_links(node), node.gpu_pairs()
     if not full:
-        yield from _bridges_differ([pair for pair in pairs if pair.nvlinks])
+        yield from _check_bridges([pair for pair in pairs if pair.nvlinks])
         return
     for gpu in node.gpus:
         mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
@@ -107,21 +107,21 @@ def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
         if linked and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in linked)) < full:
             most = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
-            seen = (*_shown(mine[:2]), *warnings[:2])
+            seen = (*_format_pairs(mine[:2]), *warnings[:2])
             yield finding(TEXTS, "topology.nvlink.asymmetric", None, gpu.name, seen, most=most, full=full)
 
 
-def _bridges_differ(linked: list[Pair]) -> Iterator[Finding]:
+def _check_bridges(linked: list[Pair]) -> Iterator[Finding]:
     """Report bridged pairs of PCIe cards of which one has fewer links than the others."""
     most = max((pair.nvlinks for pair in linked), default=0)
     if len({name for pair in linked for name in (pair.a, pair.b)}) < 2 * len(linked):
         return  # a mesh, where link counts differ by design
     for pair in (pair for pair in linked if pair.nvlinks < most):
-        seen = _shown((pair, *(other for other in linked if other.label != pair.label)))
+        seen = _format_pairs((pair, *(other for other in linked if other.label != pair.label)))
         yield finding(TEXTS, "topology.nvlink.asymmetric bridges", None, pair.a, seen, pair=pair, most=most)
 
 
-def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
+def _check_nvlink_board(node: NodeTopology) -> Iterator[Finding]:
     """Report an NVLink board whose GPUs have no active NVLink. PCIe servers are not affected."""
     pairs = node.gpu_pairs()
     labels = {pair.label for pair in pairs}
@@ -137,18 +137,18 @@ def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     else:
         return
     words = {"labels": ", ".join(sorted(labels)), "what": what}
-    yield finding(TEXTS, "topology.nvlink.down_hgx", status, "", _shown(pairs[:2]), **words)
+    yield finding(TEXTS, "topology.nvlink.down_hgx", status, "", _format_pairs(pairs[:2]), **words)
 
 
-def _rdma_nics(node: NodeTopology, near: NearestNic) -> list[NicNode]:
+def _list_rdma_nics(node: NodeTopology, near: NearestNic) -> list[NicNode]:
     return [nic for nic in node.nics if nic.name in near.nics and nic.kind in _RDMA]
 
 
-def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding]:
+def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding]:
     # A ring enters the node at the GPU nearest to the NIC. If that GPU uses GPUDirect RDMA, collectives are as fast
     # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
     direct = {nic for near in node.nearest_nic if near.decidable and by_gdr(near, farthest) for nic in near.nics}
-    lone, no_gdr = _without_own_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
+    lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
     for near in node.nearest_nic:
         if not near.decidable:
             continue
@@ -158,31 +158,31 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
             rates = {nic.name: nic.rate_bytes_per_second or 0.0 for nic in node.nics if nic.name in near.nics}
             nics = ", ".join(name for name, rate in rates.items() if rate in (0, max(rates.values())))
             yield finding(TEXTS, "topology.gpu_nic.down", None, near.gpu, seen, nics=nics, near=near)
-        if near.why or not _rdma_nics(node, near):
+        if near.why or not _list_rdma_nics(node, near):
             continue
         if near.gpu in lone:
-            yield _no_own_nic(node, near, len(lone))
+            yield _report_no_nic(node, near, len(lone))
         elif not near.local:
-            relay, sibling = _relay(node, near), _same_numa_but_near(node, near)
+            relay, sibling = _find_relay(node, near), _find_near_sibling(node, near)
             where = f"nearer than SYS, though {sibling} of its NUMA node has one" if sibling else "on its own NUMA node"
             yield finding(
                 TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
-                _by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
-                near.gpu, (*_pair_evidence(node, near), *relay), where=where, nics=", ".join(near.nics[:4]), near=near,
+                _judge_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
+                near.gpu, (*_cite_pairs(node, near), *relay), where=where, nics=", ".join(near.nics[:4]), near=near,
                 closed=_NO_PXN * node.nvlink_known,
             )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
-            designed = _by_design(node, near)
+            designed = _judge_by_design(node, near)
             yield finding(
                 TEXTS, "topology.gdr.path" + " designed" * bool(designed),
                 designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
-                near.gpu, _pair_evidence(node, near), nics=", ".join(near.nics[:4]), near=near,
+                near.gpu, _cite_pairs(node, near), nics=", ".join(near.nics[:4]), near=near,
                 beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
                 phb=_NODE_IS_PHB * (near.label == "NODE"),
             )  # fmt: skip
 
 
-def _by_design(node: NodeTopology, near: NearestNic) -> Status | None:
+def _judge_by_design(node: NodeTopology, near: NearestNic) -> Status | None:
     """Return INFO if the path is by design: on healthy machines of this type NICs are not nearer."""
     row = reference_of(node)
     farthest = (row.gpu_nic_farthest or row.gpu_nic) if row else None
@@ -190,28 +190,28 @@ def _by_design(node: NodeTopology, near: NearestNic) -> Status | None:
     return Status.INFO if beyond_switches and farthest and rank(near.label) <= rank(farthest) else None
 
 
-def _without_own_nic(node: NodeTopology) -> set[str]:
+def _find_without_nic(node: NodeTopology) -> set[str]:
     """Return GPUs without a NIC behind their PCIe switches, if more than half of the node's GPUs have one."""
     near = [each for each in node.nearest_nic if each.decidable and not each.why]
     lone = {each.gpu for each in near if rank(each.label) > rank("PXB")}
     return lone if len(near) > 2 and 2 * len(lone) < len(near) else set()
 
 
-def _no_own_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
+def _report_no_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
     rails = {nic for rail in node.rails for nic in rail.nics if near.gpu not in rail.gpus}
-    seen = (f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_pair_evidence(node, near))
+    seen = (f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_cite_pairs(node, near))
     nics, others = ", ".join(near.nics[:4]), len(node.nearest_nic) - missing
     return finding(TEXTS, "topology.nic.missing", None, near.gpu, seen, nics=nics, others=others, near=near)
 
 
-def _same_numa_but_near(node: NodeTopology, near: NearestNic) -> str:
+def _find_near_sibling(node: NodeTopology, near: NearestNic) -> str:
     """Return a GPU on the same NUMA node that is near one of these NICs: they then belong to this node despite SYS."""
     numa = {gpu.name: gpu.numa_node for gpu in node.gpus}
     alike = (other for other in node.nearest_nic if numa[other.gpu] is not None and numa[other.gpu] == numa[near.gpu])
     return next((other.gpu for other in alike if other.local and set(other.nics) & set(near.nics)), "")
 
 
-def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
+def _find_relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     """Return evidence that NCCL can send through another GPU (PXN); empty if it cannot.
 
     Specification: NCCL src/graph/paths.cc, ncclTopoComputePaths: the intermediate GPU has a direct NVLink to this one,
@@ -221,26 +221,26 @@ def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     for other in node.nearest_nic:
         joined = known.get(near.gpu, other.gpu)
         near_enough = other.path is not None and other.path <= PathClass.P2C
-        if joined and joined.nvlinks and near_enough and _rdma_nics(node, other):
+        if joined and joined.nvlinks and near_enough and _list_rdma_nics(node, other):
             return f"{near.gpu} to {other.gpu}: {joined.label}", f"{other.gpu} to {other.nics[0]}: {other.label}"
     return ()
 
 
-def _pair_evidence(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
+def _cite_pairs(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     known = Pairs(node.pairs)
     pairs = [known.get(near.gpu, nic) for nic in near.nics[:2]]
     return tuple(f"{pair.a} to {pair.b}: {pair.label} ({pair.evidence})" for pair in pairs if pair)
 
 
-def _undecidable(node: NodeTopology) -> Iterator[Finding]:
+def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
     if undecided and len(node.nics) > 1:
         gpus, why = ", ".join(near.gpu for near in undecided), undecided[0].why
-        yield finding(TEXTS, "topology.gpu_nic.undecidable", None, gpus, _pair_evidence(node, undecided[0]), why=why)
+        yield finding(TEXTS, "topology.gpu_nic.undecidable", None, gpus, _cite_pairs(node, undecided[0]), why=why)
 
 
-def _virtual(node: NodeTopology) -> Iterator[Finding]:
+def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
     if node.virtual and len(node.gpus) > 1:
         # a workstation with one host bridge has the same matrix, so the matrix alone is no proof
         is_not = "may not be" if " or one " in node.virtual else "is not"
@@ -253,7 +253,7 @@ def _virtual(node: NodeTopology) -> Iterator[Finding]:
         yield finding(TEXTS, f"topology.virtual{case}", None, "", seen, **words)
 
 
-def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
+def _check_rails(node: NodeTopology) -> Iterator[Finding]:
     sizes = {len(rail.gpus) for rail in node.rails}
     without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
     if len(node.rails) > 1 and (len(sizes) > 1 or len({len(rail.nics) for rail in node.rails}) > 1):
@@ -265,10 +265,10 @@ def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
             return
         rails = "; ".join(f"rail {one.rail}: {', '.join(one.nics)} for {', '.join(one.gpus)}" for one in node.rails)
         seen = (f"no local NIC: {', '.join(without)}",) if without else ()
-        yield finding(TEXTS, "topology.rail.uneven", by_loss(lost), "", seen, rails=rails + _fewer_nics(node))
+        yield finding(TEXTS, "topology.rail.uneven", by_loss(lost), "", seen, rails=rails + _describe_fewer_nics(node))
 
 
-def _fewer_nics(node: NodeTopology) -> str:
+def _describe_fewer_nics(node: NodeTopology) -> str:
     """Report one rail with fewer NICs than the others although no NIC is down: an HCA is missing."""
     counts = Counter(len(rail.nics) for rail in node.rails)
     usual, often = counts.most_common(1)[0]
@@ -279,7 +279,7 @@ def _fewer_nics(node: NodeTopology) -> str:
     return f". {gpus} has {len(short[0].nics)} HCA where other GPUs have {usual}: an HCA is missing"
 
 
-def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
+def _check_nic_pcie(node: NodeTopology) -> Iterator[Finding]:
     """Report RDMA NICs whose current PCIe link is slower than their port: link degraded, or slot too small."""
     row = reference_of(node)
     soldered = row is not None and row.nics_soldered  # the vendor chose the number of lanes
@@ -299,7 +299,7 @@ def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
+def _check_gpu_pcie(node: NodeTopology) -> Iterator[Finding]:
     """Report GPUs in NCCL's XML whose link has fewer lanes than the bridge above it, or is slower than similar GPUs'.
 
     The file has the minimum of card and slot (NCCL src/graph/xml.cc), which NCCL uses. In a scan, probes.pci checks
@@ -319,7 +319,7 @@ def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
             than = f"{best.name}'s {best.pcie_link}"
         else:
             continue
-        nics = [nic for near in node.nearest_nic if near.gpu == gpu.name for nic in _rdma_nics(node, near)]
+        nics = [nic for near in node.nearest_nic if near.gpu == gpu.name for nic in _list_rdma_nics(node, near)]
         rate = max((nic.rate_bytes_per_second or 0.0 for nic in nics), default=0.0)
         by_nvlink = any(link.count for link in gpu.nvlinks)  # only traffic to a NIC or the host uses this link
         lost = max(0.0, 1.0 - slot * RAW_OVER_PLAN / rate) if by_nvlink and rate else 0.0 if by_nvlink else 1.0 - share
@@ -327,7 +327,7 @@ def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
         yield finding(TEXTS, "topology.gpu.pcie_bound", by_loss(lost), gpu.name, (), gpu=gpu, **words)
 
 
-def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
+def _check_gdr_refused(node: NodeTopology) -> Iterator[Finding]:
     """Report NICs and GPUs without GPUDirect RDMA support in NCCL's XML: NCCL will not use it for them."""
     rdma = [nic for nic in node.nics if nic.kind in _RDMA]
     named = [gpu.model or "" for gpu in node.gpus]
@@ -353,7 +353,7 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     found = []
     if len(node.gpus) != row.gpus:
         found.append(f"{len(node.gpus)} GPUs, {row.called} has {row.gpus}")
-    found += _nvlink_departures(node, row)
+    found += _list_nvlink_departures(node, row)
     # An adapter of unknown kind is not reported as a different one.
     kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
     nics = [nic for nic in node.nics if nic.kind in kinds]
@@ -375,7 +375,7 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
+def _list_nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
     pairs = node.gpu_pairs(usable=True)
     if not row.links_per_pair or not pairs or not node.nvlink_known:
         return []
@@ -395,7 +395,7 @@ def _nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
     return found
 
 
-def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
+def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
     """Report differences from the reference. If GPUs are on the board, too few on the bus are lost: a failure.
 
     Servers with PCIe cards may be built with fewer GPUs, and a container may get fewer RDMA devices than its host has.
@@ -418,5 +418,7 @@ def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) 
 
 
 _Rules = tuple[Callable[[NodeTopology], Iterator[Finding]], ...]
-_BEFORE: _Rules = (_nvlink_missing, _nvlink_asymmetric, _nvlink_down_hgx)
-_AFTER: _Rules = (_undecidable, _virtual, _gdr_refused, _rail_uneven, _pcie_bound, _gpu_pcie_bound)
+_BEFORE: _Rules = (_check_nvlink_missing, _check_nvlink_asymmetric, _check_nvlink_board)
+_AFTER: _Rules = (
+    _check_undecidable, _check_virtual, _check_gdr_refused, _check_rails, _check_nic_pcie, _check_gpu_pcie,
+)  # fmt: skip

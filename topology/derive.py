@@ -135,13 +135,13 @@ def nearest_nic(
     if not nics:
         return ()
     known = Pairs(pairs)
-    undecidable = _undecidable(gpus, nics, known, virtual)
+    undecidable = _why_undecidable(gpus, nics, known, virtual)
     return tuple(
         _nearest(gpu.name, nics, known, undecidable if gpu.usable else f"{gpu.name} does not answer") for gpu in gpus
     )
 
 
-def _undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs, virtual: str | None) -> str:
+def _why_undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs, virtual: str | None) -> str:
     seen = {level(known.label(gpu.name, nic.name)) for gpu in gpus if gpu.usable for nic in nics}
     if len(seen) > 1:
         return ""

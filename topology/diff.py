@@ -76,13 +76,13 @@ def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = (
         first, second = a.get(key), b.get(key)
         if first and second and first.value == second.value:
             continue
-        if (first is None or second is None) and not _worth_telling(key, first or second, gone):
+        if (first is None or second is None) and not _is_relevant(key, first or second, gone):
             continue
-        found.append(_difference(first, second, same_host=same_host, names=names))
+        found.append(_make_difference(first, second, same_host=same_host, names=names))
     return tuple(_fold(sorted(found, key=lambda each: (WORST_FIRST.index(each.status), each.subject, each.what))))
 
 
-def _worth_telling(key: tuple[str, str], trait: Trait | None, gone: set[str]) -> bool:
+def _is_relevant(key: tuple[str, str], trait: Trait | None, gone: set[str]) -> bool:
     """Whether to report a difference: a missing device is reported once; an unreadable value is not."""
     subject, what = key
     if subject in gone:
@@ -90,7 +90,7 @@ def _worth_telling(key: tuple[str, str], trait: Trait | None, gone: set[str]) ->
     return trait is not None and what == "set to"
 
 
-def _difference(
+def _make_difference(
     first: Trait | None, second: Trait | None, *, same_host: bool, names: tuple[str, str]
 ) -> Difference:  # fmt: skip
     trait = first or second
@@ -104,7 +104,7 @@ def _difference(
         status=status,
         subject=trait.subject,
         what=trait.what,
-        message=_words(
+        message=_describe_change(
             trait, first.value if first else None, second.value if second else None, None if same_host else names
         ),
         a=first.value if first else None,
@@ -112,7 +112,7 @@ def _difference(
     )
 
 
-def _words(trait: Trait, a: str | None, b: str | None, names: tuple[str, str] | None) -> str:
+def _describe_change(trait: Trait, a: str | None, b: str | None, names: tuple[str, str] | None) -> str:
     """Describe a difference: from a to b on one host, or at two places identified by `names`."""
     subject, what = trait.subject, trait.what
     here, there = names or ("", "")
@@ -164,31 +164,31 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     known = [traits(snapshot, like=whole) for snapshot in listed]
     if not known:
         raise ValueError("a fleet needs at least one snapshot, got none")
-    node_names = names or [(name,) for name in _distinct([snapshot.hostname for snapshot in listed])]
+    node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
     nodes = list(zip(node_names, known, strict=True))
-    kinds = [_kind(mine) for _, mine in nodes]
+    kinds = [_get_kind(mine) for _, mine in nodes]
     sizes = Counter(kind for (mine, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in mine)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
     families: dict[str, list[tuple[Sequence[str], Traits]]] = defaultdict(list)
     for node, kind in zip(nodes, kinds, strict=True):
         families[kind or largest].append(node)
-    made = [_family(kind, members) for kind, members in families.items()]
+    made = [_make_family(kind, members) for kind, members in families.items()]
     return Fleet(
         total=sum(len(mine) for mine, _ in nodes), families=tuple(sorted(made, key=lambda family: -family.total))
     )
 
 
-def _kind(mine: Traits) -> str | None:
+def _get_kind(mine: Traits) -> str | None:
     models = Counter(trait.value for (_, what), trait in mine.items() if what == "model")
     return models.most_common(1)[0][0] if models else None
 
 
-def _family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFamily:
+def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFamily:
     total = sum(len(names) for names, _ in nodes)
     groups: dict[frozenset[tuple[tuple[str, str], str]], list[int]] = defaultdict(list)
     for index, (_, mine) in enumerate(nodes):
         groups[frozenset((key, trait.value) for key, trait in mine.items())].append(index)
-    usual = _usual([(len(names), mine) for names, mine in nodes])
+    usual = _find_usual([(len(names), mine) for names, mine in nodes])
     made = [
         FleetGroup(
             nodes=tuple(name for index in members for name in nodes[index][0]),
@@ -199,7 +199,7 @@ def _family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFa
     # Among groups of equal size, the one with the fewest differences is the common configuration.
     made.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
     common, *odd = made
-    odd.sort(key=lambda group: (*_worst(group), len(group.nodes)))
+    odd.sort(key=lambda group: (*_rank_severity(group), len(group.nodes)))
     warnings = []
     if len(common.nodes) * 2 <= total and odd:
         warnings.append(
@@ -209,12 +209,12 @@ def _family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFa
     return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
 
 
-def _worst(group: FleetGroup) -> tuple[int, int]:
+def _rank_severity(group: FleetGroup) -> tuple[int, int]:
     ranks = [WORST_FIRST.index(difference.status) for difference in group.differences]
     return min(ranks, default=len(WORST_FIRST)), -len(ranks)
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
+def _number_duplicates(names: Sequence[str]) -> list[str]:
     """Number the recordings with the same host name."""
     counts, seen = Counter(names), Counter[str]()
     distinct = []
@@ -224,7 +224,7 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return distinct
 
 
-def _usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
+def _find_usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
     """Return the most common trait of each key that most nodes have; the input is (traits, number of nodes)."""
     by_key: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     example: dict[tuple[tuple[str, str], str], Trait] = {}
@@ -248,21 +248,21 @@ def diff_text(differences: Sequence[Difference]) -> str:
 
 def fleet_text(view: Fleet) -> str:
     """Format each family: the common group, then the other groups with their differences."""
-    return "\n\n".join(_family_text(family) for family in view.families)
+    return "\n\n".join(_format_family(family) for family in view.families)
 
 
-def _family_text(family: FleetFamily) -> str:
-    alike = f"{len(family.common.nodes)} alike: {_listed(family.common.nodes)}"
+def _format_family(family: FleetFamily) -> str:
+    alike = f"{len(family.common.nodes)} alike: {_shorten(family.common.nodes)}"
     lines = [f"{family.total} {'node' if family.total == 1 else 'nodes'} with {family.kind}, {alike}"]
     lines += [f"! {warning}" for warning in family.warnings]
     if family.odd:
         lines += [f"  {difference.status:<7} {difference.message}" for difference in family.common.differences]
     for group in family.odd:
-        lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_listed(group.nodes)}"]
+        lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_shorten(group.nodes)}"]
         lines += [f"  {difference.status:<7} {difference.message}" for difference in group.differences]
     return "\n".join(lines)
 
 
-def _listed(nodes: tuple[str, ...]) -> str:
+def _shorten(nodes: tuple[str, ...]) -> str:
     more = f" and {len(nodes) - _LISTED} more" if len(nodes) > _LISTED else ""
     return ", ".join(nodes[:_LISTED]) + more

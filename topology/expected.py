@@ -58,11 +58,11 @@ class Factors:
         return self.volta if capability is not None and (7, 0) <= capability < (7, 5) else 1.0
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
-FACTORS = Factors(**{name: _tuples(value) for name, value in read_table(__file__, "factors.toml").items()})
+FACTORS = Factors(**{name: _to_tuples(value) for name, value in read_table(__file__, "factors.toml").items()})
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a ring transfers all data
 NVLS_LEAST_RANKS = 5  # NCCL uses the ring for up to four GPUs per tray: 0.86 to 0.94 of it, aiconfigurator, 4 ranks
@@ -175,22 +175,22 @@ def expected(
         return Unknown(why="what the GPUs of a host carry among themselves is not known")
     if paths.groups > 1 and (paths.between is None or paths.wire is None or paths.wire.low <= 0):
         return Unknown(why="what joins the hosts is not known")
-    found = _ring(run) if ring or operation != "all_reduce" else _all_reduce(run)
+    found = _expect_ring(run) if ring or operation != "all_reduce" else _expect_all_reduce(run)
     if any(rate is not None and rate.high > _LOOSEST * rate.low for rate in (paths.link, paths.wire)):
         return Unknown(why="; ".join(paths.words), range=found.interval)
     return found
 
 
-def _all_reduce(run: _Run) -> Expected:
-    paths, plain = run.paths, _ring(run)
+def _expect_all_reduce(run: _Run) -> Expected:
+    paths, plain = run.paths, _expect_ring(run)
     switch = paths.nvls is not False and run.per_group >= NVLS_LEAST_RANKS
     if paths.groups == 1 and not switch:
         return plain
     if paths.groups == 1:
         slow, fast = (run.ranks * seconds for seconds in run.factors.nvls_rank_seconds)
-        other = _timed(run, [_nvls_bound(run)], "NVLS", (slow, fast))
+        other = _add_latency(run, [_bound_nvls(run)], "NVLS", (slow, fast))
     else:
-        other = _tree(run, switch=switch)
+        other = _expect_tree(run, switch=switch)
     # Two nodes with NVLS: all published Hopper results use the NVLS tree; none is known for Blackwell.
     alone = paths.groups == 1 and plain.interval.mid < _CLOSE * other.interval.mid
     sure = alone or (paths.groups == 2 and switch and (paths.capability or (0, 0)) < (10, 0))
@@ -200,8 +200,8 @@ def _all_reduce(run: _Run) -> Expected:
     # slows down a ring of hundreds of ranks but not a tree, and the model knows this (src/graph/tuning.cc).
     found = [plain, other]
     if paths.groups > 1 and switch and not paths.nvls:
-        found.append(_tree(run, switch=False))
-    unhurried = _ring(_Run(paths, run.op, _ENDLESS, run.ranks, run.factors))
+        found.append(_expect_tree(run, switch=False))
+    unhurried = _expect_ring(_Run(paths, run.op, _ENDLESS, run.ranks, run.factors))
     if paths.groups > 1 and plain.interval.mid < min(_WAITS * unhurried.interval.mid, other.interval.mid):
         del found[0]
     usual = [each.interval.mid for each in found]
@@ -217,106 +217,106 @@ def _all_reduce(run: _Run) -> Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
+class _RateBound:
     """The rate limit of one part of the path, without latency."""
 
     rate: Interval
     words: str
 
 
-def _part(name: str, rate: Interval, least: float, usual: float, most: float) -> _Bound:
+def _bound_by_part(name: str, rate: Interval, least: float, usual: float, most: float) -> _RateBound:
     """Multiply a link rate by the fractions that healthy machines were measured to reach."""
-    return _Bound(
+    return _RateBound(
         Interval(low=rate.low * least, mid=rate.mid * usual, high=rate.high * most),
-        f"{name}: {_rate(rate)} x {least:.2f} to {most:.2f}, usually {usual:.2f}",
+        f"{name}: {_format_rate(rate)} x {least:.2f} to {most:.2f}, usually {usual:.2f}",
     )
 
 
-def _rate(rate: Interval) -> str:
+def _format_rate(rate: Interval) -> str:
     return f"{rate.low / GIGA:.4g}" + (f" to {rate.high / GIGA:.4g}" if rate.high > rate.low else "") + " GB/s"
 
 
-def _ring(run: _Run) -> Expected:
+def _expect_ring(run: _Run) -> Expected:
     bounds = []
     if run.per_group > 1 and run.paths.link:
-        bounds.append(_inside(run, run.paths.link))
+        bounds.append(_bound_inside(run, run.paths.link))
     if run.paths.groups > 1 and run.paths.wire:
-        bounds.append(_between(run, run.paths.wire))
+        bounds.append(_bound_between(run, run.paths.wire))
     slow, usual = run.factors.step_seconds if run.paths.groups == 1 else run.factors.step_seconds_between
     start, steps = run.factors.start_seconds, _PASSES[run.op] * (run.ranks - 1)
-    return _timed(run, bounds, "ring", (start[0] + steps * slow, start[1] + steps * usual))
+    return _add_latency(run, bounds, "ring", (start[0] + steps * slow, start[1] + steps * usual))
 
 
-def _inside(run: _Run, link: Interval) -> _Bound:
+def _bound_inside(run: _Run, link: Interval) -> _RateBound:
     factors, inside = run.factors, run.paths.inside
     if inside in ("NVSwitch", "NVLink"):
         generation = factors.generation(run.paths.capability)
         e = factors.ring(run.op, run.ranks) * generation
         least, most = factors.ring_margin
         least = least if generation == 1.0 else min(least, factors.volta_least)
-        return _part(inside, link, e * least, e, e * most)
+        return _bound_by_part(inside, link, e * least, e, e * most)
     if inside in ("PCIe", "shared memory"):
-        return _part(inside, link, *(factors.pcie if inside == "PCIe" else factors.shared_memory))
+        return _bound_by_part(inside, link, *(factors.pcie if inside == "PCIe" else factors.shared_memory))
     (least, slow, _), (_, fast, most) = factors.shared_memory, factors.pcie  # unknown which of the two is used
-    return _part(str(inside), link, least, math.sqrt(slow * fast), most)
+    return _bound_by_part(str(inside), link, least, math.sqrt(slow * fast), most)
 
 
-def _between(run: _Run, wire: Interval) -> _Bound:
+def _bound_between(run: _Run, wire: Interval) -> _RateBound:
     if run.paths.between == "sockets":
-        return _sockets(wire, run.factors)
+        return _bound_sockets(wire, run.factors)
     least, e, most = run.factors.rdma_host if run.paths.between == "RDMA without GPUDirect" else run.factors.rdma
     if run.op != "all_reduce":  # out of place, each rank also copies its own part
         least /= 1 + run.factors.own_copy / (run.ranks - 1)
-    return _part(str(run.paths.between), wire, least, e, most)
+    return _bound_by_part(str(run.paths.between), wire, least, e, most)
 
 
-def _sockets(wire: Interval, factors: Factors) -> _Bound:
+def _bound_sockets(wire: Interval, factors: Factors) -> _RateBound:
     """Return the limit of TCP: a few streams saturate a slow network, but not a fast one."""
 
     def carried(line: float, share: float, streams: float) -> float:
         return 1 / (1 / (share * line) + 1 / streams)
 
     least, usual, most = factors.sockets
-    return _Bound(
+    return _RateBound(
         Interval(low=carried(wire.low, *least), mid=carried(wire.mid, *usual), high=wire.high * most),
-        f"sockets: {_rate(wire)} of wire, streams carry {least[1] / GIGA:.2g} to {usual[1] / GIGA:.2g} GB/s",
+        f"sockets: {_format_rate(wire)} of wire, streams carry {least[1] / GIGA:.2g} to {usual[1] / GIGA:.2g} GB/s",
     )
 
 
-def _nvls_bound(run: _Run) -> _Bound:
+def _bound_nvls(run: _Run) -> _RateBound:
     share = nvls_share(run.per_group)
     three = run.factors.nvls_hopper
     if (run.paths.capability or (0, 0)) >= (10, 0):
         large = run.size_bytes >= _LARGE_NVLS
         three = run.factors.nvls_blackwell_large if large else run.factors.nvls_blackwell
     least, usual, most = (each * share for each in three)
-    return _part("NVLS", run.paths.link or span(0.0), least, usual, most)
+    return _bound_by_part("NVLS", run.paths.link or span(0.0), least, usual, most)
 
 
-def _tree(run: _Run, *, switch: bool) -> Expected:
+def _expect_tree(run: _Run, *, switch: bool) -> Expected:
     """All-reduce by a tree over the groups: S crosses the network once per direction for two groups, twice for more."""
     paths, factors, bounds = run.paths, run.factors, []
     link = paths.link or span(0.0)
     if switch:
-        bound = _nvls_bound(run)
+        bound = _bound_nvls(run)
         low = min(bound.rate.low, link.low * factors.nvls_tree_least)
         bounds.append(replace(bound, rate=replace(bound.rate, low=low)))
     elif run.per_group > 1 and paths.link:
-        bounds.append(_inside(run, link))
-    wire = _between(run, paths.wire or span(0.0))
+        bounds.append(_bound_inside(run, link))
+    wire = _bound_between(run, paths.wire or span(0.0))
     once = 2 * (run.ranks - 1) / run.ranks if paths.groups == 2 else 1.0
     words = f"{wire.words}; a tree sends S over the wire, the formula counts {once:.2f} S"
-    bounds.append(_Bound(wire.rate.scaled(once), words))
+    bounds.append(_RateBound(wire.rate.scaled(once), words))
     # up and down the tree over the groups, and along the ranks of one group
     depth, along = 2 * math.ceil(math.log2(paths.groups)), 2 * (run.per_group - 1)
     late, soon = (
         factors.start_seconds[at] + depth * factors.step_seconds_between[at] + along * factors.step_seconds[at]
         for at in (0, 1)
     )
-    return _timed(run, bounds, "NVLS tree" if switch else "tree", (late, soon))
+    return _add_latency(run, bounds, "NVLS tree" if switch else "tree", (late, soon))
 
 
-def _timed(run: _Run, bounds: list[_Bound], algorithm: str, latency: tuple[float, float]) -> Expected:
+def _add_latency(run: _Run, bounds: list[_RateBound], algorithm: str, latency: tuple[float, float]) -> Expected:
     """Combine the lowest rate limit with the latency (slow, typical), in seconds, of the start and all steps."""
     moved = run.size_bytes * _PASSES[run.op] * (run.ranks - 1) / run.ranks
     (late, soon), rates = latency, [bound.rate for bound in bounds]

@@ -35,14 +35,14 @@ from topology.graph import (
 def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
     """Count a GPU's active links by end, ((kind, bus id), count), in order of first appearance."""
     ends = Counter(
-        (_known_end(link.remote_kind) or "unknown", _known_end(link.remote_bus_id))
+        (_drop_unread_end(link.remote_kind) or "unknown", _drop_unread_end(link.remote_bus_id))
         for link in gpu.nvlinks
         if link.active
     )
     return tuple(ends.items())
 
 
-def _known_end(end: str | None) -> str | None:
+def _drop_unread_end(end: str | None) -> str | None:
     return None if end == UNREAD else end
 
 
@@ -70,12 +70,12 @@ class NvLinks:
         self._pairs = {(pair.a, pair.b): pair for pair in facts.pairs} if facts else {}
         self.warnings: list[str] = []
 
-    def _pair(self, a: int, b: int) -> GpuPair | None:
+    def _get_pair(self, a: int, b: int) -> GpuPair | None:
         return self._pairs.get((min(a, b), max(a, b)))
 
     def ancestor(self, a: int, b: int) -> str | None:
         """Return NVML's common ancestor of two GPUs as a label of nvidia-smi, None if unknown."""
-        pair = self._pair(a, b)
+        pair = self._get_pair(a, b)
         return pair.ancestor if pair else None
 
     def between(self, a: int, b: int) -> tuple[int | None, str]:
@@ -88,22 +88,22 @@ class NvLinks:
             return None, "nvml does not answer"
         if first.broken or second.broken:
             return None, f"nvml has lost GPU{a if first.broken else b}"
-        direct = _direct(first, second), _direct(second, first)
+        direct = _count_direct(first, second), _count_direct(second, first)
         if any(direct):
             short = first if direct[0] < direct[1] else second
             if direct[0] != direct[1] and self.unread(short.index) >= abs(direct[0] - direct[1]):
                 return max(direct), f"nvml: remote ends of the links, as GPU{b if short is first else a} reports them"
-            return self._lower(a, b, *direct), "nvml: remote ends of the links"
-        switched = _ending_at(first, "nvswitch"), _ending_at(second, "nvswitch")
+            return self._choose_lower(a, b, *direct), "nvml: remote ends of the links"
+        switched = _count_ending_at(first, "nvswitch"), _count_ending_at(second, "nvswitch")
         if all(switched):
             if not (self.unread(a) or self.unread(b)):
                 self._note_short(a, b, *switched)
             return min(switched), "nvml: links to NVSwitch"
-        hidden = _ending_at(first, None), _ending_at(second, None)
+        hidden = _count_ending_at(first, None), _count_ending_at(second, None)
         if all(hidden):
-            return self._hidden(a, b, *hidden)
+            return self._count_hidden(a, b, *hidden)
         if (self.unread(a) or self.unread(b)) and self._may_link(first) and self._may_link(second):
-            pair = self._pair(a, b)
+            pair = self._get_pair(a, b)
             if pair is None or pair.p2p_nvlink in (None, "ok", "unknown"):
                 return None, "nvml did not report all NVLinks"
         return 0, ""
@@ -123,9 +123,9 @@ class NvLinks:
 
     def _may_link(self, gpu: Gpu) -> bool:
         """Whether some link of the GPU may lead to a device other than the reported ones."""
-        return bool(self.unread(gpu.index) or _ending_at(gpu, "nvswitch") or _ending_at(gpu, None))
+        return bool(self.unread(gpu.index) or _count_ending_at(gpu, "nvswitch") or _count_ending_at(gpu, None))
 
-    def _lower(self, a: int, b: int, first: int, second: int) -> int:
+    def _choose_lower(self, a: int, b: int, first: int, second: int) -> int:
         if first != second:
             self.warnings.append(
                 f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower count works both ways"
@@ -140,14 +140,14 @@ class NvLinks:
             if not any(warning.startswith(prefix) for warning in self.warnings):
                 self.warnings.append(f"{prefix}GPU{other} has {max(first, second)}: the lower count works both ways")
 
-    def _hidden(self, a: int, b: int, first: int, second: int) -> tuple[int, str]:
+    def _count_hidden(self, a: int, b: int, first: int, second: int) -> tuple[int, str]:
         """Count links whose ends a hypervisor hides: the P2P status shows whether two GPUs are connected by NVLink."""
-        if not self._joined(a, b):
+        if not self._are_joined(a, b):
             return 0, ""
-        peers = [other for other in self._gpus if other != a and self._joined(a, other)]
+        peers = [other for other in self._gpus if other != a and self._are_joined(a, other)]
         if len(peers) == len(self._gpus) - 1 or len(peers) == 1:
             how = "a switch, or all links to the one peer"
-            return self._lower(a, b, first, second), f"nvml: far ends hidden, P2P over NVLink is ok: {how}"
+            return self._choose_lower(a, b, first, second), f"nvml: far ends hidden, P2P over NVLink is ok: {how}"
         share = min(first, second) // len(peers)
         self.warnings.append(
             f"GPU{a} to GPU{b}: far ends of the NVLinks are hidden and GPU{a} has {len(peers)} peers: "
@@ -157,12 +157,12 @@ class NvLinks:
 
     def peer_access(self, a: int, b: int) -> bool | None:
         """Whether the driver allows one GPU to read the other's memory; None if unknown."""
-        pair = self._pair(a, b)
+        pair = self._get_pair(a, b)
         status = pair.p2p_read if pair else None
         return None if status in (None, "unknown") else status == "ok"
 
-    def _joined(self, a: int, b: int) -> bool:
-        pair = self._pair(a, b)
+    def _are_joined(self, a: int, b: int) -> bool:
+        pair = self._get_pair(a, b)
         if pair and pair.p2p_nvlink is not None:
             return pair.p2p_nvlink == "ok"
         first, second = self._gpus[a], self._gpus[b]
@@ -176,11 +176,11 @@ def _is_unread(link: NvLink) -> bool:
     return link.remote_kind == UNREAD or (link.remote_bus_id == UNREAD and link.remote_kind != "nvswitch")
 
 
-def _direct(gpu: Gpu, other: Gpu) -> int:
+def _count_direct(gpu: Gpu, other: Gpu) -> int:
     return sum(1 for link in gpu.nvlinks if link.active and link.remote_bus_id and link.remote_bus_id == other.bus_id)
 
 
-def _ending_at(gpu: Gpu, kind: str | None) -> int:
+def _count_ending_at(gpu: Gpu, kind: str | None) -> int:
     return sum(1 for link in gpu.nvlinks if link.active and link.remote_kind == kind)
 
 
@@ -221,26 +221,26 @@ class PciTree:
             return "NODE" if not nodes else "SYS"
         return "NODE" if a.numa_node == b.numa_node else "SYS"
 
-    def _possible(self, bus_id: str) -> tuple[float | None, int | None]:
+    def _get_possible(self, bus_id: str) -> tuple[float | None, int | None]:
         """Return the speed and width that both the device and the port above it support."""
         device = self.devices.get(bus_id)
         if device is None:
             return None, None
-        speed, width = _most(device)
+        speed, width = _get_maximum(device)
         port = self.devices.get(device.parent or "")
         if port is not None and not self._own_links:
-            port_speed, port_width = _most(port)
+            port_speed, port_width = _get_maximum(port)
             speed = min(filter(None, (speed, port_speed)), default=None)
             width = min(filter(None, (width, port_width)), default=None)
         return speed, width
 
-    def _running(self, bus_id: str) -> tuple[float | None, int | None]:
+    def _get_running(self, bus_id: str) -> tuple[float | None, int | None]:
         """Return the current speed and width of the link, limited to what is possible.
 
         GPUs, and switches above them, lower their link speed when idle, so only their width is used. Ports inside a
         switch have no link. Below a root port both ends of one link are known. A virtual function has no link.
         """
-        speed, width = self._possible(bus_id)
+        speed, width = self._get_possible(bus_id)
         device = self.devices.get(bus_id)
         if device is None or device.physical_function is not None:
             return speed, width
@@ -258,7 +258,7 @@ class PciTree:
         is not lower.
         """
         if bus_id not in self._links:
-            (speed, width), (fastest, widest) = self._running(bus_id or ""), self._possible(bus_id or "")
+            (speed, width), (fastest, widest) = self._get_running(bus_id or ""), self._get_possible(bus_id or "")
             slot, now = pcie_bytes_per_second(fastest, widest), pcie_bytes_per_second(speed, width)
             words = None
             running, best = pcie_generation(speed), pcie_generation(fastest)
@@ -283,7 +283,7 @@ class PciTree:
         return min((link for link in links if link is not None), default=None) if known else None
 
 
-def _most(device: PciDevice) -> tuple[float | None, int | None]:
+def _get_maximum(device: PciDevice) -> tuple[float | None, int | None]:
     """Return a link's maximum speed and width, or the current ones if the maximum is unreadable (virtual function)."""
     return (
         device.link_transfers_per_second_max or device.link_transfers_per_second,
@@ -308,7 +308,7 @@ def pcie_pair(
     gpu_to_gpu = isinstance(a, GpuNode) and isinstance(b, GpuNode)
     known = label != UNKNOWN and a.bus_id and b.bus_id
     planned, now = (
-        _plan(tree.path_bytes_per_second(a.bus_id or "", b.bus_id or "", running=running), label, cpu, gpu_to_gpu)
+        _plan_pcie(tree.path_bytes_per_second(a.bus_id or "", b.bus_id or "", running=running), label, cpu, gpu_to_gpu)
         if known
         else None
         for running in (False, True)
@@ -325,7 +325,7 @@ def pcie_pair(
     )
 
 
-def _plan(pcie: float | None, label: str, cpu: Cpu | None, gpu_to_gpu: bool) -> float | None:
+def _plan_pcie(pcie: float | None, label: str, cpu: Cpu | None, gpu_to_gpu: bool) -> float | None:
     """Return the slowest PCIe link between two devices, also limited by the CPUs if the path crosses them."""
     if pcie is None or cpu is None:
         return pcie

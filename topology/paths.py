@@ -64,8 +64,8 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
         why = f"{len(places)} ranks on {len(gpus)} GPUs: two ranks on one GPU have no link between them"
         among = None, None, (why,)
     elif len(places) > 1:
-        among = _inside(node, gpus, bar, due)
-    out = _network(node, gpus, bar)
+        among = _find_inside(node, gpus, bar, due)
+    out = _find_network(node, gpus, bar)
     if due.wire is not None:
         out = "RDMA", span(due.wire), (f"asked for: RDMA devices of {due.wire / GIGA:.4g} GB/s together",)
     domains = {gpu.nvlink_domain for gpu in gpus}
@@ -127,19 +127,19 @@ def with_expectations(node: NodeTopology) -> NodeTopology:
     makers = {gpu.maker for each in node.gpus if (gpu := gpu_named(each.model))}
     if node.expectations or node.lacking or makers - {"NVIDIA"}:
         return node
-    return replace(node, expectations=_of_node(node))
+    return replace(node, expectations=_expect_node(node))
 
 
-def _of_node(node: NodeTopology) -> tuple[Expectation, ...]:
+def _expect_node(node: NodeTopology) -> tuple[Expectation, ...]:
     usable = tuple(gpu.name for gpu in node.gpus if gpu.usable)
     made: list[Expectation] = []
     for island in node.islands:
-        paths = _among(node, usable, island.gpus) if set(island.gpus) <= set(usable) else None
-        made += _expectations("island", island_plan(node, island), island.gpus, node, paths, len(island.gpus))
+        paths = _join_gpus(node, usable, island.gpus) if set(island.gpus) <= set(usable) else None
+        made += _make_expectations("island", island_plan(node, island), island.gpus, node, paths, len(island.gpus))
     if len(usable) > 1:
-        made += _expectations("node", node_plan(node), usable, node, _among(node, usable, usable), len(usable))
+        made += _make_expectations("node", node_plan(node), usable, node, _join_gpus(node, usable, usable), len(usable))
     for rail in node.rails:
-        made += _expectations("rail", rail_plan(node, rail), (*rail.nics, *rail.gpus), node)
+        made += _make_expectations("rail", rail_plan(node, rail), (*rail.nics, *rail.gpus), node)
     return tuple(made)
 
 
@@ -154,15 +154,15 @@ def cluster_expectations(
     if per_node:
         links = {number: host_links(model, range(per_node), "as it is") for number, model in distinct.items()}
         paths = joined([links[id(model)] for model in models], ranks, nvls=None)
-    return tuple(_expectations("cluster", plan, tuple(node.hostname for node in nodes), nodes[0], paths, ranks))
+    return tuple(_make_expectations("cluster", plan, tuple(node.hostname for node in nodes), nodes[0], paths, ranks))
 
 
-def _among(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]) -> Paths:
+def _join_gpus(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]) -> Paths:
     places = [usable.index(name) for name in members]
     return joined([host_links(node, places, "as it is")], len(places), nvls=None)
 
 
-def _expectations(
+def _make_expectations(
     scope: str, plan: Plan, members: tuple[str, ...], node: NodeTopology, paths: Paths | None = None, ranks: int = 0
 ) -> Iterator[Expectation]:
     """Yield NCCL's plan for each operation, and the expected bandwidth of healthy machines on these paths."""
@@ -189,7 +189,7 @@ def _expectations(
         )
 
 
-def _inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
+def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
     row = reference_of(node) if bar == "as it should be" else None
     names = tuple(gpu.name for gpu in gpus)
     links, of, words = due.nvlinks, len(node.gpus), "asked for:"
@@ -209,10 +209,10 @@ def _inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -
         switched = any(link.kind == "nvswitch" for gpu in gpus for link in gpu.nvlinks) or "switch" in pick[1]
         which = "most" if bar == "as it should be" else "fewest"
         return _nvlink(gpus, pick[0], switched=switched, words=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
-    return _pcie(node, gpus, known, bar)
+    return _describe_pcie(node, gpus, known, bar)
 
 
-def _nvlink_candidates(count: int) -> tuple[float, float]:
+def _guess_nvlink_rates(count: int) -> tuple[float, float]:
     """Return the lowest and highest rate of one of a GPU's `count` NVLinks if its generation is unknown.
 
     Hopper and Blackwell have 18 links; up to 4 links may also be bridges of SM 8.6 (NVIDIA data sheets).
@@ -230,12 +230,12 @@ def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str
     kind = "NVSwitch" if switched else "NVLink"
     if value is not None:
         return kind, span(count * value), (words, f"one NVLink carries {value / GIGA:g} GB/s in NCCL's plan")
-    low, high = _nvlink_candidates(count)
+    low, high = _guess_nvlink_rates(count)
     assumption = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
     return kind, between(count * low, count * high), (words, assumption)
 
 
-def _pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar) -> Carried:
+def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar) -> Carried:
     running = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
     slots = [gpu.pcie_bytes_per_second for gpu in gpus]
     rates = [rate for rate in (slots if bar == "as it should be" else running) if rate is not None]
@@ -265,7 +265,7 @@ def pcie_generations(capability: tuple[int, int] | None) -> tuple[int, int]:
     return max(3, own - 1), own
 
 
-def _network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried:
+def _find_network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried:
     """Return the NICs nearest to these GPUs, or all NICs of the kind if distances are unknown."""
     for name, kinds in _KINDS:
         offered = [nic for nic in node.nics if nic.kind in kinds]
@@ -286,7 +286,7 @@ def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode],
     near = {nic for each in nearest if bar == "as it is" or not each.why for nic in each.nics}
     used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
     asked = bar == "as it should be"
-    rates = [_should_carry(nic, offered, gpus) if asked else usable_rate(nic, gpus) for nic in used]
+    rates = [_find_best_rate(nic, offered, gpus) if asked else usable_rate(nic, gpus) for nic in used]
     known = [rate for rate in rates if rate is not None]
     if not known or len(known) < len(rates):
         return None, None, (f"the rate of the {offered[0].kind} devices is not known",)
@@ -298,7 +298,7 @@ def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode],
     return (f"{name} without GPUDirect" if far else name), span(sum(known)), (words,)
 
 
-def _should_carry(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
+def _find_best_rate(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
     """Return the highest rate of this kind of NIC on the host, by port and slot; also for a port that is down."""
     found = [
         rate if is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)

@@ -87,33 +87,33 @@ def node_plan(node: NodeTopology) -> Plan:
     whole = next((island for island in node.islands if set(island.gpus) == set(names)), None)
     if whole:
         return island_plan(node, whole)
-    pair = _weakest_needed(names, Pairs(node.pairs))
+    pair = _find_weakest_needed(names, Pairs(node.pairs))
     if pair is None:
         return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
     slowed = [gpu for gpu in node.gpus if gpu.name in (pair.a, pair.b) and gpu.pcie_running_bytes_per_second]
-    return _running(pair), (
+    return _get_rate(pair), (
         f"no NVLink island holds all {len(names)} GPUs, so every ring crosses PCIe or the CPUs",
-        f"the best ring still crosses {pair.label} ({pair.a} to {pair.b}): {gigabytes(_running(pair))} each way "
+        f"the best ring still crosses {pair.label} ({pair.a} to {pair.b}): {gigabytes(_get_rate(pair))} each way "
         "(NCCL src/graph/topo.h: PCIe lanes, CPU to CPU)",
         *(f"{gpu.name} runs at {gpu.pcie_link}: NCCL plans by the slot, the data goes by the link" for gpu in slowed),
         "upper bound: ranks that share one PCIe uplink or one CPU link share this too",
     )
 
 
-def _weakest_needed(names: tuple[str, ...], known: Pairs) -> Pair | None:
+def _find_weakest_needed(names: tuple[str, ...], known: Pairs) -> Pair | None:
     """Return the slowest edge of the maximum spanning tree, which bounds every ring; None if a pair is unknown."""
     reached, taken = {names[0]}, []
     while len(reached) < len(names):
         edges = [known.get(a, b) for a in names if a in reached for b in names if b not in reached]
-        best = max((pair for pair in edges if pair and _running(pair)), key=_running, default=None)
+        best = max((pair for pair in edges if pair and _get_rate(pair)), key=_get_rate, default=None)
         if best is None:
             return None
         reached |= {best.a, best.b}
         taken.append(best)
-    return min(taken, key=_running)
+    return min(taken, key=_get_rate)
 
 
-def _running(pair: Pair) -> float:
+def _get_rate(pair: Pair) -> float:
     return pair.running_bytes_per_second or pair.bytes_per_second or 0.0
 
 

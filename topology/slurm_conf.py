@@ -90,19 +90,19 @@ def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) 
         _HEAD[has_blocks],
     ]
     for number, (name, nodes) in enumerate(sorted(groups.items()), 1):
-        head = f"BlockName=block{number}" if has_blocks else f"SwitchName={_switch(name)}"
+        head = f"BlockName=block{number}" if has_blocks else f"SwitchName={_format_switch_name(name)}"
         lines.append(f"{head} Nodes={compress_host_list(nodes)}" + f" # {name}" * has_blocks)
     if has_blocks and groups:
         lines.append(f"BlockSizes={min(map(len, groups.values()))}")
     elif len(groups) > 1:
-        lines.append(f"SwitchName=top Switches={compress_host_list(map(_switch, groups))}")
+        lines.append(f"SwitchName=top Switches={compress_host_list(map(_format_switch_name, groups))}")
     placed = {node for nodes in groups.values() for node in nodes}
     if unknown := [one.node for one in placements if one.node not in placed]:
         lines.append(f"# Unknown place, add them yourself: {compress_host_list(unknown)}")
     return "\n".join(lines) + "\n"
 
 
-def _switch(name: str) -> str:
+def _format_switch_name(name: str) -> str:
     """Return a name that Slurm parses as one word."""
     return re.sub(r"[^\w.-]", "-", name)
 
@@ -111,7 +111,7 @@ Read = Callable[[str], str]
 """Returns the text of a file. Its name is absolute, or relative to the folder of Slurm's configuration."""
 
 
-def _lines(file: str, read: Read, names: list[str] | None = None) -> Iterator[tuple[str, dict[str, str]]]:
+def _read_lines(file: str, read: Read, names: list[str] | None = None) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield (place, members by lower-case name) of each line ("topology.conf, line 3"), including included files.
 
     `names`: files read so far. Raises SlurmConfError.
@@ -128,21 +128,21 @@ def _lines(file: str, read: Read, names: list[str] | None = None) -> Iterator[tu
             if name in names or len(names) == MOST_FILES:
                 why = "it was read before" if name in names else f"at most {MOST_FILES} files are read"
                 raise SlurmConfError(f"{place}: Include {name}: {why}")
-            yield from _lines(name, read, names)
+            yield from _read_lines(name, read, names)
         elif any("=" not in word for word in words):
             raise SlurmConfError(f"{place}: {line.strip()[:80]!r} must consist of NAME=VALUE")
         elif words:
             yield place, {key.lower(): value for key, _, value in (word.partition("=") for word in words)}
 
 
-def _hosts(place: str, text: str) -> tuple[str, ...]:
+def _expand_hosts(place: str, text: str) -> tuple[str, ...]:
     try:
         return expand_host_list(text)
     except HostListError as error:
         raise SlurmConfError(f"{place}: {error}") from None
 
 
-def _without_recording(file: str, nodes: Iterable[str], placements: Sequence[Placement]) -> list[str]:
+def _report_not_scanned(file: str, nodes: Iterable[str], placements: Sequence[Placement]) -> list[str]:
     """Return a sentence about nodes in a file that were not scanned; empty if there are none."""
     absent = sorted(set(nodes) - {one.node for one in placements})
     what = f"{file}: no recording was given of {compress_host_list(absent)}. Add one with --host for each node."
@@ -152,7 +152,7 @@ def _without_recording(file: str, nodes: Iterable[str], placements: Sequence[Pla
 def compare_topology(read: Read, placements: Sequence[Placement]) -> Comparison:
     """Compare the groups of nodes in topology.conf with their network cables or NVLink domains."""
     wrong: list[str] = []
-    rows = [(place, row) for place, row in _lines("topology.conf", read) if "nodes" in row]
+    rows = [(place, row) for place, row in _read_lines("topology.conf", read) if "nodes" in row]
     if not rows:
         return Comparison(unknown=("topology.conf: no line has Nodes=, so it places no node.",))
     wired = {node: leaf for leaf, nodes in groups_of(placements).items() for node in nodes}
@@ -163,7 +163,7 @@ def compare_topology(read: Read, placements: Sequence[Placement]) -> Comparison:
         what = "NVLink domain" if "blockname" in row else "switch"
         by_what = domains if what == "NVLink domain" else wired
         found: dict[str, list[str]] = {}
-        for node in _hosts(place, row["nodes"]):
+        for node in _expand_hosts(place, row["nodes"]):
             placed[node] = what
             if node in by_what:
                 found.setdefault(by_what[node], []).append(node)
@@ -172,7 +172,7 @@ def compare_topology(read: Read, placements: Sequence[Placement]) -> Comparison:
             wrong.append(f"{place}: {name} holds nodes of several: {each}")
     if missing := [one.node for one in placements if one.node not in placed]:
         wrong.append(f"topology.conf: {compress_host_list(missing)} in no line; Slurm starts no job across them")
-    unknown = _without_recording("topology.conf", placed, placements)
+    unknown = _report_not_scanned("topology.conf", placed, placements)
     scanned = [one.node for one in placements if one.node in placed]
     if unwired := [node for node in scanned if placed[node] == "switch" and node not in wired]:
         unknown.append(
@@ -188,16 +188,16 @@ def compare_gres(read: Read, placements: Sequence[Placement]) -> Comparison:
     """Compare the GPU counts in gres.conf with the GPUs that were found; counts set by AutoDetect are skipped."""
     counts: dict[str, int] = {}
     places: dict[str, str] = {}
-    lines = list(_lines("gres.conf", read))
+    lines = list(_read_lines("gres.conf", read))
     detects = any(row.get("autodetect", "off").lower() != "off" for _, row in lines)
     for place, row in lines:
         if row.get("name", "").lower() != "gpu" or (detects and not ("file" in row or "count" in row)):
             continue
         files = re.sub(r"^/dev/", "", row.get("file", "")).replace("/", "_")
-        count = row.get("count", "") or str(len(_hosts(place, files)) or 1)  # gres.conf(5), Count
+        count = row.get("count", "") or str(len(_expand_hosts(place, files)) or 1)  # gres.conf(5), Count
         if not re.fullmatch(r"\d{1,6}", count):
             raise SlurmConfError(f"{place}: Count={count[:20]}: must be a number")
-        for node in _hosts(place, row["nodename"]) if "nodename" in row else [one.node for one in placements]:
+        for node in _expand_hosts(place, row["nodename"]) if "nodename" in row else [one.node for one in placements]:
             counts[node] = counts.get(node, 0) + int(count)
             places[node] = place
     missing = [one.node for one in placements if one.gpus and one.node not in counts and not detects]
@@ -207,7 +207,7 @@ def compare_gres(read: Read, placements: Sequence[Placement]) -> Comparison:
         for one in placements
         if one.gpus is not None and one.node in counts and counts[one.node] != one.gpus
     )
-    unknown = _without_recording("gres.conf", counts, placements)
+    unknown = _report_not_scanned("gres.conf", counts, placements)
     if uncounted := [one.node for one in placements if one.gpus is None and (one.node in counts or not detects)]:
         unknown.append(
             f"gres.conf: the number of GPUs of {compress_host_list(uncounted)} is unknown. "

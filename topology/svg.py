@@ -34,7 +34,7 @@ Status = Callable[[Iterable[str | None]], str]
 """Returns the worst status of the findings about a device, given its names: "fail", "warn" or ""."""
 
 
-def _unjudged(_: Iterable[str | None]) -> str:
+def _no_status(_: Iterable[str | None]) -> str:
     return ""
 
 
@@ -77,7 +77,7 @@ def svg(node: NodeTopology) -> str:
 
 
 def picture(
-    node: NodeTopology, *, pci: PciFacts | None = None, status: Status = _unjudged,
+    node: NodeTopology, *, pci: PciFacts | None = None, status: Status = _no_status,
     measured: Mapping[tuple[str, ...], str] | None = None, more: str = "",
 ) -> str:  # fmt: skip
     """Return the node as an inline `<svg>`, coloured by the page; empty if there is nothing to connect.
@@ -85,26 +85,26 @@ def picture(
     `pci` adds NICs that NCCL cannot use. `measured` has benchmark results of islands, by their GPUs. `more` is added to
     the summary for screen readers.
     """
-    devices = [*_devices(node, status), *_ghosts(node, pci, status)]
+    devices = [*_list_devices(node, status), *_list_ghosts(node, pci, status)]
     if not devices:
         return ""
-    blocks = _blocks(node, devices, pci)
+    blocks = _group_blocks(node, devices, pci)
     drawn: list[str] = []
     spots: dict[str, float] = {}
     left, buses = float(GAP), []
-    for numa in sorted({_numa(block) for block in blocks}, key=lambda n: (n is None, n or 0)):
+    for numa in sorted({_get_numa(block) for block in blocks}, key=lambda n: (n is None, n or 0)):
         start = left
         inside: list[str] = []
-        for block in (b for b in blocks if _numa(b) == numa):
-            inside += _block(node, block, left + GAP / 2, spots)
-            left += _width(block)
+        for block in (b for b in blocks if _get_numa(b) == numa):
+            inside += _draw_block(node, block, left + GAP / 2, spots)
+            left += _measure_block(block)
         left += GAP
-        drawn += [_frame(numa, start, left - start, virtual=node.virtual is not None), *inside]
+        drawn += [_draw_frame(numa, start, left - start, virtual=node.virtual is not None), *inside]
         buses.append((start, left))
         left += GAP
-    drawn += [_between(a[1], b[0]) for a, b in pairwise(buses)]
+    drawn += [_draw_between(a[1], b[0]) for a, b in pairwise(buses)]
     words = {island.gpus: _bandwidth(node, island, (measured or {}).get(island.gpus, "")) for island in node.islands}
-    below, height = _nvlink(node, spots, words)
+    below, height = _draw_nvlink(node, spots, words)
     width = max(left, 340.0, *(2 * GAP + 7.5 * len(text) for text in words.values()), 0.0)
     name = "drawing wide" if width > WIDE else "drawing"
     return (
@@ -124,7 +124,7 @@ def summary(node: NodeTopology) -> str:
     return "; ".join(parts) + "."
 
 
-def _devices(node: NodeTopology, worst: Status) -> list[Device]:
+def _list_devices(node: NodeTopology, worst: Status) -> list[Device]:
     labels, made = columns(node), []
     for gpu in node.gpus:
         model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+|\s+HBM\w*$", "", gpu.model or "GPU")
@@ -134,7 +134,7 @@ def _devices(node: NodeTopology, worst: Status) -> list[Device]:
         made.append(Device(name=gpu.name, label=gpu.name, lines=(_cut(model),), about=about, kind="gpu",
                            numa=gpu.numa_node, status=status, bandwidth=gpu.pcie_bytes_per_second, link=gpu.pcie_link,
                            running=gpu.pcie_running_bytes_per_second))  # fmt: skip
-    places = _nic_numa(node)
+    places = _guess_nic_numa(node)
     for nic in node.nics:
         status = worst((nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
         speed = "down" if nic.active is False else bits(nic.rate_bytes_per_second)
@@ -150,7 +150,7 @@ def _nic_line(nic: NicNode, speed: str) -> str:
     return f"{layer or {'ethernet': 'eth'}.get(nic.kind, nic.kind)} {speed}"[:17]
 
 
-def _nic_numa(node: NodeTopology) -> dict[str, int | None]:
+def _guess_nic_numa(node: NodeTopology) -> dict[str, int | None]:
     """Guess the NUMA node of NICs from a text matrix: that of a GPU with a path shorter than SYS."""
     known = Pairs(node.pairs)
     found = {}
@@ -160,7 +160,7 @@ def _nic_numa(node: NodeTopology) -> dict[str, int | None]:
     return found
 
 
-def _ghosts(node: NodeTopology, pci: PciFacts | None, worst: Status) -> list[Device]:
+def _list_ghosts(node: NodeTopology, pci: PciFacts | None, worst: Status) -> list[Device]:
     """Return network functions that have a finding and that NCCL cannot use."""
     if pci is None:
         return []
@@ -177,10 +177,10 @@ def _ghosts(node: NodeTopology, pci: PciFacts | None, worst: Status) -> list[Dev
     return made
 
 
-def _blocks(node: NodeTopology, devices: Sequence[Device], pci: PciFacts | None) -> list[list[Device]]:
+def _group_blocks(node: NodeTopology, devices: Sequence[Device], pci: PciFacts | None) -> list[list[Device]]:
     """Group devices that share a PCIe switch, in matrix order; other devices are alone."""
     known, groups = Pairs(node.pairs), {device.name: [device] for device in devices}
-    tops = _tops(node, pci)
+    tops = _find_roots(node, pci)
 
     def together(a: Device, b: Device) -> bool:
         if {a.kind, b.kind} == {"gpu", "ghost"}:
@@ -200,7 +200,7 @@ def _blocks(node: NodeTopology, devices: Sequence[Device], pci: PciFacts | None)
     return found
 
 
-def _tops(node: NodeTopology, pci: PciFacts | None) -> dict[str, str]:
+def _find_roots(node: NodeTopology, pci: PciFacts | None) -> dict[str, str]:
     """Return the root port above each device, by device name, if there is a switch in between."""
     if pci is None:
         return {}
@@ -213,24 +213,24 @@ def _tops(node: NodeTopology, pci: PciFacts | None) -> dict[str, str]:
     return found
 
 
-def _numa(block: Sequence[Device]) -> int | None:
+def _get_numa(block: Sequence[Device]) -> int | None:
     return next((device.numa for device in block if device.numa is not None), None)
 
 
-def _rows(block: Sequence[Device]) -> tuple[list[Device], list[Device]]:
+def _split_rows(block: Sequence[Device]) -> tuple[list[Device], list[Device]]:
     gpus = sorted((d for d in block if d.kind == "gpu"), key=lambda d: (len(d.name), d.name))  # GPU2 before GPU10
     return [d for d in block if d.kind != "gpu"], gpus
 
 
-def _width(block: Sequence[Device]) -> float:
-    nics, gpus = _rows(block)
+def _measure_block(block: Sequence[Device]) -> float:
+    nics, gpus = _split_rows(block)
     return max(len(nics), len(gpus), 1) * CELL
 
 
-def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict[str, float]) -> list[str]:
+def _draw_block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict[str, float]) -> list[str]:
     """Draw the lines and boxes of one column; single devices are attached to the CPU's PCIe directly."""
-    known, wide = Pairs(node.pairs), _width(block)
-    nics, gpus = _rows(block)
+    known, wide = Pairs(node.pairs), _measure_block(block)
+    nics, gpus = _split_rows(block)
     shared = len(block) > 1
     middle, lines, boxes = left + wide / 2, [], []
     for row, y in ((nics, NIC_Y), (gpus, GPU_Y)):
@@ -241,38 +241,38 @@ def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict
             others = [pair.label for pair in pairs if pair and not pair.nvlinks]  # a line shows PCIe, not NVLink
             kind = "gone" if device.kind == "ghost" else _kind(min(others, key=rank)) if others and shared else "host"
             end = middle if shared else x
-            lines.append(_line(x, y, end, kind, device))
-            boxes += [_box(device, x, y), _link(device, x, y)]
+            lines.append(_draw_line(x, y, end, kind, device))
+            boxes += [_draw_box(device, x, y), _draw_link_label(device, x, y)]
     if shared:
         words = {known.label(a.name, b.name) for a in nics for b in gpus}
         name = "switches" if words == {"PXB"} else "switch"
         boxes.append(
             f'<g><title>PCIe {name}</title><rect class="d-switch" x="{middle - 34:.1f}" y="{BUS_Y - 6}" width="68" '
-            f'height="{SWITCH_HIGH}" rx="4"/>{_text(middle, BUS_Y + 11, name, "d-small")}</g>'
+            f'height="{SWITCH_HIGH}" rx="4"/>{_draw_text(middle, BUS_Y + 11, name, "d-small")}</g>'
         )
     return [*lines, *boxes]
 
 
-def _line(x: float, y: float, end: float, kind: str, device: Device) -> str:
+def _draw_line(x: float, y: float, end: float, kind: str, device: Device) -> str:
     start, stop = (y + HIGH, BUS_Y) if y < BUS_Y else (y, BUS_Y + BUS_HIGH)
     bend = (start + stop) / 2
     return (
-        f'<g><title>{escape(device.name)}: {escape(_speed(device))}</title><path class="l-{kind}" '
+        f'<g><title>{escape(device.name)}: {escape(_format_speed(device))}</title><path class="l-{kind}" '
         f'd="M{x:.1f} {start:.1f}C{x:.1f} {bend:.1f} {end:.1f} {bend:.1f} {end:.1f} {stop:.1f}"/></g>'
     )
 
 
-def _link(device: Device, x: float, y: float) -> str:
+def _draw_link_label(device: Device, x: float, y: float) -> str:
     """Label a line with its PCIe link: for each GPU, and for a NIC that runs below its slot's rate."""
     slow = device.running is not None
     if device.link is None or not (device.kind == "gpu" or slow):
         return ""
     place = GPU_Y - 8 if device.kind == "gpu" else y + HIGH + 12
     words, kind = (f"! {device.link}", "d-tiny d-warn") if slow else (device.link, "d-tiny")
-    return _text(x + 5, place, words, kind, anchor="start")
+    return _draw_text(x + 5, place, words, kind, anchor="start")
 
 
-def _speed(device: Device) -> str:
+def _format_speed(device: Device) -> str:
     """Describe a PCIe link: its current state, and the slot's rate, which NCCL plans with."""
     if not device.bandwidth:
         return "bandwidth unknown"
@@ -282,35 +282,35 @@ def _speed(device: Device) -> str:
     return f"{device.link}, {planned}" if device.link else planned
 
 
-def _box(device: Device, x: float, y: float) -> str:
+def _draw_box(device: Device, x: float, y: float) -> str:
     worst = f" d-{device.status}" if device.status else ""
     mark = _MARKS.get(device.status, "")
     label = f"{mark} {device.label}" if mark else device.label
     return (
         f'<g><title>{escape(device.about)}</title><rect class="d-{device.kind}{worst}" x="{x - BOX / 2:.1f}" y="{y}" '
-        f'width="{BOX}" height="{HIGH}" rx="6"/>{_text(x, y + 19, label, f"d-name{worst}", fits=9)}'
-        + "".join(_text(x, y + 36, line, "d-small", fits=13) for line in device.lines[:1])
+        f'width="{BOX}" height="{HIGH}" rx="6"/>{_draw_text(x, y + 19, label, f"d-name{worst}", fits=9)}'
+        + "".join(_draw_text(x, y + 36, line, "d-small", fits=13) for line in device.lines[:1])
         + "</g>"
     )
 
 
-def _frame(numa: int | None, left: float, wide: float, *, virtual: bool) -> str:
+def _draw_frame(numa: int | None, left: float, wide: float, *, virtual: bool) -> str:
     title = "NUMA node unknown" if numa is None else f"NUMA {numa}"
     bus = "virtual PCIe" if virtual else "PCIe of the CPU"
     return (
         f'<rect class="d-frame" x="{left:.1f}" y="6" width="{wide:.1f}" height="{GPU_Y + HIGH + 4}" rx="10"/>'
         f'<g><title>{escape(f"{bus}, {title}")}</title><rect class="d-bus" x="{left:.1f}" y="{BUS_Y}" '
         f'width="{wide:.1f}" height="{BUS_HIGH}"/></g>'
-        + _text(left + 8, NIC_Y + HIGH + 16, title, "d-tiny", anchor="start")
+        + _draw_text(left + 8, NIC_Y + HIGH + 16, title, "d-tiny", anchor="start")
     )
 
 
-def _between(start: float, end: float) -> str:
+def _draw_between(start: float, end: float) -> str:
     y = BUS_Y + BUS_HIGH / 2
     return f'<g><title>SYS: from CPU to CPU</title><path class="l-cpus" d="M{start:.1f} {y}H{end:.1f}"/></g>'
 
 
-def _nvlink(
+def _draw_nvlink(
     node: NodeTopology, spots: dict[str, float], words: Mapping[tuple[str, ...], str]
 ) -> tuple[list[str], float]:
     """Draw a bar for an island with all pairs linked, else arcs; with planned and measured bandwidth."""
@@ -319,17 +319,17 @@ def _nvlink(
     for island in node.islands:
         pairs = [p for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.nvlinks]
         if island.all_to_all and len(island.gpus) > 2:
-            drawn += _bar(island, Pairs(pairs), spots, y)
+            drawn += _draw_bar(island, Pairs(pairs), spots, y)
         else:
-            drawn += [_arc(spots[p.a], spots[p.b], p.label) for p in pairs]
+            drawn += [_draw_arc(spots[p.a], spots[p.b], p.label) for p in pairs]
             y += 14 + max((abs(spots[p.a] - spots[p.b]) / 14 for p in pairs), default=0)
         first = min(spots[name] for name in island.gpus)
-        drawn.append(_text(first - BOX / 2, y + 20, words[island.gpus], "d-words", anchor="start"))
+        drawn.append(_draw_text(first - BOX / 2, y + 20, words[island.gpus], "d-words", anchor="start"))
         y += 34
     return drawn, y + (8 if node.islands else -6)
 
 
-def _bar(island: Island, known: Pairs, spots: dict[str, float], y: float) -> list[str]:
+def _draw_bar(island: Island, known: Pairs, spots: dict[str, float], y: float) -> list[str]:
     """Draw one bar with a stub per GPU; a GPU with fewer links than the others shows its count."""
     most = max(known.nvlinks(a, b) for a, b in combinations(island.gpus, 2))
     xs = [spots[name] for name in island.gpus]
@@ -338,7 +338,7 @@ def _bar(island: Island, known: Pairs, spots: dict[str, float], y: float) -> lis
         mine = max(known.nvlinks(name, other) for other in island.gpus if other != name)
         drawn.append(f'<path class="l-nv" d="M{spots[name]:.1f} {GPU_Y + HIGH}V{y:.1f}"/>')
         if mine < most:
-            drawn.append(_text(spots[name] + 6, y - 5, f"! NV{mine}", "d-name d-warn", anchor="start"))
+            drawn.append(_draw_text(spots[name] + 6, y - 5, f"! NV{mine}", "d-name d-warn", anchor="start"))
     return drawn
 
 
@@ -353,7 +353,7 @@ def _bandwidth(node: NodeTopology, island: Island, measured: str) -> str:
     return f"{words} · {measured}" if measured else words
 
 
-def _arc(a: float, b: float, label: str) -> str:
+def _draw_arc(a: float, b: float, label: str) -> str:
     y = GPU_Y + HIGH
     curve = f"M{a:.1f} {y}Q{(a + b) / 2:.1f} {y + 18 + abs(a - b) / 7:.1f} {b:.1f} {y}"
     return f'<g><title>{escape(label)}</title><path class="l-nv" d="{curve}"/></g>'
@@ -364,7 +364,7 @@ def _kind(label: str) -> str:
     return word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
 
 
-def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "middle", fits: int = 99) -> str:
+def _draw_text(x: float, y: float, text: str, kind: str, *, anchor: str = "middle", fits: int = 99) -> str:
     """Draw a text; text longer than `fits` characters is condensed to the width of its box."""
     narrow = f' textLength="{BOX - 10}" lengthAdjust="spacingAndGlyphs"' if len(text) > fits else ""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{narrow}>{escape(text)}</text>'

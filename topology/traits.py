@@ -56,7 +56,7 @@ def traits(
     GPUs have other numbers.
     """
     found: dict[tuple[str, str], Trait] = {}
-    names = {} if like is None else _names_by_place(snapshot.facts(GpuFacts), like.facts(GpuFacts))
+    names = {} if like is None else _map_names(snapshot.facts(GpuFacts), like.facts(GpuFacts))
     of_facts = (traits_of(facts) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)) is not None)
     for trait in chain(_probes(snapshot), *of_facts, _links(build(snapshot) if node is None else node)):
         named = replace(trait, subject=_GPU_NAME.sub(lambda name: names.get(name[0], name[0]), trait.subject))
@@ -67,7 +67,7 @@ def traits(
 _GPU_NAME = re.compile(r"\bGPU\d+\b")
 
 
-def _names_by_place(mine: GpuFacts | None, theirs: GpuFacts | None) -> dict[str, str]:
+def _map_names(mine: GpuFacts | None, theirs: GpuFacts | None) -> dict[str, str]:
     """Map our GPU names to theirs by PCI address; empty if the GPU addresses of the machines differ."""
     if mine is None or theirs is None:
         return {}
@@ -101,7 +101,7 @@ def _trait(subject: str, what: str, value: object, status: Status, more: float |
         yield Trait(subject=subject, what=what, value=text, status=status, size=more)
 
 
-def _rows(section: str, facts: object, name: str = "") -> Iterator[Trait]:
+def _read_rows(section: str, facts: object, name: str = "") -> Iterator[Trait]:
     """Yield the traits of a section of `traits.toml`; `name` is the device of the facts."""
     for row in read_table(__file__, "traits.toml")[section]["rows"]:
         fact = getattr(facts, row["fact"])
@@ -119,7 +119,7 @@ def _probes(snapshot: Snapshot) -> Iterator[Trait]:
 
 
 def _gpus(facts: GpuFacts) -> Iterator[Trait]:
-    yield from _rows("driver", facts)
+    yield from _read_rows("driver", facts)
     yield from _trait("driver", "error", facts.driver_error or "none", FAIL, float(facts.driver_error is None))
     for gpu in facts.gpus:
         yield from _gpu(gpu)
@@ -127,7 +127,7 @@ def _gpus(facts: GpuFacts) -> Iterator[Trait]:
 
 def _gpu(gpu: Gpu) -> Iterator[Trait]:
     name = f"GPU{gpu.index}"
-    yield from _rows("gpu", gpu, name)
+    yield from _read_rows("gpu", gpu, name)
     if gpu.error is None or gpu.broken:  # a refused query is not a state
         yield from _trait(name, "state", f"lost ({gpu.error})" if gpu.error else "ok", FAIL, 0.0 if gpu.error else 1.0)
     if gpu.nvlinks_known:
@@ -143,30 +143,30 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
 
 
 def _pci(facts: PciFacts) -> Iterator[Trait]:
-    yield from _rows("pci", facts)
+    yield from _read_rows("pci", facts)
     acs = [device.acs_source_validation for device in facts.devices if device.acs_source_validation is not None]
     if acs:
         yield from _trait("bridges with ACS on", "", sum(acs), WARN)
     for device in facts.devices:
         if device.class_code >> 16 == 0x02 and device.physical_function is None:
-            yield from _rows("pci_device", device, device.bus_id)
+            yield from _read_rows("pci_device", device, device.bus_id)
 
 
 def _rdma(facts: RdmaFacts) -> Iterator[Trait]:
-    yield from _rows("rdma", facts)
+    yield from _read_rows("rdma", facts)
     for device in facts.devices:
-        yield from _rows("rdma_device", device, device.name)
+        yield from _read_rows("rdma_device", device, device.name)
         for port in device.ports:
             yield from _port(device.name if len(device.ports) == 1 else f"{device.name}:{port.port}", port)
     if facts.memlock_proof:
-        yield from _rows("memlock_proof", facts.memlock_proof)
+        yield from _read_rows("memlock_proof", facts.memlock_proof)
 
 
 def _port(name: str, port: RdmaPort) -> Iterator[Trait]:
     yield from _trait(name, "port", port.state, FAIL, 1.0 if port.state == "ACTIVE" else 0.0)
     yield from _trait(name, "link layer", port.link_layer, FAIL)
     if port.state == "ACTIVE":  # a port that is down reports a meaningless rate
-        yield from _rows("active_port", port, name)
+        yield from _read_rows("active_port", port, name)
     if port.gids_known and port.link_layer == "Ethernet":
         yield from _trait(name, "RoCE v2 GID", any(gid.type == ROCE_V2 for gid in port.gids), FAIL)
     if port.pfc_priorities is not None:
@@ -175,10 +175,10 @@ def _port(name: str, port: RdmaPort) -> Iterator[Trait]:
 
 
 def _interfaces(facts: InterfacesFacts) -> Iterator[Trait]:
-    yield from _rows("interfaces", facts)
+    yield from _read_rows("interfaces", facts)
     for interface in facts.interfaces:
         if interface.role not in ("loopback", "docker", "bridge", "virtual") and interface.kind not in ("veth", "tun"):
-            yield from _rows("interface", interface, interface.name)
+            yield from _read_rows("interface", interface, interface.name)
 
 
 def _limits(facts: LimitsFacts) -> Iterator[Trait]:
@@ -186,13 +186,13 @@ def _limits(facts: LimitsFacts) -> Iterator[Trait]:
         soft, hard = facts.memlock_soft_bytes, facts.memlock_hard_bytes
         yield from _trait("memlock", "", size(soft), FAIL, float("inf") if soft is None else soft)
         yield from _trait("memlock (hard)", "", size(hard), WARN, float("inf") if hard is None else hard)
-    yield from _rows("limits", facts)
+    yield from _read_rows("limits", facts)
     if not facts.of_agent:  # the agent's own pod has other limits than a job
-        yield from _rows("job_limits", facts)
+        yield from _read_rows("job_limits", facts)
 
 
 def _host(facts: HostinfoFacts) -> Iterator[Trait]:
-    yield from _rows("host", facts)
+    yield from _read_rows("host", facts)
     for name, value in sorted(facts.nccl_variables.items()):
         yield from _trait(name, "set to", value, WARN)
 

@@ -102,7 +102,7 @@ def load_calibration(path: Path | str) -> Calibration:
     return parse_calibration(data)
 
 
-def _timed_model(timing: LayerTiming) -> ModelSpec:
+def _make_timed_model(timing: LayerTiming) -> ModelSpec:
     return model_from_config({
         "model_type": "llama", "hidden_size": timing.hidden, "num_attention_heads": timing.heads,
         "num_key_value_heads": timing.kv_heads, "intermediate_size": timing.ffn, "num_hidden_layers": 1,
@@ -131,7 +131,7 @@ def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, co
     if calibration.layer:
         timing = calibration.layer
         cost = layer_cost(
-            _timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, engine,
+            _make_timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, engine,
             constants=constants,
         )  # fmt: skip
         took = timing.forward_seconds + timing.backward_seconds

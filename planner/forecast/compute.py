@@ -118,7 +118,7 @@ class Rates:
     inputs: tuple[str, ...] = ()
 
 
-def _shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float, float]:
+def _get_kernel_shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float, float]:
     """Return attention's and multiplication's fraction of the best matmul rate, and the half-rate sequence length."""
     major = (gpu.compute_capability or (0, 0))[0]
     sustained, attention = constants.sustained_ampere, constants.attention_ampere
@@ -138,7 +138,7 @@ def _shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float, 
 def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, constants: Constants = DEFAULT) -> Rates:
     """Return the rates of a known GPU."""
     kernel = "unfused" if train.attention == "eager" else engine.attention
-    share, sustained, short = _shares(gpu, kernel, constants)
+    share, sustained, short = _get_kernel_shares(gpu, kernel, constants)
     bf16 = gpu.matmul_bf16 * sustained
     attention = gpu.matmul_bf16 * share
     if precision == "bf16" and not gpu.bf16:
@@ -211,7 +211,7 @@ def layer_cost(
     constants: Constants = DEFAULT,
 ) -> LayerCost:  # fmt: skip
     """Return the forward seconds of one layer for `tokens` on this rank, in sequences of length `sequence`."""
-    kinds = _kinds(model)
+    kinds = _split_by_kind(model)
     if len(kinds) > 1:  # mean over the layers
         costs = [
             layer_cost(kind, tokens, sequence, tp, sequence_parallel, rates, engine, ep=ep, lora_targets=lora_targets,
@@ -229,12 +229,12 @@ def layer_cost(
         hidden_passes * float(model.hidden) / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp
     )  # fmt: skip
     if rates.quantized_bytes:  # divided by 3, since the time is tripled for both passes
-        elements = sum(m * (n + k) * copies for m, n, k, copies in _shapes(model, tokens, tp, ep))
+        elements = sum(m * (n + k) * copies for m, n, k, copies in _list_shapes(model, tokens, tp, ep))
         moved += rates.quantized_bytes * elements / 3.0
     kernels = constants.kernels_fused if fused else constants.kernels_eager
     merged = 0.0
     if model.experts:
-        moved += rates.element_bytes * tokens / (tp if ep > 1 else 1) * _routing_passes(model, ep) * model.hidden
+        moved += rates.element_bytes * tokens / (tp if ep > 1 else 1) * _count_routing_passes(model, ep) * model.hidden
         kernels += constants.kernels_routing
         if engine.fused:
             each = constants.kernels_expert + (constants.kernels_quantize if rates.quantized_bytes else 0.0)
@@ -248,19 +248,19 @@ def layer_cost(
         if engine.merges_expert_adapters and {"gate_proj", "up_proj", "down_proj"} & set(lora_targets):
             # Experts are read and written with adapters added; backward, twice that for their gradients.
             moved += 2.0 * rates.element_bytes * weights(model).routed_per_layer / max(tp, ep)
-            merged = _seconds_of_products(_expert_shapes(model, tokens, tp, ep), rates, constants)
-    for into, out in _adapted(model, tp, lora_targets):
+            merged = _time_products(_list_mlp_shapes(model, tokens, tp, ep), rates, constants)
+    for into, out in _list_adapted(model, tp, lora_targets):
         inputs = 1.0 if fused else constants.lora_inputs
         moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)
         kernels += constants.lora_kernels
     dequantize = 0.0
     if four_bit:
-        products = [into * out * copies for _, out, into, copies in _shapes(model, tokens, tp, ep)]
+        products = [into * out * copies for _, out, into, copies in _list_shapes(model, tokens, tp, ep)]
         kernels += constants.dequantize_kernels * len(products)
         share = constants.dequantize_share / constants.hbm_share
         dequantize = sum(products) * (NF4_BYTES + NF4_SCALES + rates.element_bytes) / (rates.hbm * share)
     return LayerCost(
-        _seconds_of_products(_shapes(model, tokens, tp, ep), rates, constants),
+        _time_products(_list_shapes(model, tokens, tp, ep), rates, constants),
         _attention(model, tokens, sequence, tp, rates, constants),
         moved / rates.hbm,
         kernels * rates.launch_seconds,
@@ -269,7 +269,7 @@ def layer_cost(
     )
 
 
-def _kinds(model: ModelSpec) -> list[tuple[ModelSpec, float]]:
+def _split_by_kind(model: ModelSpec) -> list[tuple[ModelSpec, float]]:
     """Return one model per kind of layer, with that kind's fraction of the layers."""
     kinds = [(model, 1.0)]
     if model.dense_layers:
@@ -286,7 +286,7 @@ def _kinds(model: ModelSpec) -> list[tuple[ModelSpec, float]]:
     return kinds
 
 
-def _routing_passes(model: ModelSpec, ep: int) -> float:
+def _count_routing_passes(model: ModelSpec, ep: int) -> float:
     """Return the forward passes over a hidden-sized tensor that move tokens to their experts and back.
 
     Tokens are copied in the order of their experts and summed afterwards. The all-to-all delivers them in the order of
@@ -299,22 +299,22 @@ def _routing_passes(model: ModelSpec, ep: int) -> float:
 _Product = tuple[float, float, float, int]  # rows, columns, depth, number of products
 
 
-def _seconds_of_products(shapes: Sequence[_Product], rates: Rates, constants: Constants) -> float:
+def _time_products(shapes: Sequence[_Product], rates: Rates, constants: Constants) -> float:
     """Return the seconds of multiplications, each slowed down by its shape."""
     return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes) / rates.gemm
 
 
-def _shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
+def _list_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
     """Return the multiplications of a layer on one rank."""
     attention = linear_products(model, tp) if model.linear_layers else attention_products(model, tp)
-    shapes = (*((tokens, out, into, 1) for into, out in attention), *_expert_shapes(model, tokens, tp, ep))
+    shapes = (*((tokens, out, into, 1) for into, out in attention), *_list_mlp_shapes(model, tokens, tp, ep))
     if model.experts and model.shared_expert_ffn:
         h, shared = float(model.hidden), model.shared_expert_ffn / tp
         shapes += ((tokens, shared * (2 if model.gated_mlp else 1), h, 1), (tokens, h, shared, 1))
     return shapes
 
 
-def _expert_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
+def _list_mlp_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
     """Return the multiplications of the MLP, or of the routed experts."""
     h, width = float(model.hidden), model.ffn / tp
     rows, copies = tokens, 1
@@ -331,7 +331,7 @@ def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates:
         state = model.linear_key_width * model.linear_value_width / model.linear_heads / tp
         chunks = _DELTA_CHUNK * (model.linear_key_width + model.linear_value_width) / tp
         return 2.0 * tokens * (4.0 * state + chunks) / rates.attention
-    window = _window(model, sequence)
+    window = _compute_window(model, sequence)
     seconds = 2.0 * tokens * window * model.heads / tp * (model.head_dim + (model.value_dim or model.head_dim))
     seconds /= rates.attention
     if model.head_dim % 8:
@@ -342,7 +342,7 @@ def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates:
     return seconds * (0.5 * (1.0 + rates.attention_short / window))
 
 
-def _window(model: ModelSpec, sequence: float) -> float:
+def _compute_window(model: ModelSpec, sequence: float) -> float:
     """Return twice the mean number of keys per token, over tokens and layers; with causal attention, the length.
 
     With window w and s tokens, a token has w - w^2 / 2s keys. Llama 4 instead divides the sequence into chunks of w.
@@ -357,7 +357,7 @@ def _window(model: ModelSpec, sequence: float) -> float:
     return within + (sequence - within) * (1.0 - sliding / model.layers)
 
 
-def _adapted(model: ModelSpec, tp: int, targets: tuple[str, ...]) -> list[tuple[float, float]]:
+def _list_adapted(model: ModelSpec, tp: int, targets: tuple[str, ...]) -> list[tuple[float, float]]:
     """Return (input columns, output columns) of each adapted product."""
     h, q = float(model.hidden), model.heads * model.head_dim / tp
     kv = model.kv_heads * model.head_dim / min(tp, model.kv_heads)

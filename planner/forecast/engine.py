@@ -145,7 +145,7 @@ class Share:
 
 
 @lru_cache(maxsize=1024)
-def _counts(model: ModelSpec, train: TrainSpec, layers: float, tp: int, pp: int, ep: int) -> dict[str, float]:
+def _count_weights(model: ModelSpec, train: TrainSpec, layers: float, tp: int, pp: int, ep: int) -> dict[str, float]:
     """Count the weights of a rank of the largest stage, which has `layers` layers; `Share` describes each count."""
     count, full = weights(model), train.method == "full"
     ends = float(count.embedding + count.head) / tp if pp == 1 else float(count.embedding) / tp
@@ -176,7 +176,7 @@ def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool
     return Share(
         model=model, train=train, layout=layout, in_fp32=on_cpu or layout.precision == "fp32",
         tokens=layout.micro_batch * float(longest_row(train)) / layout.cp,
-        **_counts(model, train, fullest_stage(model, layout), layout.tp, layout.pp, layout.ep),
+        **_count_weights(model, train, fullest_stage(model, layout), layout.tp, layout.pp, layout.ep),
     )  # fmt: skip
 
 

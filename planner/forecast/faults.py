@@ -66,7 +66,7 @@ class Rule:
     shown: str = ""  # description of a fault that the graph shows
 
 
-def _named(finding: Finding, name: str, bus_id: str | None) -> bool:
+def _is_about(finding: Finding, name: str, bus_id: str | None) -> bool:
     """Whether a finding is about a device: "mlx5_3:1", "GPU2", "0000:a1:00.0"."""
     subject = finding.subject.removeprefix("GPU ")
     return subject in (name, bus_id) or subject.startswith(f"{name}:")
@@ -150,7 +150,7 @@ def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
         best[nic.kind] = max(best.get(nic.kind, 0.0), nic.rate_bytes_per_second or 0.0)
 
     def repaired(nic: NicNode) -> NicNode:
-        if not (_named(finding, nic.name, nic.bus_id) or nic.name in {word.strip(",") for word in nearest}):
+        if not (_is_about(finding, nic.name, nic.bus_id) or nic.name in {word.strip(",") for word in nearest}):
             return nic
         return replace(nic, active=True, rate_bytes_per_second=best[nic.kind] or None,
                        pcie_running_bytes_per_second=None)  # fmt: skip
@@ -160,14 +160,14 @@ def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
 
 def _repair_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
     """Set a link to the rate of its slot."""
-    slow = {gpu.name for gpu in node.gpus if _named(finding, gpu.name, gpu.bus_id)}
+    slow = {gpu.name for gpu in node.gpus if _is_about(finding, gpu.name, gpu.bus_id)}
     gpus = tuple(
         replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if gpu.name in slow else gpu
         for gpu in node.gpus
     )
     pairs = tuple(replace(p, running_bytes_per_second=None) if {p.a, p.b} & slow else p for p in node.pairs)
     nics = tuple(
-        replace(nic, pcie_running_bytes_per_second=None) if _named(finding, nic.name, nic.bus_id) else nic
+        replace(nic, pcie_running_bytes_per_second=None) if _is_about(finding, nic.name, nic.bus_id) else nic
         for nic in node.nics
     )
     return replace(node, gpus=gpus, pairs=pairs, nics=nics)
@@ -196,12 +196,12 @@ def _repair_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
         return node
 
     def repaired(gpu: GpuNode) -> GpuNode:
-        if gpu.usable or not _named(finding, gpu.name, gpu.bus_id):
+        if gpu.usable or not _is_about(finding, gpu.name, gpu.bus_id):
             return gpu
         return replace(sister, name=gpu.name, index=gpu.index, bus_id=gpu.bus_id, uuid=gpu.uuid,
                        numa_node=gpu.numa_node if gpu.numa_node is not None else sister.numa_node)  # fmt: skip
 
-    lost = [g.name for g in node.gpus if not g.usable and _named(finding, g.name, g.bus_id)]
+    lost = [g.name for g in node.gpus if not g.usable and _is_about(finding, g.name, g.bus_id)]
     node = replace(node, gpus=tuple(repaired(gpu) for gpu in node.gpus))
     return _repair_nvlink(node, replace(finding, subject=lost[0])) if lost else node
 
@@ -209,15 +209,15 @@ def _repair_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
 # Compute -------------------------------------------------------------------------------------------------------------
 
 
-def _gpu_of(now: AsIs, host: str, finding: Finding) -> Gpu | None:
+def _find_gpu(now: AsIs, host: str, finding: Finding) -> Gpu | None:
     snapshot = now.hosts.get(host)
     facts = snapshot.facts(GpuFacts) if snapshot else None
-    return next((g for g in facts.gpus if _named(finding, f"GPU{g.index}", g.bus_id)), None) if facts else None
+    return next((g for g in facts.gpus if _is_about(finding, f"GPU{g.index}", g.bus_id)), None) if facts else None
 
 
 def _clock(now: AsIs, host: str, finding: Finding) -> None:
     """Set the fraction of the maximum clock measured under load; if unknown, half, as documented in nvml.h."""
-    gpu = _gpu_of(now, host, finding)
+    gpu = _find_gpu(now, host, finding)
     read = None
     if gpu is not None and gpu.sm_clock_hertz and gpu.sm_clock_max_hertz and gpu.utilization_ratio:
         read = gpu.sm_clock_hertz / gpu.sm_clock_max_hertz
@@ -235,7 +235,7 @@ def _clock(now: AsIs, host: str, finding: Finding) -> None:
 
 def _power(now: AsIs, host: str, finding: Finding) -> None:
     """Set the clock that the power limit allows."""
-    gpu = _gpu_of(now, host, finding)
+    gpu = _find_gpu(now, host, finding)
     if gpu is None or not gpu.power_limit_watts or not gpu.power_limit_default_watts:
         return
     share = clock_share(gpu.power_limit_watts, gpu.power_limit_default_watts)

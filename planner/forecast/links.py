@@ -155,7 +155,7 @@ class Links:
 _RING_OPS = ("all_gather", "reduce_scatter")
 
 
-def _measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[float, str, float] | None:
+def _find_measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[float, str, float] | None:
     """Return the busbw of the largest verified all-gather, and the reduce-scatter's fraction of it.
 
     `across`: between hosts instead of within one. If only one of the two was measured, both are assumed equal.
@@ -175,7 +175,7 @@ def _measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[flo
     return rate, why, scatter.busbw_bytes_per_second / rate
 
 
-def _alpha(measurements: Sequence[Measurement]) -> float | None:
+def _measure_alpha(measurements: Sequence[Measurement]) -> float | None:
     """Return the latency per ring step from the smallest verified all-gather within one host."""
     small = [m for m in measurements if m.verified and m.op in _RING_OPS and len(m.ranks) > 1 and m.bytes <= 1 << 16]
     if not small:
@@ -184,24 +184,24 @@ def _alpha(measurements: Sequence[Measurement]) -> float | None:
     return least.median_seconds / (len(least.ranks) - 1)
 
 
-def _expected(topology: NodeTopology | ClusterTopology, scope: str) -> float | None:
+def _find_expected(topology: NodeTopology | ClusterTopology, scope: str) -> float | None:
     for expectation in topology.expectations:
         if expectation.scope == scope and expectation.op in _RING_OPS and expectation.busbw_bytes_per_second:
             return expectation.busbw_bytes_per_second
     return None
 
 
-def _island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
+def _find_island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
     """Return size and speed of the node's smallest NVLink island; (1, ...) without NVLink."""
     sizes = [len(island.gpus) for island in node.islands if len(island.gpus) > 1]
     if not sizes:
         return 1, Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     usable = sum(gpu.usable for gpu in node.gpus)
     size = min(min(sizes), usable) if sum(sizes) >= usable else 1
-    derived = _expected(node, "island")
+    derived = _find_expected(node, "island")
     table = gpu.busbw_of(size) if gpu and gpu.interconnect != "PCIe" else None
     if derived or table:
-        return size, _lower(derived, table, "NVLink", gpu)
+        return size, _choose_lower(derived, table, "NVLink", gpu)
     links = max((p.nvlinks for p in node.pairs), default=0)
     plan = nvlink_bytes_per_second(gpu.compute_capability if gpu else None)
     if plan and links:
@@ -212,7 +212,7 @@ def _island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
     return size, Speed(bytes_per_second=40 * GIGA, how="assumed", link="xGMI" if xgmi else "NVLink")
 
 
-def _lower(derived: float | None, table: float | None, link: str, gpu: Gpu | None) -> Speed:
+def _choose_lower(derived: float | None, table: float | None, link: str, gpu: Gpu | None) -> Speed:
     """Return the lower of the topology's rate and the rate measured on other machines with the same GPU."""
     if derived is not None and (table is None or derived <= table):
         return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
@@ -221,19 +221,19 @@ def _lower(derived: float | None, table: float | None, link: str, gpu: Gpu | Non
     return Speed(bytes_per_second=table or 0.0, how=how, link=link, why=f"measured on other {name}")
 
 
-def _node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
+def _find_node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
     node = cluster.nodes[0]
     if island_size >= sum(gpu.usable for gpu in node.gpus) > 1:
         return island
-    derived = _expected(node, "node")
+    derived = _find_expected(node, "node")
     table = gpu.busbw_of(len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
     speed = Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     if derived or table:
-        speed = _lower(derived, table, "PCIe", gpu)
-    return _narrowed(speed, cluster)
+        speed = _choose_lower(derived, table, "PCIe", gpu)
+    return _limit_to_links(speed, cluster)
 
 
-def _narrowed(speed: Speed, cluster: ClusterTopology) -> Speed:
+def _limit_to_links(speed: Speed, cluster: ClusterTopology) -> Speed:
     """Limit a speed to the slowest probed GPU link, with a note if a link runs below its slot."""
     known = [
         (carries, node, g) for node in cluster.nodes for g in node.gpus
@@ -254,15 +254,15 @@ def _narrowed(speed: Speed, cluster: ClusterTopology) -> Speed:
     return speed
 
 
-def _to_host(cluster: ClusterTopology) -> Speed:
+def _find_host_speed(cluster: ClusterTopology) -> Speed:
     """Return the rate of one rank to host memory: half of the slowest probed GPU link."""
-    whole = _narrowed(replace(HOST, bytes_per_second=math.inf), cluster)
+    whole = _limit_to_links(replace(HOST, bytes_per_second=math.inf), cluster)
     if math.isinf(whole.bytes_per_second):
         return HOST
     return replace(whole, bytes_per_second=whole.bytes_per_second * HOST_SHARE)
 
 
-def _domain(cluster: ClusterTopology, per_node: int) -> int:
+def _count_domain_ranks(cluster: ClusterTopology, per_node: int) -> int:
     """Return the ranks of the smallest multi-node NVLink domain with consecutive nodes; 0 if there is none.
 
     For several domains, this is the largest power of two of their nodes, times the ranks per node. Rank groups that
@@ -278,7 +278,7 @@ def _domain(cluster: ClusterTopology, per_node: int) -> int:
     return per_node * (1 << (least.bit_length() - 1))
 
 
-def _network(cluster: ClusterTopology) -> Speed:
+def _find_network(cluster: ClusterTopology) -> Speed:
     link = {"efa": "EFA", "tcp": "TCP", "rdma": "RDMA", "nvlink": "NVLink"}.get(
         cluster.inter_node_transport or "", "network"
     )
@@ -287,7 +287,7 @@ def _network(cluster: ClusterTopology) -> Speed:
         if link == "TCP" and rate > TCP_CEILING_BYTES_PER_SECOND:
             rate, why = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
         return Speed(bytes_per_second=rate, how="derived", link=link, why=why)
-    derived = _expected(cluster, "cluster")
+    derived = _find_expected(cluster, "cluster")
     if derived:
         return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
     offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
@@ -313,15 +313,15 @@ def links_of(
     if ranks_per_node and first.gpus and ranks_per_node != per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node}: the cluster's nodes have {per_node} usable GPUs each")
     nodes = len(cluster.nodes)
-    inside, across = _measured(measurements, across=False), _measured(measurements, across=True)
-    alpha = _alpha(measurements)
+    inside, across = _find_measured(measurements, across=False), _find_measured(measurements, across=True)
+    alpha = _measure_alpha(measurements)
     if not first.gpus:
         node = Speed(bytes_per_second=ASSUMED_GLOO_BYTES_PER_SECOND, how="assumed", link="host memory (gloo)")
         size, island = per_node, node
     else:
         gpu = gpu_named(first.gpus[0].model)
-        size, island = _island(first, gpu)
-        node = _node_speed(cluster, gpu, island, size)
+        size, island = _find_island(first, gpu)
+        node = _find_node_speed(cluster, gpu, island, size)
     if inside:
         speed = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
         node = speed
@@ -332,14 +332,14 @@ def links_of(
     slowest = across or inside
     share = slowest[2] if slowest else 1.0 if first.gpus else GLOO_SCATTER_SHARE
     if nodes > 1:
-        network = _network(cluster)
+        network = _find_network(cluster)
         if across:
             network = Speed(bytes_per_second=across[0], how="measured", link=network.link, why=across[1])
-        size = _domain(cluster, per_node) or size
+        size = _count_domain_ranks(cluster, per_node) or size
     start, across_start = (ALPHA_INTRA_SECONDS, ALPHA_INTER_SECONDS) if first.gpus else (GLOO_ALPHA_SECONDS,) * 2
     return Links(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
         alpha_intra_seconds=alpha if alpha is not None else start,
         alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
-        host=_to_host(cluster),
+        host=_find_host_speed(cluster),
     )  # fmt: skip

@@ -45,7 +45,7 @@ def machine(name: str) -> Known:
     raise MachineError(f"machine={name!r}: not in the catalogue{hint}; all: {', '.join(names())}")
 
 
-def _gpu_pairs(gpus: tuple[GpuNode, ...], linked: Callable[[int, int], Pair | None]) -> list[Pair]:
+def _make_gpu_pairs(gpus: tuple[GpuNode, ...], linked: Callable[[int, int], Pair | None]) -> list[Pair]:
     """Return all GPU pairs, by NVLink if the pair has any, else by the path between their CPUs."""
     pairs = []
     for a, b in itertools.combinations(gpus, 2):
@@ -56,7 +56,7 @@ def _gpu_pairs(gpus: tuple[GpuNode, ...], linked: Callable[[int, int], Pair | No
     return pairs
 
 
-def _nearest(row: Known, gpu: int) -> list[int]:
+def _find_nearest(row: Known, gpu: int) -> list[int]:
     """Return the indices of the NICs on the same switch as a GPU."""
     by_nic = [j for j in range(row.nics) if j * row.gpus // row.nics == gpu]
     if row.nics >= row.gpus:
@@ -64,7 +64,7 @@ def _nearest(row: Known, gpu: int) -> list[int]:
     return sorted({*by_nic, gpu * row.nics // row.gpus} & set(range(row.nics)))
 
 
-def _nic_pair(gpu: GpuNode, nic: NicNode, *, local: bool) -> Pair:
+def _make_nic_pair(gpu: GpuNode, nic: NicNode, *, local: bool) -> Pair:
     same = gpu.numa_node == nic.numa_node
     label = "PIX" if local else "NODE" if same else "SYS"
     path = PathClass.PIX if local else PathClass.PHB if same else PathClass.SYS
@@ -109,10 +109,10 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
                     nvlinks=links if nvidia else 0, evidence="catalogue",
                     bytes_per_second=per_link * links if per_link else None)  # fmt: skip
 
-    pairs = _gpu_pairs(gpus, lambda a, b: joined_by(row.nvlinks[a][b] if row.nvlinks else fewest))
+    pairs = _make_gpu_pairs(gpus, lambda a, b: joined_by(row.nvlinks[a][b] if row.nvlinks else fewest))
     for i, device in enumerate(gpus):
-        mine = _nearest(row, i)
-        pairs += [_nic_pair(device, nic, local=j in mine) for j, nic in enumerate(nics)]
+        mine = _find_nearest(row, i)
+        pairs += [_make_nic_pair(device, nic, local=j in mine) for j, nic in enumerate(nics)]
     whole = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
     joined = through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
     return with_expectations(NodeTopology(
@@ -161,7 +161,7 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
     )  # fmt: skip
 
 
-def _in_domain(node: NodeTopology, number: int) -> NodeTopology:
+def _put_in_domain(node: NodeTopology, number: int) -> NodeTopology:
     """Return the node as a member of one of several NVLink domains."""
     domain = f"{node.hostname}: domain {number}"
     return replace(node, gpus=tuple(replace(gpu, nvlink_domain=domain) for gpu in node.gpus))
@@ -213,7 +213,7 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
     if row.nvlink_nodes > 1:
         domains = -(-nodes // row.nvlink_nodes)
         ends = [nodes * i // domains for i in range(domains + 1)]
-        members = tuple(each for i in range(domains) for each in (_in_domain(node, i),) * (ends[i + 1] - ends[i]))
+        members = tuple(each for i in range(domains) for each in (_put_in_domain(node, i),) * (ends[i + 1] - ends[i]))
     return ClusterTopology(
         nodes=members,
         inter_node_bytes_per_second=len(near) * row.nic_gbps * GIGA / 8.0 if nodes > 1 else None,

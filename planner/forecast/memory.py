@@ -53,7 +53,7 @@ class MemoryParts(NamedTuple):
         return self.total - self.fragmentation - self.reserved - self.context
 
 
-class _Pass(NamedTuple):
+class _StoredBytes(NamedTuple):
     """Bytes that the forward pass keeps for the backward pass."""
 
     per_layer: float
@@ -72,10 +72,10 @@ def memory_parts(
 ) -> MemoryParts:  # fmt: skip
     """Forecast the memory of the fullest rank, or of the first pipeline stage, for one layout."""
     share = share_of(model, train, engine.as_run(layout), on_cpu=on_cpu)
-    in_weights, gradients, optimizer = _states(engine, share)
+    in_weights, gradients, optimizer = _count_states(engine, share)
     gathered = engine.gathered(share)
-    stored = _stored(engine, share, first_stage=first_stage)
-    gradients, activations, logits = _backward(engine, share, gradients, stored)
+    stored = _count_stored(engine, share, first_stage=first_stage)
+    gradients, activations, logits = _count_backward(engine, share, gradients, stored)
     held = in_weights + gradients + optimizer + gathered + activations + logits
     on_gpu = DEFAULT_MEMORY.context_bytes + (layout.world_size > 1) * DEFAULT_MEMORY.nccl_bytes
     load = engine.load(share)
@@ -91,12 +91,12 @@ def memory_parts(
         logits=logits,
         # CUDA's caching allocator; on a CPU the job counts allocations (finetune/recorder.py, return_freed)
         fragmentation=0.0 if on_cpu else held * (DEFAULT_MEMORY.fragmentation - 1.0),
-        reserved=0.0 if on_cpu else _reserved(engine, layout),
+        reserved=0.0 if on_cpu else _count_reserved(engine, layout),
         context=DEFAULT_MEMORY.cpu_bytes if on_cpu else on_gpu,
     )
 
 
-def _reserved(engine: Engine, layout: Layout) -> float:
+def _count_reserved(engine: Engine, layout: Layout) -> float:
     """Return the bytes of workspaces and, with several ranks, of communication buffers."""
     if layout.world_size == 1:
         return DEFAULT_MEMORY.reserved_bytes
@@ -104,7 +104,7 @@ def _reserved(engine: Engine, layout: Layout) -> float:
     return DEFAULT_MEMORY.reserved_bytes + DEFAULT_MEMORY.reserved_ranks_bytes + buckets
 
 
-def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
+def _count_states(engine: Engine, share: Share) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer states between steps."""
     layout = share.layout
 
@@ -166,7 +166,7 @@ def micro_batches_held(layout: Layout) -> float:
     return min(float(layout.gradient_accumulation), layout.pp * extra)
 
 
-def _stored(engine: Engine, share: Share, *, first_stage: bool) -> _Pass:
+def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> _StoredBytes:
     """Return activations and logits at the end of the forward pass, on the stage with the most."""
     layout = share.layout
     per_layer = engine.layer_activations(share)
@@ -184,11 +184,11 @@ def _stored(engine: Engine, share: Share, *, first_stage: bool) -> _Pass:
     first = micro_batches_held(layout) * total + max(again, copies)
     last = total + max(again, copies + logits)
     if layout.pp > 1 and (first_stage or first > last):
-        return _Pass(per_layer, first, 0.0)
-    return _Pass(per_layer, last - logits, logits)
+        return _StoredBytes(per_layer, first, 0.0)
+    return _StoredBytes(per_layer, last - logits, logits)
 
 
-def _backward(engine: Engine, share: Share, gradients: float, stored: _Pass) -> tuple[float, float, float]:
+def _count_backward(engine: Engine, share: Share, gradients: float, stored: _StoredBytes) -> tuple[float, float, float]:
     """Return gradients, activations and logits at the peak: gradients grow as the backward pass frees activations."""
     layout = share.layout
     ddp = share.zero == 0 and layout.data_parallel > 1 and not engine.in_units(share)

@@ -46,7 +46,7 @@ def hub_id(name: str) -> str | None:
     return hub
 
 
-def _key(name: str) -> str:
+def _normalise_name(name: str) -> str:
     """Normalise variations of a name: the hub's owner, case, "Meta-", "-Instruct", "-hf", "-v0.3"."""
     text = name.strip().lower().rsplit("/", 1)[-1]
     text = re.sub(r"^meta-", "", text)
@@ -56,16 +56,16 @@ def _key(name: str) -> str:
     return re.sub(r"[\s_-]+", "", text)
 
 
-_BY_KEY = {_key(spec.name): spec for spec in KNOWN}
+_BY_KEY = {_normalise_name(spec.name): spec for spec in KNOWN}
 _BY_KEY.update({other: spec for spec in KNOWN for other in _TABLES["known"][spec.name].get("also", ())})
 
 
 def model_named(name: str) -> ModelSpec:
     """Return the shape of a model by name. A name with the hub's owner keeps it, to use exactly these weights."""
-    spec = _BY_KEY.get(_key(name))
+    spec = _BY_KEY.get(_normalise_name(name))
     if spec is not None:
         return replace(spec, name=name.strip()) if _HUB_ID.fullmatch(name.strip()) else spec
-    near = difflib.get_close_matches(_key(name), _BY_KEY, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(_normalise_name(name), _BY_KEY, n=3, cutoff=0.5)
     hint = f"; nearest: {', '.join(_BY_KEY[k].name for k in near)}" if near else ""
     raise ModelError(f"model={name!r}: not a known name{hint}; give the path of its config.json instead")
 
@@ -105,18 +105,18 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
         )
     is_known = family in _TABLES["default"]
     if not is_known and any_type:
-        config = _in_usual_words(config)
+        config = _rename_sizes(config)
     elif not is_known:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_TABLES['default']))}")
     passed_over = dict.fromkeys(_TABLES["passed_over"].get(family, ()))
     config = {**_TABLES["default"].get(family, {}), **config, **passed_over}
     layers = _whole(config, ("num_hidden_layers", "n_layer"))
-    hidden, heads, head_dim, kv_heads = _heads(config, family)
+    hidden, heads, head_dim, kv_heads = _read_heads(config, family)
     ffn = _whole(
         config, ("intermediate_size_mlp",) if family == "llama4" else ("intermediate_size", "n_inner"),
         default=4 * hidden if family == "gpt2" else None,
     )  # fmt: skip
-    window, sliding = _window(config, family, layers)
+    window, sliding = _read_window(config, family, layers)
     tied = config.get("tie_word_embeddings")
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or kind),
@@ -130,21 +130,21 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
         vocab=_whole(config, ("vocab_size",)),
         tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2", "gemma3"},
         gated_mlp=family != "gpt2" if is_known else config["gated_mlp"],
-        attention_bias=_attention_bias(config, family),
+        attention_bias=_has_attention_bias(config, family),
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
         mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
-        max_positions=_positions(config),
-        rope_types=_rope_types(config),
+        max_positions=_read_positions(config),
+        rope_types=_read_rope_types(config),
         sliding_window=window,
         sliding_layers=sliding,
-        quantised=_quantised(config),
-        **_latent(config, family),
-        **_linear(config, family, layers),
-        **_mixture(config, family, layers, ffn),
+        quantised=_read_quantisation(config),
+        **_read_latent(config, family),
+        **_read_linear(config, family, layers),
+        **_read_mixture(config, family, layers, ffn),
     )
 
 
-def _in_usual_words(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of an unknown architecture under Llama's key names (models.toml, `usual_names`)."""
     made = dict(config)
     for usual, others in _TABLES["usual_names"].items():
@@ -160,13 +160,13 @@ def _in_usual_words(config: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _quantised(config: Mapping[str, Any]) -> str:
+def _read_quantisation(config: Mapping[str, Any]) -> str:
     """Return how the weights are quantised ("gptq", "mxfp4"); "" if they are not."""
     kind = config.get("quantization_config")
     return str(kind.get("quant_method") or "in an unknown way") if isinstance(kind, Mapping) else ""
 
 
-def _latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
+def _read_latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
     """Return the ranks and columns of multi-head latent attention."""
     if family != "deepseek_v3":
         return {}
@@ -178,7 +178,7 @@ def _latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
     }
 
 
-def _linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, int]:
+def _read_linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, int]:
     """Return Qwen 3 Next's linear attention layers: those in layer_types, else all except every fourth."""
     if family != "qwen3_next":
         return {}
@@ -196,9 +196,9 @@ def _linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, in
     }  # fmt: skip
 
 
-def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
+def _read_mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
     """Return the properties of the experts, if any layer has experts."""
-    dense = _dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
+    dense = _count_dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
     if dense >= layers:
         return {}
     width = _whole(config, ("intermediate_size" if family == "llama4" else "moe_intermediate_size",), default=ffn)
@@ -219,7 +219,7 @@ def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> d
     }
 
 
-def _heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
+def _read_heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
     """Return hidden size, attention heads, head dimension, key and value heads."""
     hidden = _whole(config, ("hidden_size", "n_embd"))
     heads = _whole(config, ("num_attention_heads", "n_head"))
@@ -236,19 +236,19 @@ def _heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
     return hidden, heads, head_dim, kv_heads
 
 
-def _attention_bias(config: Mapping[str, Any], family: str) -> bool:
+def _has_attention_bias(config: Mapping[str, Any], family: str) -> bool:
     if family in _FAMILIES["biased"] or family in _FAMILIES["unbiased"]:
         return family in _FAMILIES["biased"]
     return bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))
 
 
-def _positions(config: Mapping[str, Any]) -> int | None:
+def _read_positions(config: Mapping[str, Any]) -> int | None:
     names = ("max_position_embeddings", "n_positions")
     present = any(config.get(name) is not None for name in names)
     return _whole(config, names, default=1 << 20) if present else None
 
 
-def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _read_rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the types in rope_parameters (rope_scaling before transformers 5); a model may have one per layer kind."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
@@ -257,7 +257,7 @@ def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted({str(one.get("rope_type") or one.get("type") or "default") for one in each}))
 
 
-def _indices(config: Mapping[str, Any], name: str) -> list[int]:
+def _read_indices(config: Mapping[str, Any], name: str) -> list[int]:
     """Return a list of layer indices."""
     named = config.get(name) or []
     if not isinstance(named, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
@@ -265,25 +265,25 @@ def _indices(config: Mapping[str, Any], name: str) -> list[int]:
     return named
 
 
-def _dense_layers(config: Mapping[str, Any], family: str, layers: int) -> int:
+def _count_dense_layers(config: Mapping[str, Any], family: str, layers: int) -> int:
     """Count the layers of a mixture without experts: the first, all except every n-th, or listed ones."""
     if family in _FAMILIES["shared"]:
         return min(layers, _whole(config, ("first_k_dense_replace",), default=0, least=0))
     if family == "llama4":
         step = _whole(config, ("interleave_moe_layer_step",))
-        named = _indices(config, "moe_layers") or range(step - 1, layers, step)
+        named = _read_indices(config, "moe_layers") or range(step - 1, layers, step)
         return layers - len({i for i in named if 0 <= i < layers})
     if family not in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
         return 0
     step = _whole(config, ("decoder_sparse_step",), default=1)
-    only = _indices(config, "mlp_only_layers")
+    only = _read_indices(config, "mlp_only_layers")
     return layers - layers // step + len({i for i in only if 0 <= i < layers and (i + 1) % step == 0})
 
 
-def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
+def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
     """Return the window, and the number of sliding layers unless it is the default (all, or half in Gemma 2)."""
     if family == "llama4":
-        return _chunked(config, layers)
+        return _read_chunks(config, layers)
     enabled = family in _FAMILIES["sliding"] or (
         family in _FAMILIES["sliding_where_asked"] and bool(config.get("use_sliding_window"))
     )
@@ -310,15 +310,15 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
     return (window, None if sliding == layers else sliding) if sliding else (None, None)
 
 
-def _chunked(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
+def _read_chunks(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
     """Return Llama 4's chunk size, and its chunked layers: those with rotary positions, three of four."""
     if config.get("attention_chunk_size") is None:
         return None, None
     chunk, kinds = _whole(config, ("attention_chunk_size",)), config.get("layer_types")
     if isinstance(kinds, list):
         chunked = sum(kind == "chunked_attention" for kind in kinds[:layers])
-    elif _indices(config, "no_rope_layers"):
-        chunked = sum(map(bool, _indices(config, "no_rope_layers")[:layers]))
+    elif _read_indices(config, "no_rope_layers"):
+        chunked = sum(map(bool, _read_indices(config, "no_rope_layers")[:layers]))
     else:
         chunked = layers - layers // _whole(config, ("no_rope_layer_interval",))
     return (chunk, None if chunked == layers else chunked) if chunked else (None, None)

@@ -87,7 +87,7 @@ def linear_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float],
 _BIASED_BUT_OUTPUT = ("gpt2", "qwen2", "qwen2_moe", "glm", "glm4", "glm4_moe")
 
 
-def _small(model: ModelSpec) -> tuple[int, int]:
+def _count_small(model: ModelSpec) -> tuple[int, int]:
     """Return the norm and bias weights of a layer with full attention, and with linear attention."""
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     norms = 2 * h * (2 if model.family in ("gemma2", "gemma3", "glm4") else 1)
@@ -128,7 +128,7 @@ def weights(model: ModelSpec) -> Weights:
             every += matrices * h * model.shared_expert_ffn + gate
         routed = model.experts * one
         mlp, active = routed + every, model.experts_per_token * one + every
-    small, linear_small = _small(model)
+    small, linear_small = _count_small(model)
     linear = sum(into * out for into, out in linear_products(model)) + linear_small
     positions = (model.max_positions or 0) * h if model.family == "gpt2" else 0
     return Weights(

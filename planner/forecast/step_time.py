@@ -115,7 +115,7 @@ class Job(Question):
         return cost
 
 
-def _overlap(first: float, second: float, loss: float) -> float:
+def _overlap_seconds(first: float, second: float, loss: float) -> float:
     """Return the seconds of two tasks that run concurrently and compete for the hardware."""
     return max(first, second) + loss * min(first, second)
 
@@ -131,8 +131,8 @@ def strides(layout: Layout) -> tuple[int, int, int, int]:
     return cp, shard, replicate, replicate * layout.dp_replicate
 
 
-def _over_groups(
-    collective: Callable[[float, int, int, float], float], step: _Step, each: float, count: float, routed: float,
+def _time_over_groups(
+    collective: Callable[[float, int, int, float], float], step: _StepInputs, each: float, count: float, routed: float,
     messages: float, *, ranks: int,
 ) -> float:  # fmt: skip
     """Return the seconds of a collective over `ranks` data-parallel ranks, `each` bytes per weight.
@@ -148,7 +148,7 @@ def _over_groups(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _StepInputs:
     """The inputs from which the components of one layout's step are computed."""
 
     job: Job
@@ -247,7 +247,7 @@ class _Step:
         return self.job.constants.unit_kernels * self.job.rates.launch_seconds if hooked else 0.0
 
 
-class _Layer(NamedTuple):
+class _LayerTimes(NamedTuple):
     """Seconds of one layer and micro-batch on one rank."""
 
     forward: float
@@ -260,7 +260,7 @@ class _Layer(NamedTuple):
     expert_parallel: float
 
 
-class _Micro(NamedTuple):
+class _MicroBatchTimes(NamedTuple):
     """Seconds of one micro-batch on the slowest stage: the largest, or the last, which has the head."""
 
     layers: float
@@ -271,7 +271,7 @@ class _Micro(NamedTuple):
     head_loss: float
 
 
-class _Exchange(NamedTuple):
+class _ExchangeTimes(NamedTuple):
     """Time that data parallelism adds to a step: exposed seconds, and seconds of copies per micro-batch."""
 
     gather: float = 0.0
@@ -281,13 +281,13 @@ class _Exchange(NamedTuple):
 
 def step_parts(job: Job, layout: Layout) -> StepParts:
     """Forecast the step time of one layout."""
-    step = _step(job, job.engine.as_run(layout))
+    step = _prepare_step(job, job.engine.as_run(layout))
     layout, cost = step.layout, step.cost
-    layer = _layer(step)
-    micro = _micro_batch(step, layer)
-    exchange = _sharded(step, micro) if step.sharded else _replicated(step, micro)
-    bubble, send = _pipeline(step, micro, exchange.gather)
-    optimizer, offload = _optimizer(step)
+    layer = _time_layer(step)
+    micro = _time_micro_batch(step, layer)
+    exchange = _time_sharded(step, micro) if step.sharded else _time_replicated(step, micro)
+    bubble, send = _time_pipeline(step, micro, exchange.gather)
+    optimizer, offload = _time_optimizer(step)
     m, layers = layout.gradient_accumulation, micro.layers
     passes = 3.0 if step.full else 2.0  # passes of a product: forward, input gradient, and weight gradient if trained
     host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # on a GPU, the head's product hides them
@@ -298,7 +298,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         dequantize=m * layers * layer.dequantize,
         recompute=m * layers * layer.recompute,
         host=m * (layers * layer.host + host_ends),
-        tensor_parallel=m * (layers * layer.tensor_parallel + _tensor_parallel(step, ends=True)),
+        tensor_parallel=m * (layers * layer.tensor_parallel + _time_tensor_parallel(step, ends=True)),
         context_parallel=m * layers * layer.context_parallel,
         expert_parallel=m * layers * layer.expert_parallel,
         gather=exchange.gather,
@@ -318,7 +318,7 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
     Each collective counts with its larger side; a tensor-parallel all-gather or reduce-scatter is half an all-reduce.
     Collectives of at most one number per token are left out.
     """
-    step = _step(job, job.engine.as_run(layout))
+    step = _prepare_step(job, job.engine.as_run(layout))
     layout, share, engine, m = step.layout, step.share, job.engine, step.layout.gradient_accumulation
     reduced, found = engine.reduced_bytes(job.train, layout), {}
     if step.sharded:
@@ -342,10 +342,10 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
     return found
 
 
-def _step(job: Job, layout: Layout) -> _Step:
+def _prepare_step(job: Job, layout: Layout) -> _StepInputs:
     tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
     on_cpu = job.rates.device == "CPU"
-    return _Step(
+    return _StepInputs(
         job=job,
         layout=layout,
         count=weights(job.model),
@@ -356,25 +356,25 @@ def _step(job: Job, layout: Layout) -> _Step:
     )
 
 
-def _layer(step: _Step) -> _Layer:
+def _time_layer(step: _StepInputs) -> _LayerTimes:
     cost = step.cost
     forward = cost.gemm + cost.attention + cost.elementwise
     # Frozen weights have no gradient, unless they are merged with their adapters.
     backward = cost.gemm * (2.0 if step.full else 1.0) + cost.merged + cost.attention * 2.5 + cost.elementwise * 2.0
     gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
-    return _Layer(
+    return _LayerTimes(
         forward=forward,
         backward=backward,
         recompute=gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise,
         dequantize=cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0),
-        host=_host(step, forward, backward),
-        tensor_parallel=_tensor_parallel(step),
-        context_parallel=_context_parallel(step),
-        expert_parallel=_expert_parallel(step),
+        host=_time_launches(step, forward, backward),
+        tensor_parallel=_time_tensor_parallel(step),
+        context_parallel=_time_context_parallel(step),
+        expert_parallel=_time_expert_parallel(step),
     )
 
 
-def _host(step: _Step, forward: float, backward: float) -> float:
+def _time_launches(step: _StepInputs, forward: float, backward: float) -> float:
     """Return the seconds of kernel launches that are not hidden by the kernels themselves."""
     forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
     if not step.on_cpu:
@@ -384,7 +384,7 @@ def _host(step: _Step, forward: float, backward: float) -> float:
     return forward_host * (2.0 if step.layout.checkpointing == "full" else 1.0) + backward_host
 
 
-def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
+def _time_tensor_parallel(step: _StepInputs, *, ends: bool = False) -> float:
     """Return the exposed seconds of all-reduces after attention and MLP, both passes; or of those outside layers."""
     layout, job = step.layout, step.job
     if layout.tp == 1:
@@ -396,7 +396,7 @@ def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
     return rounds * exposed * job.links.all_reduce_seconds(step.hidden_bytes, layout.tp, 1)
 
 
-def _context_parallel(step: _Step) -> float:
+def _time_context_parallel(step: _StepInputs) -> float:
     """Return the exposed seconds of context parallelism. A ring overlaps with attention; a gather with the own part.
 
     If tokens are exchanged for heads instead, no overlap is possible.
@@ -415,7 +415,7 @@ def _context_parallel(step: _Step) -> float:
     return max(0.0, ring - hidden) + max(0.0, 2.0 * ring - 2.5 * hidden) + 0.3 * ring
 
 
-def _expert_parallel(step: _Step) -> float:
+def _time_expert_parallel(step: _StepInputs) -> float:
     """Return the seconds to send tokens to their experts and back, both passes; mean over the layers."""
     layout, model = step.layout, step.job.model
     if layout.ep == 1:
@@ -423,9 +423,9 @@ def _expert_parallel(step: _Step) -> float:
     links, copies, spread = step.job.links, float(model.experts_per_token), None
     if step.job.engine.sends_tokens_once:
         domains = layout.ep / max(links.island_size, links.ranks_per_node)
-        copies = each = _receivers(model, float(layout.ep))
+        copies = each = _count_receivers(model, float(layout.ep))
         if domains > 1:
-            copies = _receivers(model, domains)
+            copies = _count_receivers(model, domains)
             spread = each / copies
     sent = step.share.element * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
@@ -435,7 +435,7 @@ def _expert_parallel(step: _Step) -> float:
     return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1, spread)
 
 
-def _receivers(model: ModelSpec, of: float) -> float:
+def _count_receivers(model: ModelSpec, of: float) -> float:
     """Return the expected number, out of `of` receivers, that have at least one of a token's k experts.
 
     A model may restrict a token's experts to some groups (node-limited routing, arXiv 2412.19437).
@@ -444,7 +444,7 @@ def _receivers(model: ModelSpec, of: float) -> float:
     return float(among * (1.0 - (1.0 - 1.0 / among) ** model.experts_per_token))
 
 
-def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
+def _time_micro_batch(step: _StepInputs, layer: _LayerTimes) -> _MicroBatchTimes:
     head_gemm, head_loss = step.job.head(step.layout, step.tokens)
     head = head_gemm * (2.0 + (1.0 if step.full else 0.0)) + head_loss
     tp, cp, ep = layer.tensor_parallel, layer.context_parallel, layer.expert_parallel
@@ -455,11 +455,11 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
     last = last_stage(step.job.model, step.layout)
     added = step.accumulation
     if step.layers * (forward + backward) > last * (forward + backward) + head:
-        return _Micro(step.layers, step.layers * forward, step.layers * backward + added, 0.0, 0.0, 0.0)
-    return _Micro(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
+        return _MicroBatchTimes(step.layers, step.layers * forward, step.layers * backward + added, 0.0, 0.0, 0.0)
+    return _MicroBatchTimes(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
 
 
-def _sharded(step: _Step, micro: _Micro) -> _Exchange:
+def _time_sharded(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     """Return the time to gather weights before each unit, scatter gradients after it, and all-reduce over replicas."""
     job, layout, links, share, units = step.job, step.layout, step.job.links, step.share, step.layers + step.ends
     lost = {True: job.constants.overlap_loss_network, False: job.constants.overlap_loss}
@@ -467,9 +467,9 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
     each_reduced = job.engine.reduced_bytes(job.train, layout)
     gathered, reduced = step.gathered_bytes, each_reduced * share.trained
     each = gathered / share.local  # mean
-    gather_once = _over_groups(links.ring_seconds, step, each, share.local, share.routed, units, ranks=share.group)
+    gather_once = _time_over_groups(links.ring_seconds, step, each, share.local, share.routed, units, ranks=share.group)
     again = gather_once * (1.0 - step.stored_bytes / gathered) if layout.reshard_after_forward else 0.0
-    scatter = _over_groups(
+    scatter = _time_over_groups(
         links.scatter_seconds, step, each_reduced, share.trained, share.routed_trained, units, ranks=share.group
     )
     gathers, scatters = job.engine.gathers(layout), job.engine.scatters(job.train, layout)
@@ -481,8 +481,8 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
         passes = gathers + job.engine.gathers_again(layout)
         copied = once_copied * (gathered * passes + reduced * scatters) / layout.gradient_accumulation
     else:
-        ahead = _overlap(micro.forward, gather_once, loss) - micro.forward + gather_once / max(1.0, step.layers)
-        shown = _overlap(micro.backward, again + scatter, loss) - micro.backward
+        ahead = _overlap_seconds(micro.forward, gather_once, loss) - micro.forward + gather_once / max(1.0, step.layers)
+        shown = _overlap_seconds(micro.backward, again + scatter, loss) - micro.backward
         late = shown * scatter / (again + scatter) if scatter else 0.0
         behind = shown - late
         late += scatter / max(1.0, step.layers)
@@ -491,16 +491,16 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
         trained = share.part(share.trained, share.routed_trained, sharded=True)
         across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, strides(layout)[2])
         loss = lost[links.crosses(layout.dp_replicate, strides(layout)[2]) is links.network]
-        reduce += _overlap(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
-    return _Exchange(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
+        reduce += _overlap_seconds(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
+    return _ExchangeTimes(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
 
 
-def _replicated(step: _Step, micro: _Micro) -> _Exchange:
+def _time_replicated(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     """Return the time to reduce gradients over ranks with all weights; ZeRO-1 and 2 also gather updated weights."""
     job, layout, share = step.job, step.layout, step.share
     ranks = layout.data_parallel * layout.cp  # context-parallel ranks process other tokens of the same sequences
     if ranks == 1:
-        return _Exchange()
+        return _ExchangeTimes()
 
     reduced = share.trained * job.engine.reduced_bytes(job.train, layout)
     bucket = max(job.engine.reduce_bucket, job.engine.reduce_bucket_per_rank * ranks)
@@ -508,18 +508,18 @@ def _replicated(step: _Step, micro: _Micro) -> _Exchange:
 
     def one(each: float) -> float:
         ring = job.links.ring_seconds
-        return _over_groups(ring, step, each, share.trained, share.routed_trained, messages, ranks=ranks)
+        return _time_over_groups(ring, step, each, share.trained, share.routed_trained, messages, ranks=ranks)
 
     back_way = one_way = one(job.engine.reduced_bytes(job.train, layout))
     if layout.sharding in ("zero1", "zero2"):
         back_way = one(step.share.element)  # in the type of computation
-    reduce = _reduction(step, micro, one_way, back_way) if job.engine.dp_overlap else one_way + back_way
+    reduce = _time_reduction(step, micro, one_way, back_way) if job.engine.dp_overlap else one_way + back_way
     if job.engine.reduce_every_micro_batch and layout.sharding == "zero2":
         reduce *= layout.gradient_accumulation
-    return _Exchange(reduce=reduce)
+    return _ExchangeTimes(reduce=reduce)
 
 
-def _reduction(step: _Step, micro: _Micro, one_way: float, back_way: float) -> float:
+def _time_reduction(step: _StepInputs, micro: _MicroBatchTimes, one_way: float, back_way: float) -> float:
     """Return the seconds of a reduction that the backward pass does not hide."""
     layout, count = step.layout, step.count
     # gloo's threads share the cores of a host with compute; waiting for a network is hidden
@@ -528,13 +528,13 @@ def _reduction(step: _Step, micro: _Micro, one_way: float, back_way: float) -> f
     if layout.pp == 1 and step.full:  # the embedding's gradient comes last, in one bucket
         last = max(last, one_way * count.embedding / count.total)
     if layout.sharding == "ddp":
-        return _overlap(micro.backward, 2.0 * (one_way - last), loss) - micro.backward + 2.0 * last
+        return _overlap_seconds(micro.backward, 2.0 * (one_way - last), loss) - micro.backward + 2.0 * last
     # Updated weights are gathered during the next forward pass.
-    reduce = _overlap(micro.backward, one_way - last, loss) - micro.backward + last
-    return reduce + (_overlap(micro.forward, back_way, loss) - micro.forward)
+    reduce = _overlap_seconds(micro.backward, one_way - last, loss) - micro.backward + last
+    return reduce + (_overlap_seconds(micro.forward, back_way, loss) - micro.forward)
 
 
-def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
+def _time_pipeline(step: _StepInputs, micro: _MicroBatchTimes, gather: float) -> tuple[float, float]:
     """Return the seconds of the schedule's bubble, and of its sends.
 
     Each stage boundary carries activations forward and gradients back. In 1F1B a stage waits for both exchanges
@@ -553,7 +553,7 @@ def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
     return bubble, send
 
 
-def _optimizer(step: _Step) -> tuple[float, float]:
+def _time_optimizer(step: _StepInputs) -> tuple[float, float]:
     """Return the seconds of the optimizer on the device, or of an offloaded optimizer."""
     job, layout, wide = step.job, step.layout, step.share.element
     share = step.share

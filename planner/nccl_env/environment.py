@@ -41,13 +41,13 @@ def render_shell(settings: Sequence[Setting]) -> str:
 
 
 def _render(settings: Sequence[Setting], line: Callable[[Setting], str]) -> str:
-    lines = [text for each in _checked(settings) for text in (f"# {each.reason.rule}", line(each))]
+    lines = [text for each in _check_values(settings) for text in (f"# {each.reason.rule}", line(each))]
     return "\n".join(text.replace("\n", " ") for text in lines or ("# nothing to set",)) + "\n"
 
 
 def k8s_env(settings: Sequence[Setting]) -> list[dict[str, str]]:
     """Return the `env:` list of a container."""
-    return [{"name": each.name, "value": each.value} for each in _checked(settings)]
+    return [{"name": each.name, "value": each.value} for each in _check_values(settings)]
 
 
 def render_k8s(settings: Sequence[Setting]) -> str:
@@ -57,7 +57,7 @@ def render_k8s(settings: Sequence[Setting]) -> str:
     return yaml.safe_dump(k8s_env(settings), sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _checked(settings: Sequence[Setting]) -> Sequence[Setting]:
+def _check_values(settings: Sequence[Setting]) -> Sequence[Setting]:
     for each in settings:
         if each.name in RESERVED:
             raise RenderError(f"{each.name}: reserved for the launcher, must not be set")
@@ -87,7 +87,7 @@ def omp_threads(case: Situation) -> Setting | Note | None:
     """OMP_NUM_THREADS: torchrun sets it to 1 if several ranks share a node, and does not set it for a single rank."""
     if case.amd:
         return None
-    shares = [share for node in case.nodes if (share := _cores_per_rank(case, node)) is not None]
+    shares = [share for node in case.nodes if (share := _count_cores_per_rank(case, node)) is not None]
     if not shares:
         return None
     share = min(shares, key=lambda share: share.threads)
@@ -102,7 +102,7 @@ def omp_threads(case: Situation) -> Setting | Note | None:
     return note("omp.gpu", f"{share.hostname}: {share.evidence}", threads=share.threads)
 
 
-class _Share(NamedTuple):
+class _CoreShare(NamedTuple):
     """CPU cores of a node that one rank can use."""
 
     hostname: str
@@ -112,8 +112,8 @@ class _Share(NamedTuple):
     evidence: str
 
 
-def _cores_per_rank(case: Situation, node: NodeView) -> _Share | None:
-    info, limits = node.hostinfo(), _limits(node)
+def _count_cores_per_rank(case: Situation, node: NodeView) -> _CoreShare | None:
+    info, limits = node.hostinfo(), _get_limits(node)
     cores = info.cores or info.threads if info else None
     if cores is None:
         return None
@@ -123,7 +123,7 @@ def _cores_per_rank(case: Situation, node: NodeView) -> _Share | None:
     limited = bool(quota and quota < cores)
     by_cgroup = f", {quota:g} by cgroup" if limited else ""
     evidence = f"{cores} cores{by_cgroup}, {ranks} rank{'s' if ranks > 1 else ''}"
-    return _Share(node.hostname, max(usable // ranks, 1), ranks, limited, evidence)
+    return _CoreShare(node.hostname, max(usable // ranks, 1), ranks, limited, evidence)
 
 
 def cpu_binding(case: Situation) -> Note | None:
@@ -153,14 +153,14 @@ def pod_needs(case: Situation) -> tuple[PodNeed, ...]:
     if not case.nodes:
         return ()
     found: dict[tuple[str, str], PodNeed] = {}
-    for each in _needs(case):
+    for each in _list_needs(case):
         found.setdefault((each.name, each.value), each)
     return tuple(found.values())
 
 
-def _needs(case: Situation) -> Iterator[PodNeed]:
+def _list_needs(case: Situation) -> Iterator[PodNeed]:
     largest = max(case.nodes, key=lambda node: node.gpu_count())
-    yield _shm(largest, case.ranks_on(largest))
+    yield _need_shm(largest, case.ranks_on(largest))
     if case.gpus:
         yield need(
             "pod.gpus", f"nvidia.com/gpu: {largest.gpu_count()}", f"{largest.hostname}: {largest.gpu_count()} GPUs"
@@ -170,11 +170,11 @@ def _needs(case: Situation) -> Iterator[PodNeed]:
     if joined := gpus.nvlink_between_nodes(case):
         yield need("pod.compute_domain", "resource.nvidia.com/v1beta1", joined)
     if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
-        yield from _locked_memory(case)
+        yield from _need_locked_memory(case)
     if case.efa:
-        yield from _efa(case)
+        yield from _need_efa(case)
     for node in case.nodes:
-        yield from _roce_in_pod(node)
+        yield from _need_roce(node)
 
 
 def _has_hcas(node: NodeView) -> bool:
@@ -183,13 +183,13 @@ def _has_hcas(node: NodeView) -> bool:
     return any(nic.kind in ("hca", "efa") for nic in nics)
 
 
-def _limits(node: NodeView) -> LimitsFacts | None:
+def _get_limits(node: NodeView) -> LimitsFacts | None:
     """Return the limits of the probing process."""
     return node.snapshot.facts(LimitsFacts) if node.snapshot else None
 
 
-def _shm(node: NodeView, ranks: int) -> PodNeed:
-    limits = _limits(node)
+def _need_shm(node: NodeView, ranks: int) -> PodNeed:
+    limits = _get_limits(node)
     have = limits.shm_size_bytes if limits and not limits.of_agent else None
     evidence = f"{node.hostname}: {ranks} ranks"
     if have is not None and limits is not None:
@@ -198,14 +198,14 @@ def _shm(node: NodeView, ranks: int) -> PodNeed:
     return need("pod.shm", str(ranks * _SHM_BYTES_PER_RANK), evidence, users=users)
 
 
-def _locked_memory(case: Situation) -> Iterator[PodNeed]:
-    yield need("pod.memlock", "unlimited", _memlock_evidence(case))
-    yield need("pod.ipc_lock", "IPC_LOCK", _memlock_evidence(case))
+def _need_locked_memory(case: Situation) -> Iterator[PodNeed]:
+    yield need("pod.memlock", "unlimited", _describe_memlock(case))
+    yield need("pod.ipc_lock", "IPC_LOCK", _describe_memlock(case))
 
 
-def _memlock_evidence(case: Situation) -> str:
+def _describe_memlock(case: Situation) -> str:
     for node in case.nodes:
-        limits = _limits(node)
+        limits = _get_limits(node)
         if limits is None or not limits.memlock_known:
             continue
         soft = limits.memlock_soft_bytes
@@ -214,7 +214,7 @@ def _memlock_evidence(case: Situation) -> str:
     return "memlock was not read"
 
 
-def _efa(case: Situation) -> Iterator[PodNeed]:
+def _need_efa(case: Situation) -> Iterator[PodNeed]:
     node = max(case.nodes, key=lambda each: each.efa_count())
     gpus, ranks = node.gpu_count(), case.ranks_on(node)
     part = ranks < gpus  # pods on the other GPUs need theirs
@@ -224,18 +224,18 @@ def _efa(case: Situation) -> Iterator[PodNeed]:
         f"vpc.amazonaws.com/efa: {count}",
         f"{node.hostname}: {node.efa_count()} EFA devices" + (f", for {ranks} of {gpus} GPUs" if part else ""),
     )
-    yield need("pod.hugepages", _EFA_HUGEPAGES, _hugepages(node))
+    yield need("pod.hugepages", _EFA_HUGEPAGES, _describe_hugepages(node))
 
 
-def _hugepages(node: NodeView) -> str:
-    limits = _limits(node)
+def _describe_hugepages(node: NodeView) -> str:
+    limits = _get_limits(node)
     pages = limits.hugepages if limits else None
     if not pages:
         return f"{node.hostname}: huge pages were not read"
     return f"{node.hostname}: " + ", ".join(f"{size}: {number}" for size, number in pages.items())
 
 
-def _roce_in_pod(node: NodeView) -> Iterator[PodNeed]:
+def _need_roce(node: NodeView) -> Iterator[PodNeed]:
     """Return the secondary network and the RDMA resource that belongs to it."""
     facts = node.interfaces()
     choice = choose_ports(node)
@@ -306,9 +306,9 @@ def settings(case: Situation) -> EnvAdvice:
     chosen = tuple(answer for answer in answers if isinstance(answer, Setting))
     notes = tuple(answer for answer in answers if isinstance(answer, Note))
     if not case.one_node and case.backend == "nccl":
-        chosen, notes = _with_published(case, chosen, notes)
+        chosen, notes = _add_published(case, chosen, notes)
     if platforms.has_vendor_script(case):
-        chosen, notes = _without_nccl(case, chosen, notes)
+        chosen, notes = _drop_nccl(case, chosen, notes)
     unknown = any(each.text.startswith("Unknown") or each.topic == "platform" for each in notes)
     if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):
         notes = (note("nccl.nothing"), *notes)
@@ -318,7 +318,7 @@ def settings(case: Situation) -> EnvAdvice:
 _Answers = tuple[tuple[Setting, ...], tuple[Note, ...]]
 
 
-def _with_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
+def _add_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
     """Add the platform's published settings to those of the rules; they replace notes about the same variables."""
     named = {one.name for one in chosen}
     added = tuple(each for each in settings_as_published(case) if each.name not in named)
@@ -326,7 +326,7 @@ def _with_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[N
     return (*chosen, *added), tuple(each for each in notes if each.topic not in published)
 
 
-def _without_nccl(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
+def _drop_nccl(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
     """Drop NCCL variables, because a script or plugin of the vendor sets them."""
     if platforms.vendor_script(case) is not None:
         notes = tuple(each for each in notes if not each.topic.startswith("NCCL_") or each.topic in _KEPT)

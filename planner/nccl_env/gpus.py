@@ -29,8 +29,8 @@ def nvlink_between_nodes(case: Situation) -> str | None:
     for node in case.nodes:
         facts = node.gpu()
         cliques.update({gpu.fabric_clique for gpu in facts.gpus if gpu.fabric_clique} if facts else ())
-    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or _tray(case)]
-    racks = [node.hostname for node in case.nodes if not node.snapshot and _of_a_rack(node)]
+    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or _has_tray(case)]
+    racks = [node.hostname for node in case.nodes if not node.snapshot and _is_of_rack(node)]
     if shared:
         return f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)"
     return f"{racks[0]}: catalogue" if racks else None
@@ -44,13 +44,13 @@ def mnnvl(case: Situation) -> Note | None:
     return note("mnnvl", evidence)
 
 
-def _of_a_rack(node: NodeView) -> bool:
+def _is_of_rack(node: NodeView) -> bool:
     """Whether a catalogue machine has an NVLink domain of several nodes."""
     sku = node.topology.sku if node.topology else None
     return any(row.name == sku and row.nvlink_nodes > 1 for row in catalogue())
 
 
-def _tray(case: Situation) -> bool:
+def _has_tray(case: Situation) -> bool:
     """Whether a node with a clique and at most 4 GPUs is a tray of an NVLink domain (GB200 NVL72), not an HGX board."""
     return all(0 < node.gpu_count() <= 4 for node in case.nodes)
 
@@ -59,7 +59,7 @@ def nvls(case: Situation) -> Note | None:
     """NCCL_NVLS_ENABLE: enabled automatically if the switches support reductions."""
     capable = [
         node.hostname
-        for node, capability in _capabilities(case)
+        for node, capability in _list_capabilities(case)
         if capability >= (9, 0) and node.gpu_count() > 2 and all_nvlink(node)
     ]
     if not capable:
@@ -94,7 +94,7 @@ def topo_file(case: Situation) -> Setting | Note | None:
     """NCCL_TOPO_FILE: a VM that hides the PCIe tree needs the file of its provider."""
     topic = "NCCL_TOPO_FILE"
     for node in case.nodes:
-        why = (node.topology.virtual if node.topology else None) or _virtual_tree(node)
+        why = (node.topology.virtual if node.topology else None) or _get_virtual_tree(node)
         if why is None or node.gpu_count() < 2:
             continue
         info = node.hostinfo()
@@ -104,29 +104,29 @@ def topo_file(case: Situation) -> Setting | Note | None:
             return note("topo_file.nccl_conf", f"{evidence}; nccl.conf: {topic}={named}")
         if case.efa:
             return note("topo_file.efa", evidence)
-        path = _azure_file(node)
+        path = _find_azure_file(node)
         if path is not None:
             return setting("topo_file.azure", path, f"{evidence}; {path} is there")
-        if nvidia := [path for path in _topology_files(node) if path.startswith("/var/run/nvidia-topologyd/")]:
+        if nvidia := [path for path in _list_topology_files(node) if path.startswith("/var/run/nvidia-topologyd/")]:
             return note("topo_file.topologyd", f"{evidence}; {nvidia[0]}")
         return note("topo_file.absent", evidence)
     return None
 
 
-def _topology_files(node: NodeView) -> tuple[str, ...]:
+def _list_topology_files(node: NodeView) -> tuple[str, ...]:
     facts = node.pci()
     return facts.topology_files if facts else ()
 
 
-def _azure_file(node: NodeView) -> str | None:
+def _find_azure_file(node: NodeView) -> str | None:
     """Return the existing file of this VM series; Azure's HPC images name it in /etc/nccl.conf."""
-    series = next((found for name in node.gpu_names() if (found := _topology_series(name))), None)
+    series = next((found for name in node.gpu_names() if (found := _find_topology_series(name))), None)
     wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
-    there = _topology_files(node)
+    there = _list_topology_files(node)
     return next((path for path in wanted if path in there), None)
 
 
-def _virtual_tree(node: NodeView) -> str | None:
+def _get_virtual_tree(node: NodeView) -> str | None:
     facts = node.pci()
     return facts.virtual_tree if facts else None
 
@@ -142,7 +142,7 @@ def p2p_level(case: Situation) -> Note | None:
     return None
 
 
-def _capabilities(case: Situation) -> Iterator[tuple[NodeView, tuple[int, int]]]:
+def _list_capabilities(case: Situation) -> Iterator[tuple[NodeView, tuple[int, int]]]:
     for node in case.nodes:
         gpus = node.topology.gpus if node.topology else ()
         known = [gpu.compute_capability for gpu in gpus if gpu.compute_capability]
@@ -153,7 +153,7 @@ def _capabilities(case: Situation) -> Iterator[tuple[NodeView, tuple[int, int]]]
             yield node, min(known)
 
 
-def _two_on_amd(node: NodeView) -> bool:
+def _is_two_on_amd(node: NodeView) -> bool:
     """Whether the node has at most two GPUs and AMD CPUs, so that NCCL 2.23+ allows any P2P (ncclTopoCheckP2p)."""
     info = node.hostinfo()
     return info is not None and info.cpu_vendor == "AuthenticAMD" and node.gpu_count() <= 2
@@ -164,7 +164,7 @@ def pcie_pairs(case: Situation) -> Note | None:
     if case.backend != "nccl":
         return None
     for node in case.nodes:
-        if node.topology is None or node.gpu_count() < 2 or all_nvlink(node) or _two_on_amd(node):
+        if node.topology is None or node.gpu_count() < 2 or all_nvlink(node) or _is_two_on_amd(node):
             continue
         far = [p for p in node.topology.pairs if p.a.startswith("GPU") and p.b.startswith("GPU") and p.path]
         beyond = [pair for pair in far if pair.path and pair.path > PathClass.PXB]
@@ -174,7 +174,7 @@ def pcie_pairs(case: Situation) -> Note | None:
     return None
 
 
-def _topology_series(gpu: str) -> str | None:
+def _find_topology_series(gpu: str) -> str | None:
     """Return the series of Azure's topology files for machines with this GPU; None if there is none."""
     wanted = gpu_named(gpu)
     with_file = (row for row in machines() if row.topology_file)

@@ -30,16 +30,16 @@ def choose_ports(node: NodeView) -> PortChoice:
     """Start with the ports that NCCL uses by default, and drop those that a job must not use."""
     chosen = node.default_ports()
     dropped: dict[str, str] = {}
-    secondary = _secondary_devices(node)
+    secondary = _find_secondary_devices(node)
     far: dict[str, str] = {}
     for rule in _RULES:
         unfit = rule(node, chosen)
         chosen = tuple(view for view in chosen if view.name not in unfit)
-        (far if rule is _near_a_gpu else dropped).update(unfit)
+        (far if rule is _drop_far else dropped).update(unfit)
     return PortChoice(chosen=chosen, dropped=dropped, far=far, secondary=secondary)
 
 
-def _secondary_devices(node: NodeView) -> dict[str, str]:
+def _find_secondary_devices(node: NodeView) -> dict[str, str]:
     """Return RoCE devices of the pod's networks. InfiniBand needs no pod network, because GIDs belong to the port."""
     facts = node.interfaces()
     roce = [view for view in node.default_ports() if view.port.link_layer == "Ethernet"]
@@ -52,16 +52,16 @@ def _secondary_devices(node: NodeView) -> dict[str, str]:
     return found
 
 
-def _hardware(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+def _drop_software(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop Soft-RoCE and soft-iWARP, which run on the CPU, if there is a real HCA."""
     if all(map(is_software, ports)):
         return {}
     return {view.name: "RDMA in software (rxe, siw)" for view in ports if is_software(view)}
 
 
-def _of_this_pod(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+def _drop_other_pods(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop RoCE devices without a GID in this network namespace; only devices of the pod's networks have one."""
-    secondary = _secondary_devices(node)
+    secondary = _find_secondary_devices(node)
     if not any(view.device.name in secondary for view in ports):
         return {}
     return {
@@ -71,7 +71,7 @@ def _of_this_pod(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     }
 
 
-def _one_link_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+def _drop_minor_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Keep one link layer, the one with the higher total rate: InfiniBand and Ethernet ports cannot communicate."""
     rates: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
@@ -89,7 +89,7 @@ def _one_link_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str
     }
 
 
-def _one_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+def _drop_minor_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop InfiniBand ports with another subnet prefix: they have another subnet manager and cannot be reached.
 
     InfiniBand Architecture 4.1.1: the upper 64 bits of GID 0 are the subnet prefix, by default fe80::.
@@ -116,7 +116,7 @@ def subnet_prefix(view: PortView) -> str | None:
     return first.exploded[:19] if first is not None and first.version == 6 else None
 
 
-def _addressed(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+def _drop_unaddressed(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop RoCE ports with only link-local GIDs: they reach no other node, but NCCL would use them."""
     bare = [view for view in ports if is_unaddressed(view)]
     if not bare or not any(gid_addresses(view) for view in ports):
@@ -129,7 +129,7 @@ def is_unaddressed(view: PortView) -> bool:
     return view.port.link_layer == "Ethernet" and view.port.gids_known and not gid_addresses(view, None)
 
 
-def _near_a_gpu(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+def _drop_far(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop ports near no GPU, if every GPU has a near NIC: NCCL's search then never uses the others.
 
     NCCL src/graph/search.cc, ncclTopoSelectNets: NICs of each GPU by path type, nearest first.
@@ -147,7 +147,7 @@ def _near_a_gpu(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     }
 
 
-def _not_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+def _drop_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop slower ports of another model, and the port of the default route: they are for storage or management."""
     facts = node.interfaces()
     default_route = facts.default_route if facts else None
@@ -167,7 +167,7 @@ def _not_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]
     return found
 
 
-def _no_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+def _drop_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop ports in the subnet of a file server, if every GPU has another port at the same distance."""
     info = node.hostinfo()
     servers = [ipaddress.ip_address(text) for text in info.storage_servers] if info else []
@@ -183,9 +183,10 @@ def _no_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     return found if found and spared else {}
 
 
-# Applied in this order. NCCL itself ignores the ports that `_near_a_gpu` drops.
+# Applied in this order. NCCL itself ignores the ports that `_drop_far` drops.
 _RULES = (
-    _hardware, _of_this_pod, _one_link_layer, _one_subnet, _addressed, _near_a_gpu, _not_management, _no_storage,
+    _drop_software, _drop_other_pods, _drop_minor_layer, _drop_minor_subnet,
+    _drop_unaddressed, _drop_far, _drop_management, _drop_storage,
 )  # fmt: skip
 
 

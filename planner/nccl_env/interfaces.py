@@ -28,24 +28,24 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
     if case.backend != "nccl" or case.one_node:
         return None
     if case.cxi:
-        return _slingshot(case)
+        return _name_slingshot(case)
     judged = [(node, facts) for node in case.nodes if (facts := node.interfaces()) is not None]
     if not judged:
         return note("socket_ifname.unread", case.unread("interfaces"))
     choices = {
-        node.hostname: _choose_interface(node, facts, sockets_carry_data=not _fast_fabric(case))
+        node.hostname: _choose_interface(node, facts, sockets_carry_data=not _has_fast_fabric(case))
         for node, facts in judged
     }
     if not any(choices.values()):
-        choices = _shared_subnet(judged)
+        choices = _find_shared_subnet(judged)
     if not any(choices.values()):
-        picks = by_host((node.hostname, _unasked(facts) or "none") for node, facts in judged)
+        picks = by_host((node.hostname, _get_default_choice(facts) or "none") for node, facts in judged)
         unread = case.unread_nodes(NodeView.interfaces)
         return note("socket_ifname.automatic", picks + (f"; not read on {some(unread)}" if unread else ""))
     named = {host: choice for host, choice in choices.items() if choice is not None}
-    fills = {node.hostname: tuple(filter(None, (_unasked(facts),))) for node, facts in judged}
+    fills = {node.hostname: tuple(filter(None, (_get_default_choice(facts),))) for node, facts in judged}
     names = {host: named[host][0] if host in named else fills[host] for host in choices}
-    value = _joined(names, judged)
+    value = _join_names(names, judged)
     if value is None:
         listed = by_host((host, ",".join(each)) for host, each in names.items())
         return note("socket_ifname.names_differ", listed=listed)
@@ -55,7 +55,7 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
     return setting(key, value, evidence, **fields)
 
 
-def _slingshot(case: Situation) -> Setting | Note:
+def _name_slingshot(case: Situation) -> Setting | Note:
     """Return the common prefix of Slingshot interfaces: libfabric uses all of them, the bootstrap one."""
     found = {node.hostname: node.cxi() for node in case.nodes if node.cxi()}
     known = {node.hostname: {each.name for each in facts.interfaces} for node in case.nodes if (
@@ -116,18 +116,18 @@ def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:
     return ("=" if caught else "") + ",".join(names)
 
 
-def _fast_fabric(case: Situation) -> bool:
+def _has_fast_fabric(case: Situation) -> bool:
     return case.efa or case.rdma_ports
 
 
-def _unasked(facts: InterfacesFacts) -> str | None:
+def _get_default_choice(facts: InterfacesFacts) -> str | None:
     return facts.nccl_choice or next(iter(nccl_takes(facts)), None)
 
 
 _Choice = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the text, evidence, fields of the text
 
 
-def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[Interface, ...]:
+def _find_equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[Interface, ...]:
     """Return the usable interfaces of the same kind and speed as the best one."""
     mark = rank_interface(node, facts, best)[:-1]
     return tuple(
@@ -138,11 +138,11 @@ def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[In
 def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool) -> _Choice | None:
     """Return the interfaces to set, with reason; None if this node does not need the variable."""
     best = best_interface(node)
-    unasked = _unasked(facts)
+    unasked = _get_default_choice(facts)
     if best is None or unasked is None:
         return None
-    current = _interface_of(node, unasked)
-    equals = _equals(node, facts, best) if sockets_carry_data else (best,)
+    current = _find_interface(node, unasked)
+    equals = _find_equals(node, facts, best) if sockets_carry_data else (best,)
     names = tuple(each.name for each in equals)
     if best.role == "secondary" and (current is None or current.role != "secondary"):
         network = f" ({best.multus_network})" if best.multus_network else ""
@@ -157,35 +157,35 @@ def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_d
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
         return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": what}
     defaults = nccl_takes(facts)
-    others = [each for name in defaults if name not in names and (each := _interface_of(node, name)) is not None]
+    others = [each for name in defaults if name not in names and (each := _find_interface(node, name)) is not None]
     if sockets_carry_data and others and best.name in defaults:
-        left = ", ".join(f"{each.name} ({each.role}{_speed(each)})" for each in others)
-        evidence = f"{', '.join(names)}: {best.role}{_speed(best)}; NCCL would add {left}"
+        left = ", ".join(f"{each.name} ({each.role}{_format_speed(each)})" for each in others)
+        evidence = f"{', '.join(names)}: {best.role}{_format_speed(best)}; NCCL would add {left}"
         return names, "socket_ifname.tcp", evidence, {}
     return None
 
 
-def _speed(interface: Interface) -> str:
+def _format_speed(interface: Interface) -> str:
     rate = interface.speed_bytes_per_second
     return f", {gigabits(rate)}" if rate else ""
 
 
-def _shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, _Choice | None]:
+def _find_shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, _Choice | None]:
     """Find interfaces with a subnet common to all nodes, if the nodes' own choices have none."""
-    chosen = [_subnets(facts, _unasked(facts)) for _, facts in judged]
-    common = set.intersection(*[_subnets(facts, None) for _, facts in judged])
+    chosen = [_list_subnets(facts, _get_default_choice(facts)) for _, facts in judged]
+    common = set.intersection(*[_list_subnets(facts, None) for _, facts in judged])
     if len(judged) < 2 or set.intersection(*chosen) or not common:
         return {}
     subnet = min(common)
     found: dict[str, _Choice | None] = {}
     for node, facts in judged:
-        name = next(each.name for each in facts.interfaces if subnet in _subnets(facts, each.name))
-        evidence = f"{name}: {subnet}; NCCL would take {_unasked(facts)}"
+        name = next(each.name for each in facts.interfaces if subnet in _list_subnets(facts, each.name))
+        evidence = f"{name}: {subnet}; NCCL would take {_get_default_choice(facts)}"
         found[node.hostname] = ((name,), "socket_ifname.shared_subnet", evidence, {})
     return found
 
 
-def _subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
+def _list_subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
     """Return the subnets of one usable interface, or of all."""
     return {
         str(network)
@@ -195,7 +195,7 @@ def _subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
     }
 
 
-def _joined(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> str | None:
+def _join_names(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> str | None:
     """Return one list for all nodes; None if a name in it exists on another node that must not use it."""
     distinct = list(dict.fromkeys(name for each in sorted(names.values()) for name in each))
     present = {node.hostname: {each.name for each in facts.interfaces} for node, facts in judged}
@@ -204,7 +204,7 @@ def _joined(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeVie
     return exact_if_needed(distinct, {name for there in present.values() for name in there})
 
 
-def _interface_of(node: NodeView, name: str) -> Interface | None:
+def _find_interface(node: NodeView, name: str) -> Interface | None:
     """Return the interface with this name."""
     facts = node.interfaces()
     return next((each for each in facts.interfaces if each.name == name), None) if facts else None

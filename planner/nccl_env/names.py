@@ -63,7 +63,7 @@ def version_text(version: Version | tuple[int, ...]) -> str:
     return ".".join(str(part) for part in version)
 
 
-def _rows(file: str) -> list[str]:
+def _read_rows(file: str) -> list[str]:
     """Return the rows of a table in data/ without comments."""
     lines = (_DATA / file).read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
@@ -72,14 +72,14 @@ def _rows(file: str) -> list[str]:
 @cache
 def torch_names() -> frozenset[str]:
     """Return the TORCH_NCCL_ variables that PyTorch reads."""
-    return frozenset(_rows("torch_nccl_names.txt"))
+    return frozenset(_read_rows("torch_nccl_names.txt"))
 
 
 @cache
 def names() -> Mapping[str, NcclName]:
     """Return every known variable by name."""
     table: dict[str, NcclName] = {}
-    for row in _rows("nccl_env_names.tsv"):
+    for row in _read_rows("nccl_env_names.tsv"):
         name, status, *releases, doc_class, kind, default, reader = row.split("\t")
         if status not in ("current", "removed", "other"):
             raise ValueError(f"nccl_env_names.tsv: status {status!r} is not current, removed or other")
@@ -113,7 +113,7 @@ def plugin_names() -> tuple[PluginName, ...]:
     """Return the table by plugin; full names come before prefixes."""
     found = [
         PluginName(plugin=plugin, name=name.rstrip("*"), prefix=name.endswith("*"), reader=reader, source=source)
-        for plugin, name, reader, source in (row.split("\t") for row in _rows("plugin_env_names.tsv"))
+        for plugin, name, reader, source in (row.split("\t") for row in _read_rows("plugin_env_names.tsv"))
     ]
     return tuple(sorted(found, key=lambda each: (each.prefix, each.name)))
 
@@ -148,11 +148,11 @@ def nearest(name: str) -> tuple[str, ...]:
         live: list[str] = sorted(torch_names())
     else:
         live = sorted(known for known, entry in names().items() if entry.status != "removed")
-    found = [(distance, known) for known in live if (distance := _slip(name, known)) is not None]
+    found = [(distance, known) for known in live if (distance := _count_typing_errors(name, known)) is not None]
     return tuple(known for _distance, known in sorted(found)[:2])
 
 
-def _slip(wrong: str, right: str) -> int | None:
+def _count_typing_errors(wrong: str, right: str) -> int | None:
     """Return the number of wrong letters, if two names differ by a typing error; None if they are different names."""
     if wrong.replace("_", "") == right.replace("_", ""):
         return 0
@@ -165,11 +165,11 @@ def _slip(wrong: str, right: str) -> int | None:
     one, other = differing[0]
     if max(len(one), len(other)) <= 2:  # different words, such as TC and SL
         return None
-    distance = _letters(one, other)
+    distance = _count_letters(one, other)
     return distance if distance <= (1 if max(len(one), len(other)) < 6 else 2) else None
 
 
-def _letters(one: str, other: str) -> int:
+def _count_letters(one: str, other: str) -> int:
     """Count insertions, deletions, substitutions and swaps of neighbours (optimal string alignment)."""
     before: list[int] = []
     last = list(range(len(other) + 1))

@@ -71,11 +71,11 @@ def unknown_platform(case: Situation) -> Note | None:
         if info is None or not (cloud or info.virtual_machine):
             continue
         of = CLOUDS[cloud[0]] if cloud else info.virtual_machine
-        return note("platform.unknown", f"{node.hostname}: {of}", platform=_sentence(which_platform(case)))
+        return note("platform.unknown", f"{node.hostname}: {of}", platform=_make_sentence(which_platform(case)))
     return None
 
 
-def _sentence(text: str) -> str:
+def _make_sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
@@ -88,17 +88,17 @@ def slingshot_protocol(case: Situation) -> Setting | Note | None:
     ]
     if not coherent:
         return None
-    return setting("proto.slingshot", "^LL128", f"{coherent[0]}: C2C links, {len(_cxi(case))} Cassini NICs")
+    return setting("proto.slingshot", "^LL128", f"{coherent[0]}: C2C links, {len(_list_cxi(case))} Cassini NICs")
 
 
 def slingshot_tuning(case: Situation) -> Note | None:
     """Report settings on which sites with Slingshot disagree."""
     if not case.cxi or case.one_node or case.backend != "nccl":
         return None
-    return note("cxi.sites_differ", f"{case.nodes[0].hostname}: {', '.join(_cxi(case)[:8])}")
+    return note("cxi.sites_differ", f"{case.nodes[0].hostname}: {', '.join(_list_cxi(case)[:8])}")
 
 
-def _cxi(case: Situation) -> tuple[str, ...]:
+def _list_cxi(case: Situation) -> tuple[str, ...]:
     return next((found for node in case.nodes if (found := node.cxi())), ())
 
 
@@ -109,7 +109,7 @@ def collnet(case: Situation) -> Setting | Note | None:
     infiniband = [
         node for node in case.nodes if any(view.port.link_layer == "InfiniBand" for view in node.default_ports())
     ]
-    plugin = {node.hostname: path for node in infiniband if (path := _sharp_plugin(node))}
+    plugin = {node.hostname: path for node in infiniband if (path := _find_sharp_plugin(node))}
     if not plugin or len(plugin) < len([node for node in case.nodes if node.snapshot]):
         return None
     evidence = by_host(plugin.items())
@@ -119,7 +119,7 @@ def collnet(case: Situation) -> Setting | Note | None:
     return note("collnet.plugin", evidence)
 
 
-def _sharp_plugin(node: NodeView) -> str | None:
+def _find_sharp_plugin(node: NodeView) -> str | None:
     info = node.hostinfo()
     return next((path for path in info.vendor_files if "sharp" in path), None) if info else None
 
@@ -132,13 +132,13 @@ def gdr_prerequisites(case: Situation) -> Note | None:
         return None  # a log shows what these facts only suggest
     found: list[tuple[str, str]] = []
     for node in case.nodes:
-        found += [(node.hostname, each) for each in _in_the_way(node)]
+        found += [(node.hostname, each) for each in _list_gdr_obstacles(node)]
     if not found:
         return None
     return note("gdrdma.prerequisites", by_host(together(found)))
 
 
-def _in_the_way(node: NodeView) -> list[str]:
+def _list_gdr_obstacles(node: NodeView) -> list[str]:
     facts = node.pci()
     if facts is None or not node.gpu_count():
         return []
@@ -221,10 +221,10 @@ def which_platform(case: Situation) -> str:
     for node in case.nodes:
         if (row := recognise(node)) is not None:
             return f"platform {row.name}"
-    return "unknown platform, because " + (_unknown(case) or "no node was probed")
+    return "unknown platform, because " + (_describe_unknown(case) or "no node was probed")
 
 
-def _unknown(case: Situation) -> str:
+def _describe_unknown(case: Situation) -> str:
     for node in case.nodes:
         info = node.hostinfo()
         if info is None:
@@ -249,7 +249,7 @@ def published(case: Situation, name: str) -> Setting | None:
         return None
     if any(name in (info.nccl_conf or {}) for node in probed if (info := node.hostinfo())):
         return None  # the machine's configuration file already sets it, possibly differently
-    evidence = "; ".join(dict.fromkeys(_evidence(node, row) for node in probed))
+    evidence = "; ".join(dict.fromkeys(_describe_evidence(node, row) for node in probed))
     rule = f"Published for {row.name}. Nothing that a probe reads on a node can confirm the value"
     source = f"{recipe.source.name}, {recipe.source.date}"
     return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=source))
@@ -264,7 +264,7 @@ def settings_as_published(case: Situation) -> Iterator[Setting]:
             yield found
 
 
-def _evidence(node: NodeView, row: Platform) -> str:
+def _describe_evidence(node: NodeView, row: Platform) -> str:
     info = node.hostinfo()
     if info is None:
         return f"{node.hostname} is a machine of the catalogue; no node was probed"

@@ -23,21 +23,21 @@ _NVIDIA_PRIORITY, _NVIDIA_CLASS = 3, 106
 
 def ib_gid_index(case: Situation) -> Setting | Note | None:
     """NCCL_IB_GID_INDEX: only needed before 2.21, where NCCL would use index 0."""
-    roce = _roce(case)
+    roce = _list_roce_ports(case)
     if not roce:
         return None
     bare = [(host, view) for host, view in roce if is_unaddressed(view)]
     if bare:
         return note("gid_index.link_local", _list_ports(bare, lambda view: view.name))
     older = case.older_than(_DYNAMIC_GID)
-    if several := _in_several_subnets(case):
+    if several := _find_several_subnets(case):
         lever = (
             "NCCL_IB_GID_INDEX, the entry's index" if older is True else "NCCL_IB_ADDR_RANGE, a range that covers it"
         )
         return note("gid_index.several_subnets", by_host(together(several)), lever=lever)
-    known = {_v2_ipv4_index(view) for _, view in roce}
+    known = {_find_v2_ipv4_index(view) for _, view in roce}
     found = None not in known
-    listed = _list_ports(roce, lambda view: f"{view.name} index {_v2_ipv4_index(view)}")
+    listed = _list_ports(roce, lambda view: f"{view.name} index {_find_v2_ipv4_index(view)}")
     unread = [(host, view) for host, view in roce if not view.port.gids_known]
     if unread:
         return note("gid_index.unread", _list_ports(unread, lambda view: view.name))
@@ -57,7 +57,7 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
 
 def ib_addr_family(case: Situation) -> Setting | Note | None:
     """NCCL_IB_ADDR_FAMILY, if not every port has the IPv4 address that NCCL looks for, but the fabric has IPv6."""
-    roce = [(host, view) for host, view in _roce(case) if view.port.gids and not is_unaddressed(view)]
+    roce = [(host, view) for host, view in _list_roce_ports(case) if view.port.gids and not is_unaddressed(view)]
     without = [(host, view) for host, view in roce if not _has_family(view, 4)]
     if not without or case.older_than(_DYNAMIC_GID) is True:
         return None
@@ -69,7 +69,7 @@ def ib_addr_family(case: Situation) -> Setting | Note | None:
 
 def ib_roce_version(case: Situation) -> Setting | None:
     """NCCL_IB_ROCE_VERSION_NUM, if the ports only support RoCE v1."""
-    roce = [(host, view) for host, view in _roce(case) if any(gid.type for gid in view.port.gids)]
+    roce = [(host, view) for host, view in _list_roce_ports(case) if any(gid.type for gid in view.port.gids)]
     if not roce or case.older_than(_DYNAMIC_GID) is True:
         return None
     if any(gid.type == "RoCE v2" for _, view in roce for gid in view.port.gids):
@@ -87,7 +87,7 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
 
     The class depends on the fabric's configuration: use a published value, or that of the ports, or add a note.
     """
-    roce = _roce(case)
+    roce = _list_roce_ports(case)
     if not roce:
         return None
     if (known := published(case, "NCCL_IB_TC")) is not None:
@@ -95,20 +95,20 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     classes = {view.port.traffic_class for _, view in roce if view.port.traffic_class}
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
     pfc_configs = {view.port.pfc_priorities for _, view in roce if view.port.pfc_priorities is not None}
-    if _by_pcp(roce):
+    if _uses_pcp(roce):
         return None  # the class is not used: `ib_service_level`
     if len(classes) == 1:
         evidence = _list_ports(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
         (found,) = classes
         priority, more = found >> 5, []  # DSCP >> 3
         if lossless and priority not in lossless:
-            more, evidence = ["traffic_class.unprotected"], f"{evidence}; {_list_ports(roce, _protected)}"
-        protected = _numbers(lossless)
+            more, evidence = ["traffic_class.unprotected"], f"{evidence}; {_list_ports(roce, _describe_protected)}"
+        protected = _join_numbers(lossless)
         return setting("traffic_class.one", str(found), evidence, *more, priority=priority, protected=protected)
     if len(pfc_configs) > 1 and not classes:
-        return note("traffic_class.pfc_differs", _list_ports(roce, _protected))
+        return note("traffic_class.pfc_differs", _list_ports(roce, _describe_protected))
     if len(lossless) == 1 and not classes:
-        return _class_of_priority(case, lossless.pop(), roce)
+        return _choose_class(case, lossless.pop(), roce)
     if classes or lossless:
         evidence = f"traffic classes {sorted(classes)}, PFC priorities {sorted(lossless)}"
         return note("traffic_class.classes_differ", evidence)
@@ -117,37 +117,37 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     return note("traffic_class.lossy")
 
 
-def _class_of_priority(case: Situation, priority: int, roce: Sequence[tuple[str, PortView]]) -> Setting | Note:
-    evidence = _list_ports(roce, _protected)
+def _choose_class(case: Situation, priority: int, roce: Sequence[tuple[str, PortView]]) -> Setting | Note:
+    evidence = _list_ports(roce, _describe_protected)
     if priority == _NVIDIA_PRIORITY and all(_is_nvidia(view) for _, view in roce):
         return setting("traffic_class.nvidia", str(_NVIDIA_CLASS), evidence, priority=priority)
     mapped = sorted({code for _, view in roce for code, to in view.port.dscp_priorities or () if to == priority})
     if mapped:
-        evidence += f"; the ports map DSCP {_numbers(mapped)} to priority {priority}"
+        evidence += f"; the ports map DSCP {_join_numbers(mapped)} to priority {priority}"
     return note("traffic_class.dscp_unknown", evidence, priority=priority, platform=which_platform(case))
 
 
 def ib_service_level(case: Situation) -> Setting | Note | None:
     """NCCL_IB_SL, if the ports classify by the priority bits of the VLAN tag instead of by DSCP."""
-    roce = _roce(case)
+    roce = _list_roce_ports(case)
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
-    if not _by_pcp(roce) or not lossless or published(case, "NCCL_IB_TC") is not None:
+    if not _uses_pcp(roce) or not lossless or published(case, "NCCL_IB_TC") is not None:
         return None
-    evidence = _list_ports(roce, lambda view: f"{_protected(view)}, trust pcp")
+    evidence = _list_ports(roce, lambda view: f"{_describe_protected(view)}, trust pcp")
     if len(lossless) > 1:
         return note("service_level.several", evidence)
     priority = lossless.pop()
-    tagged = all(_tagged(node, view) for node in case.nodes for view in choose_ports(node).chosen)
+    tagged = all(_is_tagged(node, view) for node in case.nodes for view in choose_ports(node).chosen)
     if not tagged:
         return note("service_level.no_vlan", evidence, priority=priority)
     return setting("service_level.of_priority", str(priority), evidence, priority=priority)
 
 
-def _by_pcp(roce: Sequence[tuple[str, PortView]]) -> bool:
+def _uses_pcp(roce: Sequence[tuple[str, PortView]]) -> bool:
     return bool(roce) and all(view.port.trust == "pcp" for _, view in roce)
 
 
-def _tagged(node: NodeView, view: PortView) -> bool:
+def _is_tagged(node: NodeView, view: PortView) -> bool:
     names = {gid.netdev for gid in view.port.gids if gid.netdev and gid.type == "RoCE v2"} | {view.port.netdev}
     facts = node.interfaces()
     links = facts.interfaces if facts else ()
@@ -159,18 +159,18 @@ def _is_nvidia(view: PortView) -> bool:
     return view.device.driver == "mlx5_core" or model.startswith(("ConnectX", "BlueField", "MT4"))
 
 
-def _protected(view: PortView) -> str:
+def _describe_protected(view: PortView) -> str:
     priorities = view.port.pfc_priorities
     if priorities is None:
         return f"{view.name} does not report its flow control"
-    return f"{view.name} flow control on {f'priority {_numbers(priorities)}' if priorities else 'no priority'}"
+    return f"{view.name} flow control on {f'priority {_join_numbers(priorities)}' if priorities else 'no priority'}"
 
 
-def _numbers(priorities: Iterable[int]) -> str:
+def _join_numbers(priorities: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(priorities)))
 
 
-def _roce(case: Situation) -> list[tuple[str, PortView]]:
+def _list_roce_ports(case: Situation) -> list[tuple[str, PortView]]:
     """Return the RoCE ports that the job will use, with their hosts."""
     if case.backend != "nccl" or case.one_node:
         return []
@@ -191,7 +191,7 @@ def _families(view: PortView) -> str:
     return f"{view.name} {' and '.join(f'IPv{version}' for version in versions) or 'none of RoCE v2'}"
 
 
-def _v2_ipv4_index(view: PortView) -> int | None:
+def _find_v2_ipv4_index(view: PortView) -> int | None:
     found = [
         gid.index
         for gid in view.port.gids
@@ -206,7 +206,7 @@ def _has_family(view: PortView, version: int) -> bool:
     return any(address.version == version for address in gid_addresses(view, "RoCE v2" if v2 else None))
 
 
-def _in_several_subnets(case: Situation) -> list[tuple[str, str]]:
+def _find_several_subnets(case: Situation) -> list[tuple[str, str]]:
     """Return ports whose RoCE v2 IPv4 addresses are in several subnets of the host's interfaces."""
     found = []
     for node in case.nodes:

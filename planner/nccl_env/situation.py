@@ -112,12 +112,12 @@ def situation(
     `ranks_per_node` None: one per GPU, or two without GPUs. `evidence` of an earlier run provides the NCCL version and
     shows whether NCCL fell back to TCP.
     """
-    nodes = tuple(_nodes(snapshots, cluster))
+    nodes = tuple(_list_nodes(snapshots, cluster))
     if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
         multi_node = True
-    version = _version(nccl_version, evidence)
+    version = _parse_known_version(nccl_version, evidence)
     if multi_node is not False and cluster.inter_node_transport == "tcp" and any(_offers_rdma(node) for node in nodes):
-        nodes = tuple(replace(node, sockets=True, topology=_without_rdma(node.topology)) for node in nodes)
+        nodes = tuple(replace(node, sockets=True, topology=_drop_rdma(node.topology)) for node in nodes)
     return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node, evidence=evidence,
                      ranks_per_node=ranks_per_node)  # fmt: skip
 
@@ -129,11 +129,11 @@ def _offers_rdma(node: NodeView) -> bool:
     return node.topology is not None and any(nic.kind in RDMA_KINDS for nic in node.topology.nics)
 
 
-def _without_rdma(node: NodeTopology | None) -> NodeTopology | None:
+def _drop_rdma(node: NodeTopology | None) -> NodeTopology | None:
     return node and replace(node, nics=tuple(nic for nic in node.nics if nic.kind not in RDMA_KINDS), nearest_nic=())
 
 
-def _version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
+def _parse_known_version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
     if version is not None:
         return padded(version)
     if evidence is not None and evidence.nccl_version:
@@ -144,7 +144,7 @@ def _version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Vers
     return None
 
 
-def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
+def _list_nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
     """Yield every probed node, and one node of each kind that was not probed: others would give equal answers.
 
     Nodes are of one kind if they share their parts; the facts of a probed node apply to all nodes of its kind.
@@ -235,22 +235,22 @@ def texts() -> Mapping[str, Mapping[str, str]]:
 
 def note(key: str, evidence: str = "", /, *more: str, **fields: object) -> Note:
     """Create a note with its text filled in; `more` are keys of texts to append."""
-    return Note(topic=texts()[key]["name"], text=_filled((key, *more), fields), evidence=evidence)
+    return Note(topic=texts()[key]["name"], text=_fill_texts((key, *more), fields), evidence=evidence)
 
 
 def setting(key: str, value: str, evidence: str, /, *more: str, **fields: object) -> Setting:
     """Create a setting with its reason filled in; `more` are keys of texts to append to its rule."""
-    return Setting(name=texts()[key]["name"], value=value, reason=_reason(key, evidence, more, fields))
+    return Setting(name=texts()[key]["name"], value=value, reason=_make_reason(key, evidence, more, fields))
 
 
 def need(key: str, value: str, evidence: str, /, *more: str, **fields: object) -> PodNeed:
     """Create a need of a pod with its reason filled in."""
-    return PodNeed(name=texts()[key]["name"], value=value, reason=_reason(key, evidence, more, fields))
+    return PodNeed(name=texts()[key]["name"], value=value, reason=_make_reason(key, evidence, more, fields))
 
 
-def _reason(key: str, evidence: str, more: Iterable[str], fields: Mapping[str, object]) -> Reason:
-    return Reason(rule=_filled((key, *more), fields), evidence=evidence, source=texts()[key]["source"])
+def _make_reason(key: str, evidence: str, more: Iterable[str], fields: Mapping[str, object]) -> Reason:
+    return Reason(rule=_fill_texts((key, *more), fields), evidence=evidence, source=texts()[key]["source"])
 
 
-def _filled(keys: Iterable[str], fields: Mapping[str, object]) -> str:
+def _fill_texts(keys: Iterable[str], fields: Mapping[str, object]) -> str:
     return "".join(texts()[key]["text"].format(**fields) for key in keys)

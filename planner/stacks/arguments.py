@@ -50,37 +50,37 @@ class CommandSettings:
 def read_command(words: Sequence[str], files: Files) -> CommandSettings:
     """Parse the command of a container, or of a shell. A command without known parts is reported as unknown."""
     parsed = CommandSettings()
-    line = next((each for each in _simple_commands(words) if _is_launch(each)), None)
+    line = next((each for each in _split_commands(words) if _is_launch(each)), None)
     if line is None:
         parsed.unknown.append("the command starts no torchrun, accelerate, deepspeed or script that is read")
         return parsed
     line = line[next(i for i, word in enumerate(line) if os.path.basename(word) in _LAUNCHERS) :]  # noqa: PTH119 - text
     parsed.launcher = os.path.basename(line[0])  # noqa: PTH119
-    at = _script_at(line)
+    at = _find_script(line)
     if at is None:
         parsed.unknown.append(f"{parsed.launcher}: which script it starts")
         return parsed
     parsed.script = line[at]
-    options = _options(line[1:at])
+    options = _parse_options(line[1:at])
     if parsed.launcher.startswith("python") and "torch.distributed.run" in line[:at]:
         parsed.launcher = "torchrun"
     parsed.nodes, parsed.ranks_per_node = _count(options, _NODES), _count(options, _RANKS)
     if parsed.launcher == "accelerate":
-        _accelerate(options, files, parsed)
+        _read_accelerate(options, files, parsed)
     redirected = next((i for i, word in enumerate(line) if i > at and _REDIRECTION.match(word)), len(line))
     words = line[at + 1 : redirected]
-    options = _options(words)
+    options = _parse_options(words)
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     if first and words[0].endswith((".yaml", ".yml", ".json")):  # HfArgumentParser: a file alone or before others
         options.setdefault("config", words[0])
     parsed.unknown += [f"{word}: what the shell's variable holds" for word in words[:first] if "$" in word]
     if _OTHER_LOSS.search(parsed.script):
         parsed.unknown.append(f"{parsed.script}: what its loss takes: the forecast is of supervised fine-tuning")
-    _script(options, files, parsed)
+    _read_script(options, files, parsed)
     return parsed
 
 
-def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
+def _split_commands(words: Sequence[str]) -> Iterator[list[str]]:
     """Yield the words of each command in a line of shell; for a list of words, that list."""
     script = next((words[i + 1] for i in range(len(words) - 1) if words[i].startswith("-") and words[i].endswith("c")
                    and os.path.basename(words[0]) in ("bash", "sh", "ash", "dash", "zsh")), None)  # noqa: PTH119  # fmt: skip
@@ -110,13 +110,13 @@ def _is_launch(line: Sequence[str]) -> bool:
     for word in line:
         name = os.path.basename(word)  # noqa: PTH119 - not a path
         if name in _LAUNCHERS:
-            return not name.startswith("python") or _script_at(list(line)) is not None
+            return not name.startswith("python") or _find_script(list(line)) is not None
         if name not in ("exec", "env", "time", "nohup") and "=" not in word:
             return False
     return False
 
 
-def _script_at(line: Sequence[str]) -> int | None:
+def _find_script(line: Sequence[str]) -> int | None:
     """Return the index of the script, or of the module after -m."""
     if line[0] == "trl" and len(line) > 1:
         return 1
@@ -129,7 +129,7 @@ def _script_at(line: Sequence[str]) -> int | None:
     return None
 
 
-def _options(words: Sequence[str]) -> dict[str, Any]:
+def _parse_options(words: Sequence[str]) -> dict[str, Any]:
     """Parse `--name value`, `--name=value`, `--flag`, `--name a b`; values as in YAML, names with underscores."""
     found: dict[str, list[str]] = {}
     name = ""
@@ -145,11 +145,11 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
         if name.startswith("no_") and not values:
             made[name.removeprefix("no_")] = False
         else:
-            made[name] = True if not values else _value(values[0]) if len(values) == 1 else values
+            made[name] = True if not values else _parse_value(values[0]) if len(values) == 1 else values
     return made
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     if ":" in text:  # such as 1:4, which YAML 1.1 parses as 64
         return text
     try:
@@ -166,27 +166,27 @@ def _count(options: dict[str, Any], names: Iterable[str]) -> int | None:
     return None
 
 
-def _script(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
+def _read_script(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
     """Read the script's own settings: from its file, overridden by arguments."""
     named = options.pop("config", None)
     settings: dict[str, Any] = dict(parsed.settings)
-    if isinstance(named, str) and (inside := _file(named, files, parsed)) is not None:
+    if isinstance(named, str) and (inside := _read_settings_file(named, files, parsed)) is not None:
         settings |= inside
     settings |= options
     for name in ("deepspeed", "fsdp_config"):
         if isinstance(settings.get(name), str) and settings[name]:
-            inside = _file(settings.pop(name), files, parsed)
+            inside = _read_settings_file(settings.pop(name), files, parsed)
             if inside is not None:
                 settings[name] = inside
-    settings = _by_usual_names(settings, parsed)
+    settings = _rename_settings(settings, parsed)
     if strange := sorted(set(settings) - known_settings()):
         parsed.notes.append(f"settings of the script itself, which the forecast ignores: {', '.join(strange)}")
     parsed.unknown += [f"{name}={settings[name]!r}: what the script's own setting does to memory and step time"
-                       for name in strange if _telling(name, settings[name])]  # fmt: skip
+                       for name in strange if _is_telling(name, settings[name])]  # fmt: skip
     parsed.settings = {name: value for name, value in settings.items() if name not in strange}
 
 
-def _by_usual_names(settings: dict[str, Any], parsed: CommandSettings) -> dict[str, Any]:
+def _rename_settings(settings: dict[str, Any], parsed: CommandSettings) -> dict[str, Any]:
     """Return the settings under TRL's names, with the script's own defaults, if scripts.toml knows the script."""
     rows = read_table(__file__, "scripts.toml")["script"]
     fits = (one for one in rows if re.search(one["pattern"], parsed.script) and {*one["needs"]} & {*settings})
@@ -200,12 +200,12 @@ def _by_usual_names(settings: dict[str, Any], parsed: CommandSettings) -> dict[s
     return found
 
 
-def _telling(name: str, value: Any) -> bool:
+def _is_telling(name: str, value: Any) -> bool:
     is_set = value is not None and value is not False and value != ""
     return is_set and bool(_TELLING.search(name)) and not _NOT_OF_STEPS.search(name)
 
 
-def _file(name: str, files: Files, parsed: CommandSettings) -> dict[str, Any] | None:
+def _read_settings_file(name: str, files: Files, parsed: CommandSettings) -> dict[str, Any] | None:
     text = files(name)
     if text is None:
         parsed.unknown.append(f"{name}: what the file says, which is not here")
@@ -220,11 +220,11 @@ def _file(name: str, files: Files, parsed: CommandSettings) -> dict[str, Any] | 
 _ACCELERATE_KINDS = (None, "NO", False, "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")  # YAML reads NO as false
 
 
-def _accelerate(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
+def _read_accelerate(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
     """Convert accelerate's file and options to settings of transformers' Trainer, which they override."""
     config: dict[str, Any] = {}
     if isinstance(options.get("config_file"), str):
-        config = _file(options["config_file"], files, parsed) or {}
+        config = _read_settings_file(options["config_file"], files, parsed) or {}
     config |= options
     machines = _count(config, ("num_machines",)) or 1
     processes = _count(config, ("num_processes",))
@@ -242,12 +242,12 @@ def _accelerate(options: dict[str, Any], files: Files, parsed: CommandSettings) 
         inside = {**(config.get("fsdp_config") or {}), **inside}
         parsed.settings |= {"fsdp": True, "fsdp_config": inside}
     elif kind == "DEEPSPEED" or config.get("use_deepspeed"):
-        _accelerate_deepspeed({**(config.get("deepspeed_config") or {}), **options}, parsed)
+        _read_accelerate_deepspeed({**(config.get("deepspeed_config") or {}), **options}, parsed)
     if config.get("parallelism_config"):
         parsed.settings["parallelism_config"] = config["parallelism_config"]
 
 
-def _accelerate_deepspeed(config: dict[str, Any], parsed: CommandSettings) -> None:
+def _read_accelerate_deepspeed(config: dict[str, Any], parsed: CommandSettings) -> None:
     if isinstance(config.get("deepspeed_config_file"), str):
         parsed.settings["deepspeed"] = config["deepspeed_config_file"]  # read together with the script's own
         return

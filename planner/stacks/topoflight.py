@@ -35,7 +35,7 @@ class Topoflight(Fsdp):
             return f"topoflight does not support {what} experts, which are stacked in one tensor"
         if model.experts and len({"gate_proj", "up_proj"} & set(train.lora_targets)) == 1 and train.method != "full":
             return "topoflight adapts gate_proj and up_proj of experts only together"
-        if layout.cp > 1 and (why := self._refuses_context(model, train, layout)):
+        if layout.cp > 1 and (why := self._find_context_refusal(model, train, layout)):
             return why
         if layout.pp > 1 and model.tied_embeddings:
             return "topoflight does not support PP with tied embeddings: two stages would each train a copy"
@@ -43,7 +43,7 @@ class Topoflight(Fsdp):
             return "topoflight does not support sequence parallelism with adapters or with eager attention"
         return "topoflight does not support fp16" if layout.precision == "fp16" else None
 
-    def _refuses_context(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+    def _find_context_refusal(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
         """Return why the sequence cannot be split. Context-parallel ranks split the heads during attention."""
         if layout.tp > 1 or layout.pp > 1:
             return "topoflight combines CP with data parallelism only, not with TP or PP"

@@ -27,12 +27,12 @@ from probes.pci.facts import DEVICES
 def compare(facts: GpuFacts) -> Iterator[Finding]:
     """Yield all findings from comparing the GPUs of a host."""
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
-    yield from _hidden(facts)
-    yield from _mixed(answering)
-    yield from _unlike_twins(answering)
-    yield from _split(answering)
-    yield from _nvlink_counts(answering)
-    yield from _p2p(facts)
+    yield from _check_visible(facts)
+    yield from _check_models(answering)
+    yield from _check_twins(answering)
+    yield from _check_cliques(answering)
+    yield from _check_nvlinks(answering)
+    yield from _check_p2p(facts)
 
 
 def visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
@@ -49,7 +49,7 @@ def visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
         return None, ""
     found: list[int] = []
     for entry in (part.strip() for part in facts.visible.split(",")):
-        index = _visible_index(facts, entry)
+        index = _find_visible_index(facts, entry)
         if index is None:
             return len(found), f"{entry!r} names no GPU of this host, and CUDA ignores what follows it" if entry else ""
         if index in found:
@@ -58,14 +58,14 @@ def visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
     return len(found), ""
 
 
-def _visible_index(facts: GpuFacts, entry: str) -> int | None:
+def _find_visible_index(facts: GpuFacts, entry: str) -> int | None:
     if number := re.match(r"\d{1,4}", entry):  # like strtol, ignores text after the digits
         return int(number[0]) if int(number[0]) < len(facts.gpus) else None
     named = [gpu.index for gpu in facts.gpus if gpu.uuid and entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
     return named[0] if len(named) == 1 else None
 
 
-def _hidden(facts: GpuFacts) -> Iterator[Finding]:
+def _check_visible(facts: GpuFacts) -> Iterator[Finding]:
     count, wrong = visible_gpus(facts)
     total = len(facts.gpus)
     if facts.granted and count is not None:
@@ -83,7 +83,7 @@ def _hidden(facts: GpuFacts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
+def _check_models(gpus: list[Gpu]) -> Iterator[Finding]:
     names = Counter(gpu.name for gpu in gpus if gpu.name)
     if len(names) > 1:
         what = ", ".join(f"{count} x {name}" for name, count in names.most_common())
@@ -101,9 +101,9 @@ _LEFT: dict[str, Callable[[float, float], float]] = {
 }
 
 
-def _unlike_twins(gpus: list[Gpu]) -> Iterator[Finding]:
+def _check_twins(gpus: list[Gpu]) -> Iterator[Finding]:
     """Find GPUs that differ from most GPUs of their model. With two GPUs it is unknown which one is wrong: WARN."""
-    for twins in _by_model(gpus):
+    for twins in _group_by_model(gpus):
         for fact, row in WORDS["twin"].items():
             values = {gpu.index: getattr(gpu, fact) for gpu in twins if getattr(gpu, fact)}
             counts = Counter(values.values())
@@ -111,10 +111,10 @@ def _unlike_twins(gpus: list[Gpu]) -> Iterator[Finding]:
             for gpu in twins:
                 own = values.get(gpu.index, usual)
                 if usual and abs(own - usual) > row["tolerance"] * usual:
-                    yield _unlike(gpu, row, own, usual, others=counts[usual])
+                    yield _report_twin(gpu, row, own, usual, others=counts[usual])
 
 
-def _unlike(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: int) -> Finding:
+def _report_twin(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: int) -> Finding:
     share, text = min(1.0, _LEFT[row["left"]](own, usual)), row["says"]
     cost = f" {row['cost'].format(share=share)}" if own < usual else " One of them is not what it should be."
     made = finding(
@@ -126,7 +126,7 @@ def _unlike(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: 
     return replace(made, code=row["code"])
 
 
-def _by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
+def _group_by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
     """Group GPUs by name. GPUs in MIG mode are left out, because MIG disables NVLink and partitions memory."""
     found: dict[str | None, list[Gpu]] = defaultdict(list)
     for gpu in gpus:
@@ -135,7 +135,7 @@ def _by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
     return list(found.values())
 
 
-def _split(gpus: list[Gpu]) -> Iterator[Finding]:
+def _check_cliques(gpus: list[Gpu]) -> Iterator[Finding]:
     """Find GPUs of one host in different NVLink domains, or outside the domain of the other GPUs."""
     cliques = Counter(gpu.fabric_clique for gpu in gpus if gpu.fabric_state == "completed")
     if len(cliques) > 1:
@@ -151,19 +151,19 @@ def active_links(gpu: Gpu) -> int:
     return sum(link.active is True for link in gpu.nvlinks)
 
 
-def _nvlink_counts(gpus: list[Gpu]) -> Iterator[Finding]:
+def _check_nvlinks(gpus: list[Gpu]) -> Iterator[Finding]:
     """Compare the active NVLinks of a GPU with other GPUs of its model in this host, and with its board."""
-    for twins in _by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
+    for twins in _group_by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
         name, most = twins[0].name, max(active_links(gpu) for gpu in twins)
         if most == 0 and len(twins) > 1 and name and soldered(name):
             yield finding("gpu.nvlink.none", subject_of(twins), count=len(twins), name=name)
         for gpu in twins:
             unread = sum(link.active is None for link in gpu.nvlinks)
-            if active_links(gpu) + unread < max(most, _fitted(gpu)):
-                yield _short_of_links(gpu, most)
+            if active_links(gpu) + unread < max(most, _count_fitted_links(gpu)):
+                yield _report_missing_links(gpu, most)
 
 
-def _fitted(gpu: Gpu) -> int:
+def _count_fitted_links(gpu: Gpu) -> int:
     """Return the number of NVLinks on the board; 0 if none is active, because a PCIe card may have no bridge.
 
     The driver may omit links that failed in training. For soldered boards the number on the data sheet is the minimum.
@@ -173,13 +173,13 @@ def _fitted(gpu: Gpu) -> int:
     return max(len(gpu.nvlinks), of_board) if active_links(gpu) else 0
 
 
-def _short_of_links(gpu: Gpu, most: int) -> Finding:
+def _report_missing_links(gpu: Gpu, most: int) -> Finding:
     """Report missing NVLinks relative to GPUs of the same model, or relative to the board.
 
     On boards with NVSwitch all links lead to the switch. With direct links, if no GPU of this model has more, a bridge
     may not be installed or a peer may not be assigned to this VM: WARN on a soldered board, INFO on a PCIe card.
     """
-    active, whole = active_links(gpu), max(most, _fitted(gpu))
+    active, whole = active_links(gpu), max(most, _count_fitted_links(gpu))
     down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
     direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
     if active < most:
@@ -202,14 +202,14 @@ def _short_of_links(gpu: Gpu, most: int) -> Finding:
 # P2P ----------------------------------------------------------------------------------------------------------------
 
 
-def _p2p(facts: GpuFacts) -> Iterator[Finding]:
+def _check_p2p(facts: GpuFacts) -> Iterator[Finding]:
     """Report one finding per reason, not per pair. A limitation by design (GeForce, partial NVLink mesh) is INFO."""
     by_index = {gpu.index: gpu for gpu in facts.gpus}
     refused: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
     for pair in facts.pairs:
         if pair.p2p_read not in (None, "ok"):
             near = pair.ancestor in ("INTERNAL", "PIX", "PXB") or pair.p2p_nvlink == "ok"
-            why = _by_design(pair, by_index.get(pair.a), by_index.get(pair.b))
+            why = _explain_by_design(pair, by_index.get(pair.a), by_index.get(pair.b))
             refused[str(pair.p2p_read), why, near].append(f"GPU{pair.a}-GPU{pair.b}")
     for (reason, why, near), pairs in refused.items():
         which = ", ".join(pairs[:4]) + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
@@ -233,7 +233,7 @@ _MESH = ", which the board's mesh does not join by an NVLink"
 _PRODUCT = ": this product has no P2P over PCIe"
 
 
-def _by_design(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> str:
+def _explain_by_design(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> str:
     """Return why a pair has no P2P by design; empty if its absence is a fault or unexplained."""
     if pair.p2p_read in ("unknown", "disabled_by_regkey"):
         return ""
@@ -270,9 +270,9 @@ def check_bus(bus: GpuBus | None, listed: set[str], count: int, granted: int | N
     assigned = {gpu: _is_assigned(gpu, bus, count, granted) for gpu in absent}
     missing = [gpu for gpu in absent if assigned[gpu]]
     if len(missing) > unplaced:
-        yield _missing(missing, bound, count, unplaced)
+        yield _report_missing(missing, bound, count, unplaced)
     if others := [gpu for gpu in absent if not assigned[gpu]]:
-        yield _not_assigned(others, bound, count, bus, doubtful=None in (assigned[gpu] for gpu in others))
+        yield _report_hidden(others, bound, count, bus, doubtful=None in (assigned[gpu] for gpu in others))
 
 
 def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int, granted: int | None) -> bool | None:
@@ -293,18 +293,18 @@ def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int, granted: int | None) -> b
     return True if bus.nodes > count else None if bus.all_requested else False
 
 
-def _missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
+def _report_missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
     names = ", ".join(gpu.bus_id for gpu in gpus)
     which = names if not unplaced else f"{len(gpus) - unplaced} of {names}"
     one = len(gpus) == 1
-    seen = (f"nvmlDeviceGetCount = {count}", *map(_bound_evidence, gpus[:8]))
+    seen = (f"nvmlDeviceGetCount = {count}", *map(_describe_bound, gpus[:8]))
     return finding(
         "gpu.device.missing", ", ".join(gpu.bus_id for gpu in gpus[:8]), evidence=seen, count=count, bound=len(bound),
         which=which, are="is" if one else "are", them="it" if one else "them",
     )  # fmt: skip
 
 
-def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
+def _report_hidden(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
     names = ", ".join(gpu.bus_id for gpu in others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     place = f"this {bus.container} container" if bus.container else "this process"
     # if no GPU is visible, nothing was read and the state of the GPUs is unknown
@@ -312,12 +312,12 @@ def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: Gp
     why = " NVIDIA_VISIBLE_DEVICES=all requests them. Whether the driver or another container has them is unknown."
     return finding(
         "gpu.device.not_given" + " unknown" * (not known), ", ".join(gpu.bus_id for gpu in others[:8]),
-        evidence=tuple(map(_bound_evidence, others[:8])),
+        evidence=tuple(map(_describe_bound, others[:8])),
         count=len(others), bound=len(bound), place=place, names=names, why=why if doubtful else "",
     )  # fmt: skip
 
 
-def _bound_evidence(gpu: BusGpu) -> str:
+def _describe_bound(gpu: BusGpu) -> str:
     bound = f"{DEVICES}/{gpu.bus_id}/driver: nvidia; "
     if gpu.minor is None:
         return f"{bound}{PROC}/{gpu.bus_id}: not there"

@@ -97,7 +97,7 @@ def _when(key: str, is_so: Callable[[Gpu], object]) -> Rule:
 # Links and modes ----------------------------------------------------------------------------------------------------
 
 
-def _pcie(gpu: Gpu) -> Iterator[Finding]:
+def _check_pcie(gpu: Gpu) -> Iterator[Finding]:
     width, most = gpu.pcie_width, gpu.pcie_width_max
     # If sysfs shows this link, the pci probe checks its width, because it also knows the slot.
     if width and most and width < most and not gpu.link_in_sysfs:
@@ -108,7 +108,7 @@ def _pcie(gpu: Gpu) -> Iterator[Finding]:
         yield finding("gpu.pcie.generation", gpu)
 
 
-def _nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
+def _check_nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
     bad = {link.link: {k: n for k, n in link.errors.items() if n} for link in gpu.nvlinks if link.errors}
     bad = {link: errors for link, errors in bad.items() if errors}
     if bad:
@@ -116,7 +116,7 @@ def _nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
         yield finding("gpu.nvlink.errors", gpu, count=len(bad), what=what)
 
 
-def _fabric(gpu: Gpu) -> Iterator[Finding]:
+def _check_fabric(gpu: Gpu) -> Iterator[Finding]:
     if gpu.fabric_state in ("not_started", "in_progress") or gpu.fabric_status:
         state = f"{gpu.fabric_state}, status {gpu.fabric_status}" if gpu.fabric_status else gpu.fabric_state
         key = "gpu.fabric.incomplete" + " in_progress" * (gpu.fabric_state == "in_progress")
@@ -134,7 +134,7 @@ def _fabric(gpu: Gpu) -> Iterator[Finding]:
         yield finding("gpu.fabric.unhealthy", gpu, status, words="; ".join(words), faults=", ".join(faults))
 
 
-def _mig(gpu: Gpu) -> Iterator[Finding]:
+def _check_mig(gpu: Gpu) -> Iterator[Finding]:
     if gpu.mig_enabled:
         kinds = Counter(one.profile or "an unknown profile" for one in gpu.mig_slices or ())
         cut = ", ".join(f"{count} of {profile}" for profile, count in kinds.items())
@@ -147,7 +147,7 @@ def _mig(gpu: Gpu) -> Iterator[Finding]:
         yield finding("gpu.mig.enabled pending", gpu)
 
 
-def _recovery(gpu: Gpu) -> Iterator[Finding]:
+def _check_recovery(gpu: Gpu) -> Iterator[Finding]:
     action, remedies = gpu.recovery_action, WORDS["recovery"]
     if action not in (None, "none"):
         remedy = remedies.get(action, remedies["another"])
@@ -157,7 +157,7 @@ def _recovery(gpu: Gpu) -> Iterator[Finding]:
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
-def _ecc(gpu: Gpu) -> Iterator[Finding]:
+def _check_ecc(gpu: Gpu) -> Iterator[Finding]:
     if gpu.sram_threshold_exceeded or gpu.sram_uncorrected:
         yield finding("gpu.ecc.sram" + " threshold" * bool(gpu.sram_threshold_exceeded), gpu)
     if gpu.ecc_uncorrected_lifetime or gpu.sram_uncorrected_lifetime:
@@ -179,7 +179,7 @@ def held_bytes(gpu: Gpu) -> int | None:
     return max(0, min(gpu.memory_used_bytes, gpu.memory_bytes) - reserved)
 
 
-def _held(gpu: Gpu) -> Iterator[Finding]:
+def _check_held_memory(gpu: Gpu) -> Iterator[Finding]:
     """Report memory in use. If the GPU is busy, a job is running: INFO. Memory held on an idle GPU blocks the next job.
 
     In the gate before a job, full memory fails even on a busy GPU: `agent.checks.verdict.for_next_job`.
@@ -218,14 +218,14 @@ FULL_CLOCK_RATIO = 0.9
 """At this fraction of the maximum clock or above, the drop is normal for a healthy GPU as it warms up."""
 
 
-def _clock_loss(gpu: Gpu, least: float) -> float:
+def _get_clock_loss(gpu: Gpu, least: float) -> float:
     """Return the lost fraction of the maximum clock; `least` if the clock does not show it, e.g. on an idle GPU."""
     if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
         return least
     return max(least, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)
 
 
-def _slowed(gpu: Gpu, why: str) -> str:
+def _describe_slow(gpu: Gpu, why: str) -> str:
     """Describe the current effect of a throttle reason, based on the GPU's clock and utilization."""
     now, most, name = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, subject_of(gpu)
     clock = f" {now / 1e6:.0f}" + (f" of {most / 1e6:.0f}" if most else "") + " MHz" if now else ""
@@ -238,7 +238,7 @@ def _slowed(gpu: Gpu, why: str) -> str:
     return f"{name} is slowed down{to} by {why}. Every rank waits for this GPU."
 
 
-def _heat(gpu: Gpu) -> Iterator[Finding]:
+def _check_heat(gpu: Gpu) -> Iterator[Finding]:
     reasons = set(gpu.throttle_reasons or ())
     now, slowdown = gpu.temperature_celsius, gpu.temperature_slowdown_celsius
     limit = min(HOT_CELSIUS, slowdown or HOT_CELSIUS)
@@ -257,13 +257,13 @@ def _heat(gpu: Gpu) -> Iterator[Finding]:
         held.append(("gpu.power.brake", HW_SLOWDOWN_LOSS, "the power brake of its supply (hw_power_brake)"))
     named = ", ".join(gpu.throttle_reasons or ())
     for code, least, why in held:
-        yield finding(code, gpu, by_loss(_clock_loss(gpu, least)), slowed=_slowed(gpu, why), reasons=named)
+        yield finding(code, gpu, by_loss(_get_clock_loss(gpu, least)), slowed=_describe_slow(gpu, why), reasons=named)
 
 
 _NAMED_ELSEWHERE = THERMAL | {"hw_slowdown", "hw_power_brake"}  # each has its own finding
 
 
-def _clocks(gpu: Gpu) -> Iterator[Finding]:
+def _check_clocks(gpu: Gpu) -> Iterator[Finding]:
     """Report a busy GPU whose clock is far below maximum without a reason that another rule reports."""
     now, most, busy = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, gpu.utilization_ratio
     reasons = set(gpu.throttle_reasons or ())
@@ -286,7 +286,7 @@ def _free_clocks(gpu: Gpu, reasons: set[str]) -> str:
     return str(WORDS["clocks"][what]).format(index=gpu.index, restore=restore, which=which)
 
 
-def _power(gpu: Gpu) -> Iterator[Finding]:
+def _check_power(gpu: Gpu) -> Iterator[Finding]:
     limit, default = gpu.power_limit_watts, gpu.power_limit_default_watts
     if "sw_power_cap" in (gpu.throttle_reasons or ()):
         yield finding("gpu.power.capped", gpu, limit=limit or 0)
@@ -307,7 +307,7 @@ def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
 _XID_CODES = {"gpu": "gpu.xid.hardware", "driver": "gpu.xid.driver", "program": "gpu.xid.application"}
 
 
-def _xids(gpu: Gpu) -> Iterator[Finding]:
+def _check_xids(gpu: Gpu) -> Iterator[Finding]:
     known = xids_of(gpu) or ()
     sources = [name for name, found in (("kernel log, NVRM", gpu.xids), ("NVML events", gpu.xid_events)) if found]
     for cause in XID_CAUSES:
@@ -325,21 +325,21 @@ def unjudged(facts: GpuFacts) -> dict[str, str]:
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     if all(gpu.xids is not None for gpu in answering):
         return {}
-    raised = {found.code for gpu in answering for found in _xids(gpu)}
+    raised = {found.code for gpu in answering for found in _check_xids(gpu)}
     return {code: _LOG_UNREAD for code in _XID_CODES.values() if code not in raised}
 
 
 RULES: tuple[Rule, ...] = (
-    _pcie,
-    _nvlink_errors,
+    _check_pcie,
+    _check_nvlink_errors,
     _when("gpu.c2c.off", lambda gpu: gpu.c2c_enabled is False and bool((row := gpu_named(gpu.name)) and row.grace)),
-    _fabric,
+    _check_fabric,
     _when("gpu.fabric.degraded", lambda gpu: gpu.fabric_degraded),
-    _mig,
+    _check_mig,
     _when("gpu.device.vgpu", lambda gpu: gpu.virtualization == "vgpu"),
     _when("gpu.device.mode prohibited", lambda gpu: gpu.compute_mode == "prohibited"),
     _when("gpu.device.mode", lambda gpu: gpu.compute_mode in ("exclusive_process", "exclusive_thread")),
-    _recovery,
+    _check_recovery,
     _when("gpu.ecc.uncorrected", lambda gpu: gpu.ecc_uncorrected),
     _when(
         "gpu.memory.remap_failed",
@@ -348,10 +348,10 @@ RULES: tuple[Rule, ...] = (
     _when("gpu.memory.remap_pending", lambda gpu: gpu.remapping_pending),
     _when("gpu.memory.remap_exhausted", lambda gpu: gpu.remap_banks_exhausted),
     _when("gpu.memory.retired", lambda gpu: gpu.retired_pages),
-    _ecc,
-    _held,
-    _heat,
-    _clocks,
-    _power,
-    _xids,
+    _check_ecc,
+    _check_held_memory,
+    _check_heat,
+    _check_clocks,
+    _check_power,
+    _check_xids,
 )

@@ -25,20 +25,20 @@ from probes.pci.facts import DEVICES
 def check(facts: GpuFacts) -> Iterator[Finding]:
     """Yield all findings; host-wide findings come first."""
     if facts.driver_error:
-        yield _driver(facts, facts.driver_error)
+        yield _report_driver(facts, facts.driver_error)
         return
     granted = facts.granted[1] if facts.granted else None
     yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus), granted)
-    yield from _fallen(facts)
+    yield from _report_fallen(facts)
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     for gpu in facts.gpus:
         if gpu.error is not None:
-            yield _refused(gpu)
+            yield _report_refused(gpu)
     yield from compare(facts)
     for gpu in answering:
         for rule in RULES:
             yield from rule(gpu)
-    yield from _notes(answering)
+    yield from _report_notes(answering)
     if facts.confidential:
         yield finding("gpu.device.confidential", subject_of(answering))
     yield from unread_findings(facts)
@@ -48,7 +48,7 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
 _NO_DRIVER = ("DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "GPU_IS_LOST", "RESET_REQUIRED")
 
 
-def _driver(facts: GpuFacts, error: str) -> Finding:
+def _report_driver(facts: GpuFacts, error: str) -> Finding:
     remedies = WORDS["driver"]
     remedy = remedies.get(error, remedies["unusable" if error in _NO_DRIVER else "another"])
     status = Status.FAIL if error in _NO_DRIVER else Status.UNKNOWN
@@ -56,10 +56,10 @@ def _driver(facts: GpuFacts, error: str) -> Finding:
     return finding("gpu.driver.unusable", "", status, error=error, symbol=symbol, count=count, remedy=remedy)
 
 
-def _fallen(facts: GpuFacts) -> Iterator[Finding]:
+def _report_fallen(facts: GpuFacts) -> Iterator[Finding]:
     """Report GPUs that are no longer on the bus and that have a fault in the kernel log.
 
-    NVML may still count a lost GPU for a while, without its address. `_refused` reports those GPUs.
+    NVML may still count a lost GPU for a while, without its address. `_report_refused` reports those GPUs.
     """
     gone = [(place, what) for place, xids in facts.xids_off_bus if (what := named_xids(xids, "gpu"))]
     if len(gone) > sum(gpu.bus_id is None for gpu in facts.gpus):
@@ -67,7 +67,7 @@ def _fallen(facts: GpuFacts) -> Iterator[Finding]:
             yield finding("gpu.device.missing gone", place, what=what, bus=DEVICES)
 
 
-def _refused(gpu: Gpu) -> Finding:
+def _report_refused(gpu: Gpu) -> Finding:
     """Report a GPU that NVML counts but does not open: it is broken, or access was denied for another reason."""
     where = f" at {gpu.bus_id}" if gpu.bus_id else ""
     xids = f"; kernel log: Xid {', '.join(map(str, gpu.xids))}" if gpu.xids else ""
@@ -78,7 +78,7 @@ def _refused(gpu: Gpu) -> Finding:
     return finding(code, gpu, where=where, xids=xids)
 
 
-def _notes(gpus: list[Gpu]) -> Iterator[Finding]:
+def _report_notes(gpus: list[Gpu]) -> Iterator[Finding]:
     """Report notes, each once for all GPUs that it applies to."""
     small = [gpu for gpu in gpus if gpu.bar1_bytes and gpu.memory_bytes and gpu.bar1_bytes < gpu.memory_bytes]
     if small:
@@ -118,10 +118,10 @@ def unread_findings(facts: GpuFacts) -> Iterator[Finding]:
             for code in codes_of_question(question):
                 found.setdefault((code, status), {}).setdefault(subject, []).append(question)
     for (code, status), subjects in found.items():
-        yield _unjudged(code, status, subjects)
+        yield _report_unread(code, status, subjects)
 
 
-def _unjudged(code: str, status: Status, subjects: dict[str, list[str]]) -> Finding:
+def _report_unread(code: str, status: Status, subjects: dict[str, list[str]]) -> Finding:
     questions = [f"{subject}: {q}" if subject else q for subject, queries in subjects.items() for q in queries]
     # "nvmlDeviceGetTemperature(0) = TIMEOUT" without the arguments
     reasons = list(dict.fromkeys(re.sub(r"\([^=]*\)", "", query) for queries in subjects.values() for query in queries))
@@ -150,9 +150,9 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
     reasons = tuple(read_table(__file__, "names.toml")["throttle_bit"].values())
     for gpu in facts.gpus:
         labels = (str(gpu.index), gpu.uuid or "", nvml_bus_id(gpu.bus_id))
-        yield from known_samples(_values(gpu), labels)
+        yield from known_samples(_list_values(gpu), labels)
         yield Sample(metric="gpu_info", value=1.0, labels=(*labels, gpu.name or ""))
-        yield from _links(gpu, labels)
+        yield from _sample_links(gpu, labels)
         for reason in reasons if gpu.throttle_reasons is not None else ():
             active = reason in (gpu.throttle_reasons or ())
             yield Sample(metric="gpu_throttling", value=float(active), labels=(*labels, reason))
@@ -170,7 +170,7 @@ def nvml_bus_id(sysfs_: str | None) -> str:
     return f"{int(domain, 16):08X}:{rest.upper()}"
 
 
-def _values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:
+def _list_values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:
     fabric = gpu.fabric_state not in (None, "not_supported")
     return (
         ("gpu_up", float(gpu.error is None) if gpu.error is None or gpu.broken else None),
@@ -187,7 +187,7 @@ def _values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:
     )
 
 
-def _links(gpu: Gpu, labels: tuple[str, ...]) -> Iterator[Sample]:
+def _sample_links(gpu: Gpu, labels: tuple[str, ...]) -> Iterator[Sample]:
     for link in gpu.nvlinks:
         if link.active is not None:
             yield Sample(metric="gpu_nvlink_up", value=float(link.active), labels=(*labels, str(link.link)))

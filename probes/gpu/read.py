@@ -49,13 +49,13 @@ _RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT = 230, 306, 307, 91
 _Found = dict[str, Any]  # keyword arguments for `Gpu`
 
 
-def _names() -> dict[str, dict[str, Any]]:
+def _read_names() -> dict[str, dict[str, Any]]:
     return read_table(__file__, "names.toml")
 
 
 def named(kind: str, number: Any) -> Any:
     """Translate a number of an NVML enumeration with `names.toml`; None if the table does not have it."""
-    return _names()[kind].get(str(number)) if isinstance(number, int) else None
+    return _read_names()[kind].get(str(number)) if isinstance(number, int) else None
 
 
 def does_not_apply(error: NvmlError) -> bool:
@@ -92,25 +92,25 @@ class Asker:
 
     def ask(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
         """Return the answer, with out-of-range numbers replaced by None and recorded. Raises NvmlError."""
-        return self._possible(question_of(symbol, arguments), self.host.nvml(symbol, self.handle, *arguments))
+        return self._drop_impossible(question_of(symbol, arguments), self.host.nvml(symbol, self.handle, *arguments))
 
-    def _possible(self, question: str, answer: Any) -> Any:
+    def _drop_impossible(self, question: str, answer: Any) -> Any:
         """Return the answer with None in place of each number that is out of range."""
         row = row_of(question)
         if "range" in row:
-            return self._in_range(question, answer, row["range"])
+            return self._check_range(question, answer, row["range"])
         if "items" in row and isinstance(answer, list) and len(answer) >= len(row["items"]):
-            return [self._in_range(question, one, limits) for one, limits in zip(answer, row["items"], strict=False)]
+            return [self._check_range(question, one, limits) for one, limits in zip(answer, row["items"], strict=False)]
         if "fields" in row and isinstance(answer, dict):
             fields = row["fields"]
             return answer | {
-                name: self._in_range(question, answer[name], fields[name]) for name in fields if name in answer
+                name: self._check_range(question, answer[name], fields[name]) for name in fields if name in answer
             }
         if "items" in row or "fields" in row:
-            return self._in_range(question, answer, (1, 0))
+            return self._check_range(question, answer, (1, 0))
         return answer
 
-    def _in_range(self, question: str, number: Any, limits: Sequence[int]) -> Any:
+    def _check_range(self, question: str, number: Any, limits: Sequence[int]) -> Any:
         if isinstance(number, int) and limits[0] <= number <= limits[1]:
             return number
         if number is not None:
@@ -164,13 +164,13 @@ class Asker:
             return [None] * len(fields)
         if not isinstance(values, list) or len(values) != len(fields):
             return [None] * len(fields)
-        return [self._field(field_id, value) for field_id, value in zip(fields, values, strict=True)]
+        return [self._read_field(field_id, value) for field_id, value in zip(fields, values, strict=True)]
 
-    def _field(self, field_id: int | str, value: Any) -> int | None:
+    def _read_field(self, field_id: int | str, value: Any) -> int | None:
         if isinstance(value, str):  # name of an NVML error
             self.note(_FIELDS, (field_id,), value)
             return None
-        number = self._possible(question_of(_FIELDS, (field_id,)), value)
+        number = self._drop_impossible(question_of(_FIELDS, (field_id,)), value)
         return number if isinstance(number, int) else None
 
 
@@ -200,25 +200,25 @@ def read(host: Host) -> GpuFacts:
         unread, count = (f"nvmlDeviceGetCount = {error.name}",), on_bus  # the GPUs may still answer
     if not isinstance(count, int) or not 0 <= count <= GPUS_MAX:
         raise ValueError(f"nvmlDeviceGetCount = {count!r}: not a number of GPUs between 0 and {GPUS_MAX}")
-    xids = _xids(host)
-    gpus = _gpus([Asker(host, GpuHandle(index)) for index in range(count)])
+    xids = _read_xids(host)
+    gpus = _read_gpus([Asker(host, GpuHandle(index)) for index in range(count)])
     if unread and all(gpu.error is not None for gpu in gpus):
         return unusable
-    events, why = _xid_events(host, count)
+    events, why = _read_xid_events(host, count)
     gpus = tuple(
-        replace(gpu, xids=_of(xids, gpu.bus_id), xid_events=None if events is None else events.get(gpu.index))
+        replace(gpu, xids=_select_xids(xids, gpu.bus_id), xid_events=None if events is None else events.get(gpu.index))
         for gpu in gpus
     )
-    confidential, secret = _confidential(host)
-    driver, cuda = (_of_system(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
+    confidential, secret = _read_confidential(host)
+    driver, cuda = (_ask_system(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
     return GpuFacts(
         driver_version=None if driver is None else str(driver),
         cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if isinstance(cuda, int) else None,
-        gpus=_placed(gpus, addresses or (), xids),
-        pairs=_pairs(host, [gpu.index for gpu in gpus if gpu.error is None]),
+        gpus=_locate(gpus, addresses or (), xids),
+        pairs=_read_pairs(host, [gpu.index for gpu in gpus if gpu.error is None]),
         pci_gpus=on_bus,
         bus=bus,
-        xids_off_bus=_off_bus(host, xids or {}),
+        xids_off_bus=_find_off_bus(host, xids or {}),
         visible=host.environment().get("CUDA_VISIBLE_DEVICES"),
         granted=_granted(host.environment()),
         confidential=confidential,
@@ -226,28 +226,28 @@ def read(host: Host) -> GpuFacts:
     )
 
 
-def _confidential(host: Host) -> tuple[bool | None, tuple[str, ...]]:
+def _read_confidential(host: Host) -> tuple[bool | None, tuple[str, ...]]:
     """Return (whether confidential computing is on, calls that failed)."""
     symbol = "nvmlSystemGetConfComputeState"
-    answer, unread = _of_system(host, symbol)
+    answer, unread = _ask_system(host, symbol)
     if answer is None:
         return None, unread
     state = answer["ccFeature"]
     return (bool(state), ()) if state in (0, 1) else (None, (f"{symbol} = {state!s:.24}, which is impossible",))
 
 
-def _placed(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, list[int]] | None) -> tuple[Gpu, ...]:
+def _locate(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, list[int]] | None) -> tuple[Gpu, ...]:
     """Assign addresses to lost GPUs, which do not report one: a single lost GPU has the one address that is left."""
     lost = [gpu for gpu in gpus if gpu.bus_id is None]
     left = set(addresses) - {gpu.bus_id for gpu in gpus}
     if len(lost) != 1 or len(left) != 1:
         return gpus
     bus_id = left.pop()
-    found = replace(lost[0], bus_id=bus_id, xids=_of(xids, bus_id))
+    found = replace(lost[0], bus_id=bus_id, xids=_select_xids(xids, bus_id))
     return tuple(found if gpu is lost[0] else gpu for gpu in gpus)
 
 
-def _of(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple[int, ...] | None:
+def _select_xids(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple[int, ...] | None:
     return None if xids is None or bus_id is None else tuple(xids.get(bus_id.partition(".")[0], ()))
 
 
@@ -265,7 +265,7 @@ def _granted(environment: Mapping[str, str]) -> tuple[str, int] | None:
     return (f"SLURM_GPUS_ON_NODE={number}", int(number)) if re.fullmatch(r"\d{1,4}", number) else None
 
 
-def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _find_off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return Xids at addresses where sysfs shows no device of any driver; nothing if sysfs is not available."""
     try:
         present = {name.rpartition(".")[0].lower() for name in host.list_dir(DEVICES)} if xids else set()
@@ -274,7 +274,7 @@ def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[i
     return tuple((place, tuple(numbers)) for place, numbers in xids.items() if present and place not in present)
 
 
-def _of_system(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[str, ...]]:
+def _ask_system(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[str, ...]]:
     """Return (answer, calls that failed)."""
     try:
         return host.nvml(symbol, *arguments), ()
@@ -282,7 +282,7 @@ def _of_system(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[str
         return None, () if does_not_apply(error) else (f"{error.symbol} = {error.name}",)
 
 
-def _xids(host: Host) -> dict[str, list[int]] | None:
+def _read_xids(host: Host) -> dict[str, list[int]] | None:
     """Return Xids by bus id without function, in kernel log order; None if the log cannot be read."""
     try:
         lines = host.kernel_log("NVRM: Xid")
@@ -295,9 +295,9 @@ def _xids(host: Host) -> dict[str, list[int]] | None:
     return found
 
 
-def _xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | None, tuple[str, ...]]:
+def _read_xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | None, tuple[str, ...]]:
     """Return (Xids by GPU index since NVML events were first requested, or None if unsupported; calls that failed)."""
-    answer, unread = _of_system(host, XIDS, count)
+    answer, unread = _ask_system(host, XIDS, count)
     if answer is None:
         return None, unread
     found: dict[int, tuple[int, ...]] = dict.fromkeys(answer["watched"], ())
@@ -306,14 +306,14 @@ def _xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | No
     return found, ()
 
 
-def _gpus(asks: list[Asker]) -> tuple[Gpu, ...]:
+def _read_gpus(asks: list[Asker]) -> tuple[Gpu, ...]:
     """Read every GPU. If the driver refuses access to a GPU, no further calls are made for it."""
-    found: list[_Found] = [_identity(ask) for ask in asks]
+    found: list[_Found] = [_read_identity(ask) for ask in asks]
     readable = [(ask, facts) for ask, facts in zip(asks, found, strict=True) if "error" not in facts]
     states: dict[int, LinkStates] = {}
     by_model: dict[Any, list[LinkStates]] = defaultdict(list)
     for ask, facts in readable:
-        facts.update(_faults(ask))
+        facts.update(_read_faults(ask))
         states[ask.handle.index] = link_states(ask)
         by_model[facts["name"]].append(states[ask.handle.index])
     for twins in by_model.values():
@@ -322,15 +322,15 @@ def _gpus(asks: list[Asker]) -> tuple[Gpu, ...]:
     for ask, facts in readable:
         mine, bus_id = states[ask.handle.index], facts["bus_id"]
         facts.update(nvlinks_known=mine.known, nvlinks=nvlinks(ask, mine.states, facts["compute_capability"]))
-        for stage in (_load, _fabric, _ecc, _rest):
+        for stage in (_read_load, _read_fabric, _read_ecc, _read_rest):
             facts.update(stage(ask))
-        facts.update(numa_node=_numa_node(ask, bus_id), link_in_sysfs=_width_in_sysfs(ask.host, bus_id), error=ask.lost)
+        facts.update(numa_node=_read_numa(ask, bus_id), link_in_sysfs=_width_in_sysfs(ask.host, bus_id), error=ask.lost)
     return tuple(
         Gpu(index=ask.handle.index, unread=tuple(ask.unread), **facts) for ask, facts in zip(asks, found, strict=True)
     )
 
 
-def _identity(ask: Asker) -> _Found:
+def _read_identity(ask: Asker) -> _Found:
     """Read the identity of a GPU; "error" if the driver refuses access."""
     refused = None
     bus_id = None
@@ -364,7 +364,7 @@ def _identity(ask: Asker) -> _Found:
     return found
 
 
-def _faults(ask: Asker) -> _Found:
+def _read_faults(ask: Asker) -> _Found:
     _, rows, waiting, failed = ask.numbers("nvmlDeviceGetRemappedRows", 4)
     banks: dict[str, Any] = {}
     if rows is not None:  # the histogram never returns NOT_SUPPORTED
@@ -373,7 +373,7 @@ def _faults(ask: Asker) -> _Found:
     split, split_later = (flag(mode) for mode in ask.numbers("nvmlDeviceGetMigMode", 2))
     # All drivers so far answer the older function, but it will be removed.
     mask = ask.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
-    bits = _names()["throttle_bit"].items()
+    bits = _read_names()["throttle_bit"].items()
     return {
         "recovery_action": recovery_action(action),
         "ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", 1, 0),
@@ -390,7 +390,7 @@ def _faults(ask: Asker) -> _Found:
     }
 
 
-def _load(ask: Asker) -> _Found:
+def _read_load(ask: Asker) -> _Found:
     busy = ask.field("nvmlDeviceGetUtilizationRates", "gpu")
     return {
         "sm_clock_hertz": ask.number("nvmlDeviceGetClockInfo", 1, scale=1e6),
@@ -401,7 +401,7 @@ def _load(ask: Asker) -> _Found:
     }
 
 
-def _fabric(ask: Asker) -> _Found:
+def _read_fabric(ask: Asker) -> _Found:
     fabric = ask("nvmlDeviceGetGpuFabricInfoV") or ask("nvmlDeviceGetGpuFabricInfo") or {}
     return {
         "fabric_state": named("fabric_state", fabric.get("state")),
@@ -413,7 +413,7 @@ def _fabric(ask: Asker) -> _Found:
     }
 
 
-def _ecc(ask: Asker) -> _Found:
+def _read_ecc(ask: Asker) -> _Found:
     enabled, pending = ask.numbers("nvmlDeviceGetEccMode", 2)
     default = None if enabled is None else ask.numbers("nvmlDeviceGetDefaultEccMode", 1)[0]
     sram = ask("nvmlDeviceGetSramEccErrorStatus") or {}
@@ -423,18 +423,18 @@ def _ecc(ask: Asker) -> _Found:
         "ecc_default": flag(default),
         "ecc_uncorrected_lifetime": ask("nvmlDeviceGetTotalEccErrors", 1, 1),
         "sram_threshold_exceeded": flag(sram.get("bThresholdExceeded")),
-        "sram_uncorrected": _sum(sram, "volatileUncParity", "volatileUncSecDed"),
-        "sram_uncorrected_lifetime": _sum(sram, "aggregateUncParity", "aggregateUncSecDed"),
-        "retired_pages": _retired_pages(ask),
+        "sram_uncorrected": _add_fields(sram, "volatileUncParity", "volatileUncSecDed"),
+        "sram_uncorrected_lifetime": _add_fields(sram, "aggregateUncParity", "aggregateUncSecDed"),
+        "retired_pages": _count_retired_pages(ask),
     }
 
 
-def _sum(answer: dict[str, Any], *names: str) -> int | None:
+def _add_fields(answer: dict[str, Any], *names: str) -> int | None:
     values = [answer.get(name) for name in names]
     return None if None in values else sum(cast("list[int]", values))
 
 
-def _rest(ask: Asker) -> _Found:
+def _read_rest(ask: Asker) -> _Found:
     numa = ask("nvmlDeviceGetNumaNodeId")
     return {
         "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
@@ -455,7 +455,7 @@ def _rest(ask: Asker) -> _Found:
     }
 
 
-def _pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
+def _read_pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
     """Read the common ancestor of every pair of GPUs first, then the details of their P2P support."""
     asks = {(a, b): Asker(host, GpuHandle(a)) for a in answering for b in answering if a < b}
     found: dict[tuple[int, int], list[Any]] = {pair: [] for pair in asks}
@@ -486,7 +486,7 @@ def _width_in_sysfs(host: Host, bus_id: str | None) -> bool:
     return bool(widths) and all(width is not None and 0 < width <= 32 for width in widths)
 
 
-def _numa_node(ask: Asker, bus_id: str | None) -> int | None:
+def _read_numa(ask: Asker, bus_id: str | None) -> int | None:
     """Prefer sysfs. If it has -1 (in a VM), use NVML's memory affinity mask if it names a single node."""
     node = sysfs.number(ask.host, f"{DEVICES}/{bus_id}/numa_node")
     if node is not None and node >= 0:
@@ -495,7 +495,7 @@ def _numa_node(ask: Asker, bus_id: str | None) -> int | None:
     return int(nodes) if nodes and nodes.isdecimal() else None
 
 
-def _retired_pages(ask: Asker) -> int | None:
+def _count_retired_pages(ask: Asker) -> int | None:
     """Count pages retired for single-bit (cause 0) and double-bit (1) errors; Ampere and later remap rows instead."""
     by_cause = [ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
     if not all(isinstance(pages, list) for pages in by_cause):
@@ -559,17 +559,17 @@ def settle(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
 def nvlinks(ask: Asker, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
     """Return the existing links. A link without a peer is inactive; a link whose state could not be read is None."""
     up = [link for link, active in states.items() if active]
-    errors = _errors(ask, up)
+    errors = _read_errors(ask, up)
     version = named("nvlink_generation", _ask(ask, "nvmlDeviceGetNvLinkVersion", up[0])) if up else None
     if version == 5 and capability is not None and capability[0] == 9:
         version = 4  # H100 reports 7 (5.0) for its fourth-generation NVLink
     return tuple(
-        _active(ask, link, version, errors.get(link)) if active else NvLink(link=link, active=active)
+        _read_active_link(ask, link, version, errors.get(link)) if active else NvLink(link=link, active=active)
         for link, active in states.items()
     )
 
 
-def _active(ask: Asker, link: int, version: int | None, errors: dict[str, int] | None) -> NvLink:
+def _read_active_link(ask: Asker, link: int, version: int | None, errors: dict[str, int] | None) -> NvLink:
     remote = _ask(ask, "nvmlDeviceGetNvLinkRemotePciInfo", link)
     kind = _ask(ask, "nvmlDeviceGetNvLinkRemoteDeviceType", link)
     return NvLink(
@@ -582,20 +582,20 @@ def _active(ask: Asker, link: int, version: int | None, errors: dict[str, int] |
     )
 
 
-def _errors(ask: Asker, links: list[int]) -> dict[int, dict[str, int]]:
+def _read_errors(ask: Asker, links: list[int]) -> dict[int, dict[str, int]]:
     """Return error counters by link: in one call, or link by link for drivers that require it (before Hopper)."""
     found: dict[int, dict[str, int]] = {}
-    fields = _names()["nvlink_error_field"]
+    fields = _read_names()["nvlink_error_field"]
     if links:
         wanted = [(number, link) for link in links for number in fields]
         values = ask.fields(*(f"{number}:{link}" for number, link in wanted))
         for (number, link), value in zip(wanted, values, strict=True):
             if value is not None:
                 found.setdefault(link, {})[fields[number]] = value
-    return found or {link: counters for link in links if (counters := _old_errors(ask, link))}
+    return found or {link: counters for link in links if (counters := _read_old_errors(ask, link))}
 
 
-def _old_errors(ask: Asker, link: int) -> dict[str, int]:
+def _read_old_errors(ask: Asker, link: int) -> dict[str, int]:
     counters = {name: _ask(ask, "nvmlDeviceGetNvLinkErrorCounter", link, i) for i, name in enumerate(_ERRORS)}
     return {name: value for name, value in counters.items() if isinstance(value, int)}
 
@@ -620,10 +620,10 @@ def cpu_list(words: Any) -> str | None:
     if not words:
         return None
     cpus = [64 * i + bit for i, word in enumerate(words) if word for bit in range(64) if word >> bit & 1]
-    return _runs(cpus) or None
+    return _format_runs(cpus) or None
 
 
-def _runs(numbers: list[int]) -> str:
+def _format_runs(numbers: list[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -665,7 +665,7 @@ def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
     """
     if not mask:
         return None
-    faults = [name for name, (shift, bad) in _names()["fabric_fault"].items() if mask >> shift & 3 == bad]
+    faults = [name for name, (shift, bad) in _read_names()["fabric_fault"].items() if mask >> shift & 3 == bad]
     wrong = mask >> 8 & 0xF
     if wrong > 1:
         faults.append(named("fabric_configuration", wrong) or f"incorrect_configuration_{wrong}")

@@ -50,7 +50,7 @@ class LiveHost:
 
     # Files -----------------------------------------------------------------------------------------------------
 
-    def _below_root(self, path: str) -> str:
+    def _map_path(self, path: str) -> str:
         """Return the path on this machine, below the root."""
         return f"{self._prefix}{self.resolve(path)}" if self._prefix else path
 
@@ -67,7 +67,7 @@ class LiveHost:
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """Return the first `limit` bytes of a file; never blocks on a device or a pipe."""
-        descriptor = os.open(self._below_root(path), _READ)
+        descriptor = os.open(self._map_path(path), _READ)
         try:
             chunks: list[bytes] = []
             while limit > 0 and (chunk := os.read(descriptor, min(limit, 1 << 16))):
@@ -81,12 +81,12 @@ class LiveHost:
 
     def list_dir(self, path: str) -> tuple[str, ...]:
         """Return the sorted names in a folder."""
-        return tuple(sorted(os.listdir(self._below_root(path))))  # noqa: PTH208 - names are needed, not Path objects
+        return tuple(sorted(os.listdir(self._map_path(path))))  # noqa: PTH208 - names are needed, not Path objects
 
     def exists(self, path: str) -> bool:
         """Whether the path exists, after following symbolic links."""
         try:
-            return os.path.exists(self._below_root(path))  # noqa: PTH110 - takes a third of the time of Path.exists
+            return os.path.exists(self._map_path(path))  # noqa: PTH110 - takes a third of the time of Path.exists
         except OSError:
             return False
 
@@ -122,11 +122,11 @@ class LiveHost:
 
     def usable(self, path: str) -> bool:
         """Whether this process has read and write access to the path."""
-        return os.access(self._below_root(path), os.R_OK | os.W_OK)
+        return os.access(self._map_path(path), os.R_OK | os.W_OK)
 
     def statvfs(self, path: str) -> tuple[int, int]:
         """Return (size, available space) of the filesystem in bytes."""
-        answer = os.statvfs(self._below_root(path))
+        answer = os.statvfs(self._map_path(path))
         return answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize
 
     # This process ----------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class LiveHost:
 
     def kernel_log(self, word: str) -> tuple[str, ...]:
         """Return kernel log lines with the word, including lines of earlier scans. A container sees the host's log."""
-        lines = _log_lines(word)
+        lines = _read_log_lines(word)
         newest = self._log.setdefault(word, deque(maxlen=LINES_MAX))
         append_new_lines(newest, lines)
         return tuple(newest)
@@ -210,7 +210,7 @@ def append_new_lines(newest: deque[str], lines: Iterable[str]) -> None:
     newest.extend([line for line in lines if line not in newest])
 
 
-def _log_lines(word: str) -> tuple[str, ...]:
+def _read_log_lines(word: str) -> tuple[str, ...]:
     """Return the newest kernel log lines with the word, oldest first. Raises OSError if access is denied."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = min(max(libc.klogctl(_SIZE_BUFFER, None, 0), _LEAST_BYTES), _MOST_BYTES)
@@ -231,10 +231,10 @@ _LOCAL_WRITE = 1  # IBV_ACCESS_LOCAL_WRITE; the module of pyverbs' enumerations 
 def _ask_verbs(what: str, *arguments: int | str) -> Json:
     """Query "version", "port" (device name, port number) or "register" (device name, number of bytes)."""
     if what == "version":
-        return _version()
+        return _read_version()
     if what == "register":
         device, length = arguments
-        return _register(str(device), int(length))
+        return _register_memory(str(device), int(length))
     if what == "port":
         device, number = arguments
         return _port(str(device), int(number))
@@ -253,7 +253,7 @@ def _as_oserror() -> Iterator[None]:
         raise OSError(number if number > 0 else errno.ENODEV, str(error).split("\n")[0]) from error
 
 
-def _version() -> str:
+def _read_version() -> str:
     import pyverbs
     import pyverbs.device  # loads libibverbs, which may be missing although pyverbs is installed
 
@@ -269,7 +269,7 @@ def _port(device: str, number: int) -> Json:
         return {"active_mtu": int(port.active_mtu)}
 
 
-def _register(device: str, length: int) -> Json:
+def _register_memory(device: str, length: int) -> Json:
     from pyverbs.device import Context
     from pyverbs.mr import MR
     from pyverbs.pd import PD

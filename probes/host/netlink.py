@@ -68,13 +68,13 @@ async def _list(what: str) -> tuple[dict[str, Json], ...]:
             try:
                 async with AsyncIPRoute() as route:
                     listed = await getattr(route, about["method"])()
-                    return tuple([_entry(message, about["fields"], about["attributes"]) async for message in listed])
+                    return tuple([_decode(message, about["fields"], about["attributes"]) async for message in listed])
             except NetlinkDumpInterrupted:
                 continue  # the list changed during the dump
     raise OSError(errno.EINTR, f"rtnetlink: {what} changed during each of {_TRIES} lists")
 
 
-def _entry(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> dict[str, Json]:
+def _decode(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> dict[str, Json]:
     """Return the known fields and attributes of one message; others are not decoded."""
     entry: dict[str, Json] = {name: message[name] for name in fields}
     for slot in message["attrs"]:
@@ -83,7 +83,7 @@ def _entry(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> di
     return entry
 
 
-def _about_link(info: Any) -> dict[str, Json]:
+def _decode_link_info(info: Any) -> dict[str, Json]:
     """Return the kind of a link; for a vxlan also its lower device, which is nested one level deeper."""
     kind = info.get_attr("IFLA_INFO_KIND")
     found: dict[str, Json] = {"IFLA_INFO_KIND": kind} if kind else {}
@@ -94,8 +94,8 @@ def _about_link(info: Any) -> dict[str, Json]:
 
 
 _INNER: dict[str, Callable[[Any], Json]] = {
-    "IFLA_LINKINFO": _about_link,
-    "RTA_MULTIPATH": lambda hops: [_entry(hop, ("oif",), ()) for hop in hops],
+    "IFLA_LINKINFO": _decode_link_info,
+    "RTA_MULTIPATH": lambda hops: [_decode(hop, ("oif",), ()) for hop in hops],
 }
 
 
@@ -118,7 +118,7 @@ def ask_port(name: str) -> dict[str, int | list[int]]:
     """
     answers: dict[str, int | list[int]] = {}
     refused: list[OSError] = []
-    for question in (_speed_max, _pfc):
+    for question in (_ask_speed, _ask_pfc):
         try:
             answers |= question(name)
         except OSError as error:
@@ -128,13 +128,13 @@ def ask_port(name: str) -> dict[str, int | list[int]]:
     return answers
 
 
-def _speed_max(name: str) -> dict[str, int]:
-    with _socket(_GENERIC) as link:
-        (about,) = _exchange(link, _CONTROL, _generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))
+def _ask_speed(name: str) -> dict[str, int]:
+    with _open_socket(_GENERIC) as link:
+        (about,) = _exchange_messages(link, _CONTROL, _encode_generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))
         family = dict(pieces(about[4:]))
         number = int.from_bytes(family.get(_FAMILY_ID, b""), sys.byteorder)
-        header = _attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
-        return parse_modes(_exchange(link, number, _generic(_LINKMODES_GET, header))[0])
+        header = _encode_attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
+        return parse_modes(_exchange_messages(link, number, _encode_generic(_LINKMODES_GET, header))[0])
 
 
 def parse_modes(body: bytes) -> dict[str, int]:
@@ -149,10 +149,10 @@ def parse_modes(body: bytes) -> dict[str, int]:
     return {"speed_max_megabits": max(speeds)} if speeds else {}
 
 
-def _pfc(name: str) -> dict[str, int | list[int]]:
-    with _socket(_ROUTE) as link:
+def _ask_pfc(name: str) -> dict[str, int | list[int]]:
+    with _open_socket(_ROUTE) as link:
         body = struct.pack("=BBH", socket.AF_UNSPEC, _IEEE_GET, 0) + _text(_IFNAME, name)
-        return parse_pfc(_exchange(link, _RTM_GETDCB, body)[0])
+        return parse_pfc(_exchange_messages(link, _RTM_GETDCB, body)[0])
 
 
 def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
@@ -169,14 +169,14 @@ def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
     return answer
 
 
-def _socket(protocol: int) -> socket.socket:
+def _open_socket(protocol: int) -> socket.socket:
     link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
     link.bind((0, 0))
     link.settimeout(_TIMEOUT_SECONDS)
     return link
 
 
-def _exchange(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST) -> list[bytes]:
+def _exchange_messages(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST) -> list[bytes]:
     """Send a request and return the message bodies: one, or with _DUMP all of them. Raises OSError."""
     link.send(struct.pack("=IHHII", 16 + len(body), kind, flags, 1, 0) + body)
     answers: list[bytes] = []
@@ -194,16 +194,16 @@ def _exchange(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST
             return answers[:1]
 
 
-def _generic(command: int, content: bytes) -> bytes:
+def _encode_generic(command: int, content: bytes) -> bytes:
     return struct.pack("=BBH", command, 1, 0) + content
 
 
-def _attribute(kind: int, value: bytes) -> bytes:
+def _encode_attribute(kind: int, value: bytes) -> bytes:
     return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
 
 
 def _text(kind: int, value: str) -> bytes:
-    return _attribute(kind, value.encode() + b"\0")
+    return _encode_attribute(kind, value.encode() + b"\0")
 
 
 # RDMA devices ---------------------------------------------------------------------------------------------------
@@ -217,10 +217,10 @@ Message = dict[str, int | str]
 
 def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
     """Return the "devices", "ports" (each with its device's name) or "system" settings."""
-    with _socket(NETLINK_RDMA) as link:
+    with _open_socket(NETLINK_RDMA) as link:
         if what == "system":
-            return tuple(map(attributes, _exchange(link, _NLDEV | _SYS_GET, b"")))
-        devices = tuple(map(attributes, _exchange(link, _NLDEV | _GET, b"", _REQUEST | _DUMP)))
+            return tuple(map(attributes, _exchange_messages(link, _NLDEV | _SYS_GET, b"")))
+        devices = tuple(map(attributes, _exchange_messages(link, _NLDEV | _GET, b"", _REQUEST | _DUMP)))
         if what == "devices":
             return devices
         if what != "ports":
@@ -228,7 +228,7 @@ def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
         return tuple(
             {"name": device["name"], **attributes(port)}
             for device in devices
-            for port in _exchange(
+            for port in _exchange_messages(
                 link, _NLDEV | _PORT_GET, struct.pack("=HHI", 8, 1, device["device_index"]), _REQUEST | _DUMP
             )
         )

@@ -58,7 +58,7 @@ class Nvml:
         self._pynvml: Any = None
         self._handles: dict[int, Any] = {}
         self._functions: dict[str, Callable[..., Json]] = {}
-        self._events = _Events()
+        self._events = _EventLog()
 
     def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """Call the pynvml function of this name; each `GpuHandle` is replaced by the driver's handle.
@@ -75,10 +75,10 @@ class Nvml:
             os.pwrite(self.call_file, call.encode()[:CALL_BYTES].ljust(CALL_BYTES, b"\0"), 0)
 
     def _ask(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
-        pynvml, failing = self._library(), HANDLE
-        function = self._functions.get(symbol) or self._function(symbol)
+        pynvml, failing = self._get_library(), HANDLE
+        function = self._functions.get(symbol) or self._get_function(symbol)
         try:
-            places = [self._handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments]
+            places = [self._get_handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments]
             failing = symbol
             of_gpu = next((f" of GPU{a.index}" for a in arguments if isinstance(a, GpuHandle)), "")
             self._name_call(f"{symbol}{of_gpu}")
@@ -97,20 +97,20 @@ class Nvml:
         if code in _STALE_HANDLE:
             self._handles.clear()
         if code == ERROR_CODES["UNINITIALIZED"]:
-            self._pynvml, self._events = None, _Events()  # the next call initialises NVML again
+            self._pynvml, self._events = None, _EventLog()  # the next call initialises NVML again
             self._functions.clear()
 
-    def _function(self, symbol: str) -> Callable[..., Json]:
-        library = self._library()
+    def _get_function(self, symbol: str) -> Callable[..., Json]:
+        library = self._get_library()
         function = _SPECIAL.get(symbol) or getattr(library, symbol, None)
         if symbol == XIDS:
-            function = partial(self._events.xids, library, self._handle)
+            function = partial(self._events.xids, library, self._get_handle)
         if function is None or not symbol.startswith("nvml"):
             raise failure(symbol, "FUNCTION_NOT_FOUND")
         self._functions[symbol] = function
         return function
 
-    def _library(self) -> Any:
+    def _get_library(self) -> Any:
         if self._pynvml is None:
             import pynvml
 
@@ -123,7 +123,7 @@ class Nvml:
             self._pynvml = pynvml
         return self._pynvml
 
-    def _handle(self, index: int) -> Any:
+    def _get_handle(self, index: int) -> Any:
         if index not in self._handles:
             self._name_call(f"{HANDLE} of GPU{index}")
             self._handles[index] = self._pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -142,7 +142,7 @@ def _load_library() -> None:
         return
 
 
-class _Events:
+class _EventLog:
     """Xids that the driver reported since this process registered for NVML events.
 
     Specification: NVML API reference, event handling. An event set contains only events after a GPU was registered. A
@@ -209,7 +209,7 @@ def sysfs_bus_id(nvml: str) -> str | None:
     return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}.{found[4]}".lower()
 
 
-def _field_values(handle: Any, *fields: int | str) -> list[Json]:
+def _read_field_values(handle: Any, *fields: int | str) -> list[Json]:
     """Call nvmlDeviceGetFieldValues. A field is a number, or "number:scope" (the scope is a link, for example).
 
     Returns one value per field, in order. Each field has its own return code: the value is None if the GPU or driver
@@ -230,7 +230,7 @@ def _field_values(handle: Any, *fields: int | str) -> list[Json]:
     ]
 
 
-def _bus_id_of(symbol: str) -> Callable[..., Json]:
+def _make_bus_id_call(symbol: str) -> Callable[..., Json]:
     """Return a function that calls NVML for an nvmlPciInfo_t and returns its bus id, from which the rest follows."""
 
     def ask(*arguments: Any) -> Json:
@@ -241,7 +241,7 @@ def _bus_id_of(symbol: str) -> Callable[..., Json]:
     return ask
 
 
-def _processes(handle: Any) -> Json:
+def _read_processes(handle: Any) -> Json:
     """Call nvmlDeviceGetComputeRunningProcesses; drivers before 510 do not have its version 3."""
     import pynvml
 
@@ -253,7 +253,7 @@ def _processes(handle: Any) -> Json:
     return plain(pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle))
 
 
-def _structure(symbol: str, *names: str) -> Callable[..., Json]:
+def _make_call(symbol: str, *names: str) -> Callable[..., Json]:
     """Return a function that fills a structure: the first version in `names` (newest first) that the driver knows."""
 
     def ask(handle: Any) -> Json:
@@ -273,7 +273,7 @@ def _structure(symbol: str, *names: str) -> Callable[..., Json]:
     return ask
 
 
-def _mig_slice(handle: Any, place: int) -> Json:
+def _read_mig_slice(handle: Any, place: int) -> Json:
     """Call nvmlDeviceGetMigDeviceHandleByIndex and return the slice's identity; the handle stays in this process."""
     import pynvml
 
@@ -286,15 +286,15 @@ def _mig_slice(handle: Any, place: int) -> Json:
 
 
 _SPECIAL: dict[str, Callable[..., Json]] = {
-    MIG_SLICE: _mig_slice,
-    "nvmlDeviceGetSramEccErrorStatus": _structure("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t"),
-    "nvmlDeviceGetComputeRunningProcesses": _processes,
-    "nvmlDeviceGetPciInfo": _bus_id_of("nvmlDeviceGetPciInfo"),
-    "nvmlDeviceGetNvLinkRemotePciInfo": _bus_id_of("nvmlDeviceGetNvLinkRemotePciInfo"),
-    "nvmlDeviceGetFieldValues": _field_values,
+    MIG_SLICE: _read_mig_slice,
+    "nvmlDeviceGetSramEccErrorStatus": _make_call("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t"),
+    "nvmlDeviceGetComputeRunningProcesses": _read_processes,
+    "nvmlDeviceGetPciInfo": _make_bus_id_call("nvmlDeviceGetPciInfo"),
+    "nvmlDeviceGetNvLinkRemotePciInfo": _make_bus_id_call("nvmlDeviceGetNvLinkRemotePciInfo"),
+    "nvmlDeviceGetFieldValues": _read_field_values,
     # version 2 has no health summary
-    "nvmlDeviceGetGpuFabricInfoV": _structure(
+    "nvmlDeviceGetGpuFabricInfoV": _make_call(
         "nvmlDeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"
     ),
-    "nvmlDeviceGetGpuFabricInfo": _structure("nvmlDeviceGetGpuFabricInfo", "c_nvmlGpuFabricInfo_t"),  # before 535
+    "nvmlDeviceGetGpuFabricInfo": _make_call("nvmlDeviceGetGpuFabricInfo", "c_nvmlGpuFabricInfo_t"),  # before 535
 }

@@ -53,7 +53,7 @@ class RecordingHost:
             try:
                 answer = getattr(self.host, method)(*arguments)
             except (OSError, NvmlError, ImportError) as error:
-                self._record(method, arguments, _error_answer(error, arguments))
+                self._record(method, arguments, _encode_error(error, arguments))
                 raise
             packed = base64.b64encode(zlib.compress(answer, 9)).decode() if isinstance(answer, bytes) else answer
             self._record(method, arguments, without_secrets(packed))
@@ -70,11 +70,11 @@ class RecordingHost:
             self.answers.setdefault(method, {})[question(*arguments)] = answer
 
 
-def _answered(method: str, kind: Callable[[Any], T]) -> Callable[..., T]:
+def _make_query(method: str, kind: Callable[[Any], T]) -> Callable[..., T]:
     """Return the `Host` method of this name, whose recorded answer is converted with `kind`."""
 
     def ask(self: RecordedHost, *arguments: int | str) -> T:
-        return kind(self._answer(method, *arguments))
+        return kind(self._get_answer(method, *arguments))
 
     return ask
 
@@ -86,24 +86,24 @@ class RecordedHost:
         self.content = content
         self._answers: dict[str, dict[str, Json]] = content["answers"]
 
-    def _answer(self, method: str, *arguments: GpuHandle | int | str) -> Any:
+    def _get_answer(self, method: str, *arguments: GpuHandle | int | str) -> Any:
         answers, key = self._answers.get(method, {}), question(*arguments)
         if key not in answers:
             raise FileNotFoundError(errno.ENOENT, "not in the recording", f"{method}({key})")
-        return _raised(without_secrets(answers[key]), key)
+        return _raise_error(without_secrets(answers[key]), key)
 
-    read_text = _answered("read_text", str)
-    list_dir = _answered("list_dir", tuple)
-    resolve = _answered("resolve", str)
-    usable = _answered("usable", bool)
-    netlink = _answered("netlink", tuple)
-    port_link = _answered("port_link", dict)
-    rdma_netlink = _answered("rdma_netlink", tuple)
-    kernel_log = _answered("kernel_log", tuple)
+    read_text = _make_query("read_text", str)
+    list_dir = _make_query("list_dir", tuple)
+    resolve = _make_query("resolve", str)
+    usable = _make_query("usable", bool)
+    netlink = _make_query("netlink", tuple)
+    port_link = _make_query("port_link", dict)
+    rdma_netlink = _make_query("rdma_netlink", tuple)
+    kernel_log = _make_query("kernel_log", tuple)
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """Return the first bytes of a file."""
-        return _unpack(self._answer("read_bytes", path, limit), limit)
+        return _unpack(self._get_answer("read_bytes", path, limit), limit)
 
     def exists(self, path: str) -> bool:
         """Whether the path exists: recorded directly, or implied by another recorded answer for this path."""
@@ -115,12 +115,12 @@ class RecordedHost:
 
     def statvfs(self, path: str) -> tuple[int, int]:
         """Return (size, available space) in bytes."""
-        size, available = _numbers(self._answer("statvfs", path), path)
+        size, available = _parse_numbers(self._get_answer("statvfs", path), path)
         return size or 0, available or 0
 
     def limit(self, name: str) -> tuple[int | None, int | None]:
         """Return (soft, hard) of the process that made the recording."""
-        return _numbers(self._answer("limit", name), name)
+        return _parse_numbers(self._get_answer("limit", name), name)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the recording process; empty if it was not recorded."""
@@ -137,18 +137,18 @@ class RecordedHost:
         if not symbols:
             raise failure(symbol, "LIBRARY_NOT_FOUND")
         answers, key = symbols.get(symbol, {}), question(*arguments)
-        return _raised(without_secrets(answers.get(key, {"$nvml": "NOT_SUPPORTED"})), symbol)
+        return _raise_error(without_secrets(answers.get(key, {"$nvml": "NOT_SUPPORTED"})), symbol)
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """Return the answer to one recorded libibverbs query."""
-        return self._answer("verbs", what, *arguments)
+        return self._get_answer("verbs", what, *arguments)
 
     def cpu(self) -> dict[str, Json]:
         """Return psutil's recorded numbers; empty if they were not recorded."""
         return dict(self._answers.get("cpu", {}).get("", {}))
 
 
-def _error_answer(error: Exception, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
+def _encode_error(error: Exception, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
     if isinstance(error, NvmlError):
         answer: dict[str, Json] = {"$nvml": error.name}
         if error.code != ERROR_CODES.get(error.name):
@@ -173,7 +173,7 @@ def _unpack(text: str, limit: int) -> bytes:
         raise OSError(errno.EIO, f"bytes in the recording cannot be unpacked: {error}") from None
 
 
-def _numbers(answer: Json, query: str) -> tuple[int | None, int | None]:
+def _parse_numbers(answer: Json, query: str) -> tuple[int | None, int | None]:
     """Return two integers, or None in place of an invalid one, because a recording may contain anything."""
     if not isinstance(answer, list) or len(answer) != 2 or not all(type(n) in (int, type(None)) for n in answer):
         raise OSError(errno.EIO, "the recording holds no two numbers", query)
@@ -184,7 +184,7 @@ def _is_error(answer: Json) -> bool:
     return isinstance(answer, dict) and not answer.keys().isdisjoint(("$errno", "$nvml", "$import"))
 
 
-def _raised(answer: Json, query: str) -> Json:
+def _raise_error(answer: Json, query: str) -> Json:
     """Return the answer, or raise the error that it represents."""
     if not _is_error(answer):
         return answer
@@ -215,7 +215,7 @@ def load_all(path: str | Path) -> list[RecordedHost]:
                 values += sum(content.count(mark) for mark in (b",", b"[", b"{"))
                 if values > MOST_VALUES:
                     raise RecordingError(f"{path}: its recordings hold more than {MOST_VALUES} values")
-                found.append(RecordedHost(_checked(plain(content), path)))
+                found.append(RecordedHost(_check_content(plain(content), path)))
     except (tarfile.TarError, bounded.TooLargeError, EOFError, gzip.BadGzipFile, zlib.error, PlainError) as error:
         raise RecordingError(f"{path}: not a bundle (topoflight bundle writes one): {error}") from None
     if not found:
@@ -239,10 +239,10 @@ def load(path: str | Path) -> RecordedHost:
         data = plain(content)
     except PlainError as error:
         raise RecordingError(f"{path}: {error}") from None
-    return RecordedHost(_checked(data, path))
+    return RecordedHost(_check_content(data, path))
 
 
-def _checked(data: Json, path: Path) -> dict[str, Json]:
+def _check_content(data: Json, path: Path) -> dict[str, Json]:
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise RecordingError(f'{path}: not a recording: "kind" must be "{KIND}" (topoflight capture writes one)')
     version = data.get("schema_version")

@@ -32,17 +32,17 @@ def read(host: Host) -> HostinfoFacts:
     """Read all facts; missing ones are None."""
     identity, cpu = host.identity(), host.cpu()
     cpuinfo = sysfs.text(host, "/proc/cpuinfo")
-    first = _processor(cpuinfo)
+    first = _parse_processor(cpuinfo)
     vendor, product = sysfs.text(host, DMI + "sys_vendor"), sysfs.text(host, DMI + "product_name")
     conf, conf_files = nccl_conf(host, str(identity.get("home") or ""))
     balancing = sysfs.number(host, "/proc/sys/kernel/numa_balancing")
     load = cpu.get("load_average")
     return HostinfoFacts(
         hostname=str(identity.get("hostname") or "unknown"),
-        kernel=_text(identity.get("kernel")),
+        kernel=_to_text(identity.get("kernel")),
         os=sysfs.fields(sysfs.text(host, "/etc/os-release"), "=").get("PRETTY_NAME", "").strip("\"'") or None,
-        architecture=_text(identity.get("architecture")),
-        cpu_vendor=_cpu_vendor(first),
+        architecture=_to_text(identity.get("architecture")),
+        cpu_vendor=_get_cpu_vendor(first),
         cpu_name=first.get("model name") or first.get("cpu"),
         cpu_family=sysfs.parse_number(first.get("cpu family")),
         cpu_model=sysfs.parse_number(first.get("model")),
@@ -72,7 +72,7 @@ def read(host: Host) -> HostinfoFacts:
 def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str | None:
     """Return the name of the hypervisor; None on bare metal or if there is no evidence of one."""
     if processor is None:
-        processor = _processor(sysfs.text(host, "/proc/cpuinfo"))
+        processor = _parse_processor(sysfs.text(host, "/proc/cpuinfo"))
     vendor, product = sysfs.text(host, DMI + "sys_vendor") or "", sysfs.text(host, DMI + "product_name") or ""
     flags = processor.get("flags")
     if flags is not None and "hypervisor" not in flags.split():
@@ -134,12 +134,12 @@ def nccl_conf(host: Host, home: str) -> tuple[dict[str, str] | None, tuple[str, 
     return (settings if files else None), tuple(files)
 
 
-def _processor(content: str | None) -> dict[str, str]:
+def _parse_processor(content: str | None) -> dict[str, str]:
     """Parse the first block of /proc/cpuinfo."""
     return sysfs.fields(re.split(r"\n[ \t]*\n", (content or "").lstrip(), maxsplit=1)[0])
 
 
-def _cpu_vendor(processor: dict[str, str]) -> str | None:
+def _get_cpu_vendor(processor: dict[str, str]) -> str | None:
     if "vendor_id" in processor:
         return processor["vendor_id"]
     if processor.get("CPU implementer"):
@@ -147,7 +147,7 @@ def _cpu_vendor(processor: dict[str, str]) -> str | None:
     return "IBM" if processor.get("cpu", "").startswith("POWER") else None
 
 
-def _text(value: object) -> str | None:
+def _to_text(value: object) -> str | None:
     return str(value) if value else None
 
 
@@ -176,10 +176,10 @@ def container(host: Host) -> str | None:
         return "podman"
     if host.exists("/.dockerenv"):
         return "docker"
-    return named or next(_candidates(host), None)
+    return named or next(_find_candidates(host), None)
 
 
-def _candidates(host: Host) -> Iterator[str]:
+def _find_candidates(host: Host) -> Iterator[str]:
     """Yield container kinds from pod mounts, the container manager and the path of the root file system, in order."""
     mounts = (sysfs.text(host, "/proc/self/mountinfo") or "").splitlines()
     if any(_POD_MOUNT.search(line) for line in mounts):

@@ -72,14 +72,14 @@ def read(host: Host) -> InterfacesFacts:
     names: dict[Any, str] = {
         link.get("index"): str(link.get("IFLA_IFNAME") or f"index{link.get('index')}") for link in links
     }
-    addresses = _addresses(host)
-    default = _default_route_of_proc(host)
+    addresses = _read_addresses(host)
+    default = _read_proc_route(host)
     if default not in names.values():  # no default route, or /proc of another namespace
-        default = _default_route(host, names)
+        default = _find_default_route(host, names)
     status = read_network_status(host)
     entries = status.by_interface if status else {}
-    rdma = _rdma_map(host)
-    facts = {names[link.get("index")]: _interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
+    rdma = _map_rdma(host)
+    facts = {names[link.get("index")]: _read_interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
     wired = neighbours(host, {index: name for index, name in names.items() if name in facts and facts[name].bus_id})
     in_pod = status is not None or container(host) == "kubernetes"
     finished = []
@@ -91,7 +91,7 @@ def read(host: Host) -> InterfacesFacts:
                 role=role_of(interface, entry, default=default, in_pod=in_pod),
                 multus_network=entry.network if entry else None,
                 multus_mtu_bytes=entry.mtu_bytes if entry else None,
-                rdma_device=(entry.rdma_device if entry else None) or _rdma_device(interface, facts, rdma),
+                rdma_device=(entry.rdma_device if entry else None) or _find_rdma_device(interface, facts, rdma),
                 neighbour=wired.get(interface.name),
             )
         )
@@ -146,7 +146,7 @@ def _is_for_userspace(host: Host, entry: Entry) -> bool:
 # One link ------------------------------------------------------------------------------------------------------
 
 
-def _interface(
+def _read_interface(
     host: Host, link: dict[str, Json], names: dict[Any, str], addresses: dict[Any, tuple[str, ...]]
 ) -> Interface:
     """Combine a netlink message and sysfs. A parent in another namespace has no index in this one."""
@@ -172,7 +172,7 @@ def _interface(
         role="unknown",
         kind=kind,
         up=bool(flags & IFF_UP) if flags is not None else None,
-        running=_running(host, folder, flags, readable),
+        running=_read_running(host, folder, flags, readable),
         addresses=addresses.get(link.get("index"), ()),
         mtu_bytes=mtu if isinstance(mtu, int) else None,
         speed_bytes_per_second=speed * 1e6 / 8 if speed is not None and 0 < speed < 1 << 31 else None,
@@ -186,7 +186,7 @@ def _interface(
     )
 
 
-def _running(host: Host, folder: str, flags: int | None, readable: bool) -> bool | None:
+def _read_running(host: Host, folder: str, flags: int | None, readable: bool) -> bool | None:
     """Return IFF_RUNNING as computed by netlink. sysfs has no such flag, but operstate is equivalent."""
     if flags is None:
         return None
@@ -199,7 +199,7 @@ def _running(host: Host, folder: str, flags: int | None, readable: bool) -> bool
 # Addresses and routes ------------------------------------------------------------------------------------------
 
 
-def _addresses(host: Host) -> dict[Any, tuple[str, ...]]:
+def _read_addresses(host: Host) -> dict[Any, tuple[str, ...]]:
     found: dict[Any, list[str]] = {}
     for entry in host.netlink("addresses"):
         # On point-to-point links IFA_ADDRESS is the peer's address, IFA_LOCAL the own one; IPv6 only has IFA_ADDRESS.
@@ -209,7 +209,7 @@ def _addresses(host: Host) -> dict[Any, tuple[str, ...]]:
     return {index: tuple(list_) for index, list_ in found.items()}
 
 
-def _default_route(host: Host, names: dict[Any, str]) -> str | None:
+def _find_default_route(host: Host, names: dict[Any, str]) -> str | None:
     """Return the interface of the default route in the main table with the lowest metric, IPv4 before IPv6."""
     candidates = []
     for entry in host.netlink("routes"):
@@ -224,7 +224,7 @@ def _default_route(host: Host, names: dict[Any, str]) -> str | None:
     return min(candidates)[2] if candidates else None
 
 
-def _default_route_of_proc(host: Host) -> str | None:
+def _read_proc_route(host: Host) -> str | None:
     """Parse /proc/net/route (main table): Iface Destination Gateway Flags RefCnt Use Metric Mask, in hexadecimal.
 
     This takes a tenth of the time of a netlink dump, which would be part of every scan.
@@ -240,7 +240,7 @@ def _default_route_of_proc(host: Host) -> str | None:
 # RDMA ----------------------------------------------------------------------------------------------------------
 
 
-def _rdma_map(host: Host) -> dict[str, str]:
+def _map_rdma(host: Host) -> dict[str, str]:
     """Map netdev names, PCI addresses and IPv4 addresses to RDMA devices.
 
     A pod with a macvlan on an RDMA port does not see the port's netdev. However, the port's GID table contains the
@@ -261,7 +261,7 @@ def _rdma_map(host: Host) -> dict[str, str]:
     return found
 
 
-def _rdma_device(interface: Interface, all_: dict[str, Interface], rdma: dict[str, str]) -> str | None:
+def _find_rdma_device(interface: Interface, all_: dict[str, Interface], rdma: dict[str, str]) -> str | None:
     """Find the RDMA device by the interface's address, name or PCI function, else by its lower device or bond ports."""
     for address in interface.addresses:
         if device := rdma.get(address.partition("/")[0]):
@@ -322,11 +322,11 @@ def parse_network_status(content: str) -> dict[str, Entry]:
         raise ValueError("network-status is nested too deeply") from error
     if not isinstance(listed, list):
         raise ValueError(f"network-status is a list of networks, not {type(listed).__name__}")
-    entries = [_entry(item) for item in listed[:ENTRIES_MAX] if isinstance(item, dict)]
+    entries = [_parse_entry(item) for item in listed[:ENTRIES_MAX] if isinstance(item, dict)]
     return {entry.interface: entry for entry in entries if entry.interface}
 
 
-def _entry(item: dict[str, Json]) -> Entry:
+def _parse_entry(item: dict[str, Json]) -> Entry:
     info = item.get("device-info")
     pci = info.get("pci") if isinstance(info, dict) else None
     pci = pci if isinstance(pci, dict) else {}
@@ -337,12 +337,12 @@ def _entry(item: dict[str, Json]) -> Entry:
         interface=str(item.get("interface") or ("eth0" if default else "")),  # may be missing for the default network
         default=default,
         mtu_bytes=mtu if isinstance(mtu, int) and not isinstance(mtu, bool) else None,
-        bus_id=_text(pci.get("pci-address")),
-        rdma_device=_text(pci.get("rdma-device")),
+        bus_id=_to_text(pci.get("pci-address")),
+        rdma_device=_to_text(pci.get("rdma-device")),
     )
 
 
-def _text(value: Json) -> str | None:
+def _to_text(value: Json) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
@@ -389,16 +389,16 @@ def neighbour(frame: bytes) -> str | None:
     if frame[12:_FRAME_HEADER] != _ETHERTYPE:
         return None
     fields: dict[int, str] = {}
-    for kind, value in _tlvs(frame[_FRAME_HEADER:]):
+    for kind, value in _split_tlvs(frame[_FRAME_HEADER:]):
         if kind == _SYSTEM_NAME:
-            fields.setdefault(kind, _plain(value))
+            fields.setdefault(kind, _decode_text(value))
         elif kind in _TEXT and value and value[0] in _TEXT[kind]:
-            fields.setdefault(kind, _plain(value[1:]))
+            fields.setdefault(kind, _decode_text(value[1:]))
     system = fields.get(_SYSTEM_NAME) or fields.get(_CHASSIS)
     return " ".join(filter(None, (system, fields.get(_PORT)))) if system else None
 
 
-def _tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _split_tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at + 2 <= len(data):
         head = int.from_bytes(data[at : at + 2], "big")
@@ -409,5 +409,5 @@ def _tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
         at += 2 + size
 
 
-def _plain(value: bytes) -> str:
+def _decode_text(value: bytes) -> str:
     return "".join(c for c in value.decode("ascii", "replace") if " " < c <= "~")[:_NAME_MAX]

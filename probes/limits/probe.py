@@ -91,18 +91,18 @@ def size(value: int | None) -> str:
 
 def check(facts: LimitsFacts) -> Iterator[Finding]:
     """Check every limit."""
-    yield from _memlock(facts)
+    yield from _check_memlock(facts)
     if facts.nofile_soft is not None and facts.nofile_soft <= NOFILE_DEFAULT:
         status = Status.INFO if facts.nofile_soft == NOFILE_DEFAULT else Status.WARN
         yield finding(TEXTS, "limits.nofile.low", status, facts=facts)
     if facts.of_agent:  # see `unjudged`
         return
-    yield from _shm(facts)
+    yield from _check_shm(facts)
     if facts.container and facts.seccomp == "filter" and facts.sys_nice is False:
         yield finding(TEXTS, "limits.numa_policy.denied", facts=facts)
 
 
-def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
+def _check_memlock(facts: LimitsFacts) -> Iterator[Finding]:
     if not facts.memlock_known:
         yield finding(TEXTS, "limits.memlock.unknown", facts=facts)
         return
@@ -119,12 +119,12 @@ def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
     yield finding(
         TEXTS, "limits.memlock.low" + " unbound" * bool(facts.ipc_lock), status, soft=soft, hard=hard, facts=facts,
         capable="unknown" if facts.ipc_lock is None else "yes" if facts.ipc_lock else "no",
-        more=more if facts.memlock_hard_bytes is None else "", remedy=_of_engine(facts, REMEDIES["memlock"]),
+        more=more if facts.memlock_hard_bytes is None else "", remedy=_choose_remedy(facts, REMEDIES["memlock"]),
     )  # fmt: skip
 
 
-def _shm(facts: LimitsFacts) -> Iterator[Finding]:
-    remedy, total, free = _of_engine(facts, REMEDIES["shm"]), facts.shm_size_bytes, facts.shm_free_bytes
+def _check_shm(facts: LimitsFacts) -> Iterator[Finding]:
+    remedy, total, free = _choose_remedy(facts, REMEDIES["shm"]), facts.shm_size_bytes, facts.shm_free_bytes
     if total is None:
         seen = ("statvfs(/dev/shm) failed", facts.whose)
         yield finding(TEXTS, "limits.shm.unknown", Status.UNKNOWN, SHM, seen, remedy=remedy)
@@ -142,7 +142,7 @@ def _shm(facts: LimitsFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "limits.shm.small", Status.WARN, SHM, seen, **values)
 
 
-def _of_engine(facts: LimitsFacts, remedies: Mapping[str, str]) -> str:
+def _choose_remedy(facts: LimitsFacts, remedies: Mapping[str, str]) -> str:
     """Return the remedy for this container's engine, for another engine, or for a host without container."""
     return remedies.get(facts.container, remedies["another"]) if facts.container else remedies["none"]
 

@@ -81,11 +81,11 @@ def hcas(facts: PciFacts) -> tuple[PciDevice, ...]:
     return tuple(
         d
         for d in facts.devices
-        if is_network(d.class_code) and not is_passed_through(d.driver) and (bool(d.rdma) or _made_for_rdma(d))
+        if is_network(d.class_code) and not is_passed_through(d.driver) and (bool(d.rdma) or _is_made_for_rdma(d))
     )
 
 
-def _made_for_rdma(device: PciDevice) -> bool:
+def _is_made_for_rdma(device: PciDevice) -> bool:
     if device.physical_function is not None:
         return False
     if device.class_code >> 8 == INFINIBAND_CLASS or is_efa(device.vendor_id, device.device_id):
@@ -97,27 +97,27 @@ def _made_for_rdma(device: PciDevice) -> bool:
 def check(facts: PciFacts) -> Iterator[Finding]:
     """Check each device, then the host-wide settings."""
     for device in facts.devices:
-        yield from _device(device)
-        yield from _link(facts, device)
+        yield from _check_device(device)
+        yield from _check_link(facts, device)
     if facts.hypervisor is None:
-        yield from _acs(facts)
-        yield from _iommu(facts)
+        yield from _check_acs(facts)
+        yield from _check_iommu(facts)
     if found := amd_gpus(facts):  # visible on the bus; no probe reads AMD GPUs
         seen = tuple(
             f"{DEVICES}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
             for d in found[:EVIDENCE_MAX]
         )
         yield finding(TEXTS, "pci.gpu.unjudged", Status.UNKNOWN, "", seen, count=len(found))
-    yield from _no_rdma(facts)
-    yield from _peermem(facts)
-    yield from _virtual_tree(facts)
+    yield from _check_rdma(facts)
+    yield from _check_peermem(facts)
+    yield from _check_virtual_tree(facts)
 
 
-def _rdma_nics(facts: PciFacts) -> list[PciDevice]:
+def _list_rdma_nics(facts: PciFacts) -> list[PciDevice]:
     return [d for d in facts.devices if is_network(d.class_code) and d.rdma and d.physical_function is None]
 
 
-def _device(device: PciDevice) -> Iterator[Finding]:
+def _check_device(device: PciDevice) -> Iterator[Finding]:
     driver = device.driver
     keys = []
     if device.lost:
@@ -135,28 +135,28 @@ def _device(device: PciDevice) -> Iterator[Finding]:
         yield finding(TEXTS, key, subject=device.bus_id, where=f"{DEVICES}/{device.bus_id}", driver=driver)
 
 
-def _least(facts: PciFacts, device: PciDevice, fact: str) -> Any:
+def _get_smaller(facts: PciFacts, device: PciDevice, fact: str) -> Any:
     """Return the smaller value of the device and its upstream bridge; None if the device's own value is unknown."""
     above = [getattr(d, fact) for d in facts.devices if d.bus_id == device.parent]
     own = getattr(device, fact)
     return min([own, *filter(None, above)]) if own else None
 
 
-def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
+def _check_link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA
     # A bridge is only checked directly below a root port, because there both ends of one link are known. Inside a
     # switch, parent and child are not connected by a link. VFs have no link of their own.
     uplink = is_bridge(device.class_code) and any(d.bus_id == device.parent and d.parent is None for d in facts.devices)
     if not (gpu or uplink or is_network(device.class_code)) or device.physical_function is not None:
         return
-    where, what = f"{DEVICES}/{device.bus_id}", _what(device)
-    width, possible = device.link_width, _least(facts, device, "link_width_max")
+    where, what = f"{DEVICES}/{device.bus_id}", _describe_device(device)
+    width, possible = device.link_width, _get_smaller(facts, device, "link_width_max")
     if width and possible and width < possible:
         status = Status.FAIL if gpu or device.rdma or uplink else Status.WARN
         seen = (f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}")
         values = {"width": width, "possible": possible, "share": width / possible}
         yield finding(TEXTS, "pci.link.width", status, device.bus_id, seen, what=what, **values)
-    speed, fastest = device.link_transfers_per_second, _least(facts, device, "link_transfers_per_second_max")
+    speed, fastest = device.link_transfers_per_second, _get_smaller(facts, device, "link_transfers_per_second_max")
     # GPUs lower their link speed when idle, and the switch above does the same, so an idle link is not checked.
     if is_network(device.class_code) and speed and fastest and speed < fastest:
         most = (device.link_transfers_per_second_max or 0) / 1e9
@@ -165,7 +165,7 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
         yield finding(TEXTS, "pci.link.speed", Status.WARN, device.bus_id, seen, what=what, **rates)
 
 
-def _what(device: PciDevice) -> str:
+def _describe_device(device: PciDevice) -> str:
     if is_gpu(device.class_code):
         return "The GPU"
     return "The NIC" if is_network(device.class_code) else "The switch's uplink"
@@ -175,7 +175,7 @@ def peer_ports(facts: PciFacts) -> set[str]:
     """Return the ports that traffic between two GPUs, or a GPU and an RDMA NIC, crosses below their common bridge."""
     parents = {d.bus_id: d.parent for d in facts.devices}
     ends = gpus(facts)
-    chains = {d.bus_id: ancestors(parents, d.bus_id) for d in (*ends, *_rdma_nics(facts))}
+    chains = {d.bus_id: ancestors(parents, d.bus_id) for d in (*ends, *_list_rdma_nics(facts))}
     ports: set[str] = set()
     for a, b in combinations(chains, 2):
         if all(d.bus_id not in (a, b) for d in ends):
@@ -186,7 +186,7 @@ def peer_ports(facts: PciFacts) -> set[str]:
     return ports
 
 
-def _acs(facts: PciFacts) -> Iterator[Finding]:
+def _check_acs(facts: PciFacts) -> Iterator[Finding]:
     ports = peer_ports(facts)
     judged = [d for d in facts.devices if d.bus_id in ports]
     redirecting = [d.bus_id for d in judged if d.acs_source_validation]
@@ -198,8 +198,8 @@ def _acs(facts: PciFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "pci.acs.unknown", Status.UNKNOWN, "", seen)
 
 
-def _iommu(facts: PciFacts) -> Iterator[Finding]:
-    ends = len(gpus(facts)) + len(_rdma_nics(facts))
+def _check_iommu(facts: PciFacts) -> Iterator[Finding]:
+    ends = len(gpus(facts)) + len(_list_rdma_nics(facts))
     if facts.iommu_mode == "translated" and gpus(facts) and ends > 1:
         # Traffic of devices on one switch is then sent through the root complex. Other traffic takes this path anyway.
         status = Status.FAIL if peer_ports(facts) else Status.WARN
@@ -207,7 +207,7 @@ def _iommu(facts: PciFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "pci.iommu.translated", status, "", seen)
 
 
-def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
+def _check_rdma(facts: PciFacts) -> Iterator[Finding]:
     """Report RDMA cards without an RDMA device: the RDMA part of their driver is not loaded or is disabled."""
     for device in facts.devices:
         made_for_it = device.class_code >> 8 == INFINIBAND_CLASS or is_efa(device.vendor_id, device.device_id)
@@ -226,7 +226,7 @@ def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "pci.nic.no_rdma", status, device.bus_id, seen, where=where)
 
 
-def _peermem(facts: PciFacts) -> Iterator[Finding]:
+def _check_peermem(facts: PciFacts) -> Iterator[Finding]:
     nics = [d for d in facts.devices if is_network(d.class_code) and d.rdma]
     if not gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
         return
@@ -238,14 +238,14 @@ def _peermem(facts: PciFacts) -> Iterator[Finding]:
     yield finding(TEXTS, "pci.peermem.missing" if known else "pci.peermem.unknown", loaded=loaded, opened=opened)
 
 
-def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
+def _check_virtual_tree(facts: PciFacts) -> Iterator[Finding]:
     if facts.virtual_tree is None or not gpus(facts):
         return
     files = facts.topology_files
     unasked = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
     seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files
     # with one GPU and no RDMA NIC there is only one path
-    alone = len(gpus(facts)) == 1 and not _rdma_nics(facts)
+    alone = len(gpus(facts)) == 1 and not _list_rdma_nics(facts)
     key = "pci.tree.virtual" + (" unasked" if unasked else " alone" if alone else " files" * bool(files))
     yield finding(TEXTS, key, None, "", seen, why=facts.virtual_tree, files=", ".join(files))
 
@@ -260,7 +260,7 @@ def samples(facts: PciFacts) -> Iterator[Sample]:
     if acs:
         yield Sample(metric="pci_acs_source_validation_devices", value=float(sum(acs)))
     for device in facts.devices:
-        width, possible = device.link_width, _least(facts, device, "link_width_max")
+        width, possible = device.link_width, _get_smaller(facts, device, "link_width_max")
         if not is_bridge(device.class_code) and width and possible:
             yield Sample(metric="pci_link_width_ratio", value=width / possible, labels=(device.bus_id,))
 

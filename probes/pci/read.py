@@ -50,10 +50,10 @@ def read(host: Host) -> PciFacts:
     hypervisor = virtual_machine(host)
     return PciFacts(
         devices=devices,
-        iommu_mode=_iommu_mode(host, devices),
+        iommu_mode=_read_iommu_mode(host, devices),
         peermem_loaded=any(host.exists(path) for path in NAMES["peermem"]) if host.exists("/sys/module") else None,
         nvidia_open_module=opened,
-        dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
+        dmabuf_possible=_has_dmabuf(opened, str(host.identity().get("kernel") or "")),
         virtual_tree=virtual_tree(devices, hypervisor),
         hypervisor=hypervisor,
         container=container(host),
@@ -91,10 +91,10 @@ def read_device(host: Host, address: str) -> PciDevice | None:
         root=roots[-1] if roots else None,
         numa_node=node if node is not None and node >= 0 else None,
         driver=sysfs.target_name(host, f"{folder}/driver"),
-        link_transfers_per_second=_transfers(sysfs.text(host, f"{folder}/current_link_speed")),
-        link_transfers_per_second_max=_transfers(sysfs.text(host, f"{folder}/max_link_speed")),
-        link_width=_width(sysfs.number(host, f"{folder}/current_link_width")),
-        link_width_max=_width(sysfs.number(host, f"{folder}/max_link_width")),
+        link_transfers_per_second=_parse_transfers(sysfs.text(host, f"{folder}/current_link_speed")),
+        link_transfers_per_second_max=_parse_transfers(sysfs.text(host, f"{folder}/max_link_speed")),
+        link_width=_parse_width(sysfs.number(host, f"{folder}/current_link_width")),
+        link_width_max=_parse_width(sysfs.number(host, f"{folder}/max_link_width")),
         iommu_group=sysfs.parse_number(group),
         physical_function=None if is_bridge(code) else sysfs.target_name(host, f"{folder}/physfn"),
         rdma=bool(sysfs.names(host, f"{folder}/infiniband")) if is_network(code) else None,
@@ -108,10 +108,10 @@ def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
     for device in devices:
         if device.bus_id in wanted:
             wanted |= set(ancestors(parents, device.bus_id))
-    return tuple(_configured(host, device) if device.bus_id in wanted else device for device in devices)
+    return tuple(_read_config(host, device) if device.bus_id in wanted else device for device in devices)
 
 
-def _configured(host: Host, device: PciDevice) -> PciDevice:
+def _read_config(host: Host, device: PciDevice) -> PciDevice:
     try:
         config = host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES)
     except OSError:
@@ -119,25 +119,25 @@ def _configured(host: Host, device: PciDevice) -> PciDevice:
     return replace(device, **parse_config(config))
 
 
-def _transfers(value: str | None) -> float | None:
+def _parse_transfers(value: str | None) -> float | None:
     """Parse "16.0 GT/s PCIe" as 16e9; "Unknown" becomes None."""
     found = re.match(r"(\d{1,4}(?:\.\d{1,3})?) GT/s", value or "", re.ASCII)
     return float(found[1]) * 1e9 if found else None
 
 
-def _width(value: int | None) -> int | None:
+def _parse_width(value: int | None) -> int | None:
     """Return the number of lanes; the kernel prints 0 or 255 if there is no link."""
     return value if value is not None and 1 <= value <= 32 else None
 
 
-def _dmabuf(opened: bool | None, kernel: str) -> bool | None:
+def _has_dmabuf(opened: bool | None, kernel: str) -> bool | None:
     version = re.match(r"(\d{1,4})\.(\d{1,4})", kernel, re.ASCII)
     if opened is None or version is None:
         return None
     return opened and (int(version[1]), int(version[2])) >= DMABUF_KERNEL
 
 
-def _iommu_mode(host: Host, devices: tuple[PciDevice, ...]) -> str | None:
+def _read_iommu_mode(host: Host, devices: tuple[PciDevice, ...]) -> str | None:
     """Return the mode from the domain type of GPUs' and NICs' IOMMU groups, else from the kernel command line."""
     ends = [d for d in devices if not is_bridge(d.class_code)]
     groups = sorted({d.iommu_group for d in ends if d.iommu_group is not None})
@@ -181,16 +181,16 @@ def read_bus(host: Host) -> GpuBus | None:
         addresses = [name for name in host.list_dir(DEVICES) if sysfs.BUS_ID.fullmatch(name)]
     except OSError:
         return None
-    found = tuple(gpu for address in addresses if (gpu := _gpu(host, address)) is not None)[:NODES_MAX]
+    found = tuple(gpu for address in addresses if (gpu := _read_gpu(host, address)) is not None)[:NODES_MAX]
     nodes = sum(sysfs.usable(host, f"/dev/nvidia{n}") or False for n in range(len(found)))
     visible = host.environment().get("NVIDIA_VISIBLE_DEVICES", "").strip()
     return GpuBus(
         gpus=found, container=container(host) if found else None, nodes=nodes,
-        requested=_requested(visible), all_requested=visible == "all",
+        requested=_count_requested(visible), all_requested=visible == "all",
     )  # fmt: skip
 
 
-def _requested(visible: str) -> int | None:
+def _count_requested(visible: str) -> int | None:
     """Count the GPUs that the variable names by index or UUID. "void" and "none" mean a CDI device list, or no GPU."""
     names = [name.strip() for name in visible.split(",") if name.strip()]
     if not names or names[0] in ("all", "void", "none") or any("MIG" in name or ":" in name for name in names):
@@ -198,7 +198,7 @@ def _requested(visible: str) -> int | None:
     return len(set(names))
 
 
-def _gpu(host: Host, address: str) -> BusGpu | None:
+def _read_gpu(host: Host, address: str) -> BusGpu | None:
     folder = f"{DEVICES}/{address}"
     if sysfs.number(host, f"{folder}/vendor") != NVIDIA or (sysfs.number(host, f"{folder}/class") or 0) >> 16 != 0x03:
         return None
@@ -229,40 +229,40 @@ def parse_config(config: bytes) -> dict[str, Any]:
     """Parse facts of `PciDevice` from the readable part of the space; None means unknown."""
     if len(config) >= 64 and not config[:64].strip(b"\xff"):
         return {"lost": True}
-    extended = dict(_extended(config))
+    extended = dict(_walk_extended(config))
     readable = len(config) > _EXTENDED_START + 4
     # A port without the capability cannot redirect traffic: the value is off, not unknown.
     acs: bool | None = False if readable else None
     if _ACS in extended:
-        control = _word(config, extended[_ACS] + _ACS_CONTROL)
+        control = _get_word(config, extended[_ACS] + _ACS_CONTROL)
         acs = None if control is None else bool(control & _SOURCE_VALIDATION)
     return {
         "acs_source_validation": acs,
-        "relaxed_ordering": _relaxed_ordering(config),
+        "relaxed_ordering": _has_relaxed_ordering(config),
         "resizable_bar": _rebar(config, extended[_REBAR]) if _REBAR in extended else (False if readable else None),
         "bar_sizes_offered": True if _REBAR in extended else (False if readable else None),
     }
 
 
-def _relaxed_ordering(config: bytes) -> bool | None:
+def _has_relaxed_ordering(config: bytes) -> bool | None:
     if len(config) <= 64:
         return None
-    for kind, offset in _standard(config):
+    for kind, offset in _walk_standard(config):
         if kind == _EXPRESS:
-            control = _word(config, offset + _EXPRESS_DEVICE_CONTROL)
+            control = _get_word(config, offset + _EXPRESS_DEVICE_CONTROL)
             return None if control is None else bool(control & _RELAXED_ORDERING)
     return None
 
 
 def _rebar(config: bytes, offset: int) -> bool | None:
     """Whether every resizable BAR has the largest supported size."""
-    first = _double(config, offset + 8)
+    first = _get_double(config, offset + 8)
     if first is None:
         return None
     bars = min(first >> 5 & 7, _REBAR_MAX)
     answers = []
     for bar in range(bars):
-        supported, control = _double(config, offset + 4 + 8 * bar), _double(config, offset + 8 + 8 * bar)
+        supported, control = _get_double(config, offset + 4 + 8 * bar), _get_double(config, offset + 8 + 8 * bar)
         if supported is None or control is None:
             return None
         sizes = supported >> 4 | (control >> 16) << 28  # bit n: 2**(n+20) bytes
@@ -270,8 +270,8 @@ def _rebar(config: bytes, offset: int) -> bool | None:
     return all(answers) if answers else None
 
 
-def _standard(config: bytes) -> Iterator[tuple[int, int]]:
-    status = _word(config, _STATUS)
+def _walk_standard(config: bytes) -> Iterator[tuple[int, int]]:
+    status = _get_word(config, _STATUS)
     if status is None or not status & _STATUS_HAS_LIST or len(config) <= _LIST_POINTER:
         return
     offset = config[_LIST_POINTER] & ~3
@@ -282,10 +282,10 @@ def _standard(config: bytes) -> Iterator[tuple[int, int]]:
         offset = config[offset + 1] & ~3
 
 
-def _extended(config: bytes) -> Iterator[tuple[int, int]]:
+def _walk_extended(config: bytes) -> Iterator[tuple[int, int]]:
     offset = _EXTENDED_START
     for _ in range(_EXTENDED_MAX):
-        header = _double(config, offset)
+        header = _get_double(config, offset)
         if not header or header == 0xFFFFFFFF:
             return
         yield header & 0xFFFF, offset
@@ -294,9 +294,9 @@ def _extended(config: bytes) -> Iterator[tuple[int, int]]:
             return
 
 
-def _word(config: bytes, offset: int) -> int | None:
+def _get_word(config: bytes, offset: int) -> int | None:
     return int(struct.unpack_from("<H", config, offset)[0]) if offset + 2 <= len(config) else None
 
 
-def _double(config: bytes, offset: int) -> int | None:
+def _get_double(config: bytes, offset: int) -> int | None:
     return int(struct.unpack_from("<I", config, offset)[0]) if offset + 4 <= len(config) else None

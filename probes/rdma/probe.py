@@ -65,54 +65,54 @@ def rocev2_gid_index(port: RdmaPort) -> int | None:
 
 def check(facts: RdmaFacts) -> Iterator[Finding]:
     """Check every port and device, then compare the devices of each role."""
-    yield from _none_active(facts)
+    yield from _check_active(facts)
     rails = tuple(device for device in facts.devices if device.role != OTHER)
     others = tuple(device for device in facts.devices if device.role == OTHER)
-    yield from _of_role(rails, facts)
-    yield from map(_less_severe, _of_role(others, facts))
-    yield from _mixed(rails)
+    yield from _check_role(rails, facts)
+    yield from map(_lower_severity, _check_role(others, facts))
+    yield from _compare_devices(rails)
     yield from check_flow(replace(facts, devices=rails))
-    yield from _firmware(facts)
-    yield from _memlock(facts)
+    yield from _compare_firmware(facts)
+    yield from _check_memlock(facts)
     if facts.netns_mode == "shared" and facts.source == "netlink":
         yield finding(TEXTS, "rdma.netns.shared")
 
 
-def _of_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
+def _check_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
     """Compare devices of one role: all carry GPU traffic, or all serve something else."""
     for device in devices:
         for port in device.ports:
-            yield from _down(facts, device, port)
+            yield from _check_down(facts, device, port)
             if device.kind != "efa" and port.state == "ACTIVE":
                 yield from check_width(device, port)
                 yield from check_gids(device, port)
                 yield from check_mtu(device, port)
-        yield from _permission(device)
-    for members in _alike(devices):
-        yield from _rates(members)
-        yield from _mtus(members)
+        yield from _check_permission(device)
+    for members in _group_alike(devices):
+        yield from _compare_rates(members)
+        yield from _compare_mtus(members)
 
 
-def _less_severe(found: Finding) -> Finding:
+def _lower_severity(found: Finding) -> Finding:
     status = {Status.FAIL: Status.WARN, Status.WARN: Status.INFO}.get(found.status, found.status)
     message = f"{found.message} No traffic between GPUs goes over this port: every GPU has a nearer or faster one."
     return found if status is found.status else replace(found, status=status, message=message)
 
 
-def _ports(devices: Iterable[RdmaDevice]) -> Ports:
+def _list_ports(devices: Iterable[RdmaDevice]) -> Ports:
     return [(device, port) for device in devices for port in device.ports]
 
 
-def _alike(devices: Iterable[RdmaDevice]) -> Iterable[Ports]:
+def _group_alike(devices: Iterable[RdmaDevice]) -> Iterable[Ports]:
     """Group the ACTIVE ports of adapters by model, board and link layer."""
     groups: dict[tuple[str | None, ...], Ports] = {}
-    for device, port in _ports(devices):
+    for device, port in _list_ports(devices):
         if port.state == "ACTIVE" and device.kind in ("hca", "efa"):
             groups.setdefault((device.model, device.board, port.link_layer), []).append((device, port))
     return groups.values()
 
 
-def _of_port(
+def _report_port(
     key: str, device: RdmaDevice, port: RdmaPort, status: Status | None = None, evidence: tuple[str, ...] = (),
     **values: object,
 ) -> Finding:  # fmt: skip
@@ -121,28 +121,28 @@ def _of_port(
     return finding(TEXTS, key, status, name, evidence, device=device, port=port, where=where, **values)
 
 
-def _none_active(facts: RdmaFacts) -> Iterator[Finding]:
-    states = [port.state for _, port in _ports(facts.devices)]
+def _check_active(facts: RdmaFacts) -> Iterator[Finding]:
+    states = [port.state for _, port in _list_ports(facts.devices)]
     if states and None not in states and "ACTIVE" not in states:
-        seen = tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _ports(facts.devices)[:EVIDENCE_MAX])
+        seen = tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _list_ports(facts.devices)[:EVIDENCE_MAX])
         yield finding(TEXTS, "rdma.port.none_active", None, "", seen, count=len(states))
 
 
-def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     if port.state is None:
-        yield _of_port("rdma.port.unknown", device, port)
+        yield _report_port("rdma.port.unknown", device, port)
     elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
         state = f"{port.state} ({port.physical_state or 'physical state unknown'})"
         if not _is_needed(facts, device, port):
-            yield _of_port("rdma.port.down unused", device, port, state=state)
+            yield _report_port("rdma.port.down unused", device, port, state=state)
             return
-        sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _ports(facts.devices))
+        sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _list_ports(facts.devices))
         carries = (sisters or device.role == RAIL) and device.kind in ("hca", "efa")  # software RDMA adds no link
         # a port's share of the ports of its model; no loss if ports of this model carry no GPU traffic
         status = by_loss(1.0 / (sisters + 1)) if carries else Status.WARN
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
         key = "rdma.port.down" + f" {port.state}" * (port.state in _WAITING)
-        yield _of_port(key, device, port, status, state=state, sisters=counted)
+        yield _report_port(key, device, port, status, state=state, sisters=counted)
 
 
 def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
@@ -153,60 +153,60 @@ def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
     """
     if device.is_vf and port.state == "DOWN":
         idle = all(each.state == "DOWN" and not any(map(ipv4_of, each.gids)) for each in device.ports)
-        if idle and any(each.state == "ACTIVE" and not other.is_vf for other, each in _ports(facts.devices)):
+        if idle and any(each.state == "ACTIVE" and not other.is_vf for other, each in _list_ports(facts.devices)):
             return False
-    elsewhere = {gid.gid for _, other in _ports(facts.devices) if other.state == "ACTIVE" for gid in other.gids}
+    elsewhere = {gid.gid for _, other in _list_ports(facts.devices) if other.state == "ACTIVE" for gid in other.gids}
     own_gids = {gid.gid for gid in port.gids if not is_link_local(gid)} - elsewhere
     if (port.link_layer == "Ethernet" and own_gids) or device.bond or port.state in _WAITING:
         return True
     if device.role == OTHER:
         return False
-    own, place = _card(device), (_function(device), port.port)
-    kin = [(d, p) for d, p in _ports(facts.devices) if (d.model, d.board) == (device.model, device.board)]
-    if not any(_card(d) == own and p.state == "ACTIVE" for d, p in kin):
+    own, place = _get_card(device), (_get_function(device), port.port)
+    kin = [(d, p) for d, p in _list_ports(facts.devices) if (d.model, d.board) == (device.model, device.board)]
+    if not any(_get_card(d) == own and p.state == "ACTIVE" for d, p in kin):
         return True
-    twins = [p.state == "ACTIVE" for d, p in kin if _card(d) != own and (_function(d), p.port) == place]
+    twins = [p.state == "ACTIVE" for d, p in kin if _get_card(d) != own and (_get_function(d), p.port) == place]
     return 2 * sum(twins) > len(twins)
 
 
-def _card(device: RdmaDevice) -> str:
+def _get_card(device: RdmaDevice) -> str:
     return device.bus_id.rpartition(".")[0] if device.bus_id else device.name
 
 
-def _function(device: RdmaDevice) -> str:
+def _get_function(device: RdmaDevice) -> str:
     return device.bus_id.rpartition(".")[2] if device.bus_id else ""
 
 
-def _rates(members: Ports) -> Iterator[Finding]:
+def _compare_rates(members: Ports) -> Iterator[Finding]:
     """Report a port that is slower than ports of the same model."""
     best = max(port.rate_bytes_per_second or 0.0 for _, port in members)
     for device, port in members:
         rate = port.rate_bytes_per_second
         if rate and rate < best:
-            yield _of_port(
+            yield _report_port(
                 "rdma.port.rate", device, port, by_loss(1.0 - rate / best), rate=gigabits(rate), best=gigabits(best)
             )
 
 
-def _mtus(members: Ports) -> Iterator[Finding]:
+def _compare_mtus(members: Ports) -> Iterator[Finding]:
     """Report a port whose MTU differs from most ports of the same model."""
     known = [(d, p) for d, p in members if p.link_layer == "Ethernet" and p.netdev_mtu_bytes]
     usual, count = next(iter(Counter(port.netdev_mtu_bytes for _, port in known).most_common(1)), (None, 0))
     for device, port in known:
         if port.netdev_mtu_bytes != usual and 2 * count > len(known):
-            yield _of_port("rdma.mtu.mismatch", device, port, count=count, usual=usual)
+            yield _report_port("rdma.mtu.mismatch", device, port, count=count, usual=usual)
 
 
-def _mixed(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
+def _compare_devices(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
     """Report differences between ports that carry GPU traffic."""
-    active = [(d, p) for d, p in _ports(devices) if p.state == "ACTIVE" and p.link_layer]
+    active = [(d, p) for d, p in _list_ports(devices) if p.state == "ACTIVE" and p.link_layer]
     layers = sorted({port.link_layer for _, port in active if port.link_layer})
     if len(layers) > 1:
         seen = tuple(f"{where_of(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
         yield finding(TEXTS, "rdma.port.mixed_link_layer", None, "", seen, layers=" and ".join(layers))
     groups = [
         [port for _, port in members if port.link_layer == "Ethernet" and port.netdev_mtu_bytes]
-        for members in _alike(devices)
+        for members in _group_alike(devices)
     ]
     common = [Counter(port.netdev_mtu_bytes for port in ports).most_common(1)[0] for ports in groups if ports]
     split = any(2 * count <= len(ports) for (_, count), ports in zip(common, filter(None, groups), strict=True))
@@ -218,14 +218,14 @@ def _mixed(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
         yield finding(TEXTS, "rdma.mtu.mismatch mixed", None, "", seen, mtus=listed)
 
 
-def _permission(device: RdmaDevice) -> Iterator[Finding]:
+def _check_permission(device: RdmaDevice) -> Iterator[Finding]:
     if device.uverbs is None:
         yield finding(TEXTS, "rdma.uverbs.missing", subject=device.name)
     elif device.uverbs_usable is False:
         yield finding(TEXTS, "rdma.uverbs.permission", subject=device.name, node=device.uverbs)
 
 
-def _firmware(facts: RdmaFacts) -> Iterator[Finding]:
+def _compare_firmware(facts: RdmaFacts) -> Iterator[Finding]:
     versions: dict[str, set[str]] = {}
     for device in facts.devices:
         if device.board and device.firmware:
@@ -237,7 +237,7 @@ def _firmware(facts: RdmaFacts) -> Iterator[Finding]:
             yield finding(TEXTS, "rdma.firmware.mixed", None, board, seen, board=board, versions=listed)
 
 
-def _memlock(facts: RdmaFacts) -> Iterator[Finding]:
+def _check_memlock(facts: RdmaFacts) -> Iterator[Finding]:
     proof = facts.memlock_proof
     if proof is None or proof.failed_bytes is None:
         return
@@ -263,22 +263,22 @@ def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     # InfiniBand ports of adapters have four lanes; fewer lanes mean a degraded link. On Ethernet, the lane count in the
     # rate's text only results from how the kernel formats a speed.
     if port.link_layer == "InfiniBand" and port.rate_text and any(w in port.rate_text for w in ("(1X ", "(2X ")):
-        yield _of_port("rdma.port.rate lanes", device, port)
-    yield from _below_max(device, port)
+        yield _report_port("rdma.port.rate lanes", device, port)
+    yield from _check_rate(device, port)
     best = None if port.rate_max_bytes_per_second else fastest(device.model)
     if best and rate and rate < best:
-        yield _of_port("rdma.port.family_rate", device, port, rate=gigabits(rate), best=gigabits(best))
+        yield _report_port("rdma.port.family_rate", device, port, rate=gigabits(rate), best=gigabits(best))
 
 
-def _below_max(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+def _check_rate(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Compare the port's rate with its driver's maximum. A slower switch port may be intended, so this is a note."""
     rate, most = port.rate_bytes_per_second, port.rate_max_bytes_per_second
     virtual = device.is_vf or (device.model or "").endswith(" VF")  # the owner sets its rate
     if most is None and device.kind == "hca" and not virtual and fastest(device.model) is None:
-        yield _of_port("rdma.port.below_max unknown", device, port, netdev=port.netdev or "(no netdev here)")
+        yield _report_port("rdma.port.below_max unknown", device, port, netdev=port.netdev or "(no netdev here)")
     if rate and most and rate < most:
         values = {"rate": gigabits(rate), "most": gigabits(most), "megabits": most * 8 / 1e6, "share": rate / most}
-        yield _of_port("rdma.port.below_max", device, port, None, (), **values)
+        yield _report_port("rdma.port.below_max", device, port, None, (), **values)
 
 
 _ONLY_LOCAL = "its RoCE v2 GIDs are link-local only, by which no other subnet is reached and which NCCL does not choose"
@@ -295,7 +295,7 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
         unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
         status = Status.UNKNOWN if unknown else Status.FAIL
         key = "rdma.gid.missing_rocev2" + " unknown" * unknown
-        yield _of_port(key, device, port, status, listed or (f"{where}: no used entry",))
+        yield _report_port(key, device, port, status, listed or (f"{where}: no used entry",))
         return
     chosen = next((gid for gid in port.gids if gid.index == choice), None)
     v4 = any(ipv4_of(gid) for gid in port.gids)
@@ -311,12 +311,12 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     if chosen is None or chosen.type != ROCE_V2:
         # an empty entry cannot connect; RoCE v1 works within one subnet
         status, kind = (Status.WARN, chosen.type) if chosen else (Status.FAIL, "empty")
-        yield _of_port("rdma.gid.choice", device, port, status, listed, kind=kind, **values)
+        yield _report_port("rdma.gid.choice", device, port, status, listed, kind=kind, **values)
     elif not v4:
-        yield _of_port("rdma.gid.no_ipv4" + " routed" * v6, device, port, None, listed, **values)
+        yield _report_port("rdma.gid.no_ipv4" + " routed" * v6, device, port, None, listed, **values)
 
 
-def _payload(mtu_bytes: int) -> float:
+def _compute_payload_share(mtu_bytes: int) -> float:
     """Return the payload share of the wire rate: Ethernet (preamble, header, FCS, gap), IPv4, UDP, BTH, ICRC add up.
 
     Compared with an MTU of 4096, 2048 costs 2 %, 1024 6 %, 512 12 %.
@@ -328,39 +328,39 @@ def check_mtu(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Report a port whose MTU could be larger."""
     active = port.active_mtu_bytes
     if port.link_layer == "Ethernet" and active and active < ROCE_FULL_MTU_BYTES:
-        status = by_loss(1.0 - _payload(active) / _payload(ROCE_FULL_MTU_BYTES))
-        yield _of_port("rdma.mtu.small", device, port, status)
+        status = by_loss(1.0 - _compute_payload_share(active) / _compute_payload_share(ROCE_FULL_MTU_BYTES))
+        yield _report_port("rdma.mtu.small", device, port, status)
 
 
 def check_flow(facts: RdmaFacts) -> Iterator[Finding]:
     """Compare PFC settings of ACTIVE RoCE ports."""
     roce = [
         (device, port)
-        for device, port in _ports(facts.devices)
+        for device, port in _list_ports(facts.devices)
         if port.state == "ACTIVE" and port.link_layer == "Ethernet" and device.kind == "hca"
     ]
     known = [(device, port) for device, port in roce if port.pfc_priorities is not None]
     if roce and not known:
         names = ", ".join(port.netdev or "no netdev" for _, port in roce)
         yield finding(TEXTS, "rdma.pfc.off unknown", names=names)
-    for members in _alike(facts.devices):  # ports of another board may serve storage, on another fabric
+    for members in _group_alike(facts.devices):  # ports of another board may serve storage, on another fabric
         ports = [port for device, port in members if (device, port) in known]
         if len({port.pfc_priorities for port in ports}) > 1:
             model = members[0][0].model or "one board"
-            yield finding(TEXTS, "rdma.pfc.mixed", None, "", _evidence(ports), model=model)
+            yield finding(TEXTS, "rdma.pfc.mixed", None, "", _list_evidence(ports), model=model)
     if known and not any(port.pfc_priorities for _, port in known):
-        yield _no_flow_control([port for _, port in known])
+        yield _report_no_flow_control([port for _, port in known])
 
 
-def _no_flow_control(ports: list[RdmaPort]) -> Finding:
+def _report_no_flow_control(ports: list[RdmaPort]) -> Finding:
     unmarked = [port for port in ports if port.ecn is False]
     if not unmarked:
-        return finding(TEXTS, "rdma.pfc.off", None, "", _evidence(ports))
-    seen = (*_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked))
+        return finding(TEXTS, "rdma.pfc.off", None, "", _list_evidence(ports))
+    seen = (*_list_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked))
     return finding(TEXTS, "rdma.pfc.off unmarked", None, "", seen, count=len(unmarked))
 
 
-def _evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:
+def _list_evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:
     return tuple(
         f"DCB_CMD_IEEE_GET {port.netdev}: PFC on {', '.join(map(str, port.pfc_priorities or ())) or 'no priority'}"
         for port in list(ports)[:EVIDENCE_MAX]

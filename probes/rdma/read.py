@@ -42,7 +42,7 @@ def read(host: Host) -> RdmaFacts:
         devices, source = from_netlink(host), "netlink"
     if not devices:
         raise UnavailableError(f"no RDMA device in {DEVICES}, none through NETLINK_RDMA")
-    version, usable = _pyverbs(host)
+    version, usable = _read_pyverbs(host)
     if usable:  # no file has the MTU of InfiniBand (set by the subnet manager), but libibverbs has it
         devices = tuple(
             replace(device, ports=tuple(_with_mtu(host, device.name, port) for port in device.ports))
@@ -64,10 +64,10 @@ def _from_sysfs(host: Host) -> tuple[RdmaDevice, ...]:
     listed = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
     nodes = {device: node for device, node in listed if device}  # RDMA device -> name of its device node
     found = sorted(sysfs.names(host, DEVICES), key=natural)[:DEVICES_MAX]
-    return tuple(_device(host, name, nodes) for name in found)
+    return tuple(_read_device(host, name, nodes) for name in found)
 
 
-def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
+def _read_device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
     folder = f"{DEVICES}/{name}"
     ports = tuple(
         read_port(host, folder, number)
@@ -80,7 +80,7 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
     uverbs = f"{NODES}/{nodes[name]}" if name in nodes and host.exists(f"{NODES}/{nodes[name]}") else None
     return RdmaDevice(
         name=name,
-        kind=_kind(
+        kind=_classify(
             name, driver, sysfs.text(host, f"{folder}/node_desc"), physical=address is not None or hca_type in models()
         ),
         bus_id=address,
@@ -89,7 +89,7 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
         model=models().get(hca_type or "", hca_type),
         firmware=sysfs.text(host, f"{folder}/fw_ver"),
         is_vf=host.exists(f"{folder}/device/physfn") if address else None,
-        bond=_bond(host, name, ports),
+        bond=_find_bond(host, name, ports),
         uverbs=uverbs,
         uverbs_usable=sysfs.usable(host, uverbs) if uverbs else None,
         driver=driver,
@@ -97,7 +97,7 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
     )
 
 
-def _kind(name: str, driver: str | None, description: str | None, *, physical: bool) -> str:
+def _classify(name: str, driver: str | None, description: str | None, *, physical: bool) -> str:
     if driver == "efa" or re.match(r"efa_\d", name):
         return "efa"
     if not physical:
@@ -108,7 +108,7 @@ def _kind(name: str, driver: str | None, description: str | None, *, physical: b
     return "hca"
 
 
-def _bond(host: Host, name: str, ports: tuple[RdmaPort, ...]) -> str | None:
+def _find_bond(host: Host, name: str, ports: tuple[RdmaPort, ...]) -> str | None:
     """Return the bond that the device carries: RoCE LAG replaces the devices of two ports by one (mlx5_bond_0)."""
     for netdev in {p.netdev for p in ports if p.netdev} | {g.netdev for p in ports for g in p.gids if g.netdev}:
         if not sysfs.NAME.fullmatch(netdev):
@@ -136,17 +136,17 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
     """Read one port; every attribute is optional."""
     folder = f"{device_folder}/ports/{number}"
     gids, known = read_gids(host, folder)
-    netdev = _netdev(host, device_folder, number) or next((g.netdev for g in gids if g.netdev), None)
+    netdev = _find_netdev(host, device_folder, number) or next((g.netdev for g in gids if g.netdev), None)
     mtu = sysfs.number(host, f"/sys/class/net/{netdev}/mtu") if netdev and sysfs.NAME.fullmatch(netdev) else None
     link_layer = sysfs.text(host, f"{folder}/link_layer")
     rate_text = sysfs.text(host, f"{folder}/rate")
-    counters = _counters(host, folder)
-    link_settings = _port_link(host, netdev) if netdev and link_layer == "Ethernet" else {}
+    counters = _read_counters(host, folder)
+    link_settings = _read_port_link(host, netdev) if netdev and link_layer == "Ethernet" else {}
     fastest, pfc = link_settings.get("speed_max_megabits"), link_settings.get("pfc_mask")
     return RdmaPort(
         port=number,
-        state=_after_colon(sysfs.text(host, f"{folder}/state")),
-        physical_state=_after_colon(sysfs.text(host, f"{folder}/phys_state")),
+        state=_strip_code(sysfs.text(host, f"{folder}/state")),
+        physical_state=_strip_code(sysfs.text(host, f"{folder}/phys_state")),
         link_layer=link_layer,
         rate_bytes_per_second=parse_rate(rate_text),
         rate_text=rate_text,
@@ -157,22 +157,22 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
         gids_known=known,
         counters=counters,
         pfc_priorities=tuple(n for n in range(8) if pfc >> n & 1) if isinstance(pfc, int) else None,
-        trust=_trust(host, device_folder, netdev, link_settings),
-        dscp_priorities=_dscp_priorities(link_settings),
+        trust=_read_trust(host, device_folder, netdev, link_settings),
+        dscp_priorities=_split_dscp(link_settings),
         rate_max_bytes_per_second=fastest * 1e6 / 8 if isinstance(fastest, int) and fastest > 0 else None,
-        ecn=_ecn(host, netdev, counters),
-        traffic_class=_traffic_class(host, device_folder, number),
+        ecn=_read_ecn(host, netdev, counters),
+        traffic_class=_read_traffic_class(host, device_folder, number),
     )
 
 
-def _port_link(host: Host, netdev: str) -> dict[str, Json]:
+def _read_port_link(host: Host, netdev: str) -> dict[str, Json]:
     try:
         return host.port_link(netdev)
     except OSError:
         return {}
 
 
-def _trust(host: Host, device_folder: str, netdev: str | None, link_settings: dict[str, Json]) -> str | None:
+def _read_trust(host: Host, device_folder: str, netdev: str | None, link_settings: dict[str, Json]) -> str | None:
     """Read MLNX_OFED's file if it exists; else use DCB's app table, whose DSCP entries switch mlx5 to DSCP trust.
 
     Linux drivers/net/ethernet/mellanox/mlx5/core/en_dcbnl.c, mlx5e_dcbnl_ieee_setapp: the first DSCP entry sets the
@@ -189,7 +189,7 @@ def _trust(host: Host, device_folder: str, netdev: str | None, link_settings: di
     return "dscp" if link_settings["app_dscp"] else "pcp" if mellanox else None
 
 
-def _dscp_priorities(link_settings: dict[str, Json]) -> tuple[tuple[int, int], ...] | None:
+def _split_dscp(link_settings: dict[str, Json]) -> tuple[tuple[int, int], ...] | None:
     listed = link_settings.get("app_dscp")
     if not isinstance(listed, list | tuple):
         return None
@@ -210,12 +210,12 @@ def roce_mtu(netdev_mtu_bytes: int | None) -> int | None:
     return next((mtu for mtu in IB_MTUS if mtu <= netdev_mtu_bytes - ROCE_HEADER_BYTES), None)
 
 
-def _after_colon(value: str | None) -> str | None:
+def _strip_code(value: str | None) -> str | None:
     """Return the text after a colon: "4: ACTIVE" becomes "ACTIVE"."""
     return value.partition(":")[2].strip() or value if value else None
 
 
-def _netdev(host: Host, device_folder: str, number: int) -> str | None:
+def _find_netdev(host: Host, device_folder: str, number: int) -> str | None:
     """Return the port's netdev: by dev_port below the PCI function, or the parent of a software device."""
     candidates = sysfs.names(host, f"{device_folder}/device/net")
     by_port = {sysfs.number(host, f"{device_folder}/device/net/{name}/dev_port"): name for name in candidates}
@@ -224,7 +224,7 @@ def _netdev(host: Host, device_folder: str, number: int) -> str | None:
     return by_port.get(number - 1) or sysfs.text(host, f"{device_folder}/parent")
 
 
-def _counters(host: Host, folder: str) -> dict[str, int] | None:
+def _read_counters(host: Host, folder: str) -> dict[str, int] | None:
     found: dict[str, int] = {}
     for group in ("counters", "hw_counters"):
         for name in sysfs.names(host, f"{folder}/{group}")[:COUNTERS_MAX]:
@@ -234,7 +234,7 @@ def _counters(host: Host, folder: str) -> dict[str, int] | None:
     return found or None
 
 
-def _ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -> bool | None:
+def _read_ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -> bool | None:
     """Return whether ECN is on: a received marked packet proves it; else from MLNX_OFED's per-priority files."""
     if any((counters or {}).get(name) for name in ("np_ecn_marked_roce_packets", "rp_cnp_handled")):
         return True
@@ -246,7 +246,7 @@ def _ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -> boo
     return any(known) if known else None
 
 
-def _traffic_class(host: Host, device_folder: str, number: int) -> int | None:
+def _read_traffic_class(host: Host, device_folder: str, number: int) -> int | None:
     """Return MLNX_OFED's "Global tclass=106", else rdma_cm's default for the port."""
     found = re.search(
         r"tclass=(\d{1,3})\b", sysfs.text(host, f"{device_folder}/tc/{number}/traffic_class") or "", re.ASCII
@@ -257,7 +257,7 @@ def _traffic_class(host: Host, device_folder: str, number: int) -> int | None:
     return sysfs.number(host, f"/sys/kernel/config/rdma_cm/{name}/ports/{number}/default_roce_tos")
 
 
-def _pyverbs(host: Host) -> tuple[str, bool]:
+def _read_pyverbs(host: Host) -> tuple[str, bool]:
     """Return the version of pyverbs, or the reason that it cannot be used."""
     try:
         version = str(host.verbs("version"))
@@ -311,7 +311,7 @@ def from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
         found.append(
             RdmaDevice(
                 name=name,
-                kind=_netlink_kind(name, entry),
+                kind=_classify_netlink(name, entry),
                 firmware=str(entry.get("firmware") or "") or None,
                 ports=tuple(ports.get(name, ())),
             )
@@ -319,7 +319,7 @@ def from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
     return tuple(sorted(found, key=lambda device: natural(device.name)))
 
 
-def _netlink_kind(name: str, entry: dict[str, Json]) -> str:
+def _classify_netlink(name: str, entry: dict[str, Json]) -> str:
     if entry.get("node_type") == 7 or name.startswith("efa_"):  # RDMA_NODE_UNSPECIFIED: node type of EFA
         return "efa"
     software = next((kind for kind in ("rxe", "siw") if name.startswith(kind)), None)

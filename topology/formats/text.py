@@ -107,21 +107,21 @@ def parse(text: str, source: str = "text") -> NodeTopology:
         raise TopologyFileError(source, 1, f"{len(text)} characters are more than the {MOST_BYTES} that are read")
     if text.lstrip("\ufeff \t\r\n").startswith(("<?xml", "<system", "<!--")):
         raise TopologyFileError(source, 1, "this is XML, not `nvidia-smi topo -m` text")
-    lines = list(_lines(text))
-    matrix = _find(lines, 0, source)
+    lines = list(_split_lines(text))
+    matrix = _find_matrix(lines, 0, source)
     if matrix is None or not matrix.rows:
-        raise _no_matrix(lines, source)
+        raise _make_no_matrix_error(lines, source)
     _drop_columns_without_labels(matrix, source)
     whole = text[-1:].isspace()
     for row in matrix.rows:
         _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=whole)
     with suppress(TopologyFileError):
-        if further := _find(lines, matrix.end, source):
+        if further := _find_matrix(lines, matrix.end, source):
             matrix.warnings.append(f"line {further.line}: a further matrix follows and is not read")
-    return _not_all_nics(_node(matrix, lines, cut=matrix.ends_text and not whole), text)
+    return _mark_truncated_nics(_build_node(matrix, lines, cut=matrix.ends_text and not whole), text)
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
+def _split_lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield (number, line) without decorations; line breaks inside a quoted string split its line."""
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         for part in _SPELLED_BREAK.sub("\n", line).split("\n"):
@@ -130,7 +130,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, _NOTES.sub("", plain.replace("|", " ").replace("**", ""))  # Markdown tables and bold text
 
 
-def _header(number: int, line: str, source: str) -> _Matrix | None:
+def _parse_header(number: int, line: str, source: str) -> _Matrix | None:
     """Parse the columns of a header line; None if the line is not a header."""
     first = re.search(_DEVICE, line)
     if first is None or not first[0].startswith("GPU"):
@@ -154,21 +154,21 @@ def _is_surely_a_device(word: str) -> bool:
     return word[0].isalpha() and any(map(str.isdigit, word))
 
 
-def _find(lines: _Lines, start: int, source: str) -> _Matrix | None:
+def _find_matrix(lines: _Lines, start: int, source: str) -> _Matrix | None:
     """Find the next header with rows, and split its rows. Raises TopologyFileError if the rows do not match it."""
     header, at = None, 0
     for position in range(start, len(lines)):
         number, line = lines[position]
-        if header is not None and position - at <= _WIDEST_GAP and _row(line, number, header):
-            _collect(lines, position, header)
+        if header is not None and position - at <= _WIDEST_GAP and _parse_row(line, number, header):
+            _collect_rows(lines, position, header)
             return header
-        found = _header(number, line, source) if "GPU" in line else None
+        found = _parse_header(number, line, source) if "GPU" in line else None
         if found and (header is None or found.sure or not header.sure or position - at > _WIDEST_GAP):
             header, at = found, position
     return None
 
 
-def _row(line: str, number: int, matrix: _Matrix) -> _Row | None:
+def _parse_row(line: str, number: int, matrix: _Matrix) -> _Row | None:
     """Parse a row after any line prefix; None if there is none. Raises TopologyFileError if it has no column."""
     for name in _NAME.finditer(line):
         if name[1] in matrix.devices:
@@ -182,7 +182,7 @@ def _row(line: str, number: int, matrix: _Matrix) -> _Row | None:
     return None
 
 
-def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
+def _collect_rows(lines: _Lines, start: int, matrix: _Matrix) -> None:
     """Add rows from line `start` to the matrix, up to the legend, the next header, or a repeated row."""
     seen: set[str] = set()
     last = start
@@ -190,10 +190,10 @@ def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
         number, line = lines[position]
         if "Legend" in line or position - last > _WIDEST_GAP:
             break
-        other = _header(number, line, matrix.source) if "GPU" in line else None
+        other = _parse_header(number, line, matrix.source) if "GPU" in line else None
         if other is not None and other.sure and len(other.devices) > 1:
             break
-        found = _row(line, number, matrix)
+        found = _parse_row(line, number, matrix)
         if found is None:
             continue
         if found.name in seen and len(seen) == len(matrix.devices):
@@ -208,7 +208,7 @@ def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
     matrix.ends_text = not any(line.strip() for _, line in lines[matrix.end :])
 
 
-def _no_matrix(lines: _Lines, source: str) -> TopologyFileError:
+def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
     """Return the exception if no header has rows. It names the first row, or a word of another tool's output."""
     hints = (
         (number, _tool(line.split())) for number, line in lines[:1024] if _NAME.search(line) or _tool(line.split())
@@ -224,7 +224,7 @@ def _tool(words: list[str]) -> str:
     return f"; this looks like {found}" if found else ""
 
 
-def _no_label(row: _Row, column: str, word: str) -> str:
+def _explain_no_label(row: _Row, column: str, word: str) -> str:
     where = f'under {column}: "{word[:40]}" is'
     if word in _P2P:
         what = "`nvidia-smi topo -p2p`, which says what peers may do and not how they are linked"
@@ -232,7 +232,7 @@ def _no_label(row: _Row, column: str, word: str) -> str:
     return f"{where} no label of `nvidia-smi topo -m`{_tool(row.text.split())}; {_EXPECTED}"
 
 
-def _cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
+def _parse_cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
     """Return up to `count` labels after a row's name, the text after them, and the corrections that were made."""
     labels: list[str] = []
     notes = []
@@ -249,7 +249,7 @@ def _cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
 
 def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
     """Drop trailing header words for which no row has a label, such as "Model" in a hand-made table."""
-    widest = max(len(_cells(row.text, len(matrix.devices))[0]) for row in matrix.rows)
+    widest = max(len(_parse_cells(row.text, len(matrix.devices))[0]) for row in matrix.rows)
     while len(matrix.devices) > widest and not _is_surely_a_device(matrix.devices[-1]):
         name = matrix.devices.pop()[:40]
         if _CUT_NAME.fullmatch(name):
@@ -261,7 +261,7 @@ def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
 def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> None:
     """Parse labels and rest of a row; `whole`: its last word is complete. Raises TopologyFileError."""
     devices, count = matrix.devices, len(matrix.devices)
-    labels, row.rest, notes = _cells(row.text, count)
+    labels, row.rest, notes = _parse_cells(row.text, count)
     own = devices.index(row.name)
     word = row.rest.split()[:1]
     short = len(labels) < count
@@ -269,7 +269,7 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
     if ends_text and not row.rest and not whole and labels[-1].startswith("NV") and (short or len(matrix.rows) < count):
         labels.pop()  # "NV1" at the end of a truncated text may have been NV18
     if short and not cut and word and not re.match(r"[\d\"'`]", word[0]):
-        raise matrix.error(row.name, row.line, _no_label(row, devices[len(labels)], word[0]))
+        raise matrix.error(row.name, row.line, _explain_no_label(row, devices[len(labels)], word[0]))
     if SELF in labels[:own] + labels[own + 1 :] or labels[own : own + 1] not in ([], [SELF]):
         where = devices[labels.index(SELF)] if SELF in labels else "no column"
         message = f"has its X under {where}, expected under {row.name}: cells are missing, or more than one is there"
@@ -289,27 +289,27 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
     matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in notes)
 
 
-def _node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
+def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     """Build the node from a matrix. If `cut`, the text is truncated and its last word may be incomplete."""
     below = "\n".join(line for _, line in lines[matrix.end : matrix.end + 2048])
     below = re.split(r"\n(?=[^\n=]*GPU0\s+(?:GPU1|CPU))", below)[0]  # the next matrix has its own legends
     legend = dict(re.findall(r"(?<![\w.])(NIC\d{1,4})\s*:\s*([\w.\-]+)", below))
     rows = {row.name: row for row in matrix.rows}
     last = matrix.rows[-1]
-    if cut and last.rest.strip() and (len(rows) < len(matrix.devices) or len(_words(last)) < len(matrix.columns)):
+    if cut and last.rest.strip() and (len(rows) < len(matrix.devices) or len(_split_lists(last)) < len(matrix.columns)):
         matrix.lacks(f"line {last.line}: the text ends within row {last.name}: its last word may be cut")
         last.rest = last.rest[: last.rest.rindex(last.rest.split()[-1])]
     others = [name for name in matrix.devices if _NO_NIC.fullmatch(name)]
     if others:
         matrix.warnings.append(f"{', '.join(others)}: no network devices; their cells are not read")
-    gpus = tuple(_gpu(name, rows.get(name), matrix) for name in matrix.devices if re.fullmatch(r"GPU\d+", name))
+    gpus = tuple(_build_gpu(name, rows.get(name), matrix) for name in matrix.devices if re.fullmatch(r"GPU\d+", name))
     names = {gpu.name for gpu in gpus}
-    nics = _nics([name for name in matrix.devices if name not in names and name not in others], legend)
-    pairs = _pairs(matrix, rows, {nic.label or nic.name: nic.name for nic in nics}, others)
-    kind = _kind([line for _, line in lines[: matrix.end]], below, pairs)
+    nics = _build_nics([name for name in matrix.devices if name not in names and name not in others], legend)
+    pairs = _build_pairs(matrix, rows, {nic.label or nic.name: nic.name for nic in nics}, others)
+    kind = _guess_kind([line for _, line in lines[: matrix.end]], below, pairs)
     if kind == "-mp":
         matrix.warnings.append("`topo -mp` hides NVLink: no NV# here says nothing about NVLink")
-    matrix.warnings += _affinity_warnings(gpus)
+    matrix.warnings += _list_affinity_warnings(gpus)
     return complete(
         NodeTopology(
             hostname=matrix.source,
@@ -325,7 +325,7 @@ def _node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     )
 
 
-def _kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
+def _guess_kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
     """Return "-m" or "-mp", from the labels, the command above, or the legend (which has no NV# with -mp)."""
     if any(pair.nvlinks for pair in pairs):
         return "-m"
@@ -335,8 +335,8 @@ def _kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
     return "-mp" if re.search(r"\bPIX\s*=", below) and "NV#" not in below else "-m"
 
 
-def _gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
-    found = _affinity(row, matrix.columns) if row else {}
+def _build_gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
+    found = _assign_affinity(row, matrix.columns) if row else {}
     numa = found.get("numa")
     return GpuNode(
         name=name,
@@ -348,7 +348,7 @@ def _gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
     )
 
 
-def _words(row: _Row) -> list[str]:
+def _split_lists(row: _Row) -> list[str]:
     """Return the CPU and NUMA lists after a row's cells, up to the first other word."""
     words: list[str] = []
     for word in re.sub(r",\s+", ",", row.rest).split():
@@ -359,13 +359,13 @@ def _words(row: _Row) -> list[str]:
     return words
 
 
-def _affinity(row: _Row, columns: list[str]) -> dict[str, str]:
+def _assign_affinity(row: _Row, columns: list[str]) -> dict[str, str]:
     """Assign the words after a row's cells to columns: "cpu", "numa", "gpu_numa_id".
 
     nvidia-smi leaves a CPU list empty if its cpuset hides the CPUs (Slurm). If words are missing, tabs show which ones.
     Without tabs, the first columns are assumed empty, unless the first word can only be a CPU list.
     """
-    words = _words(row)
+    words = _split_lists(row)
     missing = len(columns) - len(words)
     if missing > 0 and words and re.fullmatch(r"[\s\d,\-]*\d[\s\d,\-]*(?:N/A\s*)?", row.below):
         return {}  # a terminal wrapped the row, so its last word may be incomplete
@@ -389,7 +389,7 @@ def _is_cpu_list(word: str) -> bool:
     return most > 34 or (most > 8 and re.fullmatch(r"\d+,\d+-\d+", word) is None)
 
 
-def _affinity_warnings(gpus: tuple[GpuNode, ...]) -> Iterator[str]:
+def _list_affinity_warnings(gpus: tuple[GpuNode, ...]) -> Iterator[str]:
     few = [gpu.name for gpu in gpus if (gpu.cpu_affinity or "").isdecimal() and set(gpu.numa_affinity or "") & {*"-,"}]
     if few:
         yield f"CPU affinity of {', '.join(few)} is one CPU while NUMA affinity spans several nodes: not credible"
@@ -398,7 +398,7 @@ def _affinity_warnings(gpus: tuple[GpuNode, ...]) -> Iterator[str]:
         yield f"CPU affinity of {', '.join(cut)} is a list of single CPUs: nvidia-smi cuts such lists short"
 
 
-def _nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
+def _build_nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
     named = [legend.get(column, column) for column in columns]
     return tuple(
         NicNode(
@@ -411,7 +411,7 @@ def _nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
     )
 
 
-def _pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others: list[str]) -> tuple[Pair, ...]:
+def _build_pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others: list[str]) -> tuple[Pair, ...]:
     """Return every pair with at least one cell, with NIC names from the legend."""
     devices = matrix.devices
     for device in devices:
@@ -422,12 +422,12 @@ def _pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others
         for j, b in enumerate(devices[i + 1 :], i + 1):
             seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
             if seen and a not in others and b not in others:
-                row, label = _agreed(a, b, seen, matrix)
-                made.append(_pair(names.get(a, a), names.get(b, b), label, f"line {row.line} of {matrix.source}"))
+                row, label = _choose_label(a, b, seen, matrix)
+                made.append(_build_pair(names.get(a, a), names.get(b, b), label, f"line {row.line} of {matrix.source}"))
     return tuple(made)
 
 
-def _pair(a: str, b: str, label: str, evidence: str) -> Pair:
+def _build_pair(a: str, b: str, label: str, evidence: str) -> Pair:
     """Return the pair of two devices for this label of nvidia-smi."""
     return Pair(a=a, b=b, label=label, path=path_class(label), nvlinks=nvlinks(label), evidence=evidence)
 
@@ -439,7 +439,7 @@ def lower(first: str, second: str) -> str:
     return max(first, second, key=lambda label: (rank(label), -nvlinks(label)))
 
 
-def _agreed(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tuple[_Row, str]:
+def _choose_label(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tuple[_Row, str]:
     """Return the row and label of a pair; if its two directions differ, the worse one."""
     known = [each for each in seen if each[1] != UNKNOWN] or seen
     labels = [label for _, label in known]
@@ -452,7 +452,7 @@ def _agreed(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tu
 _CUT_NICS = re.compile(r"\b(\d{1,6}) NICs found\b[^\n.;]{0,80}\bonly displaying (\d{1,6})\b")
 
 
-def _not_all_nics(node: NodeTopology, text: str) -> NodeTopology:
+def _mark_truncated_nics(node: NodeTopology, text: str) -> NodeTopology:
     """Handle NIC lists that nvidia-smi truncated: a NIC that is not shown may be nearer than the shown ones.
 
     PIX is kept, because no label is nearer.

@@ -56,7 +56,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     found = Found(source=source)
     for position, cpu in enumerate(cpus):
         words = cpu.attributes
-        family, model, numa = (_decimal(words.get(name)) for name in ("familyid", "modelid", "numaid"))
+        family, model, numa = (_parse_decimal(words.get(name)) for name in ("familyid", "modelid", "numaid"))
         found.cpus.append(Cpu(arch=words.get("arch"), vendor=words.get("vendor"), family=family, model=model))
         found.numa_nodes.append(position if numa is None else numa)  # position, if numaid is missing
         walk(cpu, position, None, found)
@@ -64,14 +64,14 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in numbered(found.gpus))
     ordered = sorted(found.nics, key=lambda item: item[0])
     nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
-    warnings += _warnings(found, gpus)
+    warnings += _list_warnings(found, gpus)
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
     node = complete(
         NodeTopology(
             hostname=source,
             gpus=gpus,
             nics=nics,
-            pairs=tuple(_pair(a, b, found, tree) for a, b in combinations(devices, 2)),
+            pairs=tuple(_build_pair(a, b, found, tree) for a, b in combinations(devices, 2)),
             numa_nodes=len(cpus),
             source=SOURCE,
             nvlink_known=found.dumped,
@@ -82,7 +82,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     return replace(node, nearest_nic=nearest)
 
 
-def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
+def _list_warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
     warnings = []
     if lines := found.stray_net_lines:
         warnings.append(f"line {lines[0]}: <net> stands directly below <pci>: NCCL reads it below <nic> only")
@@ -108,15 +108,15 @@ def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
     return warnings
 
 
-def _pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: PciTree) -> Pair:
-    if isinstance(a, GpuNode) and isinstance(b, GpuNode) and (count := _nvlinks(a, b)):
+def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: PciTree) -> Pair:
+    if isinstance(a, GpuNode) and isinstance(b, GpuNode) and (count := _count_nvlinks(a, b)):
         return joined(a, b, count, "<nvlink>")
     first, second = a.bus_id or "", b.bus_id or ""
-    label = _label(first, second, found, tree)
+    label = _find_label(first, second, found, tree)
     return pcie_pair(a, b, label, tree, found.cpus[found.cpu_of[first]], evidence="<pci> ancestry")
 
 
-def _nvlinks(a: GpuNode, b: GpuNode) -> int:
+def _count_nvlinks(a: GpuNode, b: GpuNode) -> int:
     def towards(gpu: GpuNode, other: GpuNode) -> int:
         return sum(link.count for link in gpu.nvlinks if link.kind == "gpu" and link.bus_id == other.bus_id)
 
@@ -126,7 +126,7 @@ def _nvlinks(a: GpuNode, b: GpuNode) -> int:
     return max(min(towards(a, b), towards(b, a)), min(switched(a), switched(b)))
 
 
-def _label(first: str, second: str, found: Found, tree: PciTree) -> str:
+def _find_label(first: str, second: str, found: Found, tree: PciTree) -> str:
     """Apply NCCL's rule: PIX for one PCI element in between, PXB for more, PHB for one CPU element, SYS for two."""
     if found.cpu_of[first] != found.cpu_of[second]:
         return "SYS"
@@ -160,14 +160,14 @@ class Found:
     cpu_of: dict[str, int] = field(default_factory=dict)  # bus id -> position of its <cpu>
 
 
-def _number(text: str | None) -> int | None:
+def _parse_number(text: str | None) -> int | None:
     try:
         return int(text or "", 0)
     except ValueError:
         return None
 
 
-def _decimal(text: str | None) -> int | None:
+def _parse_decimal(text: str | None) -> int | None:
     return int(text) if text and re.fullmatch(r"-?\d{1,9}", text.strip()) else None
 
 
@@ -182,7 +182,7 @@ def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     """Collect the elements below a `<cpu>` or `<pci>`."""
     for child in element.children:
         if child.tag == "pci":
-            _pci(child, cpu, parent, found)
+            _collect_pci(child, cpu, parent, found)
         elif child.tag == "nic" and parent is None:
             names = [net.attributes.get("name", "")[:64] for net in child.named("net")]
             merged = [name for name in names if "+" in name and _RDMA_NAME.match(name)]
@@ -190,7 +190,7 @@ def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
             found.virtual_nets += len(names) - len(merged)
 
 
-def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
+def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     attributes = element.attributes
     if "busid" not in attributes:
         raise TopologyFileError(found.source, element.line, "<pci> without busid")
@@ -199,16 +199,16 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
         raise TopologyFileError(found.source, element.line, f"busid {bus_id} stands twice in the file")
     numa = found.numa_nodes[cpu]
     speed = re.match(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", attributes.get("link_speed", ""))
-    class_code = _number(attributes.get("class"))
+    class_code = _parse_number(attributes.get("class"))
     node = PciDevice(
         bus_id=bus_id,
         parent=parent,
         numa_node=numa,
         class_code=class_code or 0,
-        vendor_id=_number(attributes.get("vendor")) or 0,
-        device_id=_number(attributes.get("device")) or 0,
+        vendor_id=_parse_number(attributes.get("vendor")) or 0,
+        device_id=_parse_number(attributes.get("device")) or 0,
         link_transfers_per_second=float(speed[1]) * 1e9 if speed else None,
-        link_width=_decimal(attributes.get("link_width")),
+        link_width=_parse_decimal(attributes.get("link_width")),
     )
     found.pci[bus_id] = node
     found.cpu_of[bus_id] = cpu
@@ -224,25 +224,25 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     found.dumped = found.dumped or bool(gpus)
     if gpus or base in (0x0300, 0x0302):
         found.gpus += [
-            (_gpu(gpu, node, found), gpu.attributes.get("dev", ""))
+            (_build_gpu(gpu, node, found), gpu.attributes.get("dev", ""))
             for gpu in gpus or [Element("gpu", {}, element.line)]
         ]
     if nets or (base is not None and base >> 8 == 0x02):
-        found.nics.append((min(map(_net_dev, nets), default=_LAST), _nic(node, nets, numa)))
+        found.nics.append((min(map(_get_net_dev, nets), default=_LAST), _build_nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
         found.without_class += 1
     walk(element, cpu, bus_id, found)
 
 
-def _net_dev(net: Element) -> int:
-    dev = _decimal(net.attributes.get("dev"))
+def _get_net_dev(net: Element) -> int:
+    dev = _parse_decimal(net.attributes.get("dev"))
     return dev if dev is not None else _LAST
 
 
-def _gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
-    sm = _decimal(element.attributes.get("sm"))
+def _build_gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
+    sm = _parse_decimal(element.attributes.get("sm"))
     model, capability = model_of(node.vendor_id, node.device_id)
-    links = tuple(_link(link, found) for link in element.named("nvlink"))
+    links = tuple(_parse_link(link, found) for link in element.named("nvlink"))
     above = found.pci.get(node.parent or "")
     return GpuNode(
         name="",
@@ -255,11 +255,11 @@ def _gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
         nvlinks=links,
         pcie_lanes=node.link_width,
         bridge_lanes=(above.bus_id, above.link_width) if above is not None and above.link_width else None,
-        gdr_refused=_gdr_refused([element]),
+        gdr_refused=_find_gdr_refused([element]),
     )
 
 
-def _gdr_refused(elements: list[Element]) -> str:
+def _find_gdr_refused(elements: list[Element]) -> str:
     """Return the first element that shows missing GPUDirect RDMA support, if all elements do; else empty."""
     gdr_values = [(each, each.attributes.get("gdr", "").strip()) for each in elements]
     if not gdr_values or any(gdr != "0" for _, gdr in gdr_values):
@@ -269,9 +269,9 @@ def _gdr_refused(elements: list[Element]) -> str:
     return f'line {first.line}: <{first.tag} {"name" if first.tag == "net" else "dev"}="{name[:64]}" gdr="0">'
 
 
-def _link(element: Element, found: Found) -> NvLinkTarget:
+def _parse_link(element: Element, found: Found) -> NvLinkTarget:
     attributes = element.attributes
-    count = _decimal(attributes.get("count"))
+    count = _parse_decimal(attributes.get("count"))
     if count is None or count < 0:
         raise TopologyFileError(
             found.source, element.line, f"<nvlink> count is {attributes.get('count')!r}, not a number"
@@ -280,7 +280,7 @@ def _link(element: Element, found: Found) -> NvLinkTarget:
     target = bus_id_of(attributes.get("target", ""))
     # NCCL writes a target of all f's if a hypervisor hides the switch.
     hidden = re.fullmatch(r"f+:f+:f+(\.f)?", target) is not None
-    kind = kinds.get(_number(attributes.get("tclass")) or -1, "nvswitch" if hidden else "unknown")
+    kind = kinds.get(_parse_number(attributes.get("tclass")) or -1, "nvswitch" if hidden else "unknown")
     return NvLinkTarget(bus_id=None if hidden else target, count=count, kind=kind)
 
 
@@ -303,9 +303,9 @@ def numbered(found: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
     )
 
 
-def _nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
+def _build_nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
     names = tuple(net.attributes.get("name", "")[:64] for net in nets if net.attributes.get("name"))
-    speeds = [_decimal(net.attributes.get("speed")) for net in nets]
+    speeds = [_parse_decimal(net.attributes.get("speed")) for net in nets]
     known = [speed for speed in speeds if speed is not None and speed > 0]
     infiniband = node.class_code >> 8 == 0x0207
     name = names[0] if names else node.bus_id
@@ -328,7 +328,7 @@ def _nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
         active=True if nets else None,  # a dump only lists ports that NCCL found active
         ports=len(nets) or None,
         nets=names,
-        gdr_refused=_gdr_refused(nets),
+        gdr_refused=_find_gdr_refused(nets),
     )
 
 
