@@ -61,6 +61,9 @@ class Constants:
     hidden_passes_fused: float = 10.0  # reads and writes of a hidden-sized tensor per layer, forward
     hidden_passes_compiled: float = 14.0  # torch.compile fuses within a layer, except across products
     hidden_passes_eager: float = 19.0
+    # Additional passes of RMSNorm and rotary positions in bf16 (transformers' LlamaRMSNorm, apply_rotary_pos_emb): 18
+    # instead of 2 per norm (fp32 copy, square, mean, product, bf16 copy, weight), 14 for queries and keys
+    hidden_passes_rms: float = 46.0
     ffn_passes_fused: float = 3.0
     ffn_passes_eager: float = 5.0
     # 4-bit weights are converted to 16 bits before each product. These kernels reach the following fractions of the
@@ -96,7 +99,7 @@ class Constants:
 DEFAULT = Constants()
 # CPU products have no tiles: 16 rows run at 0.7, 51 at 0.85, 128 at 0.95 of the best rate, independent of columns and
 # depth. An adapter takes 0.8 ms of a step even for 51 tokens, including PEFT's Python (docs/decisions/0023).
-CPU = Constants(rows_lost=6.0, columns_lost=0.0, depth_lost=0.0, misaligned=1.0)
+CPU = Constants(rows_lost=6.0, columns_lost=0.0, depth_lost=0.0, misaligned=1.0, hidden_passes_rms=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,9 +224,9 @@ def layer_cost(
         shares = [share for _, share in kinds]
         return LayerCost(*(sum(s * v for s, v in zip(shares, part, strict=True)) for part in zip(*costs, strict=True)))
     fused = engine.fused or compiled
-    hidden_passes = constants.hidden_passes_compiled if compiled else constants.hidden_passes_eager
-    if engine.fused:
-        hidden_passes = constants.hidden_passes_fused
+    hidden_passes = constants.hidden_passes_eager + (constants.hidden_passes_rms if model.gated_mlp else 0.0)
+    if fused:
+        hidden_passes = constants.hidden_passes_fused if engine.fused else constants.hidden_passes_compiled
     ffn_passes = constants.ffn_passes_fused if fused else constants.ffn_passes_eager
     moved = tokens * rates.element_bytes * (
         hidden_passes * float(model.hidden) / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp

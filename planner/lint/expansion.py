@@ -33,8 +33,8 @@ _MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop
 _ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
 # The reserved word, which may stand before assignments, functions and `(`; the grammar takes it for a program.
 _TIME = re.compile(rb"((?:^|[;&|(){]|\b(?:then|do|else|if))[ \t]*)time(?:[ \t]+-p)?(?=[ \t]+[\w({])", re.MULTILINE)
-_BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[(?:\d{1,9}|[@*])\])?(\}\Z|:?[-=+?])")
-_ARRAY = re.compile(r"\$(?:\{([A-Za-z_]\w*)\[[@*]\]\}|\{?([@*])\}?)")
+_BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
+_ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _EXPANSIONS = words()["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # without quotes around them
 
@@ -58,12 +58,10 @@ class Function(NamedTuple):
 class Shell:
     """What a shell has at one place of a script, on one of the ways there."""
 
-    variables: dict[str, Assigned] = field(default_factory=dict)  # "@": the arguments
+    variables: dict[str, Assigned] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
-    hidden: list[dict[str, Assigned | None]] = field(default_factory=list)  # by each call of a function: what it hides
     exports_all: bool = False  # set -a
     left: str = ""  # the command after which nothing more runs here: exit, return, break, continue
-    levels: int = 1  # how many loops it leaves
     status: bool | None = True  # how the last command ended; None where that depends on the run
     likely: bool | None = True  # which end is more likely where it depends on the run
     choices: dict[str, tuple[bool, str]] = field(default_factory=dict)  # what only a run decides: the end, in words
@@ -72,20 +70,14 @@ class Shell:
 
     def copy(self) -> Shell:
         """A shell that starts with the same."""
-        hidden = [dict(each) for each in self.hidden]
-        return replace(
-            self, variables=dict(self.variables), functions=dict(self.functions), hidden=hidden,
-            choices=dict(self.choices),
-        )  # fmt: skip
+        return replace(self, variables=dict(self.variables), functions=dict(self.functions), choices=dict(self.choices))
 
     def is_like(self, other: Shell) -> bool:
         """Whether what follows is the same in both."""
         return (
-            (self.left, self.levels, self.exports_all, self.output)
-            == (other.left, other.levels, other.exports_all, other.output)
+            (self.left, self.exports_all, self.output) == (other.left, other.exports_all, other.output)
             and self.variables == other.variables
             and self.functions == other.functions
-            and self.hidden == other.hidden
         )
 
     def negate(self) -> None:
@@ -175,7 +167,6 @@ class Expander:
         self.shell = shell
         self.script = Script()
         self.source, self.first = b"", 1
-        self.assumed = False  # a value was taken that the environment outside may replace: a default
         self._level = 0
         self._work = 0
 
@@ -192,23 +183,16 @@ class Expander:
         """The number of its line in the whole text; 0 if unknown."""
         return self.first + node.start_point.row if self.first else 0
 
-    def target(self, name: str) -> str:
-        """The variable that a name stands for, which `declare -n` may have said."""
-        for _ in range(4):  # two may stand for each other
-            name = found.refers if (found := self.shell.variables.get(name)) and found.refers else name
-        return name
-
     def look_up(self, name: str) -> str | None:
         """The value of a variable; None where it is not set, OPEN in it where that is not known."""
-        found = self.shell.variables.get(self.target(name))
+        found = self.shell.variables.get(name)
         if found is None:
             return OPEN
-        self.assumed = self.assumed or found.assumed
         return None if found.unset else found.value
 
     def items(self, name: str) -> tuple[Word, ...] | None:
-        """The words of an array, "@" for the arguments; None where they are not known."""
-        found = self.shell.variables.get(self.target(name))
+        """The words of an array; None where they are not known."""
+        found = self.shell.variables.get(name)
         return found.items if found is not None else None
 
     def value(self, node: Node) -> str:
@@ -225,12 +209,10 @@ class Expander:
         match node.type:
             case "raw_string":
                 return self.text(node)[1:-1]
-            case "ansi_c_string":
-                return _ansi(self.text(node)[2:-1])
+            case "ansi_c_string" | "translated_string":
+                return OPEN
             case "string":
                 return self._mixed(node, node.start_byte + 1, node.end_byte - 1, r"\\([\"\\`$])|\\\n")
-            case "translated_string":
-                return self.value(node.children[-1])
             case "simple_expansion":
                 name = self.text(node)[1:]  # bash takes one digit: `$12` is `${1}2`
                 return self.parameter(name[:1]) + name[1:] if name[:1].isdecimal() else self.parameter(name)
@@ -245,15 +227,9 @@ class Expander:
         return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
 
     def parameter(self, name: str) -> str:
-        """The value of `$NAME`, `$1`, `$@` or `$#`."""
+        """The value of `$NAME`; OPEN for an argument."""
         self.spend(64)
-        given = self.items("@")
-        if given is None or not re.fullmatch(r"[1-9]\d{0,8}|[@*#]", name):
-            return self.look_up(name) or ("" if name in self.shell.variables else OPEN)
-        self.assumed = self.assumed or any(each.assumed for each in given)
-        if name.isdecimal():
-            return given[int(name) - 1].text if int(name) <= len(given) else ""
-        return str(len(given)) if name == "#" else " ".join(each.text for each in given)
+        return self.look_up(name) or ("" if name in self.shell.variables else OPEN)
 
     def _mixed(self, node: Node, start: int, end: int, escape: str) -> str:
         """Literal text with expansions in it. What no child covers is literal: the grammar drops some blanks."""
@@ -273,23 +249,19 @@ class Expander:
         return re.sub(escape, r"\1", text) if "\\" in text else text
 
     def _braced(self, node: Node) -> str:
-        """`${NAME}`, an item of an array, or a default; what cuts or replaces a value is not known."""
+        """`${NAME}`, all items of an array, or a default; one item, and what cuts or replaces a value, is not known."""
         match = _BRACED.match(self.text(node))
         if match is None or (match[2] and match[3] != "}"):
             return OPEN
         name, index, sign = match.groups()
         if index:
             items = self.items(name) or ()
-            if index[1:-1].isdecimal():
-                before = items[: int(index[1:-1]) + 1]
-                return before[-1].text if len(before) > int(index[1:-1]) and all(each.raw for each in before) else OPEN
             short = sum(len(each.text) + 1 for each in items) < MOST_VALUE
             separated = index == "[*]" and "IFS" in self.shell.variables  # by what IFS says
             return " ".join(each.text for each in items) if items and short and not separated else OPEN
         if sign == "}":
             return self.parameter(name)
-        known = name in self.shell.variables or (name.isdecimal() and self.items("@") is not None)
-        got = self.parameter(name) if name.isdecimal() else self.look_up(name)
+        known, got = name in self.shell.variables, self.look_up(name)
         missing = not got if sign[0] == ":" else got is None
         if known and not missing and got != OPEN:
             if sign[-1] != "+":
@@ -298,13 +270,12 @@ class Expander:
             return "" if known and missing else OPEN
         start = node.start_byte + len(match[0].encode())
         other = self._mixed(node, start, node.end_byte - 1, r"\\([\"\\`$}])|\\\n")
-        self.assumed = self.assumed or got == OPEN
         if sign[-1] == "=":
             self.assign(name, other, self.text(node), self.line(node))
         return other
 
     def arithmetic(self, text: str) -> int | None:
-        """The value of `$((512 * 1024))` or `((N > 1))`, where every name in it is a known number."""
+        """The value of `$((512 * 1024))`, where every name in it is a known number."""
         inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
 
         def put(match: re.Match[str]) -> str:
@@ -314,7 +285,7 @@ class Expander:
         if not self.spend(len(text)):
             return None
         filled = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)\}?", put, inside).strip()
-        if not re.fullmatch(r"[\d\s+*/%()<>=!-]{1,80}", filled):
+        if not re.fullmatch(r"[\d\s+*/%()<>-]{1,80}", filled):
             return None
         try:
             return _number(ast.parse(re.sub(r"\s+", " ", filled).replace("/", "//"), mode="eval").body)
@@ -326,18 +297,16 @@ class Expander:
         text, line = self.text(node), self.line(node)
         bare = text[1:-1] if node.type == "string" else text
         array = _ARRAY.fullmatch(bare)
-        if array and not (node.type == "string" and "*" in bare):  # "$*" and "${NAME[*]}" are one word
-            items = self.items(array[1] or "@")
+        if array and not (node.type == "string" and "*" in bare):  # "${NAME[*]}" is one word
+            items = self.items(array[1])
             if items is not None and self.spend(WORK_OF_WORD * len(items)):
                 return list(items)
-        before, self.assumed = self.assumed, False
-        value, assumed = self.value(node), self.assumed
-        self.assumed = before or assumed
+        value = self.value(node)
         if node.type in _SPLITS and (re.search(r"\s", value) or not value):
             parts = value.split()
             self.spend(WORK_OF_WORD * len(parts))
-            return [Word(each, each, line, assumed) for each in parts]
-        return [Word(value, self.raw(node), line, assumed)]
+            return [Word(each, each, line) for each in parts]
+        return [Word(value, self.raw(node), line)]
 
     def raw(self, node: Node) -> str:
         """The text of a word, without the quotes around it."""
@@ -347,15 +316,9 @@ class Expander:
         return text[1:-1] if node.type in ("string", "raw_string") else text
 
 
-def _ansi(text: str) -> str:
-    names = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "a": "\a"}
-    return re.sub(r"\\(.)", lambda match: names.get(match[1], match[0]), text, flags=re.DOTALL)
-
-
-_OPERATORS: dict[type[ast.operator | ast.cmpop], Callable[[int, int], int]] = {
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.Eq: operator.eq,
-    ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
 }  # fmt: skip
 
 
@@ -363,10 +326,9 @@ def _number(node: ast.expr) -> int:
     """The value of an expression, each part of it a number from 0 to 2^63. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
-    if isinstance(node, ast.BinOp) or (isinstance(node, ast.Compare) and len(node.ops) == 1):
-        sign, last = (node.op, node.right) if isinstance(node, ast.BinOp) else (node.ops[0], node.comparators[0])
-        left, right = _number(node.left), _number(last)
-        known = type(sign) in _OPERATORS and not (isinstance(sign, ast.LShift | ast.RShift) and right > 62)
-        if known and 0 <= (found := int(_OPERATORS[type(sign)](left, right))) < 1 << 63:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _number(node.left), _number(node.right)
+        shifts_far = isinstance(node.op, ast.LShift | ast.RShift) and right > 62
+        if not shifts_far and 0 <= (found := _OPERATORS[type(node.op)](left, right)) < 1 << 63:
             return found
     raise ValueError("no number that bash has too")

@@ -28,17 +28,15 @@ from planner.lint.script import (
     Word,
     is_judged,
     pattern,
-    whole_number,
     words,
 )
 
 _MOST_LAUNCHES = 1000  # or ways to one, that get different settings
-_MOST_OPTIONS = 1 << 12  # characters of a command that are searched for options that remove variables
+_MOST_OPTIONS = 1 << 12  # characters of a command that are searched for variables, and for options that remove them
 
 _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
 _NAMES = words()["shell"]
-_WRAPPERS = words()["wrappers"]
 
 
 class Launch(NamedTuple):
@@ -69,7 +67,7 @@ class Programs(Expander):
         given = [Assigned(name=name, value=value, raw=value, exported=False) for name, value in known.items()]
         super().__init__(Shell({each.name: each for each in (*given, *before)}))
         self.active: list[str] = []  # functions that are followed at this moment
-        self.passing: list[dict[str, Assigned | None]] = []  # what settings of one command hide
+        self.local: list[set[str]] = []  # their own variables
         self.input = Input()
         self.launches: list[Launch] = []
         self.exported = {each.name for each in before}  # wherever it was
@@ -78,7 +76,6 @@ class Programs(Expander):
         self.started = 0  # programs, those included that get what one before them gets
         self._seen: set[tuple[str, bool, frozenset[tuple[str, str]]]] = set()
         self._sets = 0  # settings in the words of commands
-        self._written: dict[str, str] = {}  # files that the script itself writes
 
     # -- what is said of the text
 
@@ -93,7 +90,7 @@ class Programs(Expander):
         """What `NAME=value`, `NAME+=value` or `NAME=(an array)` gives; an array of which one item is set is unknown."""
         target, given = node.child_by_field_name("name") or node, node.child_by_field_name("value")
         name, line, adds = self.text(target).partition("[")[0], self.line(node), node.children[1].type == "+="
-        self.assumed, items = False, None
+        items = None
         if target.type != "variable_name":
             list(map(self.value, node.named_children))
             value = OPEN
@@ -108,11 +105,11 @@ class Programs(Expander):
             value = self.value(given) if given else ""
             value = ((self.parameter(name) + value) if adds else value)[:MOST_VALUE]
         raw = self.raw(given) if given else ""
-        return Assigned(name=name, value=value, raw=raw, line=line, assumed=self.assumed, items=items)
+        return Assigned(name=name, value=value, raw=raw, line=line, items=items)
 
     def assign(self, name: str, value: str, raw: str, line: int) -> None:
         """Give a variable a value; it is exported as it was before, or as set -a says."""
-        self.set(Assigned(name=name, value=value, raw=raw, line=line, assumed=self.assumed))
+        self.set(Assigned(name=name, value=value, raw=raw, line=line))
 
     def set(self, given: Assigned, *, exported: bool | None = None) -> None:
         """Give a variable a value. `exported` None: as it was before, or as set -a says."""
@@ -122,7 +119,6 @@ class Programs(Expander):
             if given.name.startswith(outer):
                 given = replace(given, name=given.name.removeprefix(outer))
         self.spend(WORK_OF_WORD)
-        given = replace(given, name=self.target(given.name))
         before = self.shell.variables.get(given.name)
         if exported is None:
             exported = self.shell.exports_all or (before is not None and before.exported)
@@ -137,56 +133,46 @@ class Programs(Expander):
             else:
                 self.loose[given.name] = given
 
-    def export(self, name: str, line: int, *, ends: bool = False) -> None:
-        """`export NAME`, `export -n NAME`: programs get the variable from here on, or no longer."""
-        name = self.target(name)
-        before = self.shell.variables.get(name)
-        if NAME.match(name) and (before or not ends):
+    def export(self, name: str, line: int) -> None:
+        """`export NAME`: programs get the variable from here on."""
+        if NAME.match(name):
             outside = Assigned(name=name, value=OPEN, raw=f"${name}", line=line)  # what the environment has
-            self._put(replace(before or outside, exported=not ends))
+            self._put(replace(self.shell.variables.get(name, outside), exported=True))
 
     def declare(self, keyword: str, given: Sequence[Assigned | Word], line: int) -> None:
         """export, declare, typeset, local, readonly, unset: of names and of assignments, whose values are known."""
         words = [each for each in given if isinstance(each, Word)]
         options = " ".join(each.text for each in words if each.text[:1] in ("-", "+"))
-        if keyword == "unset":
-            self._unset(words, line, functions="-f" in options)
+        if keyword == "unset" and "-f" not in options:
+            self._unset(words, line)
         if keyword == "unset" or "-f" in options or (keyword == "local" and not self.active):
             return
-        ends = re.search(r"-\w*n" if keyword == "export" else r"\+\w*x", options) is not None
-        exports = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
+        if re.search(r"-\w*n|\+\w*x", options):  # `export -n`, and names that stand for other variables
+            self.unread(line, f"{keyword} {options}")
+        exports = keyword == "export" or re.search(r"-\w*x", options) is not None
         own = keyword not in ("export", "readonly") and "g" not in options and bool(self.active)
-        refers = keyword != "export" and re.search(r"-\w*n", options) is not None
         for each in given:
             if isinstance(each, Word):
                 name, equals, value = each.text.partition("=")
-                if OPEN in name and each.text[:1] != "-":
+                if OPEN in name and re.fullmatch(rf"[\w{OPEN}]+", name):
                     self.unread(line, f"the names of the variables that {keyword} gets are unknown")
                 if not NAME.match(name):
                     continue
-                setting = Assigned(name=name, value=value, raw=value, line=line, assumed=each.assumed)
+                setting = Assigned(name=name, value=value, raw=value, line=line)
             else:
                 name, equals, setting = each.name, "=", each
-            for saved in self.passing if exports and not own else ():  # `N=1 export N` sets it for all that follows
-                saved.pop(name, None)
-            if own and name not in self.shell.hidden[-1]:  # exported if the variable that it hides was
-                before = self.shell.hidden[-1][name] = self.shell.variables.pop(name, None)
-                if before:
+            if own:  # exported if the variable that it hides was
+                self.local[-1].add(name)
+                if not equals and (before := self.shell.variables.get(name)):
                     self.shell.variables[name] = replace(before, unset=True, value="", items=None)
-            if refers and (OPEN in setting.value or not equals):
-                self.unread(line, f"the variable that {name} stands for is unknown")
-            elif refers:
-                self.shell.variables[name] = replace(setting, refers=setting.value, exported=False)
-            elif equals:
-                self.set(setting, exported=exports if exports or ends else None)
-            elif exports or ends:
-                self.export(name, line, ends=ends)
+            if equals:
+                self.set(setting, exported=True if exports else None)
+            elif exports:
+                self.export(name, line)
 
-    def _unset(self, words: Iterable[Word], line: int, *, functions: bool) -> None:
+    def _unset(self, words: Iterable[Word], line: int) -> None:
         for word in words:
-            if functions:
-                self.shell.functions.pop(word.text, None)
-            elif OPEN in word.text:  # it may be any
+            if OPEN in word.text:  # it may be any
                 self.unread(line, "the names of the variables that unset gets are unknown")
             elif word.text[:1] != "-":
                 gone = Assigned(name=word.text, line=line, exported=False, unset=True)
@@ -256,32 +242,11 @@ class Programs(Expander):
             if name in names or (everything and name not in command):
                 del self.shell.variables[name]
 
-    def after_wrappers(self, words: Sequence[Word], line: int) -> int:
-        """The place of the program behind sudo, timeout and the like."""
-        at = 0
-        while at < len(words) and (first := name_of(words[at])) in _NAMES["wrappers"]:
-            at, options = at + 1, _WRAPPERS.get(first, frozenset())
-            while at < len(words) and first != "command":  # `command -v` starts nothing
-                text = words[at].text
-                if first == "sudo" and _SETTER.match(text):
-                    self._setting(words[at], line, self.shell)
-                elif text[:1] != "-":
-                    break
-                at += 2 if text in options else 1
-            at += first in _NAMES["takes_operand"]
-        return at
-
     # -- texts that are written and read
 
     def write_file(self, target: str, given: Input) -> None:
         """Note what the script writes into a file. The text is read as another form as well."""
-        path = target.removeprefix("./")
-        self._written[path] = (self._written.get(path, "") + given.text.rstrip("\n") + "\n")[-MOST_VALUE:]
         self.script.inner.append(Inner(text=given.text, target=target.replace(OPEN, "..."), line=given.line))
-
-    def written(self, name: str) -> str | None:
-        """The text of a file, where the script itself wrote it."""
-        return self._written.get(name.removeprefix("./"))
 
     def read_input(self, program: str, given: Input, target: str) -> None:
         """Text that a program reads from its standard input: a shell, Python, kubectl, ssh."""
@@ -298,13 +263,7 @@ class Programs(Expander):
     def _options(self, words: list[Word], line: int, outer: Shell) -> bool:
         """Take what the words of a program set, and say whether they do: options of launchers, `env A=1`, scripts."""
         before, at, end = self._sets, 0, _own_script(words)
-        settings = [word.text for word in words[:3]] == ["kubectl", "set", "env"]
-        for number, each in enumerate(words):
-            run = number == 0 or name_of(words[number - 1]) in _NAMES["shells"]
-            text = self.written(each.text)
-            if text is not None and (run or (each.text.endswith(".sh") and _is_launcher(words))):
-                self.nested(text, 0, words[number + 1 :])
-                break
+        settings = False
         while at < len(words):
             word = words[at]
             taken: int | None = 0
@@ -313,7 +272,7 @@ class Programs(Expander):
             ) is None:
                 self._plain_word(words, at, line, settings=settings)
                 unset = at > 0 and words[at - 1].text in ("-u", "-C")
-                more = unset or re.match(r"-|[A-Za-z_]\w*=|(?:kubectl|set)\Z", word.text)
+                more = unset or re.match(r"-|[A-Za-z_]\w*=", word.text)
                 settings = name_of(word) == "env" or (settings and bool(more))
             at += 1 + (taken or 0)
         return self._sets > before
@@ -325,12 +284,11 @@ class Programs(Expander):
         if runs == "python":
             self.script.inner.append(Inner(text=text, target="python", line=inside))
         elif runs or (settings and before in ("-S", "--split-string")):
-            surely = program not in _NAMES["own_c"]
-            self.nested(text if runs else f"env {text}", inside, words[at + 2 :], surely=surely)
+            self.nested(text if runs else f"env {text}", inside, surely=program not in _NAMES["own_c"])
         elif dotted := pattern("dotted").match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
             self._pair(dotted[1], text[dotted.end() :].strip("\"'"), word.raw, line)
         elif _SETTER.match(text) and (settings or (before[:1] == "-" and _SETTING.match(text))):
-            self._setting(word, line, self.shell)
+            self.set_for_program(word, line, self.shell)
         elif at and program in _NAMES["remote"] and re.search(r"\s", text):
             self.nested(text, inside)
         elif at:
@@ -345,11 +303,8 @@ class Programs(Expander):
             if at + 2 < len(words):
                 self._pair(after.text, words[at + 2].text, words[at + 2].raw, line)
             return 2
-        if text.startswith(("-xNCCL_", "-eNCCL_")):
-            self._setting(Word(text[2:], words[at].raw[2:]), line, outer)
-            return 0
         if pattern("takes_setting").fullmatch(option):
-            self._setting(rest, line, outer)
+            self.set_for_program(rest, line, outer)
         elif option in _NAMES["takes_list"]:
             for name, sign, value in (part.partition("=") for part in rest.text.split(",")):  # a comma ends a value
                 if sign:
@@ -360,7 +315,7 @@ class Programs(Expander):
             return None
         return 0 if equals else 1
 
-    def _setting(self, word: Word, line: int, outer: Shell) -> None:
+    def set_for_program(self, word: Word, line: int, outer: Shell) -> None:
         """NAME=VALUE, several with commas between them (apptainer), or NAME alone, whose value is that of `outer`."""
         for part in re.split(r",(?=[A-Z_][A-Z0-9_]*=)", word.text):
             name, equals, tail = part.partition("=")
@@ -373,8 +328,6 @@ class Programs(Expander):
         """A setting for the program that is started now."""
         self._sets += is_judged(name)
         self.set(Assigned(name=name, value=value, raw=raw, line=line), exported=True)
-        if _SETTING.search(value) and not name.startswith("NCCL_"):
-            self._text_in_word(value, line)
 
     def _text_in_word(self, text: str, line: int) -> None:
         """A script, JSON or options inside one word."""
@@ -413,8 +366,7 @@ class Programs(Expander):
     def cat(self, call: Call) -> None:
         """It writes what it reads."""
         names = [each.text for each in call.words if each.text[:1] != "-"]
-        found = "".join(self.written(each) or OPEN for each in names) or call.given.text or OPEN
-        self.shell.write(found, call.given.line or call.line)
+        self.shell.write(OPEN if names else call.given.text or OPEN, call.given.line or call.line)
         self.shell.status = None if names else True
 
     def tee(self, call: Call) -> None:
@@ -425,29 +377,23 @@ class Programs(Expander):
 
     def assign_unknown(self, call: Call) -> None:
         """read, mapfile, let, printf -v and the like: the values of their variables depend on the run."""
-        self.assumed = False
         self.shell.status = None
         for word in call.words:
             self.assign(re.split(r"\W", word.text)[0], OPEN, f"(set by {call.program})", call.line)
 
-    def trap(self, call: Call) -> None:
-        """The commands of a trap are not followed."""
-        if any(_SETTING.search(each.text) for each in call.words):
-            self.unread(call.line, "the commands of trap")
-
-    def shift(self, call: Call) -> None:
-        """The arguments after the first ones."""
-        if (given := self.items("@")) is not None:
-            self.set_arguments(given[number_of(call) :])
-
-    def set_arguments(self, arguments: Sequence[Word] | None) -> None:
-        """Set the arguments of the script or function; None: unknown."""
-        self.shell.variables.pop("@", None)
-        if arguments is not None:
-            self.shell.variables["@"] = Assigned(name="@", items=tuple(arguments), exported=False)
+    def commands_in_words(self, call: Call) -> None:
+        """The commands that eval and trap get are not followed."""
+        text = " ".join(each.text for each in call.words)
+        if len(text) > _MOST_OPTIONS or NAMED.search(text):
+            self.unread(call.line, f"the commands of {call.program}")
+        if call.program == "eval":
+            self.script.files.append(f"the commands that eval gets in line {call.line}")
+            self.launch(f"the command of line {call.line}", sure=False)
+            self.shell.status = None
+            self.shell.write(OPEN)
 
     def options_of_shell(self, call: Call) -> None:
-        """`set -a`, `set -- A B`, fish's `set -x NAME value`."""
+        """`set -a`, fish's `set -x NAME value`."""
         texts = [word.text for word in call.words]
         named = [word for word in call.words if word.text[:1] != "-"]
         if _NAMES["fish"] & {*texts[:2]} and len(named) > 1:
@@ -457,8 +403,8 @@ class Programs(Expander):
         for text, after in pairwise([*texts, ""]):
             if re.fullmatch(r"[-+][a-z]*a[a-z]*", text) or (text in ("-o", "+o") and after == "allexport"):
                 self.shell.exports_all = text[0] == "-"
-        if "--" in texts:
-            self.set_arguments(call.words[texts.index("--") + 1 :])
+        if "--" in texts and any(NAMED.search(text) for text in texts):
+            self.unread(call.line, "the arguments that set gives")
 
 
 def content(settings: Settings) -> frozenset[tuple[str, str]]:
@@ -466,10 +412,13 @@ def content(settings: Settings) -> frozenset[tuple[str, str]]:
     return frozenset((name, each.value) for name, each in settings.items())
 
 
-def number_of(call: Call) -> int:
-    """The number that follows a built-in; 1 where none does."""
-    number = whole_number(call.words[0].text) if call.words else None
-    return 1 if number is None else number
+def program_behind(words: Sequence[Word]) -> int:
+    """The place of the program behind sudo, timeout and the like: the first word that is no option and no number."""
+    names = [name_of(each) for each in words]
+    if names[0] not in _NAMES["wrappers"] or (names[0] == "command" and "-v" in names[1:2]):
+        return 0
+    after = (at for at, name in enumerate(names) if name not in _NAMES["wrappers"])
+    return next((at for at in after if not re.match(r"-|\d|[A-Za-z_]\w*=", words[at].text)), len(words))
 
 
 def name_of(word: Word) -> str:

@@ -62,7 +62,6 @@ class Word(NamedTuple):
     text: str  # OPEN replaces each unknown part
     raw: str  # as it is written, without its quotes
     line: int = 0
-    assumed: bool = False  # a default is in it, which the environment outside may replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,6 @@ class Assigned:
     line: int = 0
     exported: bool = True
     unset: bool = False
-    assumed: bool = False  # a default, which the environment outside may replace
-    refers: str = ""  # the variable that this name stands for
     items: tuple[Word, ...] | None = None  # of a shell's array; `value` is then the first of them
 
 

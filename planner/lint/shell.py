@@ -8,32 +8,29 @@ likely. OPEN replaces text that comes from a program, an argument or the environ
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from tree_sitter import Node
 
-from planner.lint.expansion import MOST_LEVELS, MOST_VALUE, WORK_OF_WORD, Function, Input, Shell, parse_lines, walk
-from planner.lint.programs import Call, Programs, name_of, number_of
-from planner.lint.script import NAMED, OPEN, Assigned, Script, Word, words
+from planner.lint.expansion import MOST_LEVELS, WORK_OF_WORD, Function, Input, Shell, parse_lines, walk
+from planner.lint.programs import Call, Programs, name_of, program_behind
+from planner.lint.script import NAMED, OPEN, Assigned, Script, Word, is_judged, words
 
-_MOST_SCRIPTS = 6  # scripts in quotes in scripts
 _MOST_COMMANDS = 20_000  # that are followed, loops, ways and calls of functions counted each time
 _MOST_ROUNDS = 64  # of one loop
 _MOST_TURNS = 2000  # copies of the shell that go another way
-_MOST_PATTERN = 1 << 12  # characters of a value and of a pattern that it is compared with
 
 # What arithmetic changes
 _CHANGED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
-_USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*|[@*#\d])")
+_USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
 _PATTERN = re.compile(r"[*?[]|\{.*(?:,|\.\.)")  # a word that stands for several
 _QUOTED = re.compile(r"""'[^']*'|"[^"]*"|\\.|\$\{[^}]*\}|\$\(.*\)""", re.DOTALL)
-_IN_DOCUMENT = re.compile(r"(?<!\\)\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d+)(?:(:?-)([^{}$]*))?\})")
+_IN_DOCUMENT = re.compile(r"(?<!\\)\$(?:\w+|\{[^{}\n]*\})")
 _NAMES = words()["shell"]
-_COMPARISONS = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")  # of numbers, as module operator names them
+# A statement that ends with one of these
+_LEAVES = re.compile(r"(?:^|[;{\s])(?:exit|return)\b[^\n;]*[;}\s]*\Z")
 _PARTS = ("pipeline", "list", "&&", "||")  # what the grammar puts inside a here-document's line after its start
 
 Shells = list[Shell]
@@ -79,7 +76,7 @@ class _Reader(Programs):
         super().__init__(known, before)
         self._texts: dict[tuple[str, int], tuple[bytes, Node | None]] = {}
         self._called: set[int] = set()  # functions, by their bodies
-        self._scripts = self._blocks = self._commands = self._turns = self._loops = 0
+        self._blocks = self._commands = self._turns = self._loops = 0
         self._ways: set[tuple[int, bool]] = set()  # ends of conditions that were followed, by place
         self._tried: dict[str, int] = {}  # conditions that were followed both ways: how many turns came before
         self._only_assigns = True
@@ -88,10 +85,6 @@ class _Reader(Programs):
 
     def follow_text(self, text: str, line: int) -> Shells:
         """Follow a text in this shell."""
-        if self._scripts > _MOST_SCRIPTS:
-            self.unread(line, "scripts in quotes nested too deeply")
-            return [self.shell]
-        self._scripts += 1
         saved, ends = (self.source, self.first), [self.shell]
         if (text, line) not in self._texts:
             self._texts[text, line] = parse_lines(text.encode("utf-8", "replace"))
@@ -101,7 +94,6 @@ class _Reader(Programs):
         else:
             ends = self._follow(root.children, ends)
         self.source, self.first = saved
-        self._scripts -= 1
         return ends
 
     def finish(self, ends: Shells) -> Script:
@@ -288,14 +280,11 @@ class _Reader(Programs):
         if not node.children or node.children[0].type != "((":
             return self._follow(node.children, shells)
         text, line = self.text(node), self.line(node)
-        changed = list(_CHANGED.finditer(text))
         for self.shell in shells:
-            self.assumed = False
-            found = self.arithmetic(text)
-            for match in changed:
+            self.arithmetic(text)
+            for match in _CHANGED.finditer(text):
                 self.assign(match[1] or match[2], OPEN, text, line)
-            self.shell.status = None if found is None or self.assumed or changed else found != 0
-            self.shell.likely = bool(found)
+            self.shell.status, self.shell.likely = None, False
         return shells
 
     def _subshell(self, node: Node, shell: Shell) -> Shells:
@@ -308,17 +297,10 @@ class _Reader(Programs):
         shell.functions[self.text(name)] = Function(body, self.source, self.first)
         return [shell]
 
-    def _leaves(self, nodes: Sequence[Node], levels: int = 4) -> bool:
+    def _leaves(self, nodes: Sequence[Node]) -> bool:
         """Whether statements end the script or the function: that is not the likely way."""
-        node = next((each for each in reversed(nodes) if each.is_named and each.type != "comment"), None)
-        if node is None or not levels or node.type not in ("command", "compound_statement"):
-            return False
-        if node.type == "compound_statement":
-            return self._leaves(node.children, levels - 1)
-        name = self.text(node.child_by_field_name("name") or node)
-        return name in ("exit", "return") or (
-            name in self.shell.functions and self._leaves([self.shell.functions[name].body], levels - 1)
-        )
+        last = [each for each in nodes if each.is_named and each.type != "comment"][-1:]
+        return any(_LEAVES.search(self.text(each)) for each in last)
 
     def _title(self, nodes: Sequence[Node]) -> str:
         text = " ".join(self.text(node)[:400] for node in nodes[:80])
@@ -345,81 +327,51 @@ class _Reader(Programs):
         return self._merged([*ends, *todo])
 
     def _case(self, node: Node, shells: Shells) -> Shells:
-        """Each item whose pattern fits, or may fit."""
+        """Each item on a way of its own, `*` on the one that is left. What the value is like is not compared."""
         of = node.child_by_field_name("value") or node
-        ends, through, todo = Shells(), Shells(), shells
+        for self.shell in shells:
+            self.value(of)
+        ends, todo = Shells(), shells
         items = [each for each in node.children if each.type == "case_item"]
         last = next((each for each in reversed(items) if not self._leaves(each.children)), None)
         for item in items:
             patterns = item.children_by_field_name("value")
             for each in todo:
-                self.shell, self.assumed = each, False
-                value = self.value(of)
-                fits = [self._fits(None if OPEN in value else value, pattern) for pattern in patterns]
-                known = True in fits or None not in fits
-                known = known and not (self.assumed and "*" not in map(self.text, patterns))
-                each.status = (True in fits) if known else None
-                each.likely = True in fits or (None in fits and item == last)
-            label = f"case {self._title([of])} in {self._title(patterns)}"[:80]
-            yes, todo = self._decide(todo, item, label)
-            ran = self._follow([each for each in item.children if each not in patterns], [*through, *yes])
-            marks = {each.type for each in item.children}
-            through = ran if ";&" in marks else []
-            todo += ran if ";;&" in marks else []
-            ends += [] if {";&", ";;&"} & marks else ran
+                each.status, each.likely = True if "*" in map(self.text, patterns) else None, item == last
+            yes, todo = self._decide(todo, item, f"case {self._title([of])} in {self._title(patterns)}"[:80])
+            ends += self._follow([each for each in item.children if each not in patterns], yes)
+            if item.children[-1].type in (";&", ";;&"):
+                self.unread(self.line(item), "an item of case that goes on to the next one")
         for each in todo:
             each.status = True
-        return self._merged([*ends, *through, *todo])
-
-    def _fits(self, value: str | None, node: Node) -> bool | None:
-        """Whether a pattern matches a value; None where that, or the value itself, is unknown.
-
-        fnmatch knows neither bash's character classes and extended patterns nor a quoted `*`.
-        """
-        pattern = self.value(node)
-        quoted = re.search(r"[\"'\\]", self.text(node)) is not None and re.search(r"[*?[]", pattern)
-        if quoted or re.search(r"\[\^|\[:|[?*+@!]\(", pattern):
-            return None
-        if pattern == "*":
-            return True
-        if value is None or OPEN in pattern or len(value) + len(pattern) > _MOST_PATTERN:
-            return None
-        return fnmatchcase(value, pattern)
+        return self._merged([*ends, *todo])
 
     def _loop(self, node: Node, shell: Shell) -> Shells:
         """Follow a loop once for each word of its `for`; where these are not known, as of `while`, for two rounds.
 
         What the second of these still changes becomes unknown, and a third round follows.
         """
-        body, given = node.child_by_field_name("body"), self._words_of_loop(node)
-        ends, todo, open_ = Shells(), [shell], given is None and node.type != "while_statement"
-        for number in range(_MOST_ROUNDS + 2):
-            ran = {id(each): each.status for each in todo} if number else {}
-            todo = self._begin_round(node, given, todo, number)
-            open_ = open_ or any(each.status is None for each in todo)
-            for each in todo if number else ():  # only the first round is left out in one way
-                each.status = number < 3 if each.status is None else each.status
-            yes, no = self._decide(todo, node, f"the loop of line {self.line(node)}")
-            for each in no:  # the loop ends as its last round did, and well without one
-                each.status, each.likely = ran.get(id(each)) if number else True, True
-            ends += no
-            if not yes or body is None:
-                break
-            todo = []
-            for each in yes:
+        body, given = node.child_by_field_name("body") or node, self._words_of_loop(node)
+        ends, todo = Shells(), [shell]
+        for number in range(3 if given is None else len(given)):
+            todo = self._begin_round(node, todo, given[number] if given is not None else None)
+            if given is None and not number:  # only the first round is left out in one way
+                todo, ends = self._decide(todo, node, f"the loop of line {self.line(node)}")
+                for each in ends:
+                    each.status = True
+            begun, todo = todo, Shells()
+            for each in begun:
                 before = each.copy()
                 self._loops += 1
                 after = self._follow([body], [each])
                 self._loops -= 1
                 for end in after:
-                    goes_on = not end.left or (end.left == "continue" and end.levels == 1)
-                    if end.left in ("break", "continue"):
-                        end.left, end.levels = (end.left, end.levels - 1) if end.levels > 1 else ("", 1)
-                    if number == (1 if open_ else _MOST_ROUNDS):
+                    if given is None and number == 1:
                         _forget(end, before)
-                    (todo if goes_on else ends).append(end)
+                    (ends if end.left not in ("", "continue") else todo).append(end)
+                    end.left = "" if end.left in ("break", "continue") else end.left
             todo = self._merged(todo)
-        return self._merged(ends)
+        return self._merged([*ends, *todo])
 
     def _words_of_loop(self, node: Node) -> list[Word] | None:
         """The words of a `for`; None where they are not known, as `{0..7}` and the files that `*` matches."""
@@ -427,31 +379,23 @@ class _Reader(Programs):
             return None
         given = node.children_by_field_name("value")
         words = [word for each in given for word in self.words(each)]
-        if not given and not any(child.type == "in" for child in node.children):
-            words = list(self.items("@") or (Word(OPEN, "$@"),))
-        several = any(each.type != "string" and _PATTERN.search(_QUOTED.sub("", self.text(each))) for each in given)
+        several = not given or any(_PATTERN.search(_QUOTED.sub("", self.text(each))) for each in given)
         return None if several or len(words) > _MOST_ROUNDS or any(OPEN in word.text for word in words) else words
 
-    def _begin_round(self, node: Node, given: list[Word] | None, todo: Shells, number: int) -> Shells:
-        """Whether a round follows, as the status of each shell, with the variable of a `for` set."""
+    def _begin_round(self, node: Node, todo: Shells, word: Word | None) -> Shells:
+        """Follow the condition of a loop, or set the variable of a `for`."""
         body, name = node.child_by_field_name("body"), node.child_by_field_name("variable")
         if node.type == "while_statement":
             todo = self._follow([e for e in node.named_children if e != body and e.type != "comment"], todo)
-            for each in todo:
-                if node.children[0].type == "until":
-                    each.negate()
-                if number > _MOST_ROUNDS and each.status:
-                    each.left = "exit"  # a loop without end
+            for each in todo if node.children[0].type == "until" else ():
+                each.negate()
             return todo
         head = self.source[node.start_byte : body.start_byte if body else node.end_byte].decode("utf-8", "replace")
-        word = Word(OPEN, head.partition(" in ")[2].split(";")[0].strip())
-        for each in todo:
-            each.status, each.likely = None if given is None else number < len(given), True
-            if each.status is not False:
-                word = given[number] if given is not None else word
-                self.shell, self.assumed = each, word.assumed
-                for changed in [self.text(name)] if name else {m[1] or m[2] for m in _CHANGED.finditer(head)}:
-                    self.assign(changed, word.text, word.raw, self.line(node))
+        word = word or Word(OPEN, head.partition(" in ")[2].split(";")[0].strip())
+        for self.shell in todo:
+            self.shell.status, self.shell.likely = None, True
+            for changed in [self.text(name)] if name else {m[1] or m[2] for m in _CHANGED.finditer(head)}:
+                self.assign(changed, word.text, word.raw, self.line(node))
         return todo
 
     def _pipeline(self, node: Node, shell: Shell) -> Shells:
@@ -516,54 +460,17 @@ class _Reader(Programs):
             if redirect.children[0].type == "<<-":
                 text = re.sub(r"^\t+", "", text, flags=re.MULTILINE)
             self.spend(4 * len(text))
-            return Input(text if self.text(start)[:1] in "'\"\\" else self._filled(text), self.line(body))
+            if self.text(start)[:1] not in "'\"\\":  # the grammar loses expansions there after an escaped `$`
+                text = _IN_DOCUMENT.sub(OPEN, text).replace("\\$", "$")
+            return Input(text, self.line(body))
         return Input()
 
-    def _filled(self, text: str) -> str:
-        """A here-document with the known variables put in. The grammar loses expansions there after an escaped `$`."""
-
-        def put(match: re.Match[str]) -> str:
-            value = self.parameter(match[1] or match[2])
-            if match[3] and (value == OPEN or (not value and match[3] == ":-")):
-                value = match[4]
-            return match.group() if value == OPEN or len(value) > MOST_VALUE >> 4 else value
-
-        return _IN_DOCUMENT.sub(put, text).replace("\\$", "$")[: 1 << 20]
-
     def _test(self, node: Node, shell: Shell) -> Shells:
-        inside = [child for child in node.named_children if child.type != "comment"]
-        self.assumed = False
-        found = self._outcome(inside[0], glob=node.children[0].type == "[[") if len(inside) == 1 else None
-        shell.status, shell.likely = None if self.assumed else found, found
+        """`[ ]` and `[[ ]]`: what is compared is followed, and how the test ends is for the run to say."""
+        for child in node.named_children:
+            self.value(child)
+        shell.status, shell.likely = None, False
         return [shell]
-
-    def _outcome(self, node: Node, *, glob: bool) -> bool | None:
-        """How a test of one or two words ends; None where that is not known. `assumed` says that defaults decide it."""
-        kind, parts = node.type, node.children
-        if kind == "unary_expression" and len(parts) == 2:
-            sign = self.text(parts[0])
-            if sign == "!":
-                found = self._outcome(parts[1], glob=glob)
-                return None if found is None else not found
-            value = self._known(parts[1])
-            return None if value is None or sign not in ("-n", "-z") else (value != "") == (sign == "-n")
-        if kind != "binary_expression" or len(parts) != 3:
-            value = self._known(node)
-            return None if value is None else value != ""
-        sign, one, other = self.text(parts[1]), self._known(parts[0]), self._known(parts[2])
-        if one is None or other is None:
-            return None
-        if sign in ("=", "==", "!="):
-            pattern = glob and parts[2].type not in ("string", "raw_string")
-            same = self._fits(one, parts[2]) if pattern else one == other
-            return None if same is None else same == (sign != "!=")
-        numbers = sign in _COMPARISONS and re.fullmatch(r"-?\d{1,18} -?\d{1,18}", f"{one} {other}")
-        return bool(getattr(operator, sign[1:])(int(one), int(other))) if numbers else None
-
-    def _known(self, node: Node) -> str | None:
-        """The value of a word; None where it depends on the run. The grammar takes `1 -lt 2 && a` for a word."""
-        value = OPEN if node.type.endswith("_expression") else self.value(node)
-        return None if OPEN in value else value
 
     # -- simple commands
 
@@ -611,10 +518,10 @@ class _Reader(Programs):
             if words:
                 hidden.setdefault(given.name, shell.variables.get(given.name))
             self.set(given, exported=True if words else None)
+        if any(map(is_judged, hidden)) and _NAMES["declares"].intersection(word.text for word in words[:2]):
+            self.unread(self.line(node), "an assignment before export or another declaration")
         if words:
-            self.passing.append(hidden)
             ends = self.run(words, self.line(node))
-            self.passing.pop()
         for end in ends:
             end.restore(hidden)
         return ends
@@ -624,22 +531,19 @@ class _Reader(Programs):
         given, self.input = self.input, Input()
         self.spend(WORK_OF_WORD * len(words))
         self._only_assigns = False
-        shell, at, wrappers = self.shell, 0, list[str]()
-        if name_of(words[0]) in _NAMES["wrappers"]:
-            self.shell = shell.copy()
-            self.remove(words)
-            at = self.after_wrappers(words, line)
-            wrappers = [name_of(each) for each in words[:at]]
-        program = name_of(words[at]) if at < len(words) else ""
-        own = program in ("cat", "tee") or not wrappers or wrappers[-1] in _NAMES["of_shell"]
+        shell, at = self.shell, program_behind(words)
+        wrappers, program = [name_of(each) for each in words[:at]], name_of(words[at]) if at < len(words) else ""
+        own = program in ("cat", "tee") or _NAMES["of_shell"].issuperset(wrappers)
         if own and (builtin := _BUILTINS.get(program)):
-            self.shell = shell
             shell.status, shell.likely = True, True
             return builtin(self, Call(program, words[at + 1 :], line, given)) or [shell]
         if program in shell.functions and program not in self.active and not wrappers:
-            return self._call(program, words[at + 1 :], shell)
+            return self._call(words[at:], line, shell)
         if program:
-            self.shell = shell.copy() if self.shell is shell else self.shell
+            self.shell = shell.copy()
+            self.remove(words)
+            for word in words[:at]:  # sudo takes settings before the program
+                self.set_for_program(word, line, shell)
             self.run_program(words[at:], line, given, shell)
         self.shell = shell
         shell.status, shell.likely = None, True
@@ -648,31 +552,33 @@ class _Reader(Programs):
             shell.left = "exit"
         return [shell]
 
-    def _call(self, name: str, rest: Sequence[Word], shell: Shell) -> Shells:
-        """Call a function: with its own arguments, and with variables of its own that end with it."""
+    def _call(self, words: list[Word], line: int, shell: Shell) -> Shells:
+        """Call a function, whose own variables end with it. Its arguments may be a command that it runs."""
+        name = name_of(words[0])
+        if any(NAMED.search(word.text) for word in words[1:]):
+            self.shell = shell.copy()
+            self.run_program([Word("env", "env"), *words[1:]], line, Input(), shell)
+            self.shell = shell
         saved = self.source, self.first, self._loops
         (body, self.source, self.first), self._loops = shell.functions[name], 0
         self._called.add(body.id)
         self.active.append(name)  # a function that calls itself ends here
-        shell.hidden.append({"@": shell.variables.get("@")})
-        self.set_arguments(rest)
+        self.local.append(set())
+        before = dict(shell.variables)
         ends = self._visit(body, [shell])
+        hidden = {each: before.get(each) for each in self.local.pop()}
         for end in ends:
             end.left = "" if end.left == "return" else end.left
-            end.restore(end.hidden.pop())
+            end.restore(hidden)
         self.active.pop()
         self.source, self.first, self._loops = saved
         return self._merged(ends)
 
-    def nested(self, text: str, line: int, rest: Sequence[Word] | None = None, *, surely: bool = True) -> None:
-        """Follow a script that another shell runs: `bash -c`, ssh, a here-document; not `surely` where it may be prose.
-
-        `rest` are its arguments, None where they are not known.
-        """
+    def nested(self, text: str, line: int, *, surely: bool = True) -> None:
+        """Follow a script that another shell runs: `bash -c`, ssh, a here-document. `surely`: it is no prose."""
         started, unread, shell = self.started, len(self.script.unread), self.shell
         given = {name: each for name, each in shell.variables.items() if each.exported}
         self.shell = Shell(given, choices=dict(shell.choices), turns=shell.turns)
-        self.set_arguments(rest)
         self.follow_text(text, line)
         self.shell = shell
         if not surely:
@@ -685,32 +591,20 @@ class _Reader(Programs):
     def _end_block(self, call: Call) -> None:
         """exit, return, break and continue: nothing more runs here."""
         if call.program in ("exit", "return") and call.words:
-            self.shell.status = number_of(call) == 0 if call.words[0].text.isdecimal() else None
+            self.shell.status = call.words[0].text == "0" if call.words[0].text.isdecimal() else None
+        elif call.words and call.words[0].text != "1":
+            self.unread(call.line, f"{call.program} of several loops")
         if {"exit": 1, "return": len(self.active)}.get(call.program, self._loops):
             self.shell.left = call.program
-            self.shell.levels = min(max(number_of(call), 1), max(self._loops, 1))
 
-    def _eval(self, call: Call) -> Shells | None:
-        text = " ".join(word.text for word in call.words)
-        if text.strip(OPEN + " "):
-            return self.follow_text(text, call.line)
-        self.script.files.append(f"the commands that eval gets in line {call.line}")
-        self.shell.status = None
-        self.shell.write(OPEN)
-        return None
-
-    def _source(self, call: Call) -> Shells | None:
+    def _source(self, call: Call) -> None:
         path = call.words[0].text if call.words else ""
-        if (text := self.written(path)) is not None:
-            return self.follow_text(text, 0)
         if path and path != "/dev/null":
             self.script.files.append(f"{call.words[0].raw} (line {call.line})")
         self.shell.status = None
         self.shell.write(OPEN)
-        return None
 
     def _truth(self, call: Call) -> None:
-        self.read_input(":", call.given, "")
         self.shell.status = call.program != "false"
 
 
@@ -752,11 +646,12 @@ _EACH: Mapping[str, Callable[[_Reader, Node, Shell], Shells]] = {
 }  # fmt: skip
 
 _BUILTINS: Mapping[str, Callable[[_Reader, Call], Shells | None]] = {
-    "echo": _Reader.echo, "printf": _Reader.printf, "cat": _Reader.cat, "tee": _Reader.tee, "eval": _Reader._eval,
-    **dict.fromkeys((".", "source"), _Reader._source), "shift": _Reader.shift, "set": _Reader.options_of_shell,
+    "echo": _Reader.echo, "printf": _Reader.printf, "cat": _Reader.cat, "tee": _Reader.tee,
+    **dict.fromkeys((".", "source"), _Reader._source), "set": _Reader.options_of_shell,
     **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._end_block),
     "setenv": lambda reader, call: reader.unread(call.line, "setenv belongs to the C shell, which is not supported"),
     **dict.fromkeys((":", "true", "false"), _Reader._truth),
-    **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader.assign_unknown), "trap": _Reader.trap,
+    **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader.assign_unknown),
+    **dict.fromkeys(("eval", "trap"), _Reader.commands_in_words),
     **dict.fromkeys(_NAMES["declares"], lambda reader, call: reader.declare(call.program, call.words, call.line)),
 }  # fmt: skip

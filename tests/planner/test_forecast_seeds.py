@@ -33,10 +33,17 @@ def links(*, ranks: int, nodes: int, inside: float, network: float | None, islan
 
 # Llama-3.1-8B, LoRA, FSDP full_shard, 32 sequences per GPU, checkpointing, 2 nodes of 2 A40: 5 h over OVN, 2 h 30 over
 # TCP on the secondary network, 1 h 40 over RDMA (Red Hat, "Accelerate model training with NVIDIA GPUDirect RDMA").
-# gsm8k padded to the longest of a batch is about 370 tokens. 12 GB leave each node twice per step, so 1.05 and 2.2 GB/s
-# are what the published times imply for OVN and TCP.
-ARTICLE = TrainSpec(method="lora", sequence_length=1024, length_histogram=((370, 1),), global_batch=128)
-ARTICLE_LAYOUT = Layout(world_size=4, dp_shard=4, micro_batch=32, checkpointing="full")
+# gsm8k padded to the longest of a batch is about 370 tokens. 12 GB leave each node twice per step, so with Liger's
+# kernels, which the article's settings name, 1.2 and 2.6 GB/s are what the published times imply for OVN and TCP.
+ARTICLE = TrainSpec(
+    method="lora",
+    sequence_length=1024,
+    length_histogram=((370, 1),),
+    global_batch=128,
+    engine="trl",
+    fused_cross_entropy=True,
+)
+ARTICLE_LAYOUT = Layout(world_size=4, dp_shard=4, micro_batch=32, checkpointing="full", fused_cross_entropy=True)
 
 
 def planned_over(network: float, name: str) -> Planned:
@@ -51,12 +58,12 @@ def article(network: float, name: str) -> Forecast:
 
 def test_ovn_tcp_rdma_are_three_to_one_and_a_half_to_one() -> None:
     """The ratios of the article, and the verdict: with RDMA the run is compute-bound."""
-    ovn, tcp, rdma = article(1.05 * GB, "OVN"), article(2.2 * GB, "TCP"), article(20 * GB, "RDMA")
+    ovn, tcp, rdma = article(1.2 * GB, "OVN"), article(2.6 * GB, "TCP"), article(20 * GB, "RDMA")
     assert ovn.step_seconds.mid / rdma.step_seconds.mid == pytest.approx(3.0, rel=0.1)
     assert tcp.step_seconds.mid / rdma.step_seconds.mid == pytest.approx(1.5, rel=0.1)
     assert rdma.dominant.startswith("compute-bound")
     assert ovn.dominant.startswith("communication-bound")
-    assert "OVN at 1.05 GB/s" in ovn.dominant
+    assert "OVN at 1.2 GB/s" in ovn.dominant
 
 
 def ideas(network: float, name: str) -> tuple[str, ...]:
@@ -80,14 +87,14 @@ def gain_of_doubling(texts: tuple[str, ...]) -> int:
 
 def test_on_the_slow_network_more_sequences_per_step_is_the_advice_and_with_rdma_it_is_not() -> None:
     """Doubling the micro-batch halves the traffic per token; the article saw no gain from it with RDMA."""
-    assert 33 <= gain_of_doubling(ideas(1.05 * GB, "OVN")) <= 50
+    assert 33 <= gain_of_doubling(ideas(1.2 * GB, "OVN")) <= 50
     assert gain_of_doubling(ideas(20 * GB, "RDMA")) <= 5
-    assert any(text.startswith("RDMA") and "compute-bound" in text for text in ideas(2.2 * GB, "TCP"))
+    assert any(text.startswith("RDMA") and "compute-bound" in text for text in ideas(2.6 * GB, "TCP"))
 
 
 def test_a_slow_network_changes_the_layout_that_is_recommended() -> None:
     """What crosses the slow link every micro-batch is not what is recommended there."""
-    slow = links(ranks=2, nodes=2, inside=10 * GB, network=1.05 * GB, name="OVN")
+    slow = links(ranks=2, nodes=2, inside=10 * GB, network=1.2 * GB, name="OVN")
     answer = recommend(machines.cluster("2xa40-roce", 2), (), model_named("Llama-3.1-8B"), ARTICLE, links=slow)
     assert answer.chosen.layout.dp_shard <= 2
 

@@ -213,7 +213,9 @@ def test_no_text_takes_long(name: str) -> None:
     """What repeats, nests or doubles is read in one pass or refused: beside a plain script of its length, and 10 kB."""
     text = ENDLESS[name](500)
     plain = "export NCCL_X=1\n" * ((len(text) + 10_000) // 16)
-    longest = 50 * seconds(plain)  # the most today is 28 times: of loops, whose text has one size
+    longest = 50 * min(seconds(plain) for _ in range(3))  # the most today is 22 times: words of a value that doubles
     others = {"shell", "yaml", "dockerfile"} - {guess_kind(text)}
     taken = {kind: seconds(text, kind) for kind in (None, *sorted(others))}
+    for kind in [kind for kind, took in taken.items() if took >= longest]:  # a busy machine makes CPU seconds longer
+        taken[kind] = min(taken[kind], seconds(text, kind))
     assert max(taken.values()) < longest, (longest, taken)
