@@ -109,7 +109,7 @@ def gpu_named(name: str | None) -> Gpu | None:
     return next((gpu for gpu in gpus() if re.search(gpu.pattern, text)), None)
 
 
-def clock_share(watts: float, of: float) -> float:
+def compute_clock_share(watts: float, of: float) -> float:
     """Return the fraction of the matrix rate at a power limit of `watts` instead of `of`: sqrt(watts / of), at most 1.
 
     The best matrix rate of one chip on two boards grows with the power limit by exponents of 0.52 (A100 at 300 and 400
@@ -118,9 +118,9 @@ def clock_share(watts: float, of: float) -> float:
     return float(min(1.0, watts / of) ** 0.5)
 
 
-def of_board(gpu: Gpu, watts: float | None) -> Gpu:
+def scale_to_board(gpu: Gpu, watts: float | None) -> Gpu:
     """Return the GPU with rates scaled to a board power limit of `watts`; None means the data sheet's limit."""
-    share = clock_share(watts, gpu.watts) if watts and gpu.watts else 1.0
+    share = compute_clock_share(watts, gpu.watts) if watts and gpu.watts else 1.0
     if share == 1.0:
         return gpu
     fp8 = gpu.matmul_fp8 * share if gpu.matmul_fp8 else None

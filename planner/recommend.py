@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.trl import spelled
-from hardware.gpus import Gpu, gpu_named, gpus, of_board
+from hardware.gpus import Gpu, gpu_named, gpus, scale_to_board
 from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import RankedLayout, Recommendation, Rejected
@@ -19,7 +19,7 @@ from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
-from planner.forecast.faults import Findings, apart, as_is, counted, repaired, repaired_links, slowed
+from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, repair_links, repaired, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import (
@@ -120,7 +120,7 @@ def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, prec
     """Return the rates of a GPU at the lowest default power limit that was probed; limits below it are findings."""
     probed = [one for s in snapshots if (f := s.facts(GpuFacts)) for one in f.gpus if gpu_named(one.name) == gpu]
     watts = min((one.power_limit_default_watts for one in probed if one.power_limit_default_watts), default=None)
-    board = of_board(gpu, watts)
+    board = scale_to_board(gpu, watts)
     rates = gpu_rates(board, train, engine_named(train.engine), precision)
     if board is gpu:
         return rates
@@ -235,7 +235,7 @@ def plan(
     `interface` is the job's NCCL_SOCKET_IFNAME.
     """
     precision = _check_request(cluster, train)
-    cluster = apart(cluster, findings or {})
+    cluster = cut_domains(cluster, findings or {})
     unknowns: list[str] = []
     has_gpu = bool(cluster.nodes[0].gpus)
     engine = engine_named(train.engine)
@@ -254,7 +254,7 @@ def plan(
             "the model works at this length depends on its config.json (rope_scaling), which is not judged here"
         )
     rates = _find_rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
-    now = as_is(links, findings or {}, snapshots, interface=interface)
+    now = apply_findings(links, findings or {}, snapshots, interface=interface)
     links, gpu = now.links, gpu_named(rates.device)
     rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
     constants = DEFAULT if has_gpu else CPU
@@ -431,7 +431,7 @@ def recommend(
             answer, rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,)
         )  # fmt: skip
     set_to = {setting.name: setting.value for setting in env.settings}
-    against = counted(findings or {}, set_to)
+    against = pick_costly(findings or {}, set_to)
     planned = plan(
         cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links,
         findings=against, interface=set_to.get("NCCL_SOCKET_IFNAME"),
@@ -441,7 +441,7 @@ def recommend(
     sound = sound_here = None
     if planned.slowed:
         whole = repaired(cluster, against)
-        links = repaired_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
+        links = repair_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
         again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
         again = replace(again, scale=planned.scale, calibrated=planned.calibrated)
         if again.world == planned.world:

@@ -36,14 +36,14 @@ def complete(node: NodeTopology) -> NodeTopology:
     """
     # NCCL XML has PHB for NODE as well, so PHB everywhere is normal for a single real socket.
     drawn = node.source == "NCCL XML"
-    virtual = node.virtual or (None if drawn else why_virtual(node.gpus, node.nics, node.pairs))
+    virtual = node.virtual or (None if drawn else explain_virtual(node.gpus, node.nics, node.pairs))
     nearest = nearest_nic(node.gpus, node.nics, node.pairs, virtual)
     warnings, machine = node.warnings, reference_of(node)
     if virtual and virtual not in warnings:
         warnings = (*warnings, virtual)
     return replace(
         node,
-        pairs=through_neighbours(node.gpus, node.pairs),
+        pairs=mark_through_neighbours(node.gpus, node.pairs),
         virtual=virtual,
         islands=islands(node.gpus, node.pairs),
         nearest_nic=nearest,
@@ -81,7 +81,7 @@ def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, .
     return tuple(found)
 
 
-def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
+def mark_through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     """Mark pairs that NCCL connects by NVLink through one other GPU as NVB; their label remains nvidia-smi's.
 
     Specification: NCCL src/graph/paths.cc, ncclTopoSetPaths: at most one intermediate GPU.
@@ -97,7 +97,7 @@ def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tu
     )
 
 
-def why_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair]) -> str | None:
+def explain_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair]) -> str | None:
     """Return why the PCIe labels of the matrix cannot be trusted; None if they match a physical machine.
 
     A hypervisor that hides the PCIe tree leaves the same label for all pairs without NVLink, such as PHB everywhere, or

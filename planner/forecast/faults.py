@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from hardware.gpus import clock_share
+from hardware.gpus import compute_clock_share
 from hardware.nics import nics
 from hardware.units import GIGA
 from planner.forecast.compute import Rates
@@ -37,7 +37,7 @@ SLOWDOWN_SHARE = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
-class AsIs:
+class ClusterState:
     """The current state of a cluster: its links, and the fraction of the maximum clock of its slowest GPU."""
 
     links: Links
@@ -53,7 +53,7 @@ class AsIs:
             self.words.append(words)
 
 
-Slow = Callable[[AsIs, str, Finding], None]
+Slow = Callable[[ClusterState, str, Finding], None]
 Repair = Callable[[NodeTopology, Finding], NodeTopology]
 
 
@@ -75,7 +75,7 @@ def _is_about(finding: Finding, name: str, bus_id: str | None) -> bool:
 # Transport -----------------------------------------------------------------------------------------------------------
 
 
-def socket_speed(snapshot: Snapshot | None, wanted: str | None) -> Speed:
+def find_socket_speed(snapshot: Snapshot | None, wanted: str | None) -> Speed:
     """Return TCP's rate on the job's interface, or on the one NCCL selects; if its rate is unknown, an assumption."""
     facts = snapshot.facts(InterfacesFacts) if snapshot else None
     name = (wanted or "").removeprefix("=").split(",")[0] or (facts.nccl_choice if facts else None)
@@ -87,18 +87,18 @@ def socket_speed(snapshot: Snapshot | None, wanted: str | None) -> Speed:
     return Speed(bytes_per_second=rate, how="derived", link=f"TCP over {name}", why=f"an interface of {wire:.4g} Gb/s")
 
 
-def _sockets(now: AsIs, host: str, finding: Finding) -> None:
+def _sockets(now: ClusterState, host: str, finding: Finding) -> None:
     network = now.links.network
     if network is None or network.how == "measured" or network.link == "NVLink":
         return
-    slow = socket_speed(now.hosts.get(host), now.interface)
+    slow = find_socket_speed(now.hosts.get(host), now.interface)
     if network.link.startswith("TCP over") and network.bytes_per_second <= slow.bytes_per_second:
         return
     now.links = replace(now.links, network=slow)
     now.add_note(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
-def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
+def _through_host(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
     network = now.links.network
     if network is None or network.how == "measured" or network.link not in ("RDMA", "EFA", "network"):
         return
@@ -110,7 +110,7 @@ def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG0
     now.add_note(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
-def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
+def _small_packets(now: ClusterState, host: str, finding: Finding) -> None:
     """Reduce the rate by the share of packet headers."""
     network, snapshot = now.links.network, now.hosts.get(host)
     facts = snapshot.facts(RdmaFacts) if snapshot else None
@@ -126,7 +126,7 @@ def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
 _HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, plus 20 of preamble and gap on the wire
 
 
-def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
+def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
     """GPUs without peer access copy through host memory; the rate is limited by their links to the host."""
     links = now.links
     if links.node.how == "measured" or links.island_size >= links.ranks_per_node:
@@ -136,7 +136,7 @@ def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: AR
     now.add_note(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
 
 
-def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - equal nodes share a note
+def _report(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - equal nodes share a note
     """Add a note about a fault that the graph shows."""
     where = f" on {finding.subject}" if finding.subject else ""
     now.add_note(f"{finding.code}{where}: {RULES[finding.code].shown}")
@@ -209,13 +209,13 @@ def _repair_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
 # Compute -------------------------------------------------------------------------------------------------------------
 
 
-def _find_gpu(now: AsIs, host: str, finding: Finding) -> Gpu | None:
+def _find_gpu(now: ClusterState, host: str, finding: Finding) -> Gpu | None:
     snapshot = now.hosts.get(host)
     facts = snapshot.facts(GpuFacts) if snapshot else None
     return next((g for g in facts.gpus if _is_about(finding, f"GPU{g.index}", g.bus_id)), None) if facts else None
 
 
-def _clock(now: AsIs, host: str, finding: Finding) -> None:
+def _clock(now: ClusterState, host: str, finding: Finding) -> None:
     """Set the fraction of the maximum clock measured under load; if unknown, half, as documented in nvml.h."""
     gpu = _find_gpu(now, host, finding)
     read = None
@@ -233,12 +233,12 @@ def _clock(now: AsIs, host: str, finding: Finding) -> None:
     now.add_note(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
 
 
-def _power(now: AsIs, host: str, finding: Finding) -> None:
+def _power(now: ClusterState, host: str, finding: Finding) -> None:
     """Set the clock that the power limit allows."""
     gpu = _find_gpu(now, host, finding)
     if gpu is None or not gpu.power_limit_watts or not gpu.power_limit_default_watts:
         return
-    share = clock_share(gpu.power_limit_watts, gpu.power_limit_default_watts)
+    share = compute_clock_share(gpu.power_limit_watts, gpu.power_limit_default_watts)
     now.power = min(now.power, share)
     now.add_note(
         f"{finding.code} on {finding.subject}: {gpu.power_limit_watts:.0f} of {gpu.power_limit_default_watts:.0f} W, "
@@ -246,7 +246,7 @@ def _power(now: AsIs, host: str, finding: Finding) -> None:
     )
 
 
-def slowed(rates: Rates, best_gemm: float | None, now: AsIs) -> Rates:
+def slowed(rates: Rates, best_gemm: float | None, now: ClusterState) -> Rates:
     """Return the rates of the slowest GPU: the multiplication rate at its clock, at most its sustained rate."""
     if rates.how == "measured" or (now.clock >= 1.0 and now.power >= 1.0):
         return rates
@@ -262,7 +262,7 @@ def slowed(rates: Rates, best_gemm: float | None, now: AsIs) -> Rates:
 _PART_THE_DOMAIN = ("gpu.fabric.split", "imex.channel.missing")
 
 
-def apart(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
+def cut_domains(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
     """Return the nodes connected by the network only, if a finding says that their NVLink domain is not usable."""
     parted = any(one.code in _PART_THE_DOMAIN for found in findings.values() for one in found)
     if not parted or not any(gpu.nvlink_domain for node in cluster.nodes for gpu in node.gpus):
@@ -295,7 +295,7 @@ _BY_SETTING = {  # faults that the recommended environment fixes
 }
 
 
-def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
+def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
     """Return the findings that slow down a job with these settings: failures, and warnings about clocks.
 
     Findings about ports that NCCL_IB_HCA excludes are ignored.
@@ -337,7 +337,7 @@ def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
     return join(nodes) if known else cluster
 
 
-def repaired_links(
+def repair_links(
     sound: ClusterTopology, links: Links, findings: Findings, snapshots: Sequence[Snapshot]
 ) -> Links | None:  # fmt: skip
     """Return the links of the repaired nodes; None if RDMA is off and its rate cannot be known.
@@ -359,12 +359,14 @@ def repaired_links(
     return replace(links, network=Speed(bytes_per_second=rate, how="assumed", link="RDMA", why=why))
 
 
-def as_is(links: Links, findings: Findings, snapshots: Sequence[Snapshot], *, interface: str | None = None) -> AsIs:
+def apply_findings(
+    links: Links, findings: Findings, snapshots: Sequence[Snapshot], *, interface: str | None = None
+) -> ClusterState:
     """Apply the findings to the links and the slowest GPU; equal hosts share one snapshot."""
     named = {snapshot.hostname: snapshot for snapshot in snapshots}
     alone = snapshots[0] if len(snapshots) == 1 else None
     hosts = {host: its for host in findings if (its := alone or named.get(host))}
-    now = AsIs(links=links, hosts=hosts, interface=interface)
+    now = ClusterState(links=links, hosts=hosts, interface=interface)
     for host, found in findings.items():
         for one in found:
             RULES[one.code].slow(now, host, one)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
-from topology.derive import islands, nearest_nic, rails, through_neighbours
+from topology.derive import islands, mark_through_neighbours, nearest_nic, rails
 from topology.graph import (
     ClusterTopology,
     GpuNode,
@@ -114,7 +114,7 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         mine = _find_nearest(row, i)
         pairs += [_make_nic_pair(device, nic, local=j in mine) for j, nic in enumerate(nics)]
     whole = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
-    joined = through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
+    joined = mark_through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
     return with_expectations(NodeTopology(
         hostname=hostname or row.name,
         gpus=gpus,

@@ -189,9 +189,6 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED_HOSTS]) + (f" and {more} more" if more > 0 else "")
 
 
-# Answers of the rules.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
     """The reason of an answer: the rule, the probed fact, and the source of the rule."""

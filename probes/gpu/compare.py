@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from contracts.finding import Finding, Status, by_loss
-from hardware.gpus import clock_share, gpu_named, refuses_peers, soldered
+from hardware.gpus import compute_clock_share, gpu_named, refuses_peers, soldered
 from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
 from probes.gpu.health import WORDS, finding, subject_of
 from probes.pci.facts import DEVICES
@@ -96,7 +96,7 @@ def _check_models(gpus: list[Gpu]) -> Iterator[Finding]:
 _LEFT: dict[str, Callable[[float, float], float]] = {
     "ratio": lambda own, twins: own / twins,
     "generation": lambda own, twins: 2.0 ** (own - twins),  # PCI Express doubles the rate in each generation
-    "power": clock_share,
+    "power": compute_clock_share,
     "same": lambda *_: 0.95,  # RDMA can map less memory at a time; the rate is the same
 }
 

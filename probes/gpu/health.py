@@ -15,7 +15,7 @@ from typing import Literal
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
-from hardware.gpus import clock_share, gpu_named
+from hardware.gpus import compute_clock_share, gpu_named
 from probes import api
 from probes.gpu.facts import Gpu, GpuFacts
 
@@ -291,7 +291,7 @@ def _check_power(gpu: Gpu) -> Iterator[Finding]:
     if "sw_power_cap" in (gpu.throttle_reasons or ()):
         yield finding("gpu.power.capped", gpu, limit=limit or 0)
     if limit and default and limit < default - 0.5:  # the driver rounds both to milliwatts; 0.5 W is a safe margin
-        yield finding("gpu.power.limit", gpu, by_loss(1.0 - clock_share(limit, default)))
+        yield finding("gpu.power.limit", gpu, by_loss(1.0 - compute_clock_share(limit, default)))
 
 
 # Xids ---------------------------------------------------------------------------------------------------------------

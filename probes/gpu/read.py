@@ -72,7 +72,7 @@ def question_of(symbol: str, arguments: Sequence[GpuHandle | int | str]) -> str:
     return f"{symbol}({words})" if words else symbol
 
 
-class Asker:
+class NvmlCalls:
     """NVML calls for one GPU. A failed call or an invalid answer becomes None."""
 
     def __init__(self, host: Host, handle: GpuHandle) -> None:
@@ -201,7 +201,7 @@ def read(host: Host) -> GpuFacts:
     if not isinstance(count, int) or not 0 <= count <= GPUS_MAX:
         raise ValueError(f"nvmlDeviceGetCount = {count!r}: not a number of GPUs between 0 and {GPUS_MAX}")
     xids = _read_xids(host)
-    gpus = _read_gpus([Asker(host, GpuHandle(index)) for index in range(count)])
+    gpus = _read_gpus([NvmlCalls(host, GpuHandle(index)) for index in range(count)])
     if unread and all(gpu.error is not None for gpu in gpus):
         return unusable
     events, why = _read_xid_events(host, count)
@@ -306,7 +306,7 @@ def _read_xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]]
     return found, ()
 
 
-def _read_gpus(asks: list[Asker]) -> tuple[Gpu, ...]:
+def _read_gpus(asks: list[NvmlCalls]) -> tuple[Gpu, ...]:
     """Read every GPU. If the driver refuses access to a GPU, no further calls are made for it."""
     found: list[_Found] = [_read_identity(ask) for ask in asks]
     readable = [(ask, facts) for ask, facts in zip(asks, found, strict=True) if "error" not in facts]
@@ -318,7 +318,7 @@ def _read_gpus(asks: list[Asker]) -> tuple[Gpu, ...]:
         by_model[facts["name"]].append(states[ask.handle.index])
     for twins in by_model.values():
         for one in twins:
-            settle(one, twins)
+            reconcile_links(one, twins)
     for ask, facts in readable:
         mine, bus_id = states[ask.handle.index], facts["bus_id"]
         facts.update(nvlinks_known=mine.known, nvlinks=nvlinks(ask, mine.states, facts["compute_capability"]))
@@ -330,7 +330,7 @@ def _read_gpus(asks: list[Asker]) -> tuple[Gpu, ...]:
     )
 
 
-def _read_identity(ask: Asker) -> _Found:
+def _read_identity(ask: NvmlCalls) -> _Found:
     """Read the identity of a GPU; "error" if the driver refuses access."""
     refused = None
     bus_id = None
@@ -364,7 +364,7 @@ def _read_identity(ask: Asker) -> _Found:
     return found
 
 
-def _read_faults(ask: Asker) -> _Found:
+def _read_faults(ask: NvmlCalls) -> _Found:
     _, rows, waiting, failed = ask.numbers("nvmlDeviceGetRemappedRows", 4)
     banks: dict[str, Any] = {}
     if rows is not None:  # the histogram never returns NOT_SUPPORTED
@@ -390,7 +390,7 @@ def _read_faults(ask: Asker) -> _Found:
     }
 
 
-def _read_load(ask: Asker) -> _Found:
+def _read_load(ask: NvmlCalls) -> _Found:
     busy = ask.field("nvmlDeviceGetUtilizationRates", "gpu")
     return {
         "sm_clock_hertz": ask.number("nvmlDeviceGetClockInfo", 1, scale=1e6),
@@ -401,7 +401,7 @@ def _read_load(ask: Asker) -> _Found:
     }
 
 
-def _read_fabric(ask: Asker) -> _Found:
+def _read_fabric(ask: NvmlCalls) -> _Found:
     fabric = ask("nvmlDeviceGetGpuFabricInfoV") or ask("nvmlDeviceGetGpuFabricInfo") or {}
     return {
         "fabric_state": named("fabric_state", fabric.get("state")),
@@ -413,7 +413,7 @@ def _read_fabric(ask: Asker) -> _Found:
     }
 
 
-def _read_ecc(ask: Asker) -> _Found:
+def _read_ecc(ask: NvmlCalls) -> _Found:
     enabled, pending = ask.numbers("nvmlDeviceGetEccMode", 2)
     default = None if enabled is None else ask.numbers("nvmlDeviceGetDefaultEccMode", 1)[0]
     sram = ask("nvmlDeviceGetSramEccErrorStatus") or {}
@@ -434,7 +434,7 @@ def _add_fields(answer: dict[str, Any], *names: str) -> int | None:
     return None if None in values else sum(cast("list[int]", values))
 
 
-def _read_rest(ask: Asker) -> _Found:
+def _read_rest(ask: NvmlCalls) -> _Found:
     numa = ask("nvmlDeviceGetNumaNodeId")
     return {
         "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
@@ -457,7 +457,7 @@ def _read_rest(ask: Asker) -> _Found:
 
 def _read_pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
     """Read the common ancestor of every pair of GPUs first, then the details of their P2P support."""
-    asks = {(a, b): Asker(host, GpuHandle(a)) for a in answering for b in answering if a < b}
+    asks = {(a, b): NvmlCalls(host, GpuHandle(a)) for a in answering for b in answering if a < b}
     found: dict[tuple[int, int], list[Any]] = {pair: [] for pair in asks}
     for (_, b), ask in asks.items():
         found[ask.handle.index, b].append(ask("nvmlDeviceGetTopologyCommonAncestor", GpuHandle(b)))
@@ -486,7 +486,7 @@ def _width_in_sysfs(host: Host, bus_id: str | None) -> bool:
     return bool(widths) and all(width is not None and 0 < width <= 32 for width in widths)
 
 
-def _read_numa(ask: Asker, bus_id: str | None) -> int | None:
+def _read_numa(ask: NvmlCalls, bus_id: str | None) -> int | None:
     """Prefer sysfs. If it has -1 (in a VM), use NVML's memory affinity mask if it names a single node."""
     node = sysfs.number(ask.host, f"{DEVICES}/{bus_id}/numa_node")
     if node is not None and node >= 0:
@@ -495,7 +495,7 @@ def _read_numa(ask: Asker, bus_id: str | None) -> int | None:
     return int(nodes) if nodes and nodes.isdecimal() else None
 
 
-def _count_retired_pages(ask: Asker) -> int | None:
+def _count_retired_pages(ask: NvmlCalls) -> int | None:
     """Count pages retired for single-bit (cause 0) and double-bit (1) errors; Ampere and later remap rows instead."""
     by_cause = [ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
     if not all(isinstance(pages, list) for pages in by_cause):
@@ -521,7 +521,7 @@ class LinkStates:
     unlisted: set[int] = field(default_factory=set)  # INVALID_ARGUMENT: no such link
 
 
-def link_states(ask: Asker) -> LinkStates:
+def link_states(ask: NvmlCalls) -> LinkStates:
     """Query the state of every link that a board may have."""
     found = LinkStates(known=True)
     for link in range(LINKS_MAX):
@@ -543,7 +543,7 @@ def link_states(ask: Asker) -> LinkStates:
     return found
 
 
-def settle(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
+def reconcile_links(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
     """Correct the set of links with the GPUs of the same model: a link exists if any of them reported its state.
 
     A link whose state no GPU of the model reported is dropped, because it may not exist.
@@ -556,7 +556,7 @@ def settle(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
     found.known = found.known and (not known_links or bool(found.states) or found.absent)
 
 
-def nvlinks(ask: Asker, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
+def nvlinks(ask: NvmlCalls, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
     """Return the existing links. A link without a peer is inactive; a link whose state could not be read is None."""
     up = [link for link, active in states.items() if active]
     errors = _read_errors(ask, up)
@@ -569,7 +569,7 @@ def nvlinks(ask: Asker, states: dict[int, bool | None], capability: tuple[int, i
     )
 
 
-def _read_active_link(ask: Asker, link: int, version: int | None, errors: dict[str, int] | None) -> NvLink:
+def _read_active_link(ask: NvmlCalls, link: int, version: int | None, errors: dict[str, int] | None) -> NvLink:
     remote = _ask(ask, "nvmlDeviceGetNvLinkRemotePciInfo", link)
     kind = _ask(ask, "nvmlDeviceGetNvLinkRemoteDeviceType", link)
     return NvLink(
@@ -582,7 +582,7 @@ def _read_active_link(ask: Asker, link: int, version: int | None, errors: dict[s
     )
 
 
-def _read_errors(ask: Asker, links: list[int]) -> dict[int, dict[str, int]]:
+def _read_errors(ask: NvmlCalls, links: list[int]) -> dict[int, dict[str, int]]:
     """Return error counters by link: in one call, or link by link for drivers that require it (before Hopper)."""
     found: dict[int, dict[str, int]] = {}
     fields = _read_names()["nvlink_error_field"]
@@ -595,12 +595,12 @@ def _read_errors(ask: Asker, links: list[int]) -> dict[int, dict[str, int]]:
     return found or {link: counters for link in links if (counters := _read_old_errors(ask, link))}
 
 
-def _read_old_errors(ask: Asker, link: int) -> dict[str, int]:
+def _read_old_errors(ask: NvmlCalls, link: int) -> dict[str, int]:
     counters = {name: _ask(ask, "nvmlDeviceGetNvLinkErrorCounter", link, i) for i, name in enumerate(_ERRORS)}
     return {name: value for name, value in counters.items() if isinstance(value, int)}
 
 
-def _ask(ask: Asker, symbol: str, *arguments: int) -> Any:
+def _ask(ask: NvmlCalls, symbol: str, *arguments: int) -> Any:
     """Return the answer; None if a hypervisor or the board hides it, UNREAD if the driver failed to report it."""
     try:
         answer = ask.ask(symbol, *arguments)
@@ -672,7 +672,7 @@ def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
     return tuple(faults)
 
 
-def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
+def mig_slices(ask: NvmlCalls) -> tuple[MigSlice, ...] | None:
     """Return the slices of a GPU in MIG mode, in NVML's order; None if the driver did not report all of them."""
     most = ask("nvmlDeviceGetMaxMigDeviceCount")
     if most is None:
@@ -692,7 +692,7 @@ def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
 _PROFILE = re.compile(r"\bMIG ((?:\d+c\.)?\d+g\.\d+gb(?:\+[\w.,+-]+)?)", re.ASCII)
 
 
-def processes(ask: Asker) -> tuple[GpuProcess, ...] | None:
+def processes(ask: NvmlCalls) -> tuple[GpuProcess, ...] | None:
     """Return the compute processes. For a process in another container the memory is unknown."""
     symbol = "nvmlDeviceGetComputeRunningProcesses"
     answer = ask(symbol)

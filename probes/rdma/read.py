@@ -63,7 +63,7 @@ def read(host: Host) -> RdmaFacts:
 def _from_sysfs(host: Host) -> tuple[RdmaDevice, ...]:
     listed = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
     nodes = {device: node for device, node in listed if device}  # RDMA device -> name of its device node
-    found = sorted(sysfs.names(host, DEVICES), key=natural)[:DEVICES_MAX]
+    found = sorted(sysfs.names(host, DEVICES), key=make_sort_key)[:DEVICES_MAX]
     return tuple(_read_device(host, name, nodes) for name in found)
 
 
@@ -276,7 +276,7 @@ PHYSICAL_STATES = dict(
 )
 
 
-def natural(name: str) -> tuple[str | int, ...]:
+def make_sort_key(name: str) -> tuple[str | int, ...]:
     """Return a sort key that puts mlx5_2 before mlx5_10."""
     parts = re.split(r"(\d{1,9})", name)
     return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
@@ -316,7 +316,7 @@ def from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
                 ports=tuple(ports.get(name, ())),
             )
         )
-    return tuple(sorted(found, key=lambda device: natural(device.name)))
+    return tuple(sorted(found, key=lambda device: make_sort_key(device.name)))
 
 
 def _classify_netlink(name: str, entry: dict[str, Json]) -> str:
