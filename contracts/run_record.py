@@ -240,7 +240,7 @@ class RunRecord:
 
     @property
     def counted_steps(self) -> int | None:
-        """Number of steps in the median; for records without this member, an estimate from the step count."""
+        """Number of steps in the median; for records without this member, a lower bound from the step count."""
         if self.measured.counted_steps is not None:
             return self.measured.counted_steps
         return max(0, len(self.step_seconds) - _UNCOUNTED) if self.step_seconds else None

@@ -38,7 +38,7 @@ class Gpu:
     interconnect: str = "PCIe"  # in a typical node: "NVSwitch", "NVLink" (direct), "xGMI" or "PCIe"
     links: int = 0  # NVLink or xGMI links of one GPU, bridges included
     busbw: Mapping[int, float] = field(default_factory=dict)  # GPUs in one node (2, 4, 8) -> all-gather at 512 MB
-    soldered: str | None = None  # name suffixes, besides "SXM", of boards that are only built with NVLink in use
+    soldered: str | None = None  # pattern, besides "SXM", for names of boards that are only built with NVLink in use
     peers: bool = True  # False: the driver refuses peer access over PCIe
     grace: bool = False  # attached to a Grace CPU by NVLink-C2C
     is_fallback: bool = False  # True for the row that stands in for an unlisted GPU; its speed is an assumption
