@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 import socket
 import threading
@@ -180,17 +179,6 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
         silent.close()
         for one in posts:
             one.join()
-
-
-def test_no_token_reaches_the_log(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """At level DEBUG, whether the API server refuses the token, grants it or does not answer."""
-    caplog.set_level(logging.DEBUG)
-    api.allowed.add((USER, "post", "/runs"))
-    statuses = [reviewing(api).post(path, headers=bearer(), json={}).status_code for path in ("/preflight", "/runs")]
-    api.down()
-    statuses.append(reviewing(api).post("/preflight", headers=bearer()).status_code)
-    assert statuses == [403, 422, 503] and caplog.text
-    assert TOKEN not in caplog.text
 
 
 def test_nothing_makes_load_from_afar(http: TestClient) -> None:

@@ -11,6 +11,7 @@ from collectives.bench.rank import predict_seconds
 from collectives.bench.results import BenchResult, Measurement, spread_ratio
 from collectives.bench.run import BenchSpec, Case, SpecError, assemble, fit_latency, name_stragglers
 from collectives.bench.watch import Outcome
+from contracts import plain
 
 
 def measurement(size, seconds, op="all_gather", verified=True):
@@ -38,12 +39,6 @@ def test_the_interval_holds_the_true_median_in_95_of_100_cases(n):
         low = next(i for i in range(n) if (ordered[n - 1 - i] - ordered[i]) / 2 == pytest.approx(half))
         held += ordered[low] <= 1.0 <= ordered[n - 1 - low]
     assert held / 2000 >= 0.95 - 3 * (0.95 * 0.05 / 2000) ** 0.5
-
-
-def test_more_iterations_make_the_interval_tighter():
-    draw = random.Random(1)
-    values = [draw.gauss(1, 0.1) for _ in range(400)]
-    assert spread_ratio(values) < spread_ratio(values[:20])
 
 
 def test_the_fit_finds_latency_and_bandwidth_of_verified_sizes_of_its_operation():
@@ -75,7 +70,7 @@ def test_a_result_comes_back_from_json():
         environment={"GLOO_SOCKET_IFNAME": "net1"}, versions={"torch": "2"}, started_at_seconds=1.5, seconds=2.0,
         problems=("rank 1 on b: no answer",), complete=False,
     )  # fmt: skip
-    assert results.result_from_json(results.result_to_json(result)) == result
+    assert results.result_from_json(plain.write(result)) == result
 
 
 @each_row("data", [None, [], {}, {"schema_version": 2}, {"schema_version": 1, "measurements": 5}])

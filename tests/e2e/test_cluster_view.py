@@ -31,12 +31,6 @@ from agent.http import cluster as server_cluster
 from agent.http.cluster import Cluster, Watcher
 from agent.http.server import create
 from agent.http.state import State
-from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
-from probes.hostinfo.probe import HostinfoFacts, NumaNode
-from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.limits.probe import LimitsFacts
-from probes.pci.facts import PciDevice, PciFacts
-from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.render import columns
 from topology.render import render_matrix as matrix
 
@@ -119,26 +113,6 @@ def test_the_definition_bounds_every_field() -> None:
             assert schema["maxItems"] <= 512 and "items" in schema, path
         elif kind == "object":
             assert "properties" in schema or schema["maxProperties"] <= 512, path
-
-
-def test_the_definition_has_every_field_that_travels() -> None:
-    """A field of a probe that is added to records is added to the definition, or the API server refuses them all."""
-    known = {path: set(schema.get("properties", ())) for path, schema in schemas()}
-    machine = ".status.machine"
-    places = {
-        GpuFacts: ".gpu", PciFacts: ".pci", RdmaFacts: ".rdma", InterfacesFacts: ".interfaces", LimitsFacts: ".limits",
-        HostinfoFacts: ".hostinfo", Gpu: ".gpu.gpus[]", NvLink: ".gpu.gpus[].nvlinks[]", GpuPair: ".gpu.pairs[]",
-        PciDevice: ".pci.devices[].below[]", RdmaDevice: ".rdma.devices[]", RdmaPort: ".rdma.devices[].ports[]",
-        Gid: ".rdma.devices[].ports[].gids[]", Interface: ".interfaces.interfaces[]", NumaNode: ".hostinfo.numa[]",
-    }  # fmt: skip
-    in_other_words = {  # several in one row, by host bridge, as lspci writes, beside the GPUs
-        Gpu: {"index", "busId", "memoryUsedBytes"}, NvLink: {"link"}, GpuPair: {"a", "b"}, HostinfoFacts: {"hostname"},
-        PciDevice: {"classCode", "vendorId", "deviceId", "root", "numaNode", "linkTransfersPerSecond", "linkWidth",
-                    "linkTransfersPerSecondMax", "linkWidthMax"},
-    }  # fmt: skip
-    for kind, place in places.items():
-        travelling = {node_facts.camel(name) for name in node_facts.travelling(kind)} - in_other_words.get(kind, set())
-        assert travelling <= known[machine + place], (kind.__name__, travelling - known[machine + place])
 
 
 def test_a_large_machine_stays_far_below_the_limits_of_an_api_server() -> None:
