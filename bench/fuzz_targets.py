@@ -263,7 +263,7 @@ def _text(data: bytes) -> str:
 )  # fmt: skip
 def nccl_log(data: bytes) -> object:
     """Evidence from a training log, judged: as one file, and in two halves, the later packed."""
-    read = evidence.read_file(io.BytesIO(data))
+    read = evidence.read_files([io.BytesIO(data)])
     evidence.exit_code(read)
     half = len(data) // 2
     halves = evidence.read_files([io.BytesIO(data[:half]), io.BytesIO(gzip.compress(data[half:], 1))])

@@ -179,7 +179,7 @@ def measure_logs(size: int) -> None:
         block = b"".join(make(step) for step in range(blocks))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         used = time.process_time()
-        verdict = evidence.read_file(Repeated(block, size))
+        verdict = evidence.read_files([Repeated(block, size)])
         used = time.process_time() - used
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         print(f"{make.__name__.removesuffix('_block'):9} {size / 1e6:.0f} MB: {size / used / 1e6:.1f} MB per CPU "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> Export
     return ExportRequest(
         layout=recommendation.chosen.layout,
         model=recommendation.model,
-        train=recommendation.train,
+        train=replace(recommendation.train, steps=recommendation.total_steps or recommendation.train.steps),
         settings=recommendation.settings,
         needs=recommendation.needs,
         ranks_per_node=ranks_per_node,
@@ -152,7 +152,9 @@ def from_template(name: str, request: ExportRequest, **values: Any) -> str:
 
 
 def yaml_from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """The same of a YAML template, written as PyYAML writes it."""
+    """The same of a YAML template, written as PyYAML writes it; lines that are comments come first."""
     import yaml
 
-    return yaml.safe_dump(yaml.safe_load(from_template(name, request, **values)), sort_keys=False)
+    text = from_template(name, request, **values)
+    comments = [line for line in text.splitlines(keepends=True) if line.startswith("#")]
+    return "".join(comments) + yaml.safe_dump(yaml.safe_load(text), sort_keys=False)

@@ -130,7 +130,7 @@ class NvLinks:
     def _lower(self, a: int, b: int, first: int, second: int) -> int:
         if first != second:
             self.warnings.append(
-                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower count works both ways"
+                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower number counts"
             )
         return min(first, second)
 
@@ -140,7 +140,8 @@ class NvLinks:
             short, other = (a, b) if first < second else (b, a)
             prefix = f"GPU{short} has {min(first, second)} NVLinks to the NVSwitch, "
             if not any(warning.startswith(prefix) for warning in self.warnings):
-                self.warnings.append(f"{prefix}GPU{other} has {max(first, second)}: the lower count works both ways")
+                counts = f"a pair of GPUs counts as many links as the GPU with fewer, here {min(first, second)}"
+                self.warnings.append(f"{prefix}GPU{other} has {max(first, second)}: {counts}")
 
     def _hidden(self, a: int, b: int, first: int, second: int) -> tuple[int, str]:
         """A hypervisor hides where links end: the P2P status says whether these two are joined by them."""

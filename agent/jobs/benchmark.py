@@ -34,7 +34,7 @@ from collectives.bench import processes
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
 from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
-from collectives.bench.results import Bar, RdmaResult, RdmaWrite, result_to_json
+from collectives.bench.results import Bar, RdmaResult, RdmaWrite
 from collectives.bench.run import run, visible_backend
 from contracts import plain
 from contracts.finding import Finding, Status
@@ -374,7 +374,8 @@ def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.
     spec = preflight_spec(
         found, request["ranks"], request["budget_seconds"], force=request["force"], quick=request["quick"], due=due
     )
-    return result_to_json(run(replace(spec, environment=request["environment"]), watch(note), stop))
+    result: dict[str, Any] = plain.write(run(replace(spec, environment=request["environment"]), watch(note), stop))
+    return result
 
 
 if __name__ == "__main__":

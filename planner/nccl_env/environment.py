@@ -45,16 +45,12 @@ def _render(settings: Sequence[Setting], line: Callable[[Setting], str]) -> str:
     return "\n".join(text.replace("\n", " ") for text in lines or ("# nothing to set",)) + "\n"
 
 
-def k8s_env(settings: Sequence[Setting]) -> list[dict[str, str]]:
-    """The `env:` list of a container."""
-    return [{"name": each.name, "value": each.value} for each in _checked(settings)]
-
-
 def render_k8s(settings: Sequence[Setting]) -> str:
-    """The `env:` list as YAML; every value is a string, also where it looks like a number."""
+    """The `env:` list of a container as YAML; every value is a string, also where it looks like a number."""
     import yaml
 
-    return yaml.safe_dump(k8s_env(settings), sort_keys=False, allow_unicode=True, width=10_000)
+    rows = [{"name": each.name, "value": each.value} for each in _checked(settings)]
+    return yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def _checked(settings: Sequence[Setting]) -> Sequence[Setting]:

@@ -33,7 +33,7 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
     if not judged:
         return note("socket_ifname.unread", case.unread("interfaces"))
     choices = {
-        node.hostname: _choose_interface(node, facts, sockets_carry_data=not _fast_fabric(case))
+        node.hostname: _choose_interface(node, facts, sockets_carry_data=not (case.efa or case.rdma_ports))
         for node, facts in judged
     }
     if not any(choices.values()):
@@ -114,10 +114,6 @@ def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:
     """The list NCCL matches by prefix; with `=` where a prefix would also catch one of the others."""
     caught = [other for other in others if other not in names and other.startswith(tuple(names))]
     return ("=" if caught else "") + ",".join(names)
-
-
-def _fast_fabric(case: Situation) -> bool:
-    return case.efa or case.rdma_ports
 
 
 def _unasked(facts: InterfacesFacts) -> str | None:

@@ -177,12 +177,11 @@ def pod_env(request: ExportRequest) -> str:
     limits = {"nvidia.com/gpu": str(request.ranks_per_node)} if request.on_gpu else {}
     resources = (need.value.rpartition(": ") for need in request.needs if need.name == "resource")
     limits |= {name: count for name, _, count in resources if name and "*" not in name}  # the user replaces a wildcard
-    env = [{"name": setting.name, "value": setting.value} for setting in request.settings]
-    return yaml_from_template("pod.yaml", request, env=env, limits=limits)
+    return yaml_from_template("pod.yaml", request, limits=limits)
 
 
 FORMATS: Formats = {
     "finetune": ("the YAML of the fine-tune job that ships", finetune_yaml),
     "torchrun": ("the torchrun line", torchrun_line),
-    "pod": ("env and resources of a pod's container, YAML", pod_env),
+    "pod": ("env and resources of a pod's container, and its volume, YAML", pod_env),
 }

@@ -46,7 +46,6 @@ ENGINE = Torchtitan(
     gathers_context=True,  # torch's context_parallel by default (_RotateMethod.ALL_GATHER)
 )
 
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 _MODELS = {"llama": "llama3", "qwen3": "qwen3"}
 
 
@@ -65,7 +64,7 @@ def torchtitan_toml(request: ExportRequest) -> str:
         f"stages of {layout.stage_layers}: it makes first and last stage lighter, no other":
             len(set(layout.stage_layers)) > 2,
     })  # fmt: skip
-    return from_template("torchtitan.toml", request, names=_MODELS, schedules=_SCHEDULES)
+    return from_template("torchtitan.toml", request, names=_MODELS)
 
 
 FORMATS: Formats = {"torchtitan": ("torchtitan's job configuration (TOML)", torchtitan_toml)}

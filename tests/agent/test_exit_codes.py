@@ -111,7 +111,7 @@ def test_machine_list_is_an_answer() -> None:
     """Of every verb that takes a machine."""
     for verb in ("recommend", "launch"):
         done = topoflight(verb, "--machine", "list")
-        assert done.exit_code == 0 and "p5.48xlarge" in done.stdout, done.stderr
+        assert done.exit_code == 0 and "p5.48xlarge" in done.stdout and "(also p5)" in done.stdout, done.stderr
 
 
 @each_row("form", ["json", "env", "finetune"])

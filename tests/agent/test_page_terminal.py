@@ -105,6 +105,8 @@ def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() 
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text
+    down = drawn(topology.node, view("sick-h100-dead-hca").topologies[0], brief=True)
+    assert "would be nearer, but has no active port" in " ".join(down.split()), "why the nearest NIC is so far"
 
 
 def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:

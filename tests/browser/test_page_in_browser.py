@@ -35,7 +35,8 @@ from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages.report import report_page
-from collectives.bench.results import result_from_json, result_to_json
+from collectives.bench.results import result_from_json
+from contracts import plain
 from probes.registry import ALL
 
 pytestmark = pytest.mark.browser
@@ -386,7 +387,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
     """
     result = result_from_json(json.loads((MEASURED / "bench.json").read_text()))
     result = replace(result, evidence=read(NCCL_LOG))
-    (tmp_path / "bench.json").write_text(json.dumps(result_to_json(result)))
+    (tmp_path / "bench.json").write_text(json.dumps(plain.write(result)))
     address, _ = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     with chromium.tab(height=SCREEN) as tab:
         tab.open_page(address)

@@ -143,14 +143,15 @@ def test_the_port_is_free_again_after_a_kill(tmp_path):
 
 SCRIPT = """
 import json, sys
-from collectives.bench import results, run as bench
+from collectives.bench import run as bench
+from contracts import plain
 lock, iterations, *variable = sys.argv[1:]
 spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=int(iterations), precision=None, budget_seconds=300,
                        backend="gloo", lock_path=lock, environment=dict([variable] if variable else []))
 def told(event):
     if event["event"] == "progress":
         print("going", flush=True)
-print(json.dumps(results.result_to_json(bench.run(spec, on_event=told))), flush=True)
+print(json.dumps(plain.write(bench.run(spec, on_event=told))), flush=True)
 """
 
 

@@ -18,13 +18,14 @@ DEFAULT_BYTES_PER_SECOND = 200e6 / 8  # what the rig lets through on eth0
 
 RUN = """
 import json, sys
-from collectives.bench import results, run as bench
+from collectives.bench import run as bench
+from contracts import plain
 settings = json.loads(sys.argv[1])
 def told(event):
     if event["event"] == "measured":
         print("measured", flush=True)
 result = bench.run(bench.BenchSpec(backend="gloo", **settings), on_event=told)
-print(json.dumps(results.result_to_json(result)), flush=True)
+print(json.dumps(plain.write(result)), flush=True)
 """
 
 

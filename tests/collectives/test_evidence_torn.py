@@ -202,7 +202,7 @@ def test_what_an_entry_without_its_end_holds_is_read() -> None:
     """The log was taken while a line was being written; a channel at its very end may still get its tag."""
     channel = "gpu-a:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1"
     rows = [f"{CRI} stdout P {part}\n" for part in (channel[:40], channel[40:])]
-    cut = evidence.read_file(io.BytesIO(channel.encode()))
+    cut = evidence.read_files([io.BytesIO(channel.encode())])
     assert facts(read(rows)) == facts(cut) != facts(read([channel, "the next line"]))
     assert read([*rows, f"{CRI} stdout F /GDRDMA\n"]).send.gdrdma == 1
 

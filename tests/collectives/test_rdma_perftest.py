@@ -18,7 +18,8 @@ import pytest
 
 from collectives.bench import perftest
 from collectives.bench.perftest import Port, command, listen, write
-from collectives.bench.results import rdma_from_json, result_to_json
+from collectives.bench.results import RdmaResult, read_as
+from contracts import plain
 
 PORTS = (Port(device="mlx5_0", gid_index=3), Port(device="mlx5_1", port=2))
 STAND_IN = """#!{python}
@@ -99,7 +100,7 @@ def test_both_sides_in_any_order_and_the_count_over_the_known_time() -> None:
     assert result.writes[0].bytes_per_second == 12000 * 65536 / 4.0
     assert result.writes[0].mtu_bytes == 4096
     assert answer == [(("mlx5_0:1", "mlx5_1:2"), ())]
-    assert rdma_from_json(result_to_json(result)) == result
+    assert read_as(plain.write(result), RdmaResult) == result
 
 
 @pytest.mark.usefixtures("stand_in")
