@@ -1,6 +1,6 @@
-"""Read files of unknown origin, up to a bound.
+"""Read files from untrusted sources, up to a size limit.
 
-Only regular files are read: opening a pipe waits for a writer, and a device may never end. The size that stat(2)
+Only regular files are read, because opening a pipe waits for a writer and a device may never end. The size that stat(2)
 reports is not used, because files of /proc report zero and a file may grow.
 """
 
@@ -16,14 +16,14 @@ from typing import BinaryIO, Protocol
 
 _BLOCK_BYTES = 1 << 20
 _TAR_BLOCK_BYTES = 512  # POSIX.1-1988 (ustar)
-_MOST_TAR_HEADER_BYTES = 1 << 16  # of one long name or PAX header; a path of Linux has at most 4096 bytes
+_MOST_TAR_HEADER_BYTES = 1 << 16  # of one long name or PAX header; a Linux path has at most 4096 bytes
 
 
 class Stream(Protocol):
-    """What can be read from: an open file, or one that is unpacked on the way."""
+    """A readable source: an open file, or a stream that decompresses a file."""
 
     def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes, fewer at the end only."""
+        """Return up to `size` bytes; fewer only at the end of the stream."""
         ...
 
 
@@ -35,15 +35,15 @@ class NotRegularError(OSError):
 
 
 class TooLargeError(ValueError):
-    """There is more than is read; the message says how much that is."""
+    """The file is larger than the limit; the message contains the limit."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading, without waiting. Raises OSError, EINVAL for a pipe, a socket or a device."""
-    _require_regular(os.stat(path).st_mode, path)  # noqa: PTH116 - before open(2), which alone starts some devices
+    _require_regular(os.stat(path).st_mode, path)  # noqa: PTH116 - before open(2): opening alone starts some devices
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _require_regular(os.fstat(descriptor).st_mode, path)  # it may have been replaced since
+        _require_regular(os.fstat(descriptor).st_mode, path)  # the path may have been replaced in the meantime
     except OSError:
         os.close(descriptor)
         raise
@@ -64,12 +64,12 @@ def read(path: str | Path, limit_bytes: int) -> bytes:
 
 
 def read_text(path: str | Path, limit_bytes: int) -> str:
-    """As `read`, of a text in UTF-8. Raises UnicodeDecodeError, a ValueError, too."""
+    """Read a UTF-8 text as `read` does. Also raises UnicodeDecodeError, which is a ValueError."""
     return read(path, limit_bytes).decode("utf-8")
 
 
 def rest(stream: Stream, limit_bytes: int) -> bytes:
-    """All that an open, buffered stream still holds. Raises TooLargeError."""
+    """Return the remaining bytes of an open, buffered stream. Raises TooLargeError."""
     raw = stream.read(limit_bytes + 1)
     if len(raw) > limit_bytes:
         raise TooLargeError(f"larger than {limit_bytes} bytes")
@@ -79,22 +79,22 @@ def rest(stream: Stream, limit_bytes: int) -> bytes:
 def tar_files(
     stream: Stream, limit_bytes: int, file_limit_bytes: int, wanted: Callable[[str], object]
 ) -> Iterator[tuple[str, bytes]]:
-    """Read the regular files of a tar archive whose names are wanted: (name, content), in the order of the archive.
+    """Yield (name, content) of each regular file in a tar archive whose name is wanted, in archive order.
 
-    Python's tarfile holds headers of any size in memory (PAX, long names of GNU tar, maps of sparse files), so only the
-    fixed header is parsed by it. Other kinds of entries are skipped.
+    Python's tarfile keeps headers of any size in memory (PAX, GNU tar long names, sparse file maps), so it parses only
+    the fixed-size header here. Other kinds of entries are skipped.
 
     Args:
-        stream: The unpacked archive.
-        limit_bytes: Most bytes of the archive, headers included.
-        file_limit_bytes: Most bytes of one file that is wanted.
-        wanted: Which names are read into memory.
+        stream: The decompressed archive.
+        limit_bytes: Size limit of the archive, headers included.
+        file_limit_bytes: Size limit of one wanted file.
+        wanted: Called with a name; a true result reads that file into memory.
 
     Raises:
-        TooLargeError: The archive, one of its headers or a wanted file is too large.
-        tarfile.TarError: It is no archive, or ends too early.
+        TooLargeError: The archive, one of its headers or a wanted file exceeds its limit.
+        tarfile.TarError: The stream is not a tar archive, or it is truncated.
     """
-    import tarfile  # only readers of archives wait for it
+    import tarfile  # imported here, because only readers of archives need it
 
     left = limit_bytes
 
@@ -119,7 +119,7 @@ def tar_files(
                 raise TooLargeError(f"a header of more than {_MOST_TAR_HEADER_BYTES >> 10} KiB")
             header = take(entry.size)
             pax = entry.type == tarfile.XHDTYPE
-            long_name = _pax_path(header) or long_name if pax else header.rstrip(b"\0").decode(errors="replace")
+            long_name = _read_pax_path(header) or long_name if pax else header.rstrip(b"\0").decode(errors="replace")
             continue
         name, long_name = long_name or entry.name, ""
         if entry.type in tarfile.REGULAR_TYPES[:2] and wanted(name):
@@ -131,8 +131,8 @@ def tar_files(
             entry.size -= len(take(min(entry.size, _BLOCK_BYTES)))
 
 
-def _pax_path(header: bytes) -> str:
-    """Return the path of a PAX header, whose records are "LENGTH KEY=VALUE\\n"; empty where it has none."""
+def _read_pax_path(header: bytes) -> str:
+    """Return the path in a PAX header, whose records are "LENGTH KEY=VALUE\\n"; empty if it has no path."""
     import tarfile
 
     while header:
@@ -147,25 +147,25 @@ def _pax_path(header: bytes) -> str:
 
 
 def exists(path: str | Path) -> bool:
-    """Whether a file of this name exists; for names from users. A name that no file can have does not exist.
+    """Whether the file exists; for names that a user typed. A name that no file can have does not exist.
 
-    pathlib raises OSError for a name that is too long, as os.path does not.
+    For a name that is too long pathlib raises OSError; os.path does not.
     """
     return os.path.exists(path)  # noqa: PTH110
 
 
 def is_file(path: str | Path) -> bool:
-    """As `exists`, for a file."""
+    """Whether the path is an existing file, as `exists`."""
     return os.path.isfile(path)  # noqa: PTH113
 
 
 def is_folder(path: str | Path) -> bool:
-    """As `exists`, for a folder."""
+    """Whether the path is an existing folder, as `exists`."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
 def utf8_chunks(file: Stream) -> Iterator[bytes]:
-    """The file in pieces of about 1 MiB; UTF-16, with or without byte order mark, becomes UTF-8."""
+    """Yield the file in chunks of about 1 MiB. UTF-16 text, with or without byte order mark, is converted to UTF-8."""
     chunk = file.read(_BLOCK_BYTES)
     encoding = utf16(chunk[:4096])
     if encoding is None:
@@ -180,10 +180,10 @@ def utf8_chunks(file: Stream) -> Iterator[bytes]:
 
 
 def utf16(start: bytes) -> str | None:
-    """UTF-16's name for Python, if a text that starts so is in it."""
+    """Return Python's codec name for UTF-16 if a text with these first bytes is UTF-16, else None."""
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    # Text in Latin letters has a zero in every second byte, and a log in UTF-8 has none.
+    # In UTF-16, Latin text has a zero in every second byte; a UTF-8 log has no zero bytes.
     for encoding, zeros in (("utf-16-le", start[1::2]), ("utf-16-be", start[::2])):
         if len(start) >= 64 and zeros.count(0) * 4 > len(zeros) * 3 and start.count(0) < len(start) * 3 // 4:
             return encoding

@@ -369,9 +369,9 @@ class Ledger:
         """Whether two files have no host in common and largest communicators of different size."""
         sizes = self.facts.ranks, other.facts.ranks
         differ = sizes[0] != sizes[1]
-        if not all(sizes):  # one states no size, but has at least the ranks of its channels
-            seen = max(rank + 1 for one in (self, other) for rank, _ in ((-1, b""), *one.facts.rank_devices()))
-            differ = 0 < max(sizes) < seen
+        if differ and not all(sizes):  # one states no size, but has at least the ranks of its channels
+            silent = other if sizes[0] else self
+            differ = any(rank >= max(sizes) for rank, _ in silent.facts.rank_devices())
         if self.file == other.file or not differ:
             return False
         mine, theirs = (set(each.hosts.whole_names().values()) for each in (self, other))

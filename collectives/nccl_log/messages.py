@@ -125,7 +125,7 @@ class Facts:
         """Ranks of the largest communicator of which no line was read; of a channel's two ends one wrote the line."""
         places = ((b"[receive]" in place, _TEXTS["place"].search(place)) for place in self._places)
         read = {*self.rank_places, *(int(match[3 if receives else 1]) for receives, match in places if match)}
-        known = 0 < len(self.rank_places) < MAX_PLACES
+        known = 0 < len(self.rank_places) < MAX_PLACES and 2 * len(self._places) < MAX_PLACES  # else some are left out
         return tuple(rank for rank in range(min(self.ranks, MAX_PLACES)) if rank not in read) if known else ()
 
     def add_rank(self, rank: int, ranks: int, host: bytes, gpu: bytes) -> None:

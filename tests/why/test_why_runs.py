@@ -6,7 +6,7 @@ import pytest
 import why
 
 pytestmark = pytest.mark.ranks
-STARTED = ["trainer-raises", "ddp-pickles"]
+STARTED = ["trainer-raises", pytest.param("ddp-pickles", marks=pytest.mark.nightly)]
 FORKED = ["stopped", "other-collective", "exits", "ddp-killed", "ddp-straggler"]
 # What "exits", "trainer-raises" and "stopped" show of ranks with another loop around them, and two that take a minute.
 MORE = ("ddp-exits", "ddp-raises", "ddp-stopped", "ddp-loader-fails", "ddp-generates")
