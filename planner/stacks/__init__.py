@@ -1,6 +1,6 @@
-"""Training stacks, a file for each: what it can run, its terms of the forecast, and its configuration.
+"""Training stacks, one file each: supported features, terms of the forecast, and configuration formats.
 
-Here the stacks that are known: engines by name, and the formats that a layout can be written in.
+This module lists the known stacks: engines by name, and export formats for a layout.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from planner.stacks import deepspeed, megatron, topoflight, torchtitan, trl
 _STACKS = (topoflight, trl, deepspeed, torchtitan, megatron)
 ENGINES: dict[str, Engine] = {stack.ENGINE.name: stack.ENGINE for stack in _STACKS}
 _STACK_OF = {name: stack for stack in _STACKS for name in stack.FORMATS}
-FORMATS: dict[str, str] = {name: stack.FORMATS[name][0] for name, stack in _STACK_OF.items()}  # and what each is
+FORMATS: dict[str, str] = {name: stack.FORMATS[name][0] for name, stack in _STACK_OF.items()}  # format -> description
 
 
 def engine_named(name: str) -> Engine:
-    """The engine of a `TrainSpec.engine`; an unknown name is an error that lists the known ones."""
+    """Return the engine for `TrainSpec.engine`; an unknown name raises an error with the known names."""
     if name not in ENGINES:
         raise ValueError(f"engine={name!r}: allowed are {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
 def export(name: str, request: ExportRequest) -> str:
-    """The layout in one format."""
+    """Export the layout in one format."""
     if name not in FORMATS:
         raise ExportError(f"format={name!r}: allowed are {', '.join(FORMATS)}")
     try:

@@ -19,7 +19,7 @@ from agent.checks.verdict import build_view
 from agent.cluster import node_facts
 from agent.cluster.nodes import from_resource
 from agent.cluster.publish import FirstSeen, history_of_record, to_resource
-from agent.http.cluster import advise_cluster, topology_document
+from agent.http.cluster import advise_cluster
 from planner.advice import Recommendation
 from probes.api import Snapshot
 from probes.hostinfo.probe import HostinfoFacts
@@ -197,8 +197,6 @@ def test_a_record_of_the_agent_before_is_read_like_one_of_this() -> None:
         }
         both = fleet_of(old, new)
         assert both.kind(old) == both.kind(new) is not None
-        (kind,) = topology_document(both)["kinds"]
-        assert kind["names"] == ["new", "old"]
         for question in QUESTIONS:
             request = Request.of(**question)
             assert answer_of(advise_cluster(fleet_of(old), request)[0]) == answer_of(
@@ -213,7 +211,7 @@ def test_a_kind_outlives_the_node_that_it_was_first_seen_on() -> None:
     held = fleet_of(*records)
     assert len({record.graph for record in records}) == 3 and len({held.kind(record) for record in records}) == 1
     held.set(records[1:])
-    assert [kind["names"] for kind in topology_document(held)["kinds"]] == [["n2", "n3"]]
+    assert [(node := held.topology(record)) and node.hostname for record in records[1:]] == ["n2", "n3"]
 
 
 def test_findings_keep_their_time_while_they_last() -> None:
