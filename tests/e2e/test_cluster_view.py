@@ -31,8 +31,6 @@ from agent.http import cluster as server_cluster
 from agent.http.cluster import Cluster, Watcher
 from agent.http.server import create
 from agent.http.state import State
-from topology.render import columns
-from topology.render import render_matrix as matrix
 
 NODES = path_of(API_VERSION, PLURAL)
 
@@ -66,19 +64,6 @@ def test_every_machine_is_a_valid_resource_and_comes_back_whole(client: Client, 
     publisher.write(replace(record, verdict="fail", links=None))
     changed = from_resource(client.get(path_of(API_VERSION, PLURAL, node)))
     assert changed.verdict == "fail"
-
-
-def test_what_kubectl_shows_of_the_graph_is_the_matrix() -> None:
-    """Row by row what `topoflight topo` prints, in the order of its columns."""
-    (topology,) = view().topologies
-    graph = to_resource(record_of(H100, "n"))[1]["status"]["graph"]
-    rows = {row.split("\t")[0]: row.split("\t")[1:] for row in matrix(topology).split("\n\n")[0].split("\n")[1:]}
-    labels = columns(topology)
-    for device in graph["devices"]:
-        cells = device["links"].split(" ")
-        assert cells == [cell.strip() for cell in rows[labels[device["name"]]][: len(cells)]]
-    assert graph["recognised"] == topology.sku
-    assert [near["nics"] for near in graph["nearest"]] == [list(near.nics) for near in topology.nearest_nic]
 
 
 def schemas() -> Iterator[tuple[str, dict[str, Any]]]:

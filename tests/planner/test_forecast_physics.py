@@ -300,15 +300,6 @@ def test_an_optimizer_in_the_backward_pass_leaves_one_gradient() -> None:
     assert parts.gradients == pytest.approx(2.0 * MODEL.vocab * MODEL.hidden)
 
 
-def test_torchtitan_hides_tensor_parallel_traffic_only_where_it_is_compiled() -> None:
-    """8B on 64 H100 (500 W), FSDP=8 x TP=8, 12 sequences of 8192: plain TP took 2.81 s, async TP 2.55 (torchtitan's
-    asyncTP_llama3_h100_2025-06): 0.25 s hidden."""
-    layout = Layout(world_size=64, dp_shard=8, tp=8, sequence_parallel=True, micro_batch=12, compile=True)
-    asked = job(links(8), replace(FULL, sequence_length=8192), "torchtitan")
-    eager = step_parts(asked, replace(layout, compile=False)).tensor_parallel
-    assert eager - step_parts(asked, layout).tensor_parallel == pytest.approx(0.25, rel=0.25)
-
-
 def test_ligers_kernels_shorten_what_lies_between_the_products_where_a_stack_runs_them() -> None:
     """TRL's and DeepSpeed's patch by transformers takes all of them, the fine-tune job the loss alone."""
     layout = Layout(world_size=8, dp_shard=8, micro_batch=4)
