@@ -32,7 +32,7 @@ from agent.checks.verdict import GateError, build_view
 from agent.cluster.node_facts import pack
 from agent.cluster.nodes import Fleet, from_resource
 from agent.http.access import read_tokens
-from agent.http.cluster import topology_document
+from agent.http.cluster import nodes_document
 from agent.http.questions import read_form
 from agent.pages import render as pages
 from collectives.bench.results import result_from_json
@@ -57,6 +57,7 @@ from probes.pci.read import parse_config
 from probes.registry import ALL, BY_NAME
 from probes.wire import RecordingError, outcome_from_json, outcome_to_json
 from probes.worker import scan
+from topology.cluster import join
 from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_matrix
 from topology.formats.xml import parse as parse_xml
@@ -263,7 +264,7 @@ def _text(data: bytes) -> str:
 )  # fmt: skip
 def nccl_log(data: bytes) -> object:
     """Evidence from a training log, judged: as one file, and in two halves, the later packed."""
-    read = evidence.read_file(io.BytesIO(data))
+    read = evidence.read_files([io.BytesIO(data)])
     evidence.exit_code(read)
     half = len(data) // 2
     halves = evidence.read_files([io.BytesIO(data[:half]), io.BytesIO(gzip.compress(data[half:], 1))])
@@ -387,7 +388,8 @@ def machine(data: bytes) -> object:
     fleet.set(from_resource({"metadata": {"name": name}, "status": one}) for name, one in found.items())
     for record in fleet.records():
         fleet.snapshot(record)
-    return json.dumps(topology_document(fleet, now=9e9), allow_nan=False)
+    join([node for record in fleet.records() if (node := fleet.topology(record))])
+    return json.dumps(nodes_document(fleet, "scan", now=9e9), allow_nan=False)
 
 
 def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: Any) -> object:

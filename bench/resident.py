@@ -160,7 +160,7 @@ def cpu_seconds(pid: int) -> float:
 class Client:
     """One keep-alive connection that asks the same again and again, without an HTTP library.
 
-    Each request is one write, each answer is read to the length it names. tests/load/crowds.py makes many of it.
+    Each request is one write, each answer is read to the length it names.
     """
 
     def __init__(self, port: int, path: str, headers: str = SCRAPER, source: str = "127.0.0.1") -> None:

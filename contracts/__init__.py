@@ -1,1 +1,1 @@
-"""The types and documents that cross package borders, and their one codec."""
+"""Types and documents that several packages share, and the codec that reads and writes them."""

@@ -1,6 +1,6 @@
-"""Read files of unknown origin, up to a bound.
+"""Read files from untrusted sources, up to a size limit.
 
-Only regular files are read: opening a pipe waits for a writer, and a device may never end. The size that stat(2)
+Only regular files are read, because opening a pipe waits for a writer and a device may never end. The size that stat(2)
 reports is not used, because files of /proc report zero and a file may grow.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import io
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -15,15 +16,15 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 _BLOCK_BYTES = 1 << 20
-_TAR_BLOCK_BYTES = 512  # POSIX.1-1988 (ustar)
-_MOST_TAR_HEADER_BYTES = 1 << 16  # of one long name or PAX header; a path of Linux has at most 4096 bytes
+_ZIP_ENTRY = b"PK\1\2"  # begins each entry of the central directory (APPNOTE.TXT 4.3.12)
+_MOST_ZIP_ENTRIES = 1 << 16
 
 
 class Stream(Protocol):
-    """What can be read from: an open file, or one that is unpacked on the way."""
+    """A readable source: an open file, or a stream that decompresses a file."""
 
     def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes, fewer at the end only."""
+        """Return up to `size` bytes; fewer only at the end of the stream."""
         ...
 
 
@@ -35,15 +36,19 @@ class NotRegularError(OSError):
 
 
 class TooLargeError(ValueError):
-    """There is more than is read; the message says how much that is."""
+    """The file is larger than the limit; the message contains the limit."""
+
+
+class ArchiveError(ValueError):
+    """The bytes are no archive that can be read."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading, without waiting. Raises OSError, EINVAL for a pipe, a socket or a device."""
-    _require_regular(os.stat(path).st_mode, path)  # noqa: PTH116 - before open(2), which alone starts some devices
+    _require_regular(os.stat(path).st_mode, path)  # noqa: PTH116 - before open(2): opening alone starts some devices
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _require_regular(os.fstat(descriptor).st_mode, path)  # it may have been replaced since
+        _require_regular(os.fstat(descriptor).st_mode, path)  # the path may have been replaced in the meantime
     except OSError:
         os.close(descriptor)
         raise
@@ -64,108 +69,75 @@ def read(path: str | Path, limit_bytes: int) -> bytes:
 
 
 def read_text(path: str | Path, limit_bytes: int) -> str:
-    """As `read`, of a text in UTF-8. Raises UnicodeDecodeError, a ValueError, too."""
+    """Read a UTF-8 text as `read` does. Also raises UnicodeDecodeError, which is a ValueError."""
     return read(path, limit_bytes).decode("utf-8")
 
 
 def rest(stream: Stream, limit_bytes: int) -> bytes:
-    """All that an open, buffered stream still holds. Raises TooLargeError."""
+    """Return the remaining bytes of an open, buffered stream. Raises TooLargeError."""
     raw = stream.read(limit_bytes + 1)
     if len(raw) > limit_bytes:
         raise TooLargeError(f"larger than {limit_bytes} bytes")
     return raw
 
 
-def tar_files(
-    stream: Stream, limit_bytes: int, file_limit_bytes: int, wanted: Callable[[str], object]
+def zip_files(
+    raw: bytes, limit_bytes: int, file_limit_bytes: int, wanted: Callable[[str], object]
 ) -> Iterator[tuple[str, bytes]]:
-    """Read the regular files of a tar archive whose names are wanted: (name, content), in the order of the archive.
-
-    Python's tarfile holds headers of any size in memory (PAX, long names of GNU tar, maps of sparse files), so only the
-    fixed header is parsed by it. Other kinds of entries are skipped.
+    """Read the files of a zip archive whose names are wanted: (name, content), in the order of the archive.
 
     Args:
-        stream: The unpacked archive.
-        limit_bytes: Most bytes of the archive, headers included.
-        file_limit_bytes: Most bytes of one file that is wanted.
+        raw: The archive.
+        limit_bytes: Most bytes of all files together, unpacked.
+        file_limit_bytes: Most bytes of one file, unpacked.
         wanted: Which names are read into memory.
 
     Raises:
-        TooLargeError: The archive, one of its headers or a wanted file is too large.
-        tarfile.TarError: It is no archive, or ends too early.
+        TooLargeError: There are too many files, or one or all of them are too large.
+        ArchiveError: It is no archive, or a damaged one.
     """
-    import tarfile  # only readers of archives wait for it
+    import zipfile  # only readers of archives wait for it
+    import zlib
 
-    left = limit_bytes
-
-    def take(size: int) -> bytes:
-        nonlocal left
-        padded = -(-size // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
-        if padded > left:
-            raise TooLargeError(f"larger than {limit_bytes >> 20} MiB")
-        left -= padded
-        raw = stream.read(padded)
-        if len(raw) < padded:
-            raise tarfile.ReadError("the archive ends too early")
-        return raw[:size]
-
-    long_name = ""
-    while any(block := take(_TAR_BLOCK_BYTES)):
-        entry = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        if entry.size < 0:
-            raise tarfile.ReadError("an entry of negative size")
-        if entry.type in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME):
-            if entry.size > _MOST_TAR_HEADER_BYTES:
-                raise TooLargeError(f"a header of more than {_MOST_TAR_HEADER_BYTES >> 10} KiB")
-            header = take(entry.size)
-            pax = entry.type == tarfile.XHDTYPE
-            long_name = _pax_path(header) or long_name if pax else header.rstrip(b"\0").decode(errors="replace")
-            continue
-        name, long_name = long_name or entry.name, ""
-        if entry.type in tarfile.REGULAR_TYPES[:2] and wanted(name):
-            if entry.size > file_limit_bytes:
-                raise TooLargeError(f"{name[:256]} is larger than {file_limit_bytes >> 20} MiB")
-            yield name, take(entry.size)
-            continue
-        while entry.size > 0:
-            entry.size -= len(take(min(entry.size, _BLOCK_BYTES)))
-
-
-def _pax_path(header: bytes) -> str:
-    """Return the path of a PAX header, whose records are "LENGTH KEY=VALUE\\n"; empty where it has none."""
-    import tarfile
-
-    while header:
-        length, _, _ = header.partition(b" ")
-        if not length.isdigit() or not 0 < int(length[:9]) <= len(header):
-            raise tarfile.ReadError("a PAX header that is none")
-        record, header = header[: int(length)], header[int(length) :]
-        key, _, value = record.partition(b" ")[2].partition(b"=")
-        if key == b"path":
-            return value.rstrip(b"\n").decode(errors="replace")
-    return ""
+    if raw.count(_ZIP_ENTRY) > _MOST_ZIP_ENTRIES:  # before zipfile makes an object of each
+        raise TooLargeError(f"more than {_MOST_ZIP_ENTRIES} files")
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            for entry in archive.infolist():
+                if not wanted(entry.filename):
+                    continue
+                if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may take any memory
+                    raise ArchiveError(f"{entry.filename[:256]} is packed in a way that is not read")
+                with archive.open(entry) as stream:
+                    content = rest(stream, min(limit_bytes, file_limit_bytes))
+                limit_bytes -= len(content)
+                yield entry.filename, content
+    except (ArchiveError, TooLargeError):
+        raise
+    except (zipfile.BadZipFile, zlib.error, ValueError, RuntimeError, EOFError, OSError) as error:
+        raise ArchiveError(str(error)) from None
 
 
 def exists(path: str | Path) -> bool:
-    """Whether a file of this name exists; for names from users. A name that no file can have does not exist.
+    """Whether the file exists; for names that a user typed. A name that no file can have does not exist.
 
-    pathlib raises OSError for a name that is too long, as os.path does not.
+    For a name that is too long pathlib raises OSError; os.path does not.
     """
     return os.path.exists(path)  # noqa: PTH110
 
 
 def is_file(path: str | Path) -> bool:
-    """As `exists`, for a file."""
+    """Whether the path is an existing file, as `exists`."""
     return os.path.isfile(path)  # noqa: PTH113
 
 
 def is_folder(path: str | Path) -> bool:
-    """As `exists`, for a folder."""
+    """Whether the path is an existing folder, as `exists`."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
 def utf8_chunks(file: Stream) -> Iterator[bytes]:
-    """The file in pieces of about 1 MiB; UTF-16, with or without byte order mark, becomes UTF-8."""
+    """Yield the file in chunks of about 1 MiB. UTF-16 text, with or without byte order mark, is converted to UTF-8."""
     chunk = file.read(_BLOCK_BYTES)
     encoding = utf16(chunk[:4096])
     if encoding is None:
@@ -180,10 +152,10 @@ def utf8_chunks(file: Stream) -> Iterator[bytes]:
 
 
 def utf16(start: bytes) -> str | None:
-    """UTF-16's name for Python, if a text that starts so is in it."""
+    """Return Python's codec name for UTF-16 if a text with these first bytes is UTF-16, else None."""
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    # Text in Latin letters has a zero in every second byte, and a log in UTF-8 has none.
+    # In UTF-16, Latin text has a zero in every second byte; a UTF-8 log has no zero bytes.
     for encoding, zeros in (("utf-16-le", start[1::2]), ("utf-16-be", start[::2])):
         if len(start) >= 64 and zeros.count(0) * 4 > len(zeros) * 3 and start.count(0) < len(start) * 3 // 4:
             return encoding

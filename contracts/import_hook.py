@@ -1,7 +1,6 @@
-"""Act on a module of a training script once Python has imported it.
+"""Run a callback on a module of a training script right after Python imported the module.
 
-This file also runs in Python environments that have nothing of Topoflight, where it is loaded by its path, so it needs
-the standard library alone.
+This file is also loaded by path into Python environments without Topoflight, so it uses only the standard library.
 """
 
 import contextlib
@@ -12,14 +11,14 @@ from typing import Any
 
 
 class AfterImport:
-    """A finder that runs `action` on one module after its import. What `action` raises does not disturb the script."""
+    """A meta path finder that calls `action` with one module after its import. Exceptions of `action` are ignored."""
 
     def __init__(self, name: str, action: Callable[[Any], None]) -> None:
         self.name, self.action = name, action
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Find the module as Python does, to be run and then acted on; nothing else."""
+        """Find only this module, as Python's own finders do, with a loader that calls `action` after execution."""
         if name != self.name:
             return None
         sys.meta_path.remove(self)

@@ -1,8 +1,8 @@
-"""The fine-tune job's settings: one YAML file, read into one dataclass by the launcher and by the job alike.
+"""Settings of the fine-tune job: one YAML file, which the launcher and the job read into the same dataclass.
 
-Surface: the YAML of TRL's `sft.py` scripts (TrlParser((ScriptArguments, SFTConfig, ModelConfig))), in today's
-names and in the older ones (`contracts.trl`), plus a `layout:` mapping in the words of `contracts.layout`. What a file
-says of batch, precision, sharding, recomputation and offloading is kept in one place, as members of the layout.
+Surface: the YAML of TRL's `sft.py` scripts (TrlParser((ScriptArguments, SFTConfig, ModelConfig))) with current and
+older option names (`contracts.trl`), plus a `layout:` mapping with the fields of `contracts.layout`. Batch, precision,
+sharding, recomputation and offloading options are stored only as fields of the layout.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from contracts.layout import Layout
 from contracts.trl import ConfigError as ConfigError
 from contracts.trl import EndedError as EndedError
 
-MAX_FILE_BYTES = 1 << 20  # settings are hand-written: anything larger is the wrong file
-MAX_ALIASES = 16  # of YAML: aliases of aliases multiply
-DEFAULT_CONFIG = Path(__file__).parent / "default.yaml"  # the embedded job's
+MAX_FILE_BYTES = 1 << 20  # settings are written by hand, so a larger file is the wrong file
+MAX_ALIASES = 16  # YAML aliases; nested aliases grow exponentially
+DEFAULT_CONFIG = Path(__file__).parent / "default.yaml"  # settings of the embedded job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """Every setting of the job; None means that the plan, or the machine, decides."""
+    """Every setting of the job. None means that the plan or the machine determines the value."""
 
     # model
     model_name_or_path: str = "random:tiny-llama"  # hub id, folder, or random:<preset or folder with config.json>
     model_revision: str = "main"
     tokenizer_name: str | None = None  # None: the model's own; "builtin:bytes" needs no download
-    tokenizer_revision: str = "main"  # of tokenizer_name; the model's own comes from its own revision
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of what is frozen and exported; auto: as stored
+    tokenizer_revision: str = "main"  # for tokenizer_name; the model's own tokenizer uses the model's revision
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of frozen and exported weights; auto: as stored
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = "sdpa"
     load_in_4bit: bool = False
-    chat_template: str | None = None  # text of a Jinja template; None: the tokenizer's own
+    chat_template: str | None = None  # a Jinja template; None: the template of the tokenizer
     # LoRA
     use_peft: bool = False
     lora_r: int = 16
@@ -53,45 +53,45 @@ class JobConfig:
     # data
     dataset_name: str = "synthetic:arithmetic"  # hub id, .jsonl/.json/.parquet, folder, or synthetic:arithmetic
     dataset_revision: str = "main"
-    dataset_config: str | None = None  # the part of a data set that has several, as GSM8K's "main"
+    dataset_config: str | None = None  # configuration of a data set that has several, such as "main" of GSM8K
     dataset_train_split: str = "train"
     dataset_test_split: str = "test"
     dataset_text_field: str = "text"
-    dataset_rows: int | None = None  # at most so many rows of each split
+    dataset_rows: int | None = None  # limit of rows per split
     max_length: int = 1024
     packing: bool = False
     train_sampling_strategy: Literal["random", "group_by_length"] = "random"
-    completion_only_loss: bool | None = None  # loss on answers only; None: where rows are a prompt and a completion
+    completion_only_loss: bool | None = None  # loss on answers only; None: if rows have a prompt and a completion
     # training
     num_train_epochs: float = 3.0
     max_steps: int | None = None
     per_device_eval_batch_size: int | None = None
     eval_strategy: Literal["no", "epoch", "steps"] = "no"
-    eval_steps: int | None = None  # None: as logging_steps
+    eval_steps: int | None = None  # None: same as logging_steps
     tf32: bool | None = None
     learning_rate: float = 2e-5
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "linear"
-    warmup_steps: float = 0  # below 1: a share of all steps
+    warmup_steps: float = 0  # below 1: a fraction of all steps
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0  # 0: no clipping
+    max_grad_norm: float = 1.0  # 0: no gradient clipping
     seed: int = 42
     # parallelism
-    layout: dict[str, Any] = field(default_factory=dict)  # members of contracts.layout.Layout that are asked for
+    layout: dict[str, Any] = field(default_factory=dict)  # requested fields of contracts.layout.Layout
     # checkpoints and reports
     output_dir: str = "finetune-output"
     save_strategy: Literal["no", "epoch", "steps"] = "epoch"
     save_steps: int = 500
-    save_total_limit: int | None = 1  # None: every one is kept
-    resume_from_checkpoint: str | bool | None = "auto"  # "auto": the newest in output_dir, if any
+    save_total_limit: int | None = 1  # None: keep every checkpoint
+    resume_from_checkpoint: str | bool | None = "auto"  # "auto": the newest checkpoint in output_dir, if any
     export_merged: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
     logging_strategy: Literal["no", "steps", "epoch"] = "steps"
     logging_steps: int = 10
     report_to: tuple[str, ...] = ()
-    profile_steps: int = 2  # steps under the profiler for the communication share; 0: none
+    profile_steps: int = 2  # steps to profile for the communication share; 0: none
 
     def __post_init__(self) -> None:
         low = {
@@ -109,7 +109,7 @@ class JobConfig:
             wrong.append("num_train_epochs=0: must be above 0, or nothing trains")
         if not 0 <= self.lora_dropout < 1:
             wrong.append(f"lora_dropout={self.lora_dropout!r}: must be in [0, 1)")
-        wrong += [_trackers(target) for target in self.report_to if target not in ("tensorboard", "none")]
+        wrong += [_parse_trackers(target) for target in self.report_to if target not in ("tensorboard", "none")]
         if self.load_in_4bit and not self.use_peft:
             wrong.append("load_in_4bit=true: 4-bit weights cannot be trained; set use_peft: true")
         if wrong:
@@ -117,12 +117,12 @@ class JobConfig:
 
 
 def read_config(path: Path | None, overrides: typing.Sequence[str] = ()) -> tuple[JobConfig, dict[str, Any], list[str]]:
-    """Read the YAML and the `key=value` overrides; returns the config, what was set explicitly, and notes."""
+    """Read the YAML and apply `key=value` overrides. Returns the config, the settings that were set, and notes."""
     return parse_config(with_overrides(read_file(path or DEFAULT_CONFIG), overrides))
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The file's mapping, with the files that it names in place of their names: one document says everything."""
+    """Read the settings, with the content of files that a setting names in place of their path."""
     raw = read_mapping(path, once=True)
     for name in ("deepspeed", "fsdp_config"):
         named = raw.get(name)
@@ -138,12 +138,12 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _find_file(path: Path, named: str) -> Path | None:
-    """A file that a setting names, from here as transformers reads it, or from the settings' own folder."""
+    """Find a file that a setting names, relative to the working directory (as transformers) or to the settings file."""
     return next((one for one in (Path(named), path.parent / named) if bounded.is_file(one)), None)
 
 
 def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict[str, Any]:
-    """The mapping with each `key=value` or `key.member=value` put over it. Raises ConfigError that names the word."""
+    """Return the mapping with each `key=value` or `key.member=value` applied. Raises ConfigError, which names it."""
     from contracts.yaml_text import YamlTextError, load_all
 
     for text in overrides:
@@ -160,7 +160,7 @@ def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict
             documents = load_all(value, most_aliases=0)
         except YamlTextError as error:
             raise ConfigError(f"override {text!r}: {error}") from None
-        if not parents:  # an older name of the same setting, in the file
+        if not parents:  # the file has an older name of the same setting
             renamed = trl.option_names().renamed
             today = renamed.get(key, key)
             for name in [other for other in raw if other != key and renamed.get(other, other) == today]:
@@ -170,7 +170,7 @@ def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict
 
 
 def read_mapping(path: Path, *, once: bool = False) -> dict[str, Any]:
-    """A YAML or JSON file that holds one mapping; with `once` no key may stand twice in it."""
+    """Read a YAML or JSON file with one mapping. If `once` is set, a repeated key is an error."""
     return parse_mapping(_text(path), path, once=once)
 
 
@@ -188,7 +188,7 @@ def _text(path: Path) -> str:
 
 
 def parse_mapping(text: str, where: object, *, once: bool = False) -> dict[str, Any]:
-    """YAML or JSON text that holds one mapping; with `once` no key may stand twice in it."""
+    """Parse YAML or JSON text with one mapping. If `once` is set, a repeated key is an error."""
     from contracts.yaml_text import YamlTextError, load_all
 
     try:
@@ -208,14 +208,14 @@ def parse_mapping(text: str, where: object, *, once: bool = False) -> dict[str, 
 def parse_config(
     raw: Mapping[str, Any], only_trl: dict[str, None] | None = None
 ) -> tuple[JobConfig, dict[str, Any], list[str]]:
-    """Settings from a mapping: the config, what was set explicitly, and notes on old names and on what has no effect.
+    """Convert a mapping to the config, the settings that were set explicitly, and notes on renamed or unused options.
 
-    Raises ConfigError that names every setting that is wrong, its value and what is allowed. Where `only_trl` is given,
-    the sentences about settings that TRL's trainer takes are put there instead, and the config is without them.
+    Raises ConfigError, which names every wrong setting with its value and the allowed values. If `only_trl` is given,
+    errors about settings that only TRL's trainer accepts are added to it instead, and the config omits those settings.
     """
-    _refuse_others(raw)
+    _refuse_unknown(raw)
     notes: dict[str, None] = {}
-    of_trl: dict[str, None] = {}  # what has no effect in the built-in trainer has its effect in TRL's: not noted
+    of_trl: dict[str, None] = {}  # options that TRL's trainer uses and the built-in trainer ignores: no note
     note, own_note = notes.setdefault, (notes if only_trl is None else of_trl).setdefault
     refused: dict[str, None] = {}
 
@@ -231,22 +231,22 @@ def parse_config(
     raw = {key: value for key, value in whole.items() if key != "model_init_kwargs"}
     attempt(trl.model_words, whole, raw, own_note)
     values: dict[str, Any] = {}
-    layout: dict[str, Any] = attempt(_layout, raw.get("layout")) or {}
+    layout: dict[str, Any] = attempt(_parse_layout, raw.get("layout")) or {}
     written = {trl.option_names().renamed.get(name, name): name for name in raw}
     known = known_settings()
     if unknown := [name for name in raw if name not in known]:
         first, *more = unknown
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
         refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None
-    for name, value in _renamed({name: raw[name] for name in raw if name in known}, note, attempt).items():
+    for name, value in _rename_options({name: raw[name] for name in raw if name in known}, note, attempt).items():
         attempt(_read, name, value, written.get(name, name), values, layout, own_note)
     attempt(trl.precision, raw, layout)
     attempt(trl.checkpointing, raw, layout)
-    attempt(trl.parallelism, raw, layout, note)  # degrees that it leaves away are FSDP's to set
+    attempt(trl.parallelism, raw, layout, note)  # FSDP options set the degrees that this leaves open
     attempt(trl.fsdp, raw, layout, note)
     attempt(trl.deepspeed, raw, values, layout, note)
     if layout:
-        values["layout"] = attempt(_layout, layout) or {}
+        values["layout"] = attempt(_parse_layout, layout) or {}
     config = attempt(partial(JobConfig, **values))
     if refused:
         raise ConfigError("; ".join(refused))
@@ -254,25 +254,25 @@ def parse_config(
 
 
 def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dict[str, Any], note: trl.Note) -> None:
-    """One setting of the file, into the settings or into the layout; `label` is its name in the file."""
+    """Convert one setting of the file to a config or layout value; `label` is its name in the file."""
     if name in _APART or trl.without_effect(name, value, note):
         return
     if name not in trl.IN_LAYOUT:
-        _put(values, name, value, note, label)
+        _store_setting(values, name, value, note, label)
     elif value is not None:
         member = trl.IN_LAYOUT[name]
-        trl.put(layout, member, _member(member, value, label), label)
+        trl.put(layout, member, _parse_member(member, value, label), label)
 
 
 _REWRITTEN = ("warmup_ratio", "group_by_length", "data_seed", "model_init_kwargs")
-# Read by a function of contracts.trl each.
+# Each of these is read by a function of contracts.trl.
 _APART = frozenset({
     "layout", "bf16", "fp16", "activation_checkpointing", "fsdp", "fsdp_config", "deepspeed", "parallelism_config",
 })  # fmt: skip
 
 
-def _renamed(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..., Any]) -> dict[str, Any]:
-    """The file under today's names, and what transformers spells in another way."""
+def _rename_options(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..., Any]) -> dict[str, Any]:
+    """Return the file's settings under their current names, with transformers' special values translated."""
     found: dict[str, Any] = {}
     for name, value in raw.items():
         new = trl.option_names().renamed.get(name, name)
@@ -284,9 +284,9 @@ def _renamed(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..
             note(f"{name} is now {new}")
         found[new] = value
     if found.get("max_steps") in (-1, "-1"):
-        del found["max_steps"]  # transformers' default: num_train_epochs decides
+        del found["max_steps"]  # default of transformers: num_train_epochs determines the steps
     if found.get("eval_steps") == 0:
-        found["eval_steps"] = None  # as transformers reads it
+        found["eval_steps"] = None  # as transformers interprets it
     if "warmup_ratio" in found:
         ratio = attempt(_convert, "warmup_ratio", found.pop("warmup_ratio"), float | None)
         if ratio and not found.get("warmup_steps"):
@@ -303,7 +303,7 @@ def _renamed(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..
     if found.get("report_to") in ("all", ["all"]):
         note("report_to: all is tensorboard")
         found["report_to"] = ["tensorboard"]
-    if "data_seed" in found and (seed := found.pop("data_seed")) not in (None, found.get("seed", _default("seed"))):
+    if "data_seed" in found and (seed := found.pop("data_seed")) not in (None, found.get("seed", _get_default("seed"))):
         attempt(_refuse, f"data_seed={seed!r}: only seed's own value is allowed: one seed decides")
     return found
 
@@ -312,14 +312,14 @@ def _refuse(text: str) -> None:
     raise ConfigError(text)
 
 
-def _layout(settings: Any) -> dict[str, Any]:
-    """The members of `layout:`, in their types."""
+def _parse_layout(settings: Any) -> dict[str, Any]:
+    """Return the fields of `layout:`, converted to their types."""
     if not isinstance(settings, dict | None):
         raise ConfigError(f"layout={settings!r}: must be a mapping")
-    return {str(name): _member(str(name), value, f"layout.{name}") for name, value in (settings or {}).items()}
+    return {str(name): _parse_member(str(name), value, f"layout.{name}") for name, value in (settings or {}).items()}
 
 
-def _member(member: str, value: Any, name: str) -> Any:
+def _parse_member(member: str, value: Any, name: str) -> Any:
     kinds = typing.get_type_hints(Layout)
     if member not in kinds:
         raise ConfigError(f"unknown setting {name!r}{trl.hint(member, kinds)}")
@@ -335,7 +335,7 @@ def _member(member: str, value: Any, name: str) -> Any:
     return made
 
 
-def _refuse_others(raw: Mapping[str, Any]) -> None:
+def _refuse_unknown(raw: Mapping[str, Any]) -> None:
     for trainer, names in trl.option_names().other_trainers.items():
         if all(name in raw for name in names):
             own = "deepspeed: FILE is the setting that names it, or " if trainer == "DeepSpeed" else ""
@@ -346,9 +346,9 @@ def _refuse_others(raw: Mapping[str, Any]) -> None:
 
 
 def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node: int) -> dict[str, Any]:
-    """JobConfig.layout for so many ranks, with the degrees that follow from it.
+    """Return JobConfig.layout for this number of ranks, including the degrees that follow from it.
 
-    Raises ConfigError for degrees that do not divide the ranks.
+    Raises ConfigError if the degrees do not divide the number of ranks.
     """
     resolved: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
     if resolved.get("dp_shard") == trl.NODE:
@@ -359,53 +359,53 @@ def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node:
         if rest % degree:
             raise ConfigError(f"layout.{name}={degree!r}: does not divide the {rest} ranks that are left to it")
         rest //= degree
-    if {"tp", "pp", "cp", "sharding"} <= set(resolved):  # what is left is all data parallelism
+    if {"tp", "pp", "cp", "sharding"} <= set(resolved):  # the remaining ranks are data parallel
         if resolved["sharding"] == "ddp":
             resolved.setdefault("dp_shard", 1)
         for name, other in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
             if other in resolved:
                 resolved.setdefault(name, rest)
     if resolved.get("dp_shard") == resolved.get("dp_replicate") == 1:
-        resolved.pop("sharding", None)  # over one rank every kind of it is the same
+        resolved.pop("sharding", None)  # with one rank all kinds of sharding are the same
         resolved.pop("reshard_after_forward", None)
     return resolved
 
 
-def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:
-    """One setting; `label` is its name in the file."""
+def _store_setting(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:
+    """Store one setting; `label` is its name in the file."""
     known = _types()
     if value is None and type(None) not in typing.get_args(known[name]):
         if name == "max_length":
             raise trl.OnlyTrlError(
                 "max_length=None: must be a whole number: rows are cut at it, and the memory follows from it"
             )
-        note(f"{name}: null, so {_default(name)!r} is taken")
+        note(f"{name}: null, so {_get_default(name)!r} is taken")
         return
-    trackers = _as(tuple, value) if name == "report_to" else ()
+    trackers = _convert_to(tuple, value) if name == "report_to" else ()
     if trackers is not _MISFIT and (others := set(trackers) - {"tensorboard", "none"}):
-        raise trl.OnlyTrlError(_trackers(sorted(map(str, others))[0]))
+        raise trl.OnlyTrlError(_parse_trackers(sorted(map(str, others))[0]))
     try:
         values[name] = _convert(label, value, known[name])
     except ConfigError as error:
-        is_word = isinstance(value, str) and any(typing.get_origin(one) is Literal for one in _options(known[name]))
+        is_word = isinstance(value, str) and any(typing.get_origin(one) is Literal for one in _split_union(known[name]))
         is_share = name in _SHARES and isinstance(value, float) and 0 < value < 1
         raise trl.OnlyTrlError(str(error)) if is_word or is_share else error from None
 
 
-_SHARES = ("save_steps", "eval_steps", "logging_steps")  # below 1 transformers reads them as a share of all steps
+_SHARES = ("save_steps", "eval_steps", "logging_steps")  # transformers reads values below 1 as a fraction of all steps
 
 
-def _trackers(target: str) -> str:
+def _parse_trackers(target: str) -> str:
     return f"report_to={target!r}: allowed are tensorboard, none (metrics.jsonl is always written)"
 
 
 def known_settings() -> frozenset[str]:
-    """Every name that a file may hold, older ones and those without effect among them."""
+    """Return every setting name that a file may have, including older names and options without effect."""
     names = trl.option_names()
     return frozenset([*_types(), *names.renamed, *trl.IN_LAYOUT, *names.no_effect, *names.only, *_APART, *_REWRITTEN])
 
 
-def _default(name: str) -> Any:
+def _get_default(name: str) -> Any:
     return next(one.default for one in dataclasses.fields(JobConfig) if one.name == name)
 
 
@@ -414,29 +414,29 @@ def _types() -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    """The value in the type of its field; YAML writes 2e-4 as text, and lists for tuples."""
-    options = _options(kind)
+    """Convert a value to its field's type. YAML reads 2e-4 as text and has lists instead of tuples."""
+    options = _split_union(kind)
     for option in options:
-        if (found := _as(option, value)) is not _MISFIT:
+        if (found := _convert_to(option, value)) is not _MISFIT:
             return found
-    allowed = " or ".join(_spell(option) for option in options)
+    allowed = " or ".join(_format_type(option) for option in options)
     raise ConfigError(f"{name}={value!r}: must be {allowed}")
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
+def _split_union(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
 _MISFIT = object()
 
 
-def _as(option: Any, value: Any) -> Any:
-    """The value as one of the types of a field; _MISFIT where it is not of it."""
+def _convert_to(option: Any, value: Any) -> Any:
+    """Convert the value to one type of a field; return _MISFIT if it does not have this type."""
     origin = typing.get_origin(option) or option
     if origin is Literal:
         choices = typing.get_args(option)
         if value is False and "no" in choices:
-            return "no"  # YAML 1.1 reads a bare no as false
+            return "no"  # YAML 1.1 reads an unquoted no as false
         return value if value in choices else _MISFIT
     if origin is tuple:
         if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
@@ -446,17 +446,17 @@ def _as(option: Any, value: Any) -> Any:
         return dict(value or {}) if isinstance(value, dict | None) else _MISFIT
     if option is type(None):
         return None if value is None else _MISFIT
-    return _plain(option, value)
+    return _convert_scalar(option, value)
 
 
-def _plain(option: Any, value: Any) -> Any:
+def _convert_scalar(option: Any, value: Any) -> Any:
     if option is bool:
         found = trl.truth(value)
         return found if isinstance(found, bool) else _MISFIT
     if isinstance(value, bool):
         return _MISFIT
     if option is int and isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
-        return int(value)  # quoted: argparse, which reads the defaults of TRL's files, takes it
+        return int(value)  # quoted; argparse, which parses the defaults of TRL's files, accepts it
     if option in (str, int) and isinstance(value, option):
         return value
     if option is int and isinstance(value, float) and value.is_integer():
@@ -470,7 +470,7 @@ def _plain(option: Any, value: Any) -> Any:
     return _MISFIT
 
 
-def _spell(option: Any) -> str:
+def _format_type(option: Any) -> str:
     if option is type(None):
         return "null"
     if typing.get_origin(option) is Literal:

@@ -1,7 +1,7 @@
-"""What a training job is to run: the one document that its launcher writes, every rank reads and its record keeps.
+"""The job plan: the document that the launcher writes, every rank reads, and the run record contains.
 
-plan.json: the settings as a file or the planner gave them, the layout, its forecast, the environment, and what NCCL is
-to take between hosts. In a ConfigMap, in the run's folder and in run.json's `plan` it is the same.
+plan.json holds the settings, as given by a file or by the planner, the layout, its forecast, the environment, and the
+transport that NCCL should use between hosts. The ConfigMap and `plan` in run.json hold the same document.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLAN_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedValue:
-    """One part of a forecast: "gemm", seconds; "activations", bytes."""
+    """One component of a forecast: "gemm" in seconds, "activations" in bytes."""
 
     name: str
     value: float
@@ -40,7 +40,7 @@ class NamedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunForecast:
-    """What was forecast of the run; None is "not forecast"."""
+    """Forecast of the run. None means not forecast."""
 
     step_seconds: Interval | None = None
     memory_bytes: Interval | None = None
@@ -50,7 +50,7 @@ class RunForecast:
 
     @property
     def allocated_bytes(self) -> Interval | None:
-        """Of memory_bytes what tensors take: without the allocator's losses, workspaces and the CUDA context."""
+        """Part of memory_bytes that tensors use, without allocator fragmentation, workspaces and the CUDA context."""
         due, other_parts = self.memory_bytes, ("fragmentation", "reserved", "context")
         if due is None or not self.memory_parts:
             return None
@@ -61,20 +61,20 @@ class RunForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """The document. Where the layout is None, the settings and the ranks that are started decide."""
+    """The content of plan.json. If the layout is None, the settings and the number of started ranks determine it."""
 
     schema_version: int = PLAN_VERSION
-    config: JobConfig | None = None  # None: the built-in job's
-    trl: dict[str, Any] | None = None  # the settings for TRL's parser, where its SFTTrainer trains (finetune.sft_trl)
+    config: JobConfig | None = None  # None: settings of the built-in job
+    trl: dict[str, Any] | None = None  # settings for TRL's parser, if TRL's SFTTrainer runs the job (finetune.sft_trl)
     layout: Layout | None = None
     forecast: RunForecast = field(default_factory=RunForecast)
     environment: dict[str, str] = field(default_factory=dict)
-    transport: dict[str, str] = field(default_factory=dict)  # network, evidence, gdrdma: what NCCL is to take
-    notes: tuple[str, ...] = ()  # on the settings: names of before, and what has no effect
+    transport: dict[str, str] = field(default_factory=dict)  # network, evidence, gdrdma: transport that NCCL should use
+    notes: tuple[str, ...] = ()  # about the settings: older option names, options without effect
 
 
 def dumps(plan: JobPlan) -> str:
-    """The document's text. Raises ConfigError where a job would refuse it."""
+    """Serialize the plan. Raises ConfigError if a job would reject it."""
     text = json.dumps(plain.write(plan), indent=1) + "\n"
     try:
         plain.loads(text.encode())
@@ -84,7 +84,7 @@ def dumps(plan: JobPlan) -> str:
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
-    """plan.json, with `key=value` over its settings. Raises ConfigError that names the file and what is wrong."""
+    """Read plan.json and apply `key=value` overrides to its settings. Raises ConfigError, which names the file."""
     try:
         data = plain.loads(bounded.read(path, MAX_FILE_BYTES))
     except (OSError, ValueError) as error:
@@ -116,7 +116,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
 
 
 def choose(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()) -> tuple[JobPlan, JobConfig]:
-    """The document, and its settings: a launcher's, or made of a file of settings. Raises ConfigError."""
+    """Return the plan and its settings, read from plan.json or created from a settings file. Raises ConfigError."""
     if plan is None:
         made, _, notes = read_config(config, overrides)
         return JobPlan(config=made, notes=tuple(notes)), made
@@ -127,7 +127,7 @@ def choose(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()
 
 
 def parse_layout(raw: Mapping[str, Any], where: str) -> Layout:
-    """A Layout from a mapping; unknown members are an error that lists close names."""
+    """Convert a mapping to a Layout. An unknown field is an error, which suggests similar field names."""
     known = [one.name for one in dataclasses.fields(Layout)]
     for name in raw:
         if name not in known:

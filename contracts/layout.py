@@ -1,6 +1,6 @@
-"""The parallel layout of a training job: the one word list that planner and fine-tune job share.
+"""The parallel layout of a training job, in the terms that the planner and the fine-tune job share.
 
-Names are torchtitan's. This module imports nothing of the project: `finetune` may import it, and only it.
+Field names are those of torchtitan. This module imports no other project module.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ Checkpointing = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Sharding = Literal["ddp", "zero1", "zero2", "zero3"]  # zero3 is FSDP; with dp_replicate > 1 it is HSDP
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8"]
-EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8")  # mxfp8: a scale for 32 values in a row, not one for the tensor
+EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8")  # mxfp8 has one scale per 32 values, fp8 one per tensor
 Offload = Literal["none", "optimizer", "all"]
 
-# Models by `model_type` of their config.json.
+# Model types (`model_type` of config.json) that get special treatment.
 
-# The job cuts and shards these: one stack of layers, rotary positions, q/k/v/o and gate/up/down projections.
-MIXTURES: tuple[str, ...] = ("mixtral", "qwen3_moe")  # of them those with experts
+# The job can shard these: one stack of layers, rotary embeddings, q/k/v/o and gate/up/down projections.
+MIXTURES: tuple[str, ...] = ("mixtral", "qwen3_moe")  # of these, the mixture-of-experts models
 ROPE_TYPES: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
-WHOLE_ROPE: tuple[str, ...] = ("dynamic", "longrope")  # of these, whose angles follow from the sequence's length
+WHOLE_ROPE: tuple[str, ...] = ("dynamic", "longrope")  # RoPE types whose angles depend on the sequence length
 TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 
 _NAMED_COUNTS = (
@@ -29,15 +29,15 @@ _NAMED_COUNTS = (
 
 
 class LayoutError(ValueError):
-    """A layout that cannot exist; the message names the field, the value and what is allowed."""
+    """The layout is invalid; the message names the field, its value and the allowed values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees that multiply to the world size, and how each rank runs its share.
+    """Parallel degrees, whose product is the world size, and settings that each rank uses.
 
-    Ranks are laid out with tp innermost, then cp, dp_shard, dp_replicate, pp outermost: neighbours in rank
-    order share a node.
+    Ranks are ordered with tp innermost, then cp, dp_shard, dp_replicate, and pp outermost. Consecutive ranks are on the
+    same node.
     """
 
     world_size: int
@@ -46,13 +46,13 @@ class Layout:
     cp: int = 1
     tp: int = 1
     pp: int = 1
-    ep: int = 1  # of the dp x cp ranks; does not multiply
-    sharding: Sharding = "zero3"  # what is sharded over dp_shard ("ddp": dp_shard is 1)
+    ep: int = 1  # groups within the dp x cp ranks; not a factor of the world size
+    sharding: Sharding = "zero3"  # what is sharded over the dp_shard ranks (with "ddp", dp_shard is 1)
     reshard_after_forward: bool = True
-    sequence_parallel: bool = False  # with tp > 1
+    sequence_parallel: bool = False  # requires tp > 1
     schedule: Schedule = "1f1b"
-    virtual_stages: int = 1  # model chunks per pipeline rank (interleaved)
-    stage_layers: tuple[int, ...] = ()  # layers per stage where uneven; empty is even
+    virtual_stages: int = 1  # model chunks per pipeline rank (interleaved schedule)
+    stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; empty: equal stages
     micro_batch: int = 1  # sequences
     gradient_accumulation: int = 1  # micro-batches per optimizer step and data-parallel rank
     checkpointing: Checkpointing = "none"
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different sequences."""
+        """Number of ranks that process different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -94,7 +94,7 @@ class Layout:
 
     @property
     def family(self) -> str:
-        """Short name: "FSDP", "HSDP", "DDP", "TP8", "PP4 x FSDP"; a model's family is another thing."""
+        """Short name of the parallelism: "FSDP", "HSDP", "DDP", "TP8", "PP4 x FSDP"; not the model family."""
         parts = []
         if self.pp > 1:
             parts.append(f"PP{self.pp}")
@@ -120,7 +120,7 @@ _NAMED_WORDS: dict[str, tuple[str, ...]] = {
 
 
 def values_of(text: str) -> dict[str, Any]:
-    """ "dp_shard=4,tp=2,micro_batch=2" as fields of a layout; LayoutError names the word that is wrong."""
+    """Parse "dp_shard=4,tp=2,micro_batch=2" into layout fields. Raises LayoutError, which names the wrong item."""
     values: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
@@ -137,5 +137,5 @@ def values_of(text: str) -> dict[str, Any]:
 
 
 def most_ranks(wanted: int, *counts: int) -> int:
-    """The largest number of ranks, of at most so many, that divides all of these."""
+    """Return the largest number, at most `wanted`, that divides all of `counts`."""
     return next(n for n in range(wanted, 0, -1) if not any(count % n for count in counts))

@@ -1,8 +1,8 @@
-"""JSON of strangers as plain data: bounded in depth, every number within bounds, every text writable as UTF-8; and the
-codec between plain data and typed records.
+"""JSON from untrusted sources as plain data, with limited nesting, bounded numbers and text that UTF-8 can encode; and
+the codec between plain data and dataclasses.
 
-Specification: RFC 8259. Python's own reader also takes NaN, integers of any length and halves of surrogate pairs, which
-would later break code that computes with them or writes them.
+Specification: RFC 8259. Python's own reader also accepts NaN, integers of any length and unpaired surrogates, which
+would break code that later computes with these values or writes them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-DEEPEST = 64  # the deepest document of ours, a recording, has six levels
+DEEPEST = 64  # a recording, the deepest of our documents, has six levels
 LARGEST = 2**64  # NVML and the kernel count in unsigned 64 bits
-LARGEST_DECIMAL = 1e30  # no rate, time or size comes near; sums and products of what is read stay finite
+LARGEST_DECIMAL = 1e30  # larger than any rate, time or size; sums and products of such values stay finite
 
 
 class PlainError(ValueError):
-    """The text is no JSON, or holds what no document of ours does."""
+    """The text is not JSON, or contains a value that none of our documents has."""
 
 
 def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
-    """The document. Raises PlainError; with `unknown_numbers` a number that is none, such as NaN, reads as None."""
+    """Parse a document. Raises PlainError. With `unknown_numbers`, a non-finite number such as NaN becomes None."""
 
     def refused(word: str) -> float | None:
         if unknown_numbers:
@@ -57,18 +57,18 @@ def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
 
 
 def strict(converter: Any) -> None:
-    """Have a cattrs converter take numbers for numbers and text for text, and turn nothing into the other."""
+    """Configure a cattrs converter to reject text for a number and a number for text, instead of converting it."""
     for kind, allowed in ((int, int), (float, int | float), (str, str), (bool, bool)):
-        converter.register_structure_hook(kind, _exactly(kind, allowed))
+        converter.register_structure_hook(kind, _require_type(kind, allowed))
 
 
-def _exactly(kind: type, allowed: Any) -> Callable[[Any, type], Any]:
+def _require_type(kind: type, allowed: Any) -> Callable[[Any, type], Any]:
     def hook(value: Any, target_type: type) -> Any:
-        if target_type is not kind:  # an IntEnum, which is an int too
+        if target_type is not kind:  # e.g. an IntEnum, which is also an int
             return target_type(value)
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             raise PlainError(f"{str(value)[:40]!r} is no {kind.__name__}")
-        if kind is int and value.bit_length() > 64:  # a counter's width; a float cannot hold any size
+        if kind is int and value.bit_length() > 64:  # width of a counter; larger integers may not fit a float
             raise PlainError(f"a whole number of {value.bit_length()} bits: 64 are allowed")
         return kind(value)
 
@@ -85,39 +85,39 @@ def _check_depth(found: Any) -> None:
     raise PlainError(f"nested more than {DEEPEST} levels deep")
 
 
-# Typed records to plain values and back (cattrs; docs/decisions/0016).
+# Conversion between dataclasses and plain values (cattrs; docs/decisions/0016).
 #
-# A number is never read as text, nor text as a number. Members that a type does not have are ignored. `read` is for
-# documents that must fit, `pick` for those of another release or another writer: it takes what fits.
+# A number is never read as text, nor text as a number. Unknown members are ignored. `read` is for documents that must
+# match their type; `pick` is for documents of another release or program and skips members that do not match.
 
 T = TypeVar("T")
 
-MOST_ITEMS = 65536  # of a list that `pick` reads; a run logs at most 4096 steps
-MISFITS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # of cattrs without details
+MOST_ITEMS = 65536  # limit of a list that `pick` reads; a run logs at most 4096 steps
+MISFITS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # of cattrs without detailed validation
 
 
 class MisfitError(ValueError):
-    """The data does not fit its type."""
+    """The data does not match its type."""
 
 
 @cache
 def converter() -> Any:
-    """Return the cattrs converter, made on first use: importing cattrs takes 0.1 s, and most verbs do not need it."""
+    """Return the cattrs converter, created on first use: importing cattrs takes 0.1 s and most verbs do not need it."""
     from cattrs.preconf.json import make_converter
 
-    # stops at the first misfit: collecting all of them takes a minute for a megabyte of nonsense
+    # stop at the first error: collecting all errors takes a minute for 1 MB of invalid data
     made = make_converter(detailed_validation=False)
     strict(made)
     return made
 
 
 def write(value: Any) -> Any:
-    """Turn a record into dicts, lists, numbers and text."""
+    """Convert a dataclass to dicts, lists, numbers and text."""
     return converter().unstructure(value)
 
 
 def read(data: object, kind: type[T]) -> T:
-    """Turn plain data into a record. Raises MisfitError that says what does not fit."""
+    """Convert plain data to a dataclass. Raises MisfitError, which names what does not match."""
     try:
         found: T = converter().structure(data, kind)
     except MISFITS as error:
@@ -126,10 +126,10 @@ def read(data: object, kind: type[T]) -> T:
 
 
 def pick(data: object, kind: type[T]) -> T:
-    """Return a dataclass with the members that are present and of the right kind; all others have their default."""
+    """Convert plain data to a dataclass. Members that are missing or have the wrong type get their default value."""
     found: dict[str, Any] = {}
     if isinstance(data, dict):
-        for name, hint in _members(kind).items():  # type: ignore[arg-type]
+        for name, hint in _get_members(kind).items():  # type: ignore[arg-type]
             if name in data and (value := _pick_one(data[name], hint)) is not _MISFIT:
                 found[name] = value
     return kind(**found)
@@ -144,7 +144,7 @@ def _pick_one(value: Any, hint: Any) -> Any:
         return None if type(None) in options else _MISFIT
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, dict):
-            return _dataclass(value, option)
+            return _pick_dataclass(value, option)
         if get_origin(option) in (list, tuple) and isinstance(value, list | tuple):
             items = (_pick_one(each, get_args(option)[0]) for each in value[:MOST_ITEMS])
             return get_origin(option)(item for item in items if item is not _MISFIT)
@@ -162,15 +162,15 @@ def _pick_one(value: Any, hint: Any) -> Any:
     return _MISFIT
 
 
-def _dataclass(value: dict[str, Any], kind: Any) -> Any:
+def _pick_dataclass(value: dict[str, Any], kind: Any) -> Any:
     try:
         return pick(value, kind)
-    except (TypeError, ValueError):  # a member without a default is missing, or one is refused
+    except (TypeError, ValueError):  # a required member is missing, or a value was rejected
         return _MISFIT
 
 
 @cache
-def _members(kind: Any) -> dict[str, Any]:
+def _get_members(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -179,9 +179,9 @@ _STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def printable(text: str) -> str:
-    """Text of others for a terminal, a log or a file that one reads: what steers it and is not shown becomes "?".
+    """Make untrusted text safe for a terminal, a log or a file: replace invisible control characters with "?".
 
-    These are the control characters of ISO 6429 but line feed and tab, Unicode's marks of direction and separators of
-    lines, and halves of surrogate pairs, which no encoding has.
+    These are the control characters of ISO 6429 except line feed and tab, Unicode's directional marks and line
+    separators, and unpaired surrogates, which cannot be encoded.
     """
     return _STEERS.sub("?", text)

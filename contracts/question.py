@@ -1,8 +1,8 @@
-"""The question to the planner: which machines, which model, which run. question.toml declares each field once.
+"""The question to the planner: machines, model and run. question.toml declares each field once.
 
-The command line's options (agent.base.options) and the model below are both made from that table. The model is what the
-HTTP agent validates query parameters and bodies with. It is made on first use, because importing pydantic and making
-the model take 0.1 s, and most verbs need neither (docs/decisions/0038).
+The command line options (agent.base.options) and the pydantic model below are both built from that table. The HTTP
+agent validates query parameters and bodies with the model. The model is built on first use, because importing pydantic
+and building it take 0.1 s, and most verbs need neither (docs/decisions/0038).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 def rows() -> dict[str, dict[str, Any]]:
-    """Return the table of each field by its option: "--sequence-length"."""
+    """Return the row of each field, by its command line option ("--sequence-length")."""
     return read_table(__file__, "question.toml")
 
 
 def word_of(option: str) -> str:
-    """Return the name of the option as an HTTP parameter: "sequence_length"."""
+    """Return the HTTP parameter of an option: "sequence_length" of "--sequence-length"."""
     return option.removeprefix("--").replace("-", "_")
 
 
 @cache
 def fields() -> Mapping[str, str]:
-    """Return the option of each field by the field's name."""
+    """Return the command line option of each field, by field name."""
     return {str(row.get("name", word_of(option))): option for option, row in rows().items()}
 
 
 def most(name: str) -> int:
-    """Return the largest number, or the longest text in characters, that a field accepts."""
+    """Return the upper bound of a field: the largest number, or the maximum text length in characters."""
     row = rows()[fields()[name]]
     limits = bounds(str(row.get("type", "")))
     return int(limits[2] or 0) if limits else int(row["most"])
@@ -42,14 +42,14 @@ def most(name: str) -> int:
 
 @cache
 def model() -> type[BaseModel]:
-    """Return the pydantic model of a question, with every field of question.toml; other members are refused."""
+    """Return the pydantic model of a question, with every field of question.toml; unknown members are rejected."""
     from pydantic import ConfigDict, create_model
 
-    made: dict[str, Any] = {name: _declared(option) for name, option in fields().items()}
+    made: dict[str, Any] = {name: _parse_declaration(option) for name, option in fields().items()}
     return create_model("Question", __config__=ConfigDict(extra="forbid", populate_by_name=True), **made)
 
 
-def _declared(option: str) -> tuple[Any, Any]:
+def _parse_declaration(option: str) -> tuple[Any, Any]:
     """Return the type and the default of one field."""
     from pydantic import Field
 

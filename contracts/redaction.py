@@ -1,8 +1,8 @@
-"""The one filter for secrets in whatever leaves a process: recordings, bundles, records of runs, HTTP answers.
+"""The filter for secrets in all output: recordings, bundles, run records and HTTP responses.
 
 A secret is recognised by the name before it (`PASSWORD=`, `--token X`, `"auth": `, a header, a manifest's variable) or
-by its own form (`ghp_...`, a private key, a password in a URL). What only looks alike stays readable: counts of tokens,
-names and paths of secrets, references such as `$TOKEN`, words such as `auth: required`. redaction.toml lists all these.
+by its own form (`ghp_...`, a private key, a password in a URL). Text that only looks similar is kept: token counts,
+secrets' names and paths, references such as `$TOKEN`, `auth: required`. redaction.toml has the patterns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from contracts.tables import read_table
 
 LEFT_OUT = "(left out)"
-MOST_NAME = 256  # characters; what is longer is no name
+MOST_NAME = 256  # characters; longer text is not a name
 
 _TABLE = read_table(__file__, "redaction.toml")
 _SECRET, _HEADER, _ABOUT = (re.compile("|".join(_TABLE[name]), re.IGNORECASE) for name in ("secret", "header", "about"))
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"[\d.,_]+(?:e[+-]?\d+)?[kmgbt]?\w?", re.IGNORECASE)
 
 _VALUE = re.compile(r"""(?P<open>\\*["'])(?P<quoted>(?:(?!(?P=open))[^\n])*)|(?P<bare>\(left out\)|[^\s,;"'\\]+)""")
 _REST_OF_LINE = re.compile(r"""(?P<open>)(?P<bare>[^\n"'\\{]+)""")
-_NAMES = (  # each ends where the value begins
+_NAMES = (  # each pattern ends where the value begins
     re.compile(r"""(?P<name>(?<![\w.-])[\w.-]++)\\*["']?[ \t]*[=:][ \t]*(?:[|>][+-]?[ \t]*\n[ \t]*)?"""),
     re.compile(r"(?P<name>(?<![\w-])--?[A-Za-z][\w-]*+)[ \t]+(?!-)"),
     re.compile(r"""\bname\\*["']?\s*:\s*\\*["']?(?P<name>[\w.-]++)\\*["']?\s*,?\s*\\*["']?value\\*["']?\s*:\s*"""),
@@ -34,7 +34,7 @@ _NAMES = (  # each ends where the value begins
 
 
 def redact(text: str) -> str:
-    """The text with every secret replaced by LEFT_OUT."""
+    """Return the text with every secret replaced by LEFT_OUT."""
     for pattern in _NAMES if _SECRET.search(text) or _HEADER.search(text) else ():
         pieces, at = [], 0
         for found in pattern.finditer(text):
@@ -53,42 +53,42 @@ def redact(text: str) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """A document of plain values (dict, list, text, numbers), or a dataclass of such, with every secret left out.
+    """Return a copy of plain values (dict, list, text, numbers) or of a dataclass, with every secret replaced.
 
-    A name counts for the value beside it: a member of a mapping, `{"name": "API_KEY", "value": ...}` of a manifest, and
-    an option before its word in a list of arguments.
+    A name marks the value that follows it: in a mapping, in `{"name": "API_KEY", "value": ...}` of a manifest, or as an
+    option followed by its argument in a list of arguments.
     """
     if isinstance(value, str):
-        return redact(value) if type(value) is str else value  # a member of an Enum is a word of ours
+        return redact(value) if type(value) is str else value  # an Enum member is one of our own constants
     if isinstance(value, dict):
         variable = value.get("name") if isinstance(value.get("value"), str) else None
         return {
-            key: _of_member(str(variable) if key == "value" and variable else str(key), one)
+            key: _redact_member(str(variable) if key == "value" and variable else str(key), one)
             for key, one in value.items()
         }  # fmt: skip
     if isinstance(value, list | tuple):
         options = ["", *(one if isinstance(one, str) and re.fullmatch(r"--?[\w-]+", one) else "" for one in value)]
-        found = [_of_member(option, one) for option, one in zip(options, value, strict=False)]
+        found = [_redact_member(option, one) for option, one in zip(options, value, strict=False)]
         return tuple(found) if type(value) is tuple else found
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         members = {name: getattr(value, name) for name in fields}
-        changed = {name: made for name, one in members.items() if (made := _of_member(name, one)) != one}
+        changed = {name: made for name, one in members.items() if (made := _redact_member(name, one)) != one}
         return dataclasses.replace(value, **changed) if changed else value
     return value
 
 
-def _of_member(name: str, value: Any) -> Any:
+def _redact_member(name: str, value: Any) -> Any:
     if isinstance(value, str) and name and is_secret(name, value):
         return LEFT_OUT
     return without_secrets(value)
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a value of this name is a secret."""
+    """Whether a value is a secret, judged by its name."""
     if not _names_a_secret(name) or _HARMLESS.fullmatch(value.strip()):
         return False
-    return not ("tokens" in name.lower() and _NUMBER.fullmatch(value))  # a count of tokens
+    return not ("tokens" in name.lower() and _NUMBER.fullmatch(value))  # a number of tokens is not a secret
 
 
 def _names_a_secret(name: str) -> bool:

@@ -1,8 +1,8 @@
-"""The record of a training run, run.json: what the job writes, its launcher ends and the agent shows.
+"""The record of a training run, run.json: the job writes it, the launcher completes it, the agent shows it.
 
-Specification: run.json in docs/reference/finetune-job.md. What started the ranks, `topoflight launch` on one host
-or `finetune.pod` in a pod, adds what it saw where the job could not write its own end: killed ranks, a killed launcher,
-a lost node; what the job has reported stays valid.
+Specification: run.json in docs/reference/finetune-job.md. The process that started the ranks (`topoflight launch` on
+one host, `finetune.pod` in a pod) records the end if the job could not: ranks or the launcher were killed, or a node
+was lost. Values that the job reported are kept.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from contracts.job_plan import JobPlan, RunForecast
 from contracts.redaction import redact, without_secrets
 
 RECORD_VERSION = 1
-WHY = "why.json"  # in the same folder: the verdict of the process that watches the run
-RESUMABLE = 75  # EX_TEMPFAIL: the job saved and ended; started again it goes on
-KILLED = 128  # plus a signal's number, as a shell tells it
+WHY = "why.json"  # in the same folder: verdict of the process that watches the run
+RESUMABLE = 75  # EX_TEMPFAIL: the job saved a checkpoint and ended; starting it again resumes it
+KILLED = 128  # plus the signal number, as in a shell
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
-_TAIL_BYTES = 65536  # of metrics.jsonl, whose lines take some 300
-_UNCOUNTED = 5  # steps of a record that names no counted_steps: three of warm-up and memory, two profiled
+_TAIL_BYTES = 65536  # read from the end of metrics.jsonl; a line has about 300
+_UNCOUNTED = 5  # warm-up, memory and profiled steps (3 + 2) of a record without counted_steps
 COMMUNICATION = ("gather", "reduce", "tensor_parallel", "context_parallel", "pipeline")
 PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
               "context_parallel": "context parallelism", "pipeline": "pipeline sends",
               "idle": "between operators"}  # fmt: skip
-# One rank in torchrun's report of a failure (torch/distributed/elastic/multiprocessing/errors/__init__.py)
+# Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FAILED_RANK = re.compile(r"^.*?rank +: (\d{1,7}) [^\n]*\n.*?exitcode +: (-?\d{1,7}) ", re.MULTILINE)
-# The last line of a Python traceback, as a rank prints it; torchrun's own error only says that a rank failed.
+# Matches the last line of a rank's Python traceback; torchrun's own error only says that a rank failed.
 _RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+(?:Error|Exception)\b(?<!ChildFailedError).*)$", re.MULTILINE)
 
 
 class RecordError(ValueError):
-    """The record of a run is missing or cannot be read."""
+    """run.json is missing or cannot be read."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EffectiveLayout:
-    """What the job found itself with, read from the built objects; None is "not reported"."""
+    """The layout that the job actually used, read from its PyTorch objects. None means not reported."""
 
     world_size: int | None = None
     dp_replicate: int | None = None
@@ -61,9 +61,9 @@ class EffectiveLayout:
     reshard_after_forward: bool | None = None
     checkpointed_layers: int | None = None
     compiled_layers: int | None = None
-    placements: dict[str, int] = field(default_factory=dict)  # "dp_shard:S(0)" -> parameters placed so
+    placements: dict[str, int] = field(default_factory=dict)  # "dp_shard:S(0)" -> parameters with this placement
     unsharded_parameters: int | None = None
-    split_projections: list[int] = field(default_factory=list)  # split over tp, of how many
+    split_projections: list[int] = field(default_factory=list)  # projections split over tp, and the total
     parameter_bytes: int | None = None
     local_parameter_bytes: int | None = None
     transports: list[str] = field(default_factory=list)
@@ -71,18 +71,18 @@ class EffectiveLayout:
 
 @dataclass(slots=True, kw_only=True)
 class RunLayout:
-    """The layout that ran; the plan has the one that was requested."""
+    """The effective layout. The plan has the requested layout."""
 
     family: str | None = None
     effective: EffectiveLayout | None = None
 
 
-_ROUNDING = 0.01  # of the step
+_ROUNDING = 0.01  # tolerated rounding, as a fraction of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunModel:
-    """What was trained."""
+    """The trained model."""
 
     name: str | None = None
     parameters: int | None = None
@@ -91,22 +91,22 @@ class RunModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the forecast is held against; None is "not measured"."""
+    """Measurements that are compared with the forecast. None means not measured."""
 
     step_seconds: float | None = None  # median
-    counted_steps: int | None = None  # that it is the median of: without warm-up, memory's and profiled steps
+    counted_steps: int | None = None  # steps in the median: without warm-up, memory measurement and profiling
     tokens_per_second: float | None = None
     mfu: float | None = None
-    memory_bytes: float | None = None  # peak of the fullest rank
+    memory_bytes: float | None = None  # peak of the rank with the highest use
     memory_counts: str | None = None  # what memory_bytes counts
-    memory_allocated_bytes: float | None = None  # of it, by tensors; of a GPU
+    memory_allocated_bytes: float | None = None  # part used by tensors; GPU only
     rss_peak_bytes: int | None = None
     rss_growth_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Of the first and the last step."""
+    """Training loss of the first and the last step."""
 
     first: float | None = None
     last: float | None = None
@@ -114,7 +114,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalLoss:
-    """Of the test split after a step."""
+    """Loss on the test split after a training step."""
 
     step: int
     loss: float | None
@@ -122,7 +122,7 @@ class EvalLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """Of the profiled steps: shares of the step, seconds of each kind of collective."""
+    """Communication in the profiled steps: fractions of the step, and seconds by kind of collective."""
 
     share: float | None = None
     exposed_share: float | None = None
@@ -132,17 +132,17 @@ class Communication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPart:
-    """One part of a step, from the profiler: what nothing else hides."""
+    """One part of a step in the profiler's trace: time not overlapped by any other part."""
 
     part: str  # "compute", "gather", "reduce", "tensor_parallel", "context_parallel", "pipeline", ...
     measured_seconds: float
-    share: float  # of the profiled step
+    share: float  # fraction of the profiled step
     hidden_seconds: float | None = None
     forecast_seconds: float | None = None
 
     @property
     def words(self) -> str:
-        """The name in a sentence."""
+        """Name of the part for use in a sentence."""
         return PART_WORDS.get(self.part, self.part)
 
 
@@ -151,27 +151,27 @@ _TITLES = {"step_seconds": "step time", "memory_bytes": "peak memory per rank"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One quantity of a run: its forecast, its measurement, and whether the forecast's interval holds it."""
+    """Forecast and measurement of one quantity, and whether the measurement is inside the forecast interval."""
 
     quantity: str  # "step_seconds", "memory_bytes", "memory_allocated_bytes", "tokens_per_second"
     forecast: Interval | None = None
     measured: float | None = None
-    within: bool | None = None  # None: not forecast or not measured
+    within: bool | None = None  # None: no forecast or no measurement
     line: str = ""
 
     @property
     def title(self) -> str:
-        """The quantity in words: "step time"."""
+        """Name of the quantity for a report: "step time"."""
         return _TITLES.get(self.quantity, self.quantity.rsplit("_", 1)[0].replace("_", " "))
 
     @property
     def unit(self) -> str:
-        """ "s", "B", or "/s"."""
+        """Unit of the quantity: "s", "B", or "/s"."""
         return "s" if self.quantity.endswith("_seconds") else "B" if self.quantity.endswith("_bytes") else "/s"
 
     @property
     def verdict(self) -> str:
-        """ "inside", "above" or "below" the interval, or "unknown"."""
+        """Position of the measurement: "inside", "above" or "below" the interval, or "unknown"."""
         if self.within is None or self.forecast is None or self.measured is None:
             return "unknown"
         if self.within:
@@ -180,14 +180,14 @@ class Comparison:
 
 
 def comparison_of(quantity: str, forecast: Interval | None, measured: float | None, line: str = "") -> Comparison:
-    """Compare one measured quantity with its forecast, in the same unit."""
+    """Compare a measurement with its forecast; both are in the unit of the quantity."""
     within = None if forecast is None or measured is None else forecast.low <= measured <= forecast.high
     return Comparison(quantity=quantity, forecast=forecast, measured=measured, within=within, line=line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclChannels:
-    """What NCCL's own log showed of the job's channels (finetune.channels)."""
+    """Channels of the job, as reported in NCCL's log (finetune.channels)."""
 
     verdict: str = "unknown"
     planned: str | None = None
@@ -201,7 +201,7 @@ class NcclChannels:
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """run.json. None and empty mean "not reported"."""
+    """The content of run.json. None and empty mean "not reported"."""
 
     schema_version: int = RECORD_VERSION
     status: str = "unknown"  # "running", "complete", "mismatch", "out_of_memory", ...
@@ -211,10 +211,10 @@ class RunRecord:
     started_at: str | None = None  # UTC, RFC 3339
     ended_at: str | None = None
     restarts: int = 0
-    plan: JobPlan = field(default_factory=JobPlan)  # what was to run
+    plan: JobPlan = field(default_factory=JobPlan)  # the requested plan
     layout: RunLayout = field(default_factory=RunLayout)
     model: RunModel = field(default_factory=RunModel)
-    data: dict[str, Any] = field(default_factory=dict)  # name, rows, lengths, as the job counted them
+    data: dict[str, Any] = field(default_factory=dict)  # name, rows and lengths of the data set, counted by the job
     transports: list[str] = field(default_factory=list)
     nccl: NcclChannels | None = None
     communication: Communication | None = None
@@ -235,29 +235,29 @@ class RunRecord:
 
     @property
     def forecast(self) -> RunForecast:
-        """The plan's."""
+        """Forecast in the plan."""
         return self.plan.forecast
 
     @property
     def counted_steps(self) -> int | None:
-        """Steps that the median is of; of a record from before the member was written, at least so many."""
+        """Number of steps in the median; for records without this member, a lower bound from the step count."""
         if self.measured.counted_steps is not None:
             return self.measured.counted_steps
         return max(0, len(self.step_seconds) - _UNCOUNTED) if self.step_seconds else None
 
     def seconds_of(self, part: RunPart) -> float:
-        """A part's share of the step that was measured without the profiler: the profiler makes steps longer."""
+        """Seconds per step of a part, scaled to the step time without profiler, because the profiler adds time."""
         step = self.measured.step_seconds
         return part.share * step if step else part.measured_seconds
 
     @property
     def parts_overlap(self) -> bool:
-        """Whether parts ran at the same time, so that they are more than the step together."""
+        """Whether parts ran concurrently, so that their sum exceeds the step."""
         return sum(part.share for part in self.parts) > 1.0 + _ROUNDING
 
     @property
     def worst(self) -> str:
-        """The communication that the step waits for longest: "all-gather 31 % exposed"; empty without any."""
+        """The collective with the most exposed time: "all-gather 31 % exposed"; empty if there is none."""
         talking = [part for part in self.parts if part.part in COMMUNICATION]
         if not talking:
             return ""
@@ -266,7 +266,7 @@ class RunRecord:
 
     @property
     def placements(self) -> str:
-        """The effective layout in words: "FSDP on 2 x cpu (gloo): dp_shard:S(0) x 97"."""
+        """Describe the effective layout: "FSDP on 2 x cpu (gloo): dp_shard:S(0) x 97"."""
         found = self.layout.effective
         if not found:
             return "unknown"
@@ -277,7 +277,7 @@ class RunRecord:
 
 
 def compare(record: RunRecord) -> tuple[Comparison, ...]:
-    """Step time and memory of a run beside the forecast in its plan, whether known or not."""
+    """Compare step time and memory of a run with the forecast in its plan; unknown values are included."""
     due, measured = record.forecast, record.measured
     return (
         comparison_of("step_seconds", due.step_seconds, measured.step_seconds),
@@ -286,21 +286,21 @@ def compare(record: RunRecord) -> tuple[Comparison, ...]:
 
 
 def record_of(data: dict[str, Any]) -> RunRecord:
-    """The members of a document that are there and of the right kind, without secrets.
+    """Return the record with the members that are present and have the right type; secrets are removed.
 
-    Older and other jobs write records too. A reason or a note quotes what a program printed, and a record is shown to
-    every reader of the agent and of a report.
+    Older releases and other programs write records too. A reason or a note may quote the output of a program, and every
+    user of the agent and every reader of a report sees the record.
     """
     return plain.pick(without_secrets(data), RunRecord)
 
 
 def dumps(record: RunRecord) -> str:
-    """The document."""
+    """Serialize the record."""
     return json.dumps(plain.write(record), indent=1)
 
 
 def read(path: Path) -> RunRecord:
-    """The record in this file; RecordError names the file and what is wrong with it."""
+    """Read the record from a file. Raises RecordError, which names the file and the error."""
     try:
         data = plain.loads(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
     except FileNotFoundError:
@@ -316,35 +316,35 @@ def read(path: Path) -> RunRecord:
 
 
 class FailedRank(NamedTuple):
-    """A rank in torchrun's report of a failure."""
+    """One rank in torchrun's failure report."""
 
     rank: int
-    exit_code: int  # negative for a signal
+    exit_code: int  # negative: killed by this signal
 
     @property
     def signal(self) -> str:
-        """ "SIGKILL"; "" where no signal ended the rank."""
+        """Name of the signal that killed the rank, such as "SIGKILL"; "" if it was not killed."""
         return signal.Signals(-self.exit_code).name if -self.exit_code in set(signal.Signals) else ""
 
 
 def failed_ranks(log: str) -> list[FailedRank]:
-    """The ranks that torchrun's report at the end of its log names."""
+    """Return the ranks listed in torchrun's failure report at the end of its log."""
     return [FailedRank(int(rank), int(code)) for rank, code in _FAILED_RANK.findall(log)]
 
 
 def first_failed_rank(log: str) -> FailedRank | None:
-    """The rank that torchrun saw fail first; None if its log does not show it."""
+    """Return the rank that torchrun reports as the first to fail; None if its log does not name it."""
     return next(iter(failed_ranks(log.partition("Root Cause")[2])), None)
 
 
 def raised(log: str) -> str:
-    """Return the last line of the last traceback that a rank printed, without secrets; "" where there is none."""
+    """Return the last line of a rank's last traceback, with secrets removed; "" if there is no traceback."""
     found = _RAISED.findall(log)
     return redact(found[-1])[:300] if found else ""
 
 
 def of_start(path: Path, began: float) -> RunRecord | None:
-    """run.json, unless it cannot be read or an earlier start left it."""
+    """Read run.json; None if it cannot be read or if an earlier start of the job wrote it."""
     try:
         return read(path) if path.stat().st_mtime >= began else None
     except (OSError, RecordError):
@@ -352,9 +352,9 @@ def of_start(path: Path, began: float) -> RunRecord | None:
 
 
 def own_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
-    """The job's own code where torchrun, which makes 1 of every failure, hides it; 75 is "start again to go on".
+    """Return the job's own exit code, since torchrun replaces any failure by 1. Code 75 means "start again to resume".
 
-    `cut_short` says that torchrun was asked to end: the job may have been done by then.
+    `cut_short`: torchrun was asked to end; the job may have completed before that.
     """
     if exit_code == 0:
         return 0
@@ -364,9 +364,9 @@ def own_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool =
 
 
 def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float) -> RunRecord | None:
-    """The record of this start as it ended, None where it left none; one that still says "running" is written anew.
+    """Return the record at the end of this start; None if there is none. A status of "running" is replaced in the file.
 
-    The last step is that of metrics.jsonl, which is newer than the record's.
+    The last step is taken from metrics.jsonl, which is more recent than the record.
     """
     record = of_start(path, began)
     if record is None or exit_code == 0 or record.status not in ("running", "complete"):
@@ -374,16 +374,16 @@ def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float)
     updated = replace(
         record, status=status, exit_code=exit_code if exit_code >= 0 else KILLED - exit_code, reason=reason
     )
-    if record.status == "running":  # otherwise it has reported its end, and the agent has the report
+    if record.status == "running":  # otherwise the job reported its end, and the agent has that report
         updated.ended_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        updated.steps_done = _logged_step(path.with_name("metrics.jsonl"), began) or record.steps_done or 0
-        with contextlib.suppress(OSError):  # the disk may be what ended the job
+        updated.steps_done = _read_logged_step(path.with_name("metrics.jsonl"), began) or record.steps_done or 0
+        with contextlib.suppress(OSError):  # a full disk may have ended the job
             save(path, updated)
     return updated
 
 
 def watched(folder: Path) -> str:
-    """The verdict that `why --watch` left beside the record, as a note; empty where nothing was found."""
+    """Return the verdict that `why --watch` wrote next to the record, as a note; empty if it found nothing."""
     try:
         found = plain.loads(bounded.read_text(folder / WHY, 1 << 20))
         state, line = str(found["state"]), str(found["line"])
@@ -393,14 +393,14 @@ def watched(folder: Path) -> str:
 
 
 def save(path: Path, record: RunRecord) -> None:
-    """Replace run.json as a whole."""
+    """Write run.json atomically."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(dumps(record))
     draft.replace(path)
 
 
-def _logged_step(metrics: Path, began: float) -> int:
-    """The last step that this start logged; 0 where it logged none."""
+def _read_logged_step(metrics: Path, began: float) -> int:
+    """Return the last step that this start of the job logged; 0 if it logged none."""
     try:
         if metrics.stat().st_mtime < began:
             return 0
@@ -410,6 +410,6 @@ def _logged_step(metrics: Path, began: float) -> int:
     except OSError:
         return 0
     for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # the job was killed as it wrote this line
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # the job was killed while it wrote this line
             return int(json.loads(line)["step"])
     return 0

@@ -1,4 +1,4 @@
-"""Tables that a package has as TOML files in the folder of its modules."""
+"""Read TOML tables that are stored next to a package's modules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, AnyStr
 
 
 def read_table(module: str, name: str) -> dict[str, Any]:
-    """Read the TOML file `name` from the folder of a module, whose `__file__` is `module`. Each file is parsed once."""
-    return _read(module.rpartition("/")[0], name)  # no Path: a scan calls this hundreds of times
+    """Read the TOML file `name` from the folder of `module` (its `__file__`). Each file is parsed once."""
+    return _read(module.rpartition("/")[0], name)  # no Path object: a scan calls this hundreds of times
 
 
 @cache
@@ -23,9 +23,9 @@ def _read(folder: str, name: str) -> dict[str, Any]:
 def read_patterns(
     module: str, name: str, section: str, encode: Callable[[str], AnyStr]
 ) -> dict[str, re.Pattern[AnyStr]]:
-    """Compile the regular expressions of one section of a TOML file, in which <<name>> is one of the file's `pieces`.
+    """Compile the regular expressions of one section of a TOML file. <<name>> inserts an entry of the file's `pieces`.
 
-    `encode` is `str`, or `str.encode` for regular expressions on bytes.
+    `encode` is `str`, or `str.encode` for patterns that match bytes.
     """
     table = read_table(module, name)
     pieces = table.get("pieces", {})
@@ -33,24 +33,24 @@ def read_patterns(
 
 
 def read_texts(module: str, name: str) -> Callable[..., str]:
-    """Return a function that gives the text of a key of a TOML file, the {names} in it filled in with keywords."""
+    """Return a function that looks up a text in a TOML file and fills in its {names} from keyword arguments."""
     texts = read_table(module, name)
     return lambda key, **values: str(texts[key]).format(**values)
 
 
 def insert_pieces(text: str, pieces: Mapping[str, str]) -> str:
-    """Return a regular expression with each <<name>> replaced by the piece of that name."""
+    """Return a regular expression in which each <<name>> is replaced by the piece with that name."""
     return re.sub(r"<<(\w+)>>", lambda found: pieces[found[1]], text)
 
 
 def bounds(text: str) -> tuple[str, float, float | None, bool] | None:
-    """Read "int 1..1024" or "float above 0..1_000_000.0": the type, both ends, and whether the lower one is excluded.
+    """Parse "int 1..1024" or "float above 0..1_000_000.0" into the type, both bounds and whether the lower is excluded.
 
-    "int 1.." has no upper end. None for a text that is no range.
+    "int 1.." has no upper bound. Returns None if the text is not a range.
     """
     found = re.fullmatch(r"(int|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
     if found is None:
         return None
     low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
-    assert low is not None  # noqa: S101 - the pattern asks for it
+    assert low is not None  # noqa: S101 - the pattern requires it
     return found[1], low, high, bool(found[2])

@@ -1,8 +1,8 @@
-"""Translate the options of TRL and transformers to this job's settings, or say why an option asks for nothing.
+"""Translate options of TRL and transformers to this job's settings, or report that an option has no effect.
 
-Surface: `trl.toml` beside this module names the options and their sources. `fsdp_config` is read as transformers and
-accelerate spell its members, and DeepSpeed's JSON as DeepSpeed does. Each option becomes a setting or a member of the
-layout, or is named in a note because nothing depends on it, or is refused with what is allowed.
+Surface: `trl.toml` next to this module lists the options and their sources. `fsdp_config` accepts the member names of
+transformers and accelerate, and a DeepSpeed configuration those of DeepSpeed. Each option becomes a setting or a layout
+field, or a note reports that it has no effect, or it is rejected with the allowed values.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ Note = Callable[[str], None]
 
 
 class EndedError(Exception):
-    """The job ends before its last step, in order; the exit codes are those of sysexits.h."""
+    """The job ends before its last step, in a controlled way. Exit codes are those of sysexits.h."""
 
     code = 1
-    status = "failed"  # in run.json
+    status = "failed"  # status in run.json
 
 
 class ConfigError(EndedError, ValueError):
-    """A setting that cannot stand; the message names it, its value and what is allowed."""
+    """A setting is invalid; the message names the setting, its value and the allowed values."""
 
     code, status = 2, "refused"
 
 
 class OnlyTrlError(ConfigError):
-    """A setting that TRL's trainer takes and the built-in one does not."""
+    """A setting that TRL's trainer supports and the built-in trainer does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """The values of options that the built-in trainer accepts, why only these, and whether TRL takes any value."""
+    """Values that the built-in trainer accepts for some options, the reason, and whether TRL accepts any value."""
 
     names: list[str]
     allowed: list[Any]
@@ -47,33 +47,33 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A mapping within the file, such as `fsdp_config`."""
+    """A nested mapping in the file, such as `fsdp_config`."""
 
-    members: Mapping[str, str]  # name -> the job's setting, or the member of the layout
+    members: Mapping[str, str]  # name -> setting of the job, or field of the layout
     no_effect: list[str]
-    why: str  # of no_effect
+    why: str  # reason that the no_effect members have none
     only: Mapping[str, Allowed]
-    open: bool = False  # whether TRL passes any other member on
+    open: bool = False  # whether TRL passes unknown members on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionNames:
     """The tables of trl.toml."""
 
-    renamed: Mapping[str, str]  # older name -> today's
-    no_effect: Mapping[str, str]  # name -> why
+    renamed: Mapping[str, str]  # older name -> current name
+    no_effect: Mapping[str, str]  # name -> reason
     only: Mapping[str, Allowed]
-    elsewhere: Mapping[str, str]  # another trainer's name -> ours
-    other_trainers: Mapping[str, list[str]]  # trainer -> names that only its files have together
+    elsewhere: Mapping[str, str]  # option of another trainer -> our option
+    other_trainers: Mapping[str, list[str]]  # trainer -> a set of options that only its configuration files combine
     fsdp: Mapping[str, list[str]]
     deepspeed: Mapping[str, Any]
     sections: Mapping[str, Section]
-    of_trl: Mapping[str, Any]  # what TRL's parser does not get, and the names that it has
+    of_trl: Mapping[str, Any]  # options that TRL's parser must not get, and the names it knows
 
 
 @functools.cache
 def option_names() -> OptionNames:
-    """Read trl.toml, once."""
+    """Read trl.toml; cached."""
 
     def only_of(rows: list[dict[str, Any]]) -> dict[str, Allowed]:
         return {name: allowed for allowed in (Allowed(**row) for row in rows) for name in allowed.names}
@@ -88,8 +88,8 @@ def option_names() -> OptionNames:
     )
 
 
-MOST_SHOWN = 80  # characters of a value that is refused: lists of data sets run over pages
-# Settings that are members of the layout.
+MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
+# Settings that are stored as layout fields.
 IN_LAYOUT = {
     "per_device_train_batch_size": "micro_batch",
     "gradient_accumulation_steps": "gradient_accumulation",
@@ -103,7 +103,7 @@ _SPELLED = {member: name for name, member in IN_LAYOUT.items()} | {
 
 
 def spelled(member: str, value: Any) -> str:
-    """A member of the layout as a user writes it: "per_device_train_batch_size: 8"."""
+    """Format a layout field as the user's option: "per_device_train_batch_size: 8"."""
     if member == "precision":
         return "fp16: true" if value == "fp16" else f"bf16: {'true' if value == 'bf16' else 'false'}"
     if member == "sharding":
@@ -119,19 +119,19 @@ def _yaml(value: Any) -> str:
     )
 
 
-_ONE_RANK_GROUPS = {"tp": 1, "pp": 1, "cp": 1}  # every rank is a data-parallel one, unless the layout says otherwise
-NODE = "node"  # of layout.dp_shard: the ranks of a node, however many the job comes to have
-# transformers' string_to_bool, which reads the texts of a file's truths
+_ONE_RANK_GROUPS = {"tp": 1, "pp": 1, "cp": 1}  # all ranks are data parallel, unless the layout says otherwise
+NODE = "node"  # value of layout.dp_shard: the number of ranks per node
+# Text values accepted by transformers' string_to_bool.
 _TRUTHS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
 
 
 def truth(value: Any) -> Any:
-    """A quoted "true" or "no" as the truth that transformers reads in it; anything else as it is."""
+    """Convert a quoted "true" or "no" to a bool as transformers does; return any other value unchanged."""
     return _TRUTHS.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def flag(name: str, value: Any) -> bool | None:
-    """Read a value as true, false or not set. Raises ConfigError that names the option."""
+    """Convert a value to True, False or None (not set). Raises ConfigError, which names the option."""
     found = truth(value)
     if not isinstance(found, bool | None):
         raise ConfigError(f"{name}={value!r}: must be true or false")
@@ -139,7 +139,7 @@ def flag(name: str, value: Any) -> bool | None:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """The names nearest to an unknown one, as the end of a sentence."""
+    """Suggest known names similar to an unknown one, as the end of a sentence."""
     if here := option_names().elsewhere.get(name):
         return f"; here it is {here}"
     close = difflib.get_close_matches(name, [*known], n=3)
@@ -147,7 +147,7 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def without_effect(name: str, value: Any, note: Note) -> bool:
-    """Whether a setting asks for nothing; a note says so, and a value that would ask for something is refused."""
+    """Whether an option has no effect, which is noted. Raises ConfigError if its value asks for something else."""
     names = option_names()
     if name in names.no_effect:
         note(f"{name}: no effect, {names.no_effect[name]}")
@@ -160,7 +160,7 @@ def without_effect(name: str, value: Any, note: Note) -> bool:
 
 
 def require(name: str, value: Any, only: Allowed) -> None:
-    """Raise ConfigError for a value that is not allowed; null is. OnlyTrlError where TRL takes it."""
+    """Raise ConfigError if a value is not allowed (null always is), or OnlyTrlError if TRL's trainer accepts it."""
     allowed, why = only.allowed, only.why
     if any(isinstance(one, bool) for one in allowed):
         value = truth(value)
@@ -177,9 +177,9 @@ def require(name: str, value: Any, only: Allowed) -> None:
 
 
 def members_of(raw: Mapping[str, Any], name: str, note: Note) -> Iterator[tuple[str, str, Any]]:
-    """Yield the members of a mapping within the file that the job reads: whole name, own name, value.
+    """Yield (full name, own name, value) of each member of a nested mapping that the job uses.
 
-    Those without effect are noted; unknown ones, and values that the job does not have, are refused.
+    Members without effect are noted. Unknown members and unsupported values raise ConfigError.
     """
     found, section = raw.get(name), option_names().sections[name]
     if found is None:
@@ -188,7 +188,7 @@ def members_of(raw: Mapping[str, Any], name: str, note: Note) -> Iterator[tuple[
         file = "or a file of one that is there" if name == "fsdp_config" else "not the name of a file"
         raise ConfigError(f"{name}={found!r}: must be a mapping, {file}")
     for key, value in found.items():
-        own = str(key).removeprefix(f"{name}_").removeprefix("fsdp_")  # as accelerate's own file spells them
+        own = str(key).removeprefix(f"{name}_").removeprefix("fsdp_")  # prefix in accelerate's own configuration file
         where = f"{name}.{own}"
         if own in section.members:
             yield where, own, value
@@ -202,7 +202,7 @@ def members_of(raw: Mapping[str, Any], name: str, note: Note) -> Iterator[tuple[
 
 
 def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
-    """bf16 and fp16 of the file as the layout's precision; neither says nothing."""
+    """Set the layout's precision from bf16 and fp16; if neither is set, the precision stays open."""
     flags = {name: flag(name, raw.get(name)) for name in ("bf16", "fp16")}
     if flags["fp16"]:
         put(layout, "precision", "fp16", "fp16")
@@ -212,7 +212,7 @@ def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
 
 
 def put(layout: dict[str, Any], member: str, value: Any, name: str) -> None:
-    """A member of the layout, unless something else in the file says another value."""
+    """Set a layout field. Raises ConfigError if another option of the file set a different value."""
     if layout.get(member, value) != value:
         raise ConfigError(
             f"{name} asks for {spelled(member, value)}, and the file says {spelled(member, layout[member])}"
@@ -221,7 +221,7 @@ def put(layout: dict[str, Any], member: str, value: Any, name: str) -> None:
 
 
 def checkpointing(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
-    """Recomputation by any of its names: on where one of them is on, as FSDP's stands for the Trainer's."""
+    """Set recomputation. It has several options (FSDP's and the Trainer's) and is on if any of them is on."""
     inside = raw.get("fsdp_config")
     places = {name: raw.get(name) for name in ("gradient_checkpointing", "activation_checkpointing")}
     for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
@@ -233,9 +233,9 @@ def checkpointing(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
 
 
 def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
-    """`fsdp` and `fsdp_config` as members of the layout."""
+    """Convert `fsdp` and `fsdp_config` to layout fields."""
     value = raw.get("fsdp")
-    words = _fsdp_words(value)
+    words = _split_fsdp_words(value)
     options = {own: (where, each) for where, own, each in members_of(raw, "fsdp_config", note)}
     _, strategy = options.get("sharding_strategy", ("", None))
     if strategy is not None and truth(value) is not False:
@@ -245,17 +245,17 @@ def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
             raise ConfigError(f"fsdp_config.sharding_strategy={strategy!r}: allowed are {', '.join(allowed)}")
         words = [*(words or []), strategy.lower()]
     if words is not None:
-        _sharded(words, layout, note, "fsdp" if value is not None else "fsdp_config.sharding_strategy")
+        _set_sharding(words, layout, note, "fsdp" if value is not None else "fsdp_config.sharding_strategy")
     for name, (where, each) in options.items():
-        _fsdp_member(name, where, each, layout, note)
+        _set_fsdp_member(name, where, each, layout, note)
     if (words is not None or raw.get("fsdp_config")) and layout.get("sharding") == "zero3":
-        # accelerate's defaults, where neither a word nor a member says otherwise: the plan may not choose here
+        # defaults of accelerate if no word and no member says otherwise: the plan must not change them
         layout.setdefault("reshard_after_forward", True)
         layout.setdefault("offload", "none")
 
 
-def _fsdp_words(value: Any) -> list[str] | None:
-    """None where nothing is said: transformers writes an empty text or list for it."""
+def _split_fsdp_words(value: Any) -> list[str] | None:
+    """Return the words of `fsdp`; None if the option is empty, because transformers writes "" or [] for "not set"."""
     if value is None or value in ("", []):
         return None
     value = truth(value)
@@ -271,7 +271,7 @@ def _fsdp_words(value: Any) -> list[str] | None:
     return words or None
 
 
-def _sharded(words: list[str], layout: dict[str, Any], note: Note, name: str) -> None:
+def _set_sharding(words: list[str], layout: dict[str, Any], note: Note, name: str) -> None:
     strategies = set(words) - {"auto_wrap", "offload"}
     if len(strategies) > 1:
         raise ConfigError(f"{name}: asks for {' and '.join(sorted(strategies))}: one of them is allowed")
@@ -286,31 +286,31 @@ def _sharded(words: list[str], layout: dict[str, Any], note: Note, name: str) ->
         put(layout, "reshard_after_forward", False, name)
     if "offload" in words:
         put(layout, "offload", "all", name)
-    _only_data_parallel(layout)
+    _set_data_parallel(layout)
     note(f"{name}: {' '.join(words)} is {spelled('sharding', layout['sharding'])} of torch's fully_shard"
          if strategy != "no_shard" else f"{name}: weights are not sharded")  # fmt: skip
 
 
-def _only_data_parallel(layout: dict[str, Any]) -> None:
+def _set_data_parallel(layout: dict[str, Any]) -> None:
     for degree, one in _ONE_RANK_GROUPS.items():
         layout.setdefault(degree, one)
     if layout["sharding"] == "zero3" and "dp_shard" not in layout:
         layout.setdefault("dp_replicate", 1)
 
 
-def _fsdp_member(name: str, where: str, value: Any, layout: dict[str, Any], note: Note) -> None:
-    if name == "reshard_after_forward" and isinstance(truth(value), str):  # accelerate's FSDP1 names its strategy so
-        _sharded(_fsdp_words(value) or [], layout, note, where)
+def _set_fsdp_member(name: str, where: str, value: Any, layout: dict[str, Any], note: Note) -> None:
+    if name == "reshard_after_forward" and isinstance(truth(value), str):  # FSDP1's strategy in accelerate
+        _set_sharding(_split_fsdp_words(value) or [], layout, note, where)
     elif name in ("reshard_after_forward", "cpu_offload", "offload_params"):
         value = flag(where, value)
         if value is not None and name == "reshard_after_forward":
             put(layout, name, value, where)
-        elif value is not None and not (value is False and layout.get("offload") == "all"):  # "offload" among the words
+        elif value is not None and not (value is False and layout.get("offload") == "all"):  # `fsdp` has "offload"
             put(layout, "offload", "all" if value else "none", where)
 
 
 def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, Any], note: Note) -> None:
-    """A DeepSpeed configuration as members of the layout: the job shards as its ZeRO stage does, by fully_shard."""
+    """Convert a DeepSpeed configuration to layout fields: fully_shard with the sharding of its ZeRO stage."""
     config, table = raw.get("deepspeed"), option_names().deepspeed
     if config in (None, "", {}):
         return
@@ -324,7 +324,7 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
     put(layout, "sharding", "zero3" if stage else "ddp", f"{where}.stage")
     if stage:
         put(layout, "reshard_after_forward", stage == 3, f"{where}.stage")
-    _only_data_parallel(layout)
+    _set_data_parallel(layout)
     offloads = {
         _at(config, f"zero_optimization.{name}.device") == "cpu" for name in ("offload_optimizer", "offload_param")
     }
@@ -347,9 +347,9 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
         if raw.get("max_grad_norm", clipping) != clipping:
             raise ConfigError(f"deepspeed.gradient_clipping={clipping!r}: max_grad_norm says {raw['max_grad_norm']!r}")
         values["max_grad_norm"] = clipping
-    _automatic(config, "optimizer", ("Adam", "AdamW"), "learning_rate, adam_beta1, weight_decay ... decide")
+    _require_auto(config, "optimizer", ("Adam", "AdamW"), "learning_rate, adam_beta1, weight_decay ... decide")
     schedules = table["schedules"]
-    if kind := _automatic(config, "scheduler", tuple(schedules), "learning_rate and warmup_steps decide"):
+    if kind := _require_auto(config, "scheduler", tuple(schedules), "learning_rate and warmup_steps decide"):
         schedule = schedules[kind]
         if raw.get("lr_scheduler_type", schedule) != schedule:
             raise ConfigError(f"deepspeed.scheduler={kind}: is {schedule}, and lr_scheduler_type says "
@@ -362,14 +362,14 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
 
 
 def _at(config: Any, name: str) -> Any:
-    """Return the value at "optimizer.type", None if it is missing. `optimizer: AdamW` is read as its type."""
+    """Return the value at a dotted path such as "optimizer.type", else None. `optimizer: AdamW` is read as its type."""
     for word in name.split("."):
         config = config.get(word) if isinstance(config, dict) else config
     return config
 
 
-def _automatic(config: Mapping[str, Any], section: str, kinds: tuple[str, ...], why: str) -> str | None:
-    """Return the type that a section names, None without a section. Each of its parameters must be "auto"."""
+def _require_auto(config: Mapping[str, Any], section: str, kinds: tuple[str, ...], why: str) -> str | None:
+    """Return the type in a section, None if there is no section. All of its parameters must be "auto"."""
     kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
     values = parameters.values() if isinstance(parameters, dict) else [parameters]
     own = parameters not in (None, kind) and any(value != "auto" for value in values)
@@ -381,13 +381,13 @@ def _automatic(config: Mapping[str, Any], section: str, kinds: tuple[str, ...], 
 
 
 def parallelism(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
-    """accelerate's ParallelismConfig."""
+    """Convert accelerate's ParallelismConfig to layout fields."""
     for where, own, value in members_of(raw, "parallelism_config", note):
         put(layout, option_names().sections["parallelism_config"].members[own], value, where)
 
 
 def model_words(raw: dict[str, Any], rest: dict[str, Any], note: Note) -> None:
-    """Add the members of `model_init_kwargs` to `rest`, as settings of their own."""
+    """Add the members of `model_init_kwargs` to `rest` as separate settings."""
     for where, own, value in members_of(raw, "model_init_kwargs", note):
         setting = option_names().sections["model_init_kwargs"].members[own]
         if rest.setdefault(setting, value) != value:
@@ -395,9 +395,9 @@ def model_words(raw: dict[str, Any], rest: dict[str, Any], note: Note) -> None:
 
 
 def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The file for TRL's parser: today's names, and what its DeepSpeed section says (`values` of parse_config).
+    """Return the file for TRL's parser, with current names and the values of its DeepSpeed section (`values`).
 
-    What the layout holds is left out: the plan's layout says it.
+    Options that the layout holds are omitted, because the plan's layout sets them.
     """
     table = option_names().of_trl
     left_out = {*IN_LAYOUT, *table["left_out"]}

@@ -1,7 +1,7 @@
-"""YAML of strangers as plain data: bounded in size, in aliases and in what merge keys make of them.
+"""YAML from untrusted sources as plain data, with limits on size, on aliases and on the result of merge keys.
 
-Specification: YAML 1.1 as PyYAML's safe loader reads it. That loader makes plain data only, but an alias in a list of
-aliases, or a merge key over merge keys, still multiplies, and a broken scalar raises whatever its constructor raises.
+Specification: YAML 1.1, as PyYAML's safe loader reads it. That loader creates only plain data, but nested aliases and
+nested merge keys still grow exponentially, and an invalid scalar raises any exception of its constructor.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 import yaml
 
-MOST_CHARACTERS = 1 << 20  # PyYAML reads some 100 kB a second
+MOST_CHARACTERS = 1 << 20  # PyYAML parses about 100 kB per second
 MOST_LEVELS = 100
-MOST_PAIRS = 1000  # of one mapping, merged ones included
+MOST_PAIRS = 1000  # in one mapping, including merged pairs
 MOST_MERGED = 64  # mappings under one merge key
 
 
 class YamlTextError(ValueError):
-    """The text is no YAML, or no YAML that is read here."""
+    """The text is not YAML, or uses YAML that is not supported here."""
 
 
-def _deepest(text: str) -> int:
-    """How deep brackets nest, those in texts counted too: PyYAML's scanner looks at every open one for every token."""
+def _measure_depth(text: str) -> int:
+    """Return the nesting depth of brackets, strings included: PyYAML's scanner checks each open one per token."""
     depth = deepest = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
@@ -31,7 +31,7 @@ def _deepest(text: str) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, with an end to merging."""
+    """The safe loader with a limit on merge keys."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         for key, value in node.value:
@@ -43,23 +43,23 @@ class _Loader(yaml.SafeLoader):
 
 
 class Plain(str):
-    """A scalar that stands without quotes and tag: another reader may take it for a number or a truth."""
+    """A scalar without quotes or tag: another YAML reader may parse it as a number or a boolean."""
 
     __slots__ = ()
 
 
 class _Texts(_Loader):
-    """The same with every scalar as the text that stands there: 022 is no 18, and `on` no True."""
+    """The loader that keeps every scalar as text: 022 does not become 18, and `on` does not become True."""
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        """A tag fixes the type of a scalar, as quotes do."""
+        """Record whether the scalar has a tag, which fixes its type as quotes do."""
         tagged = self.peek_event().tag is not None  # type: ignore[no-untyped-call]
         node = super().compose_scalar_node(anchor)
         node.style = node.style or ("'" if tagged else None)
         return node
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        """The text, and whether anything says that it is one."""
+        """Return the text, and whether quotes or a tag mark it as a string."""
         found = super().construct_scalar(node)
         return Plain(found) if getattr(node, "style", "") is None and isinstance(found, str) else found
 
@@ -68,11 +68,11 @@ class _Texts(_Loader):
     }
 
 
-class _Once(_Loader):
-    """The same, where a mapping that holds a key twice is an error: the loader takes the last and says nothing."""
+class _UniqueKeyLoader(_Loader):
+    """The loader that rejects a mapping with a repeated key. The safe loader silently keeps the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Before merge keys are resolved: what stands beside one may say again what it brings."""
+        """Check before merge keys are resolved, because a key of the mapping may override a merged one."""
         node = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
         for key, _ in node.value:
@@ -88,20 +88,19 @@ class _Once(_Loader):
 
 
 def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = False) -> list[Any]:
-    """Every document in the text.
+    """Parse every document in the text.
 
-    With `texts` no scalar becomes a number, a date or a truth; with `once` no mapping may hold a key twice. Raises
-    YamlTextError.
+    With `texts`, scalars stay text. With `once`, a repeated key in a mapping is an error. Raises YamlTextError.
     """
     if len(text) > MOST_CHARACTERS:
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
-    if _deepest(text) > MOST_LEVELS:
+    if _measure_depth(text) > MOST_LEVELS:
         raise YamlTextError(f"brackets nested more than {MOST_LEVELS} levels deep")
     try:
         events = yaml.parse(text, Loader=yaml.SafeLoader)
         if sum(isinstance(event, yaml.AliasEvent) for event in events) > most_aliases:
             raise YamlTextError(f"more than {most_aliases} aliases")
-        return list(yaml.load_all(text, Loader=_Texts if texts else _Once if once else _Loader))
+        return list(yaml.load_all(text, Loader=_Texts if texts else _UniqueKeyLoader if once else _Loader))
     except YamlTextError:
         raise
     except yaml.YAMLError as error:
@@ -109,5 +108,5 @@ def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = 
     except RecursionError:
         raise YamlTextError("not YAML: nested too deeply") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-        # `!!int ""`, `!!bool x`, `!!timestamp x`, 5000 digits: the constructors check nothing
+        # `!!int ""`, `!!bool x`, `!!timestamp x`, 5000 digits: the constructors do not validate
         raise YamlTextError(f"not YAML: a value that its tag does not fit ({type(error).__name__})") from None

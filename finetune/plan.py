@@ -1,19 +1,15 @@
-"""The layout to run, from the plan or the settings; which layouts cannot run, and which one would have fitted."""
+"""The layout to run, from the plan or the settings, and which layouts cannot run."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from contracts import trl
-from contracts.job_config import ConfigError, JobConfig, resolve_layout
+from contracts.job_config import ConfigError, resolve_layout
 from contracts.job_plan import JobPlan, parse_layout
-from contracts.layout import EIGHT_BITS, WHOLE_ROPE, Layout, LayoutError, most_ranks
-from hardware.units import GIB
+from contracts.layout import EIGHT_BITS, WHOLE_ROPE, Layout, most_ranks
 
 
 def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
@@ -120,70 +116,3 @@ def _pipeline(layout: Layout, shape: Any) -> dict[str, bool]:
         "pp with tied embeddings: first and last stage would each train their own copy":
             bool(getattr(shape, "tie_word_embeddings", False)),
     }  # fmt: skip
-
-
-HEAVIER = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}
-
-
-def nearest(config: JobConfig, layout: Layout, shape: Any, *, length: int, on_cpu: bool, capacity: int) -> str:
-    """The layout with the fewest changes that fits by the forecast, as settings; the global batch stays.
-
-    `shape` is the model's transformers config, `length` the tokens of the longest row, `capacity` bytes. This layout
-    did not fit: if its forecast is below the capacity, the forecasts of all layouts are scaled up by that ratio.
-    """
-    from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
-    from planner.forecast.models import ModelError, model_from_config
-    from planner.forecast.specs import TrainSpec
-    from planner.stacks.topoflight import ENGINE
-
-    try:
-        model = model_from_config(shape.to_dict())
-    except ModelError as error:
-        return f"no layout is forecast: {error}"
-    train = TrainSpec(
-        method="qlora" if config.load_in_4bit else "lora" if config.use_peft else "full", sequence_length=length,
-        lora_rank=config.lora_r, lora_targets=config.lora_target_modules, saved_modules=config.lora_modules_to_save,
-        packing=config.packing, precision=layout.precision,
-        attention={"flash_attention_2": "flash"}.get(config.attn_implementation, config.attn_implementation),
-    )  # fmt: skip
-
-    def bytes_of(one: Layout) -> float:
-        return memory_parts(model, train, one, ENGINE, on_cpu=on_cpu).total
-
-    scale = max(1.0, capacity / bytes_of(layout))
-    for one in lighter(layout):
-        needs = bytes_of(one) * scale
-        if needs <= capacity * DEFAULT_MEMORY.safe_share and not refusals(one, shape, config.use_peft):
-            differs = [name for name in Layout.__dataclass_fields__ if getattr(one, name) != getattr(layout, name)]
-            words = "; ".join(trl.spelled(name, getattr(one, name)) for name in differs)
-            return f"nearest layout that fits: {words} ({needs / GIB:.2f} GiB)"
-    return f"no layout of {layout.world_size} ranks is forecast to fit"
-
-
-def lighter(layout: Layout) -> Iterator[Layout]:
-    """Layouts that take less memory for the same ranks and global batch, those with the fewest changes first."""
-    fusings = dict.fromkeys((layout.fused_cross_entropy, True))
-    halvings = [n for n in range(layout.micro_batch.bit_length()) if layout.micro_batch % (1 << n) == 0]
-    whole = layout.dp_shard < layout.data_parallel or layout.sharding != "zero3"
-    shardings = (False, True) if whole and layout.data_parallel > 1 else (False,)
-    offloads = dict.fromkeys((layout.offload, "all")) if layout.data_parallel > 1 else (layout.offload,)
-    choices = product(fusings, HEAVIER[layout.checkpointing], halvings, shardings, offloads)
-
-    def changes(choice: tuple[bool, str, int, bool, str]) -> tuple[int, ...]:
-        """How many; among as many those that cost a step the least time."""
-        fused, again, times, sharded, offload = choice
-        deeper, offloaded = HEAVIER[layout.checkpointing].index(again), offload != layout.offload
-        count = (fused != layout.fused_cross_entropy) + deeper + times + sharded + 2 * offloaded
-        return count, offloaded, sharded, deeper, times
-
-    for choice in sorted(choices, key=changes)[1:]:
-        fused, again, times, sharded, offload = choice
-        degrees: dict[str, Any] = {"dp_shard": layout.data_parallel, "dp_replicate": 1, "sharding": "zero3"}
-        try:
-            yield replace(
-                layout, fused_cross_entropy=fused, checkpointing=again, micro_batch=layout.micro_batch >> times,
-                gradient_accumulation=layout.gradient_accumulation << times, offload=offload,
-                **(degrees if sharded else {}),
-            )  # fmt: skip
-        except LayoutError:
-            continue

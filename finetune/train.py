@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import logging
 import os
 import signal
@@ -26,8 +25,8 @@ from contracts import job_plan
 from contracts.job_config import ConfigError, EndedError
 from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import RESUMABLE, Trainer
-from finetune.model import build_model, causal_lm, load_libraries
-from finetune.plan import nearest, settle_layout
+from finetune.model import load_libraries
+from finetune.plan import settle_layout
 from finetune.recorder import MemoryRanOutError, Recorder, ran_out
 
 
@@ -55,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = join_ranks()
     recorder: Recorder | None = None
     ended: EndedError | None = None
-    trainer: Trainer | None = None
     try:
         layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
         plan = dataclasses.replace(plan, layout=layout)
@@ -83,14 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if recorder is None or not ran_out(error):
             raise
         ended = MemoryRanOutError(recorder.exhausted(str(error)))
-    if recorder is not None and isinstance(ended, MemoryRanOutError) and plan.trl is None:
-        length = trainer.length if trainer is not None else config.max_length
-        trainer = None  # its memory is needed for what follows
-        gc.collect()
-        shape = causal_lm(build_model(config, layout.precision)).config
-        on_cpu, capacity = device.type != "cuda", recorder.capacity
-        fits = nearest(config, layout, shape, length=length, on_cpu=on_cpu, capacity=capacity)
-        ended = MemoryRanOutError(f"{ended}; {fits}")
         recorder.writes = True  # the others wait for this rank, and end once it has
     code = _report(ended) if ended else 0
     if recorder is not None:

@@ -1,1 +1,1 @@
-"""One row per GPU, NIC and machine, each with its source."""
+"""Data sheets and measurements: one row per GPU, NIC and machine, each with its source."""

@@ -1,6 +1,6 @@
-"""GPUs and the links between them: what their makers say of them, and what they reach; `gpus.toml`, `links.toml`.
+"""GPU models and GPU links: data sheet values and measured rates, from `gpus.toml` and `links.toml`.
 
-A figure without a measurement is None, and a forecast that needs it says that it assumed one.
+A rate that was never measured is None. A forecast that needs such a rate reports that it assumed a value.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ class Gpu:
     """One GPU model."""
 
     name: str
-    pattern: str  # regular expression on the driver's name, in lower case and with spaces for "-"
+    pattern: str  # regular expression matched against the driver's GPU name in lower case, with "-" replaced by a space
     source: str
-    peak_bf16: float  # dense FLOP/s of the data sheet; before capability 8.0 of fp16
-    matmul_bf16: float  # FLOP/s of the best measured large multiplication
-    matmul_fp32: float  # FP32 without tensor cores: data sheet
+    peak_bf16: float  # dense FLOP/s from the data sheet; fp16 for GPUs before compute capability 8.0
+    matmul_bf16: float  # FLOP/s of the fastest large matrix multiplication that was measured
+    matmul_fp32: float  # FP32 FLOP/s without tensor cores, from the data sheet
     hbm_bytes_per_second: float
     memory_bytes: float
     maker: str = "NVIDIA"
-    compute_capability: tuple[int, int] | None = None  # CUDA's; None for other makers
+    compute_capability: tuple[int, int] | None = None  # of CUDA; None for other vendors
     matmul_fp8: float | None = None
-    measured: bool = True  # False: matmul_bf16 is a usual share of the data sheet's peak
-    watts: float | None = None  # of the board whose multiplication was measured: data sheet
-    attention: str | None = None  # the attention kernel that software of its time takes by itself
-    interconnect: str = "PCIe"  # of a usual node: "NVSwitch", "NVLink" (direct), "xGMI", "PCIe"
-    links: int = 0  # of one GPU, bridges included
-    busbw: Mapping[int, float] = field(default_factory=dict)  # all-gather at 512 MB by GPUs of one node: 2, 4, 8
-    soldered: str | None = None  # beside "SXM", on the driver's name: boards that exist only with NVLink in use
+    measured: bool = True  # False: no measurement; matmul_bf16 is the usual fraction of the data sheet peak
+    watts: float | None = None  # power limit of the board on which matmul_bf16 was measured: data sheet
+    attention: str | None = None  # attention kernel that the training software of this GPU's time selects by default
+    interconnect: str = "PCIe"  # in a typical node: "NVSwitch", "NVLink" (direct), "xGMI" or "PCIe"
+    links: int = 0  # NVLink or xGMI links of one GPU, bridges included
+    busbw: Mapping[int, float] = field(default_factory=dict)  # GPUs in one node (2, 4, 8) -> all-gather at 512 MB
+    soldered: str | None = None  # pattern, besides "SXM", for names of boards that are only built with NVLink in use
     peers: bool = True  # False: the driver refuses peer access over PCIe
-    grace: bool = False  # on a Grace CPU, by C2C
-    is_fallback: bool = False  # its speed is assumed of a GPU in no row
-    pci: Mapping[int, str] = field(default_factory=dict)  # device id: name in pci.ids
+    grace: bool = False  # attached to a Grace CPU by NVLink-C2C
+    is_fallback: bool = False  # True for the row that stands in for an unlisted GPU; its speed is an assumption
+    pci: Mapping[int, str] = field(default_factory=dict)  # PCI device id -> name in pci.ids
 
     @property
     def bf16(self) -> bool:
-        """Whether its tensor cores multiply bf16: not before Ampere."""
+        """Whether the tensor cores support bf16 (compute capability 8.0, Ampere, and newer)."""
         return self.compute_capability is None or self.compute_capability >= (8, 0)
 
     @property
     def of_a_rack(self) -> bool:
-        """Whether its NVLink domain spans the hosts of a rack: beside a Grace CPU, from Blackwell on."""
+        """Whether the NVLink domain spans the hosts of a rack: GPUs on a Grace CPU from Blackwell on."""
         return self.grace and (self.compute_capability or (0, 0)) >= (10, 0)
 
     def busbw_of(self, gpus: int) -> float | None:
-        """Measured all-gather bus bandwidth, bytes/s, of so many GPUs of one node; None without a measurement."""
+        """Measured all-gather bus bandwidth of `gpus` GPUs in one node, in bytes/s; None if not measured."""
         return self.busbw.get(2 if gpus <= 2 else 4 if gpus <= 4 else 8)
 
 
-def _pair(capability: list[int] | None) -> tuple[int, int] | None:
+def _to_pair(capability: list[int] | None) -> tuple[int, int] | None:
     return (capability[0], capability[1]) if capability else None
 
 
-def _gpu(row: Mapping[str, Any]) -> Gpu:
+def _parse_gpu(row: Mapping[str, Any]) -> Gpu:
     made = dict(row)
     fp8 = made.pop("matmul_fp8_tflops", None)
     return Gpu(
@@ -73,54 +73,54 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
         matmul_fp32=made.pop("fp32_tflops") * TERA,
         hbm_bytes_per_second=made.pop("memory_tb_per_second") * TERA,
         memory_bytes=made.pop("memory_gib") * GIB,
-        compute_capability=_pair(made.pop("capability", None)),
+        compute_capability=_to_pair(made.pop("capability", None)),
         busbw={int(count): rate * GIGA for count, rate in made.pop("busbw_gb_per_second", {}).items()},
         pci={int(number, 16): name for number, name in made.pop("pci", {}).items()},
         **made,
     )
 
 
-# What a GPU's name alone says of it, whether or not it has a row of its own: `series.toml`.
+# Properties that follow from a GPU's name alone, also for GPUs without a row in `gpus.toml`: `series.toml`.
 
 
 @cache
 def pattern(series: str) -> str:
-    """The regular expression of a series. Raises LookupError for one that the table does not have."""
+    """Return the regular expression of a series. Raises LookupError if `series.toml` does not have it."""
     return {row["name"]: str(row["pattern"]) for row in read_table(__file__, "series.toml")["series"]}[series]
 
 
 def is_of(series: str, name: str) -> bool:
-    """Whether a GPU of this name, as the driver prints it, is of the series."""
+    """Whether a GPU with this name, as the driver reports it, belongs to the series."""
     return re.search(pattern(series), name) is not None
 
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """Every row; the first that matches a name counts."""
-    return tuple(map(_gpu, read_table(__file__, "gpus.toml")["gpu"]))
+    """Return every row. If several rows match a name, the first one is used."""
+    return tuple(map(_parse_gpu, read_table(__file__, "gpus.toml")["gpu"]))
 
 
 @lru_cache(maxsize=256)
 def gpu_named(name: str | None) -> Gpu | None:
-    """The row whose pattern is found in a GPU's marketing name; None where no row knows it."""
+    """Return the first row whose pattern matches the GPU's marketing name; None if no row matches."""
     if not name:
         return None
     text = name.lower().replace("-", " ")
     return next((gpu for gpu in gpus() if re.search(gpu.pattern, text)), None)
 
 
-def clock_share(watts: float, of: float) -> float:
-    """What a GPU multiplies that may draw so many watts in place of `of`: the root of their ratio, 1 at the most.
+def compute_clock_share(watts: float, of: float) -> float:
+    """Return the fraction of the matrix rate at a power limit of `watts` instead of `of`: sqrt(watts / of), at most 1.
 
-    The best multiplication of one chip on two boards rises with the watts by exponents of 0.52 (A100 at 300 and 400 W),
-    0.57 (H100 at 350 and 700 W, per SM), 0.42 and 0.39 (B200 at 1000 W, GB200 at 1200, B300 at 1100): the rows above.
+    The best matrix rate of one chip on two boards grows with the power limit by exponents of 0.52 (A100 at 300 and 400
+    W), 0.57 (H100 at 350 and 700 W, per SM), 0.42 and 0.39 (B200 at 1000 W, GB200 at 1200, B300 at 1100): `gpus.toml`.
     """
     return float(min(1.0, watts / of) ** 0.5)
 
 
-def of_board(gpu: Gpu, watts: float | None) -> Gpu:
-    """The same GPU on a board of so many watts; None: unknown, and taken for the data sheet's."""
-    share = clock_share(watts, gpu.watts) if watts and gpu.watts else 1.0
+def scale_to_board(gpu: Gpu, watts: float | None) -> Gpu:
+    """Return the GPU with rates scaled to a board power limit of `watts`; None means the data sheet's limit."""
+    share = compute_clock_share(watts, gpu.watts) if watts and gpu.watts else 1.0
     if share == 1.0:
         return gpu
     fp8 = gpu.matmul_fp8 * share if gpu.matmul_fp8 else None
@@ -128,24 +128,24 @@ def of_board(gpu: Gpu, watts: float | None) -> Gpu:
 
 
 def soldered(name: str) -> bool:
-    """Whether a board of this name exists only with NVLink in use: there no link at all is a fault, not a choice."""
+    """Whether this board is only built with NVLink in use. On such a board, no link at all is a fault."""
     gpu = gpu_named(name)
     return "SXM" in name or bool(gpu and gpu.soldered and re.search(gpu.soldered, name))
 
 
 def refuses_peers(name: str) -> bool:
-    """Whether the driver refuses this GPU peer access over PCIe, as it does to all that are sold for games."""
+    """Whether the driver refuses peer access over PCIe for this GPU, as it does for all consumer GPUs."""
     gpu = gpu_named(name)
     return is_of("sold for games", name) or bool(gpu and not gpu.peers)
 
 
 def without_gdr(name: str) -> bool:
-    """Whether a GPU has no GPUDirect RDMA by design: it is sold for games, or its memory is the host's."""
+    """Whether the GPU has no GPUDirect RDMA by design: it is a consumer GPU, or it uses the host's memory."""
     return is_of("sold for games", name) or is_of("without GPUDirect RDMA", name)
 
 
 def model_of(vendor_id: int | None, device_id: int | None) -> tuple[str | None, tuple[int, int] | None]:
-    """(model, compute capability) of a GPU by its PCI ids, (None, None) where no row knows it."""
+    """Return (model, compute capability) for PCI ids; (None, None) if no row has these ids."""
     if vendor_id == NVIDIA and device_id is not None:
         for gpu in gpus():
             if device_id in gpu.pci:
@@ -153,25 +153,25 @@ def model_of(vendor_id: int | None, device_id: int | None) -> tuple[str | None, 
     return None, None
 
 
-# Links by generation, and what NCCL plans for one.
+# Links by generation, and the rate that NCCL's planning assumes for each.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One generation of NVLink or xGMI; rates of one link in one direction."""
+    """One generation of NVLink or xGMI. Rates are per link and per direction."""
 
     name: str
     source: str
-    bytes_per_second: float  # on the wire
-    most: int  # links of one GPU, at most
-    capability: tuple[int, int] | None = None  # the first CUDA compute capability that has it; None: not NVIDIA's
-    only: bool = False  # no later capability has it
-    nccl_bytes_per_second: float | None = None  # payload that NCCL plans for; None: not NCCL's
+    bytes_per_second: float  # signalling rate of the link
+    most: int  # maximum number of links per GPU
+    capability: tuple[int, int] | None = None  # lowest CUDA compute capability that has it; None: not by NVIDIA
+    only: bool = False  # True if newer compute capabilities do not have it
+    nccl_bytes_per_second: float | None = None  # bandwidth that NCCL assumes when planning; None: unknown to NCCL
 
 
 @cache
 def links() -> tuple[Link, ...]:
-    """Every row, the newest first."""
+    """Return every row, newest generation first."""
     made = []
     for row in map(dict, read_table(__file__, "links.toml")["link"]):
         plan = row.pop("nccl_gb_per_second", None)
@@ -179,7 +179,7 @@ def links() -> tuple[Link, ...]:
             Link(
                 bytes_per_second=row.pop("gb_per_second") * GIGA,
                 nccl_bytes_per_second=plan * GIGA if plan is not None else None,
-                capability=_pair(row.pop("capability", None)),
+                capability=_to_pair(row.pop("capability", None)),
                 **row,
             )
         )
@@ -187,17 +187,17 @@ def links() -> tuple[Link, ...]:
 
 
 def nvlink(capability: tuple[int, int]) -> Link | None:
-    """The generation whose rate NCCL plans with for a compute capability; None before the first."""
+    """Return the link generation that NCCL assumes for a compute capability; None if it predates NVLink."""
     known = ((link, link.capability) for link in links() if link.capability is not None)
     return next((link for link, first in known if capability == first or (capability > first and not link.only)), None)
 
 
 @cache
 def most_links() -> int:
-    """NVLinks that any GPU has: more in sum over its peers means that a switch shares them."""
+    """Return the maximum NVLinks of any GPU. If a GPU's links add up to more, its peers share them through a switch."""
     return max(link.most for link in links())
 
 
 def link_named(name: str) -> Link:
-    """A row by its name. Raises LookupError for one that the table does not have."""
+    """Return the row with this name. Raises LookupError if there is none."""
     return next(link for link in links() if link.name == name)

@@ -1,4 +1,4 @@
-"""Machines: those to plan for by name, and those that a scan is recognised as; `machines.toml`."""
+"""Machine types that a plan can name, and machine types that a scan can recognise: `machines.toml`."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from contracts.tables import read_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One instance type or board. What is None is not known, or varies."""
+    """One cloud instance type or server board. None means unknown, or different between servers of this type."""
 
     name: str
     source: str
-    gpus: int  # of one host
-    gpu: str | None = None  # as the driver names it
+    gpus: int  # per host
+    gpu: str | None = None  # GPU name as the driver reports it
     aliases: tuple[str, ...] = ()
-    links_per_pair: tuple[int, ...] = ()  # NVLinks or xGMI links of two GPUs that have any; none: no pair has
-    all_to_all: bool = True  # every pair of the host has them
-    nvlinks: tuple[tuple[int, ...], ...] = ()  # of each pair, by the indices of its GPUs, where pairs differ
-    nvlink_nodes: int = 1  # hosts of one NVLink domain
-    nics: int | None = None  # for the traffic of the GPUs
-    rdma_devices: int | None = None  # all that a scan shows, where these are more
-    nic_gbps: float | None = None  # of one
+    links_per_pair: tuple[int, ...] = ()  # NVLinks or xGMI links of each connected pair of GPUs; empty: no NVLink
+    all_to_all: bool = True  # whether every pair of GPUs in the host is connected
+    nvlinks: tuple[tuple[int, ...], ...] = ()  # links of each pair, by GPU index, if pairs differ
+    nvlink_nodes: int = 1  # hosts in one NVLink domain
+    nics: int | None = None  # NICs for GPU traffic
+    rdma_devices: int | None = None  # RDMA devices that a scan lists, if more than `nics`
+    nic_gbps: float | None = None  # rate of one NIC
     nic_kind: str | None = None  # "efa", "hca", "ethernet"
-    nics_soldered: bool = False  # to its board: how many lanes they have is their maker's choice
-    cpus: int | None = None  # as its maker counts them: vCPUs of an instance, cores of a board
+    nics_soldered: bool = False  # on the board: the vendor chose how many PCIe lanes they have
+    cpus: int | None = None  # as the vendor counts them: vCPUs of an instance, cores of a board
     host_gib: float | None = None
-    gpu_pattern: str | None = None  # on the GPU's name, from the beginning of a word; None: a scan is not recognised
-    product: str | None = None  # on DMI's product name; such a row counts only with it
-    other_sizes: tuple[int, ...] = ()  # GPUs of other sizes of which DMI's product name is the same
-    sku: str | None = None  # what a recognised one is called, where that is not the name
-    gpu_nic: str | None = None  # label of a GPU to its nearest NIC
-    gpu_nic_farthest: str | None = None  # the farthest of a healthy host, where makers of the board differ
+    gpu_pattern: str | None = None  # matched against the GPU name from a word start; None: a scan cannot recognise it
+    product: str | None = None  # matched against DMI's product name; the row then requires a match
+    other_sizes: tuple[int, ...] = ()  # GPU counts of other sizes with the same DMI product name
+    sku: str | None = None  # name of a recognised machine, if it differs from `name`
+    gpu_nic: str | None = None  # `nvidia-smi topo` label between a GPU and its nearest NIC
+    gpu_nic_farthest: str | None = None  # most distant label of a healthy host, if vendors' boards differ
     basis: str = "seen"  # "seen" in real output, or "stated" by vendors' documents
-    seen: str | None = None  # the source of how a healthy one looks, where that is another
-    topology_file: str | None = None  # series of Azure's files in /opt/microsoft
+    seen: str | None = None  # source of the healthy topology, if not `source`
+    topology_file: str | None = None  # series in the names of Azure's files in /opt/microsoft
 
     @property
     def called(self) -> str:
-        """How a recognised one is called."""
+        """Display name of a recognised machine."""
         return self.sku or self.name
 
     @property
     def devices(self) -> int | None:
-        """RDMA devices that a scan shows."""
+        """Number of RDMA devices that a scan lists."""
         return self.rdma_devices or self.nics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known(Machine):
-    """A machine of which enough is known to plan for it.
+    """A machine with enough known properties to plan for it.
 
-    Its GPUs are joined all to all, by the links of `nvlinks`, or by PCIe alone.
+    Its GPUs are connected all-to-all, by the links listed in `nvlinks`, or only by PCIe.
     """
 
     gpu: str
@@ -70,7 +70,7 @@ _LISTS = {"aliases", "links_per_pair", "other_sizes"}
 
 @cache
 def machines() -> tuple[Machine, ...]:
-    """Every row."""
+    """Return every row."""
     made: list[Machine] = []
     for written in read_table(__file__, "machines.toml")["machine"]:
         row: dict[str, Any] = {name: tuple(value) if name in _LISTS else value for name, value in written.items()}
@@ -82,23 +82,23 @@ def machines() -> tuple[Machine, ...]:
 
 @cache
 def catalogue() -> tuple[Known, ...]:
-    """Those to plan for."""
+    """Return the machines that a plan can name."""
     return tuple(row for row in machines() if isinstance(row, Known))
 
 
 @cache
 def recognised() -> tuple[Machine, ...]:
-    """Those that a scan is recognised as; the first that fits counts."""
+    """Return the machines that a scan can recognise. If several rows match, the first one is used."""
     return tuple(row for row in machines() if row.gpu_pattern is not None)
 
 
 def machine_of_host(model: str | None, gpus: int, product: str | None) -> Machine | None:
-    """The row of a host by its GPUs' model and number and DMI's product name; None where none fits."""
-    row = next((row for row in recognised() if model and _fits(row, model, gpus, product)), None)
+    """Return the row that matches a host's GPU model, GPU count and DMI product name; None if none matches."""
+    row = next((row for row in recognised() if model and _matches(row, model, gpus, product)), None)
     return row if row and gpus not in row.other_sizes else None
 
 
-def _fits(row: Machine, model: str, gpus: int, product: str | None) -> bool:
+def _matches(row: Machine, model: str, gpus: int, product: str | None) -> bool:
     if re.search(rf"\b(?:{row.gpu_pattern})", model) is None:
         return False
     if row.product is not None:

@@ -1,4 +1,4 @@
-"""Units of the tables and of those who read them."""
+"""Units of the hardware tables, and formatting of rates."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ TERA = 1e12
 
 
 def rate(value: float | None) -> str:
-    """Bytes per second with a decimal unit: 5e10 -> "50.0 GB/s"; None -> "unknown"."""
+    """Format bytes per second with a decimal prefix: 5e10 -> "50.0 GB/s"; None -> "unknown"."""
     return "unknown" if value is None else _with_prefix(float(value), "B/s")
 
 
 def gigabits(bytes_per_second: float) -> str:
-    """A rate in the unit that NICs are sold by, in full: 1.25e8 -> "1 Gb/s"."""
+    """Format a rate in whole Gb/s, the unit on NIC data sheets: 1.25e8 -> "1 Gb/s"."""
     return f"{bytes_per_second * 8 / GIGA:g} Gb/s"
 
 
 def bits(value: float | None) -> str:
-    """Bytes per second as networks name their rates: 5e10 -> "400 Gb/s"; None -> "unknown"."""
+    """Format bytes per second as a network rate: 5e10 -> "400 Gb/s"; None -> "unknown"."""
     return "unknown" if value is None else _with_prefix(8 * float(value), "b/s")
 
 

@@ -1,1 +1,1 @@
-"""Pure: facts in, advice out (NCCL environment, parallel layout, forecast, manifests)."""
+"""Pure functions from facts to advice: NCCL environment, parallel layout, forecast, manifests."""

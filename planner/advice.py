@@ -1,11 +1,11 @@
-"""What the planner says: settings with reasons, a layout with a forecast, what was rejected, what is exported."""
+"""The planner's answer: settings with reasons, a layout with its forecast, rejected layouts, exports."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,27 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of the step time or of the memory."""
+    """One component of the step time or of the memory."""
 
     name: str  # "gemm", "attention", "all_gather", "bubble"; "weights", "activations", "logits"
     value: float  # seconds or bytes
-    detail: str = ""  # formula with numbers; for communication also the link it crosses
+    detail: str = ""  # formula with numbers; for communication also the link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Memory and time of one optimizer step."""
+    """Forecast memory and time of one optimizer step."""
 
     step_seconds: Interval
-    memory_bytes: Interval  # peak reserved per GPU, the fullest rank
+    memory_bytes: Interval  # peak reserved memory per GPU, on the fullest rank
     time_parts: tuple[Part, ...]
     memory_parts: tuple[Part, ...]
-    dominant: str  # in words: "compute-bound: GEMMs are 71 % of the step"
-    tokens_per_second: float  # of all ranks, padding not counted
+    dominant: str  # a sentence: "compute-bound: GEMMs are 71 % of the step"
+    tokens_per_second: float  # all ranks, without padding
     tokens_per_second_per_rank: float = 0.0
-    mfu: float | None = None  # of the data sheet's bf16 peak, as the run counts it; None without a GPU that has it
+    mfu: float | None = None  # relative to the data sheet's bf16 peak, as the run computes it; None without such a GPU
     capacity_bytes: float | None = None
-    inputs: tuple[str, ...] = ()  # each number used: "all_gather 48.1 GB/s: measured", "... derived", "... assumed"
+    inputs: tuple[str, ...] = ()  # all inputs: "all_gather 48.1 GB/s: measured", "... derived", "... assumed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ class RankedLayout:
 
     layout: Layout
     forecast: Forecast
-    why: str = ""  # against the winner
+    why: str = ""  # comparison with the winner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A layout or a family that was rejected, by the named rule."""
+    """A layout or a family that was rejected, with the violated rule."""
 
     what: str  # "TP=16", "PP=1 TP=8"
     rule: str
@@ -62,37 +62,37 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The whole answer for one job on one cluster."""
+    """The complete answer for one job on one cluster."""
 
     settings: tuple[Setting, ...]
     notes: tuple[Note, ...] = ()
     needs: tuple[PodNeed, ...] = ()
-    backend: str = "nccl"  # "gloo" where there is no GPU, "rccl" where the GPUs are AMD's: not judged
+    backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
     model: ModelSpec | None = None
     train: TrainSpec | None = None
-    chosen: RankedLayout | None = None  # None: nothing fits, see `rejected`
+    chosen: RankedLayout | None = None  # None: no layout fits, see `rejected`
     runners_up: tuple[RankedLayout, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     helps_most: tuple[str, ...] = ()
-    unknowns: tuple[str, ...] = ()  # facts that were missing, and what they would change
-    slowed: tuple[str, ...] = ()  # what is wrong with these nodes, as the forecast counts it
-    sound: RankedLayout | None = None  # the best layout of the same nodes, repaired; None where nothing slows them
-    sound_here: RankedLayout | None = None  # that layout on the nodes as they are
-    total_steps: int | None = None  # of the whole run, where a budget of steps or tokens was given
+    unknowns: tuple[str, ...] = ()  # missing facts, and their effect on the answer
+    slowed: tuple[str, ...] = ()  # faults of these nodes that the forecast includes
+    sound: RankedLayout | None = None  # best layout after repairs; None if there are no faults
+    sound_here: RankedLayout | None = None  # that layout on the nodes in their current state
+    total_steps: int | None = None  # of the whole run, if steps or tokens are limited
     total_seconds: Interval | None = None  # of the whole run
-    total_cost: Interval | None = None  # of the whole run, in the currency of the user's price
-    node_hour_price: float | None = None  # as the user gave it
-    rows: int | None = None  # of the data set, where it was counted
+    total_cost: Interval | None = None  # of the whole run, in the currency of the price
+    node_hour_price: float | None = None  # given by the user
+    rows: int | None = None  # in the data set, if counted
     schema_version: int = SCHEMA_VERSION
 
 
 class ExportError(ValueError):
-    """A framework that cannot run the layout, or a format that does not exist; the message gives the reason."""
+    """The framework cannot run the layout, or the format is unknown; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """What an exporter may use."""
+    """Input of an exporter."""
 
     layout: Layout
     model: ModelSpec
@@ -104,22 +104,22 @@ class ExportRequest:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the job."""
+        """Number of nodes of the job."""
         return max(1, self.layout.world_size // self.ranks_per_node)
 
 
-Formats = Mapping[str, tuple[str, Callable[[ExportRequest], str]]]  # what each format is, and who writes it
+Formats = Mapping[str, tuple[str, Callable[[ExportRequest], str]]]  # format -> (description, exporter)
 
 
 def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> ExportRequest:
-    """What `export` needs, out of a recommendation; without a chosen layout there is nothing to export."""
+    """Extract the input of `export` from a recommendation. Raises ExportError if it has no layout."""
     if recommendation.chosen is None or recommendation.model is None or recommendation.train is None:
         nearest = "; ".join(f"{row.what}: {row.reason}" for row in recommendation.rejected[:3])
         raise ExportError(f"no layout was chosen, so there is nothing to export ({nearest})")
     return ExportRequest(
         layout=recommendation.chosen.layout,
         model=recommendation.model,
-        train=recommendation.train,
+        train=replace(recommendation.train, steps=recommendation.total_steps or recommendation.train.steps),
         settings=recommendation.settings,
         needs=recommendation.needs,
         ranks_per_node=ranks_per_node,
@@ -128,16 +128,16 @@ def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> Export
 
 
 def refuse(framework: str, refusals: Mapping[str, object]) -> None:
-    """Raise with all the reasons that hold, if there are any."""
+    """Raise ExportError with all reasons that apply, if there are any."""
     if reasons := [reason for reason, holds in refusals.items() if holds]:
         raise ExportError(f"{framework} cannot run this layout: {'; '.join(reasons)}")
 
 
 def render(template: str, /, **values: Any) -> str:
-    """Fill in a template of planner/stacks/templates."""
+    """Render a template of planner/stacks/templates."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(  # noqa: S701 - no HTML
+    environment = Environment(  # noqa: S701 - not HTML
         loader=FileSystemLoader(Path(__file__).parent / "stacks" / "templates"), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
@@ -147,12 +147,14 @@ def render(template: str, /, **values: Any) -> str:
 
 
 def from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """The same with the request's layout, model and train."""
+    """Render a template with the request's layout, model and train."""
     return render(name, request=request, layout=request.layout, model=request.model, train=request.train, **values)
 
 
 def yaml_from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """The same of a YAML template, written as PyYAML writes it."""
+    """Render a YAML template, and format the result with PyYAML. Comment lines come first."""
     import yaml
 
-    return yaml.safe_dump(yaml.safe_load(from_template(name, request, **values)), sort_keys=False)
+    text = from_template(name, request, **values)
+    comments = [line for line in text.splitlines(keepends=True) if line.startswith("#")]
+    return "".join(comments) + yaml.safe_dump(yaml.safe_load(text), sort_keys=False)

@@ -1,4 +1,4 @@
-"""Words for a forecast: its parts, what dominates, why not the runner-up, and what would help most."""
+"""Explains a forecast: its components, the dominant one, why the runner-up lost, and what would help most."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from planner.search import Candidate, difference_sigma
 _WORDS, _MEMORY, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "memory", "helps"))
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
 
-SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s: hosts with GPUs are not sold with less
+SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s; hosts with GPUs are not sold with slower networks
 
 
 def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
-    """The link that one part of the traffic crosses."""
+    """Return the link that one component of the traffic uses."""
     cp, shard, replicate, pp = strides(layout)
     hybrid = layout.dp_replicate > 1 and layout.dp_shard > 1
     groups = {
@@ -61,7 +61,7 @@ _TRAFFIC = {
 
 
 def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
-    """What one part of the traffic sends per GPU and step, hidden or not; None where it is not counted."""
+    """Return the bytes sent per GPU and step in one component, hidden or not; None if it is not counted."""
     found, total = sent(job, layout), 0.0
     copies = layout.dp_replicate if ("dp_shard", "all_gather") in found else layout.data_parallel * layout.cp
     ranks = {"tp": layout.tp, "dp_shard": layout.dp_shard * layout.cp, "dp_replicate": copies}
@@ -72,9 +72,9 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
 
 
 def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
-    """What links add that nobody measured: how far the step moves where they are slower or faster by one sigma.
+    """Return the uncertainty from assumed link rates: the change of the step if they differ by one sigma.
 
-    Traffic that is hidden at the assumed speed shows at a slower one. What `over_unknown_network` covers adds nothing.
+    Traffic hidden at the assumed rate may be exposed at a lower one. Links of `over_unknown_network` are excluded.
     """
     variance = 0.0
     for name in ("node", "network"):
@@ -92,7 +92,7 @@ def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
 
 
 def over_unknown_network(job: Job, layout: Layout, around: Interval) -> Interval:
-    """The interval of a step, out to what it takes over the slowest and the fastest that an unknown network may be."""
+    """Extend the step's interval to the slowest and the fastest rate that an unknown network may have."""
     network = job.links.network
     if network is None or network.within is None or (parts := step_parts(job, layout)).communication <= 0:
         return around
@@ -102,7 +102,7 @@ def over_unknown_network(job: Job, layout: Layout, around: Interval) -> Interval
 
 
 def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
-    """What the step's time goes to, in one sentence."""
+    """Describe in one sentence how the step's time is spent."""
     total = parts.total
     by_name = parts._asdict()
     compute = sum(by_name[name] for name in _COMPUTE)
@@ -120,7 +120,7 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
 
 
 def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calibrated: bool, scale: float) -> Forecast:
-    """The forecast with every part spelled out."""
+    """Return the forecast with every component explained."""
     layout, parts, memory = candidate.layout, candidate.parts, candidate.memory
     time_parts = []
     for name, seconds in parts._asdict().items():
@@ -153,14 +153,14 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         dominant=dominant_words(parts, job.links, layout),
         tokens_per_second=tokens / candidate.seconds,
         tokens_per_second_per_rank=tokens / candidate.seconds / layout.world_size,
-        mfu=_mfu(job, layout, tokens / candidate.seconds),
+        mfu=_compute_mfu(job, layout, tokens / candidate.seconds),
         capacity_bytes=capacity,
         inputs=(*job.rates.inputs, *sorted(used)),
     )
 
 
-def _mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | None:
-    """Model FLOPs over the GPUs' bf16 peak, as a finished run counts them (finetune.recorder.flops_per_token)."""
+def _compute_mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | None:
+    """Return model FLOPs divided by the GPUs' bf16 peak, as a finished run does (finetune.recorder.flops_per_token)."""
     gpu = gpu_named(job.rates.device)
     if gpu is None or not gpu.bf16:
         return None
@@ -173,7 +173,7 @@ def _mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | None:
 
 
 def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
-    """What the runner-up loses against the winner, or what it would gain and why that is not enough."""
+    """Explain what the runner-up loses against the winner, or why its gain is not sufficient."""
     slower = other.seconds / winner.seconds - 1.0
     more = other.memory.total - winner.memory.total
     if slower < 0:
@@ -190,13 +190,13 @@ def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
 
 
 def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str, ...]:
-    """What would shorten the run for the same tokens, biggest gain first, each computed by the same model."""
+    """Return changes that would shorten the run for the same tokens, largest gain first, from the same model."""
     layout = winner.layout
     per_sequence = winner.parts.total / layout.global_batch
     ideas: list[tuple[float, str]] = []
 
     def gain_of(at: Layout = layout, **changed: Any) -> float:
-        """The share of the step that is saved in another layout, or where the job's facts are these."""
+        """Return the fraction of the step that another layout, or other properties of the job, would save."""
         other = replace(job, **changed) if changed else job
         return 1.0 - step_parts(other, at).total / at.global_batch / per_sequence
 
@@ -228,7 +228,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     if layout.checkpointing != "none" and capacity is not None:
         whole = replace(layout, checkpointing="none")
         more = (memory_of(job, whole).total - bytes_that_fit(job, capacity)) / GIB
-        if more * GIB <= capacity:  # no GPU that is sold has much more than twice the memory of another
+        if more * GIB <= capacity:  # no available GPU has much more than twice the memory of another
             device = "GPU" if job.has_gpu else "rank"
             add("memory" if more > 0 else "recompute", gain_of(whole), more=math.ceil(more), device=device)
     if winner.parts.bubble > 0:

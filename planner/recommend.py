@@ -1,4 +1,4 @@
-"""The one function that answers: environment, layout, forecast and rejected layouts, for one job on one cluster."""
+"""Recommends environment and layout, with forecast and rejected layouts, for one job on one cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.trl import spelled
-from hardware.gpus import Gpu, gpu_named, gpus, of_board
+from hardware.gpus import Gpu, gpu_named, gpus, scale_to_board
 from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import RankedLayout, Recommendation, Rejected
@@ -19,7 +19,7 @@ from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
-from planner.forecast.faults import Findings, apart, as_is, counted, repaired, repaired_links, slowed
+from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, repair_links, repaired, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import (
@@ -43,27 +43,26 @@ from probes.gpu.health import held_bytes
 from probes.hostinfo.probe import HostinfoFacts
 from topology.graph import ClusterTopology
 
-if TYPE_CHECKING:  # a question without measurements does not wait for their reader
+if TYPE_CHECKING:  # not imported for a question without measurements
     from collectives.bench.results import Measurement
     from collectives.nccl_log.transport import Evidence
 
 _RUNNERS_UP = 4
-_OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd", "adafactor")  # whose states the forecast counts
+_OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd", "adafactor")  # optimizers whose state the forecast knows
 _PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-# Where the user named no batch: a fine-tune's customary one, and what pre-training takes per step by the weights that a
-# token passes through (GPT-3's table 2.1 to 13 B, arXiv 2005.14165; Llama 2's 4 M, 2307.09288; Llama 3 405B's 16 M,
-# 2407.21783).
+# Default batches: the usual one for fine-tuning, and for pre-training the tokens per step by the number of active
+# weights (GPT-3's table 2.1 to 13 B, arXiv 2005.14165; Llama 2's 4 M, 2307.09288; Llama 3 405B's 16 M, 2407.21783).
 _FINETUNE_BATCH = 64
-_FINETUNE_RANKS = 32  # full training on more than these is taken for pre-training
+_FINETUNE_RANKS = 32  # full training on more ranks is assumed to be pre-training
 _TOKENS_PER_STEP = ((20e9, 1 << 20), (200e9, 1 << 22), (math.inf, 1 << 24))
 
 
-MeasuredStep = tuple[Mapping[str, Any], float]  # members of its layout, seconds
+MeasuredStep = tuple[Mapping[str, Any], float]  # (fields of its layout, seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Everything a forecast needs, gathered from the facts."""
+    """All inputs of a forecast, collected from the facts."""
 
     job: Job
     world: int
@@ -72,23 +71,23 @@ class Planned:
     capacity: float | None
     unknowns: tuple[str, ...]
     calibrated: bool
-    scale: float = 1.0  # of a measured step over its forecast
-    slowed: tuple[str, ...] = ()  # what findings cost, as counted here
-    requested: Mapping[str, Any] = field(default_factory=dict)  # members of the layout that the job's settings give
+    scale: float = 1.0  # measured step / its forecast
+    slowed: tuple[str, ...] = ()  # effects of findings, as included in the forecast
+    requested: Mapping[str, Any] = field(default_factory=dict)  # layout fields set by the job's settings
 
     @property
     def budget(self) -> float | None:
-        """Bytes that a rank may be forecast to take; None: unknown."""
+        """Limit for the forecast bytes of a rank; None: unknown."""
         return bytes_that_fit(self.job, self.capacity) if self.capacity else None
 
     def rank(self, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
-        """A layout with its forecast, and what it loses against the winner."""
+        """Return a layout with its forecast, compared with the winner."""
         why = why_not(self.job, winner, candidate) if winner is not None else ""
         forecast = forecast_of(self.job, candidate, self.capacity, calibrated=self.calibrated, scale=self.scale)
         return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)
 
 
-def _rates(
+def _find_rates(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], train: TrainSpec, ranks_per_node: int, precision: str,
     unknowns: list[str],
 ) -> Rates:  # fmt: skip
@@ -97,7 +96,7 @@ def _rates(
     if node.gpus:
         models = dict.fromkeys(gpu.model for each in cluster.nodes for gpu in each.gpus if gpu.usable)
         known = [gpu for name in models if (gpu := gpu_named(name))]
-        if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest model
+        if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest GPU model
             return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
         other = next(gpu for gpu in gpus() if gpu.is_fallback)
         unknowns.append(
@@ -118,10 +117,10 @@ def _rates(
 
 
 def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, precision: str) -> Rates:
-    """Rates of a GPU on the board with the fewest watts that was probed; what was set below those is a finding."""
+    """Return the rates of a GPU at the lowest default power limit that was probed; limits below it are findings."""
     probed = [one for s in snapshots if (f := s.facts(GpuFacts)) for one in f.gpus if gpu_named(one.name) == gpu]
     watts = min((one.power_limit_default_watts for one in probed if one.power_limit_default_watts), default=None)
-    board = of_board(gpu, watts)
+    board = scale_to_board(gpu, watts)
     rates = gpu_rates(board, train, engine_named(train.engine), precision)
     if board is gpu:
         return rates
@@ -131,7 +130,7 @@ def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, prec
 
 
 def unjudged(cluster: ClusterTopology) -> str:
-    """Why nothing is forecast for machines of the catalogue whose GPUs NCCL does not serve; else ""."""
+    """Return why catalogue machines with GPUs that NCCL does not support get no forecast; else ""."""
     gpus = (gpu_named(gpu.model) for node in cluster.nodes[:1] for gpu in node.gpus[:1])
     gpu = next((found for found in gpus if found is not None and found.maker != "NVIDIA"), None)
     if gpu is None:
@@ -139,7 +138,7 @@ def unjudged(cluster: ClusterTopology) -> str:
     return f"{gpu.name}: RCCL is not judged yet, and no ceiling of training on it was measured"
 
 
-def _capability(cluster: ClusterTopology) -> tuple[int, int] | None:
+def _get_capability(cluster: ClusterTopology) -> tuple[int, int] | None:
     if not cluster.nodes[0].gpus:
         return None
     first = cluster.nodes[0].gpus[0]
@@ -147,8 +146,8 @@ def _capability(cluster: ClusterTopology) -> tuple[int, int] | None:
     return first.compute_capability or (known.compute_capability if known else None)
 
 
-def _host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> float | None:
-    """Of the smallest probed node, else of the catalogue's."""
+def _get_host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> float | None:
+    """Return the host memory of the smallest probed node, else of the catalogue."""
     probed = [f.memory_bytes for s in snapshots if (f := s.facts(HostinfoFacts)) and f.memory_bytes]
     if probed:
         return float(min(probed))
@@ -157,8 +156,8 @@ def _host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> flo
     return gib * GIB if gib else None
 
 
-def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknowns: list[str]) -> list[int]:
-    """Bytes of each GPU that a job may have: its memory without what others hold of it at the time of the scan."""
+def _list_free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknowns: list[str]) -> list[int]:
+    """Return the bytes of each GPU available to a job: its memory minus that in use at the time of the scan."""
     probed = {s.hostname: {gpu.index: gpu for gpu in f.gpus} for s in snapshots if (f := s.facts(GpuFacts))}
     sizes, held = [], []
     for node in cluster.nodes:
@@ -175,7 +174,7 @@ def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknow
     return sizes
 
 
-def _batch(
+def _choose_batch(
     model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any], unknowns: list[str]
 ) -> int:
     if train.global_batch is not None:
@@ -185,7 +184,7 @@ def _batch(
     ranks = world // math.prod(requested.get(name, 1) for name in ("tp", "pp", "cp"))
     stages = requested.get("pp", 1) * requested.get("virtual_stages", 1)
     times = requested.get("gradient_accumulation", stages)
-    if "micro_batch" in requested:  # as trainers count: each rank has rows of its own
+    if "micro_batch" in requested:  # as in trainers: each rank has its own rows
         return int(requested["micro_batch"] * times * ranks)
     wanted, multiple = _FINETUNE_BATCH, ranks * times if "gradient_accumulation" in requested else world
     if train.method == "full" and world > _FINETUNE_RANKS:
@@ -195,24 +194,24 @@ def _batch(
         if not requested and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
             multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
     batch = math.ceil(wanted / multiple) * multiple
-    unknowns.append(_assumed_batch(batch, train))
+    unknowns.append(_describe_batch(batch, train))
     return batch
 
 
-def _assumed_batch(batch: int, train: TrainSpec) -> str:
+def _describe_batch(batch: int, train: TrainSpec) -> str:
     return f"{BATCH}: {batch} sequences assumed ({batch * train.sequence_length:,} tokens a step)"
 
 
-def _with_batch(planned: Planned, batch: int) -> Planned:
-    """The same with another batch of this module's choice."""
+def _replace_batch(planned: Planned, batch: int) -> Planned:
+    """Return the plan with another assumed batch."""
     train = planned.job.train
-    before, after = _assumed_batch(planned.global_batch, train), _assumed_batch(batch, train)
+    before, after = _describe_batch(planned.global_batch, train), _describe_batch(batch, train)
     words = tuple(after if text == before else text for text in planned.unknowns)
     return replace(planned, global_batch=batch, unknowns=words)
 
 
-def _checked(cluster: ClusterTopology, train: TrainSpec) -> Precision:
-    """ValueError where nothing can be planned; the precision that is requested."""
+def _check_request(cluster: ClusterTopology, train: TrainSpec) -> Precision:
+    """Return the requested precision. Raises ValueError if planning is impossible."""
     if not cluster.nodes:
         raise ValueError("cluster has no nodes")
     if train.sequence_length < 1:
@@ -231,12 +230,12 @@ def plan(
     ranks_per_node: int | None = None, links: Links | None = None, findings: Findings | None = None,
     interface: str | None = None,
 ) -> Planned:  # fmt: skip
-    """Gather the numbers; `links` overrides the bandwidths (what-if), `findings` slow the nodes as they do a job.
+    """Collect the inputs; `links` overrides bandwidths (what-if), and `findings` slow the nodes down.
 
     `interface` is the job's NCCL_SOCKET_IFNAME.
     """
-    precision = _checked(cluster, train)
-    cluster = apart(cluster, findings or {})
+    precision = _check_request(cluster, train)
+    cluster = cut_domains(cluster, findings or {})
     unknowns: list[str] = []
     has_gpu = bool(cluster.nodes[0].gpus)
     engine = engine_named(train.engine)
@@ -244,18 +243,18 @@ def plan(
     world = links.ranks_per_node * links.nodes
     requested = resolve_layout(dict(train.asked), world, links.ranks_per_node)
     precision = requested.get("precision", precision)
-    forecast = precision  # what the numbers are for
+    forecast = precision  # precision of the forecast
     if not has_gpu and precision != "fp32":
         unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
         forecast = "fp32"
         precision = precision if "precision" in requested else "fp32"
-    if model.max_positions and train.sequence_length > model.max_positions:  # a learned table's end is rules' word
+    if model.max_positions and train.sequence_length > model.max_positions:  # rules check a learned position table
         unknowns.append(
             f"{train.sequence_length} tokens are beyond {model.name}'s {model.max_positions} positions: whether "
             "the model works at this length depends on its config.json (rope_scaling), which is not judged here"
         )
-    rates = _rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
-    now = as_is(links, findings or {}, snapshots, interface=interface)
+    rates = _find_rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
+    now = apply_findings(links, findings or {}, snapshots, interface=interface)
     links, gpu = now.links, gpu_named(rates.device)
     rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
     constants = DEFAULT if has_gpu else CPU
@@ -266,18 +265,18 @@ def plan(
         calibrated = rates.how == "measured"
     capacity = rates.memory_bytes
     if has_gpu:
-        sizes = _free_memory(cluster, snapshots, unknowns)
+        sizes = _list_free_memory(cluster, snapshots, unknowns)
         capacity = float(min(sizes)) if sizes else capacity
     if capacity is None:
         unknowns.append("device memory unknown: nothing was rejected for its memory")
     lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
     if lost:
         unknowns.append(f"{', '.join(lost[:8])} cannot be used: repair it first; the layout is for the remaining GPUs")
-    capability = _capability(cluster)
+    capability = _get_capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
         unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
     unknowns.extend(
-        _unmeasured(speed)
+        _describe_unmeasured(speed)
         for speed in (links.node, links.network)
         if speed is not None and speed.how == "assumed" and world > 1
     )
@@ -296,11 +295,11 @@ def plan(
     return Planned(
         job=Job(
             model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
-            host_memory_bytes=_host_memory(cluster, snapshots), rates=rates, constants=constants,
+            host_memory_bytes=_get_host_memory(cluster, snapshots), rates=rates, constants=constants,
             host_adam_bytes_per_second=ADAM_THREAD_BYTES_PER_SECOND,
         ),
         world=world,
-        global_batch=_batch(model, train, engine, world, requested, unknowns),
+        global_batch=_choose_batch(model, train, engine, world, requested, unknowns),
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
@@ -310,8 +309,8 @@ def plan(
     )  # fmt: skip
 
 
-def _unmeasured(speed: Speed) -> str:
-    """What a forecast does about a link that nobody measured, and how to measure it."""
+def _describe_unmeasured(speed: Speed) -> str:
+    """Describe the effect of a link that was not measured, and how to measure it."""
     words = f"{speed.link} bandwidth was not measured: {speed.bytes_per_second / 1e9:.3g} GB/s assumed"
     if speed.why:
         words += f" ({speed.why})"
@@ -325,9 +324,9 @@ def _unmeasured(speed: Speed) -> str:
 
 
 def search_planned(planned: Planned, named: Mapping[str, object] | None = None, *, surely: bool = True) -> Found:
-    """Run the search on gathered numbers; with `named` among the layouts that have these values.
+    """Run the search on collected inputs, among layouts with the values in `named`.
 
-    Else among those that have what the job's settings ask for. `surely`: see `search`.
+    By default these are the values in the job's settings. `surely`: see `search`.
     """
     return search(
         planned.job, world=planned.world, global_batch=planned.global_batch,
@@ -337,7 +336,7 @@ def search_planned(planned: Planned, named: Mapping[str, object] | None = None, 
 
 
 def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
-    """The same with every step as much longer or shorter than by its physics as this one was.
+    """Return the plan with all step times scaled by the ratio of this measured step to its forecast.
 
     Raises LayoutError, as `forecast_named` does.
     """
@@ -351,18 +350,18 @@ def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
 
 
 def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
-    """The best layout with these values, as `recommend` would show it; degrees that are not named are 1.
+    """Return the best layout with these values, as `recommend` would; degrees that are not named are 1.
 
-    Where the rules or the memory allow none, the layout as given, at the plan's global batch, with the reason in
-    `why`. Raises LayoutError for values that no layout can have.
+    If rules or memory allow none, return the given layout at the plan's global batch, with the reason in `why`. Raises
+    LayoutError for impossible values.
     """
     degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "offload": "none", **named}
     degrees.setdefault("precision", planned.precision)
     zeros = ("zero3", "zero2", "zero1") if degrees["dp_shard"] > 1 else ()
-    sharding = next((zero for zero in zeros if zero in planned.job.engine.can), "ddp")  # where no layout fits
+    sharding = next((zero for zero in zeros if zero in planned.job.engine.can), "ddp")  # if no layout fits
     shape = Layout(world_size=planned.world, **{"sharding": sharding, **degrees})
     if shape.data_parallel == 1:
-        degrees.pop("sharding", None)  # over one rank every kind of it is the same
+        degrees.pop("sharding", None)  # with one rank all kinds of sharding are the same
     if {"micro_batch", "gradient_accumulation"} <= set(named):
         planned = replace(planned, global_batch=shape.global_batch)
     for surely in (True, False):
@@ -382,7 +381,7 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
 
 
 def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
-    """That the interval of a layout's memory ends above what the device has."""
+    """Report that the upper end of a layout's memory interval exceeds the device."""
     needs = ranked.forecast.memory_bytes
     return (
         f"may run out of memory: {needs.low / GIB:.1f} to {needs.high / GIB:.1f} GiB are forecast, a GPU has "
@@ -391,9 +390,9 @@ def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
 
 
 def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
-    """Forecast one given layout, whether or not it would be chosen.
+    """Forecast one given layout, even if it would not be chosen.
 
-    `why` names the first rule it breaks, or by how much it misses the memory.
+    `why` names the first violated rule, or how much memory is missing.
     """
     parts, memory, budget = step_parts(planned.job, layout), memory_of(planned.job, layout), planned.budget
     candidate = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale)
@@ -414,9 +413,9 @@ def recommend(
     ranks_per_node: int | None = None, links: Links | None = None, multi_node: bool | None = None,
     findings: Findings | None = None, measured_step: MeasuredStep | None = None,
 ) -> Recommendation:  # fmt: skip
-    """Answer for one job on one cluster as it is; `multi_node` None: one node may come to be several.
+    """Answer for one job on one cluster in its current state; `multi_node` None: it may use several nodes later.
 
-    `findings` are what is known to be wrong with the nodes, by hostname; the answer for sound nodes is given as well.
+    `findings`: known faults of the nodes, by host name. The answer also includes the nodes without these faults.
     """
     case = situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
@@ -432,7 +431,7 @@ def recommend(
             answer, rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,)
         )  # fmt: skip
     set_to = {setting.name: setting.value for setting in env.settings}
-    against = counted(findings or {}, set_to)
+    against = pick_costly(findings or {}, set_to)
     planned = plan(
         cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links,
         findings=against, interface=set_to.get("NCCL_SOCKET_IFNAME"),
@@ -442,7 +441,7 @@ def recommend(
     sound = sound_here = None
     if planned.slowed:
         whole = repaired(cluster, against)
-        links = repaired_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
+        links = repair_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
         again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
         again = replace(again, scale=planned.scale, calibrated=planned.calibrated)
         if again.world == planned.world:
@@ -451,10 +450,10 @@ def recommend(
         if sound is not None and again.world == planned.world:
             sound_here = forecast_layout(planned, sound.layout)
     found = search_planned(planned)
-    for other in _other_batches(planned):
+    for other in _list_other_batches(planned):
         if found.best:
             break
-        planned = _with_batch(planned, other)
+        planned = _replace_batch(planned, other)
         found = search_planned(planned)
     uncertain = not found.best
     if uncertain:
@@ -472,7 +471,7 @@ def recommend(
     assumed: tuple[str, ...] = ()
     too_large = any(row.rule == "memory-fits" for row in found.rejected)
     if not found.best and too_large and planned.requested and rows_are_assumed(train):
-        found, assumed = _with_shorter_rows(planned, found)
+        found, assumed = _choose_for_shorter_rows(planned, found)
         unknowns += assumed
     for candidate in found.best[: 1 + _RUNNERS_UP]:
         if chosen is None:
@@ -484,7 +483,7 @@ def recommend(
         else:
             runners.append(planned.rank(candidate, found.best[0]))
     if chosen is None and planned.requested:
-        found.rejected.insert(0, _why_refused(planned, found))
+        found.rejected.insert(0, _explain_refusal(planned, found))
         helps = nearest(planned)
     elif chosen is None:
         unknowns.append("no layout of this engine fits")
@@ -501,20 +500,20 @@ def recommend(
     )  # fmt: skip
 
 
-AS_ASKED = "the settings as they stand"  # what is rejected where the job's own settings cannot run
+AS_ASKED = "the settings as they stand"  # rejected if the job's own settings cannot run
 
 
-ROWS = "the rows "  # first words of every unknown about the lengths of the data set's rows
-BATCH = "global batch not given"  # first words of the unknown about the batch
+ROWS = "the rows "  # start of every unknown about row lengths in the data set
+BATCH = "global batch not given"  # start of the unknown about the batch
 
 
-def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str, ...]]:
-    """Choose the layout that the settings name although it does not fit rows of the assumed length.
+def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str, ...]]:
+    """Choose the layout that the settings name, although it does not fit rows of the assumed length.
 
-    Rows are assumed to have `sequence_length` tokens, which the real rows may never reach, so this length alone refuses
-    nothing. The layout is the one that fits the longest rows among halvings of that length. Its forecast is still for
-    the assumed length. `found` stays as it is where even rows of one token do not fit, as weights and states are then
-    too large. The second value is what the user must know about the assumption.
+    Rows are assumed to have `sequence_length` tokens, which real rows may never reach, so this length alone is no
+    reason to reject a layout. The layout is the one that fits the longest rows among halvings of that length. Its
+    forecast is still for the assumed length. If even rows of one token do not fit, weights and states are too large and
+    `found` is returned unchanged. The second value explains the assumption to the user.
     """
     train, budget = planned.job.train, planned.budget or 0.0
     words = f"{ROWS}are assumed to have {train.sequence_length} tokens, the most that max_length allows"
@@ -544,10 +543,10 @@ def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str
     return replace(found, best=[chosen]), (words,)
 
 
-def _other_batches(planned: Planned) -> Iterator[int]:
-    """Batches to try in turn where that of this module's own choice fits no layout.
+def _list_other_batches(planned: Planned) -> Iterator[int]:
+    """Yield other batches to try if the assumed batch fits no layout.
 
-    Smaller ones where the settings name the accumulation, then larger ones up to a sequence for each rank.
+    They are smaller ones if the settings name the accumulation, then larger ones up to one sequence per rank.
     """
     batch, named = planned.global_batch, planned.requested
     if planned.job.train.global_batch is not None or "micro_batch" in named:
@@ -560,8 +559,8 @@ def _other_batches(planned: Planned) -> Iterator[int]:
         yield batch
 
 
-def _why_refused(planned: Planned, found: Found) -> Rejected:
-    """Of all rejected layouts, the row about what the settings ask for."""
+def _explain_refusal(planned: Planned, found: Found) -> Rejected:
+    """Return, from all rejected layouts, the row about the requested settings."""
     families = [row for row in found.rejected if row.what.startswith("PP=")]
     short = [row for row in families if row.rule == "memory-fits"]
     row = next(iter(short or families or found.rejected), Rejected(what="", rule="asked", reason="no layout has them"))
@@ -580,15 +579,15 @@ _TELLING = ("micro_batch", "sharding", "checkpointing", "offload", "precision", 
 
 
 def nearest(planned: Planned) -> tuple[str, ...]:
-    """What to set otherwise so that the job's settings can run, the smallest change first; empty: nothing helps.
+    """Return the smallest changes with which the job's settings can run, smallest first; empty if nothing helps.
 
-    One setting at a time; a smaller micro-batch accumulates to the same batch. Then all of them at once.
+    Settings are changed one at a time (a smaller micro-batch with more accumulation), then all together.
     """
-    requested, found = dict(planned.requested), _smaller_batch(planned)
-    for changed in _one_by_one(requested):
+    requested, found = dict(planned.requested), _find_smaller_batch(planned)
+    for changed in _list_changes(requested):
         if search_planned(replace(planned, requested={**requested, **changed})).best:
             found.append(spelled(*next(iter(changed.items()))))
-    if length := _shorter(planned):
+    if length := _find_shorter_rows(planned):
         found.append(f"max_length: {length}")
     if not found:
         free = {name: value for name, value in requested.items() if name == "precision"}
@@ -600,8 +599,8 @@ def nearest(planned: Planned) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _smaller_batch(planned: Planned) -> list[str]:
-    """The largest micro-batch below the one asked for, which fits with the same batch."""
+def _find_smaller_batch(planned: Planned) -> list[str]:
+    """Return the largest smaller micro-batch that fits with the same global batch."""
     micro = planned.requested.get("micro_batch", 1)
     rest = {name: value for name, value in planned.requested.items() if name != "gradient_accumulation"}
     for smaller in (n for n in range(micro - 1, 0, -1) if micro % n == 0):
@@ -612,8 +611,8 @@ def _smaller_batch(planned: Planned) -> list[str]:
     return []
 
 
-def _one_by_one(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Single settings that need less memory than what is asked for, or that lift a limit."""
+def _list_changes(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return single changes that need less memory than the requested settings, or that remove a limit."""
     dp = requested.get("dp_replicate", 1) * requested.get("dp_shard", 1)
     sharded = {"sharding": "zero3", "dp_replicate": 1, "dp_shard": dp} if dp > 1 else {}
     other: tuple[tuple[str, tuple[object, ...], dict[str, Any]], ...] = (
@@ -625,8 +624,8 @@ def _one_by_one(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [changed for name, values, changed in other if changed and requested.get(name) in values]
 
 
-def _shorter(planned: Planned) -> int | None:
-    """The longest rows, of halvings of those asked for, that fit with everything else as it is."""
+def _find_shorter_rows(planned: Planned) -> int | None:
+    """Return the longest rows, among halvings of the requested length, that fit without other changes."""
     length = longest_row(planned.job.train) // 2
     while length >= _SHORTEST:
         train = replace(planned.job.train, sequence_length=length)
@@ -636,9 +635,9 @@ def _shorter(planned: Planned) -> int | None:
     return None
 
 
-_SHORTEST = 128  # tokens: shorter rows hold no question and answer
+_SHORTEST = 128  # tokens; shorter rows are too short for a question and its answer
 
 
 def best_layout(planned: Planned) -> RankedLayout | None:
-    """The best layout alone."""
+    """Return only the best layout."""
     return next((planned.rank(one) for one in search_planned(planned).best[:1]), None)

@@ -1,6 +1,6 @@
-"""Hard rules of a layout: each has a name, and answers with the reason it forbids a layout, or None.
+"""Hard rules for layouts. Each rule has a name and returns the reason that it forbids a layout, or None.
 
-A rule here is arithmetic or a limit of an engine, never a preference: preferences are the forecast's business.
+A rule is arithmetic or a limit of an engine. Preferences are not rules; they follow from the forecast.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ Rule = Callable[[Question, Layout], str | None]
 
 
 def heads_divide(q: Question, at: Layout) -> str | None:
-    """Tensor parallelism gives each rank whole attention heads."""
+    """With tensor parallelism, each rank has whole attention heads."""
     if q.model.heads % at.tp:
         return f"{q.model.heads} attention heads are not divisible by TP={at.tp}"
     return None
 
 
 def kv_heads_divide(q: Question, at: Layout) -> str | None:
-    """Key and value heads are split too; Megatron copies them where there are too few."""
+    """Key and value heads are split too; Megatron replicates them if there are too few."""
     if q.model.kv_heads % at.tp and not (q.engine.copies_kv_heads and at.tp % q.model.kv_heads == 0):
         return f"{q.model.kv_heads} key/value heads are not divisible by TP={at.tp}"
     return None
 
 
 def ffn_divides(q: Question, at: Layout) -> str | None:
-    """The MLP's columns are split evenly."""
+    """The columns of the MLP are split evenly."""
     widths = [q.model.expert_ffn, q.model.shared_expert_ffn] if q.model.experts else [q.model.ffn]
     widths += [q.model.ffn] if q.model.dense_layers else []
     for width in widths:
@@ -41,28 +41,28 @@ def ffn_divides(q: Question, at: Layout) -> str | None:
 
 
 def tp_inside_island(q: Question, at: Layout) -> str | None:
-    """Tensor parallelism waits for its links several times per layer: it stays where NVLink reaches."""
+    """Tensor parallelism waits for its links several times per layer, so it must not leave an NVLink island."""
     if at.tp <= q.links.island_size:
         return None
     slow = q.links.crosses(at.tp, 1)
     if at.tp > q.links.ranks_per_node and q.links.network is not None:
         return f"TP={at.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} between nodes"
     if not q.has_gpu and at.tp <= q.links.ranks_per_node:
-        return None  # host memory is the only link there is
+        return None  # host memory is the only link
     if q.links.island_size == 1:
         return f"TP={at.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} (no NVLink)"
     return f"TP={at.tp} needs more GPUs than the {q.links.island_size} that NVLink connects"
 
 
 def enough_layers(q: Question, at: Layout) -> str | None:
-    """Each pipeline chunk holds a layer at least."""
+    """Each pipeline chunk has at least one layer."""
     if at.pp * at.virtual_stages > q.model.layers:
         return f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {q.model.layers}"
     return None
 
 
 def chunks_divide(q: Question, at: Layout) -> str | None:
-    """Interleaving needs equal chunks, or their layers named, and micro-batches in multiples of the stages."""
+    """Interleaving needs equal chunks (or explicit layers) and a multiple of the stages in micro-batches."""
     if at.virtual_stages > 1 and not at.stage_layers and q.model.layers % (at.pp * at.virtual_stages):
         return f"{q.model.layers} layers do not divide into {at.pp} x {at.virtual_stages} chunks"
     if at.virtual_stages > 1 and at.gradient_accumulation % at.pp:
@@ -71,28 +71,28 @@ def chunks_divide(q: Question, at: Layout) -> str | None:
 
 
 def enough_micro_batches(_q: Question, at: Layout) -> str | None:
-    """A pipeline with fewer micro-batches than stages idles by design, and torch's 1F1B schedule refuses it."""
+    """With fewer micro-batches than stages a pipeline is never full, and torch's 1F1B schedule rejects it."""
     if at.pp > 1 and at.gradient_accumulation < at.pp:
         return f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {at.gradient_accumulation}"
     return None
 
 
 def stages_sum(q: Question, at: Layout) -> str | None:
-    """Uneven stages hold every layer once."""
+    """Uneven stages contain every layer exactly once."""
     if at.stage_layers and sum(at.stage_layers) != q.model.layers:
         return f"stage_layers add up to {sum(at.stage_layers)}, the model has {q.model.layers} layers"
     return None
 
 
 def sequence_divides(q: Question, at: Layout) -> str | None:
-    """Ring attention cuts the sequence in 2 x CP equal pieces."""
+    """Ring attention divides the sequence into 2 x CP equal parts."""
     if at.cp > 1 and not q.engine.splits_heads and q.train.sequence_length % (2 * at.cp):
         return f"sequence length {q.train.sequence_length} does not divide by 2 x CP={at.cp}"
     return None
 
 
 def experts_divide(q: Question, at: Layout) -> str | None:
-    """Expert parallelism gives each rank whole experts, over the ranks of one pipeline stage (docs/decisions/0022)."""
+    """Expert parallelism gives each rank whole experts, within one pipeline stage (docs/decisions/0022)."""
     if at.ep == 1:
         return None
     if not q.model.experts:
@@ -106,7 +106,7 @@ def experts_divide(q: Question, at: Layout) -> str | None:
 
 
 def batch_divides(q: Question, at: Layout) -> str | None:
-    """The global batch splits evenly over the data-parallel ranks."""
+    """The global batch is divided evenly among the data-parallel ranks."""
     wanted = q.train.global_batch
     if wanted is not None and at.global_batch != wanted:
         return (
@@ -116,21 +116,21 @@ def batch_divides(q: Question, at: Layout) -> str | None:
 
 
 def positions_reach(q: Question, _at: Layout) -> str | None:
-    """A learned position table ends."""
+    """A learned position table has a maximum length."""
     if q.model.family == "gpt2" and q.model.max_positions and q.train.sequence_length > q.model.max_positions:
         return f"sequence length {q.train.sequence_length} is beyond the model's {q.model.max_positions} positions"
     return None
 
 
 def weights_can_train(q: Question, _at: Layout) -> str | None:
-    """Quantised weights have no gradient of their own, and the fine-tune job loads none (finetune/model.py)."""
+    """Quantised weights have no gradient, and the fine-tune job cannot load them (finetune/model.py)."""
     if q.model.quantised and (q.train.method == "full" or not q.engine.loads_quantised):
         return f"the weights are quantised ({q.model.quantised}): name the model that they were made from"
     return None
 
 
 def precision_exists(q: Question, at: Layout) -> str | None:
-    """The GPU has the number format."""
+    """The GPU supports the number format."""
     cc = q.compute_capability
     needed = {"fp8": (8, 9), "mxfp8": (10, 0)}.get(at.precision)
     if needed and cc is not None and cc < needed:
@@ -141,29 +141,29 @@ def precision_exists(q: Question, at: Layout) -> str | None:
 
 
 def engine_runs(q: Question, at: Layout) -> str | None:
-    """What the chosen engine can really do."""
+    """The engine supports the layout."""
     return engine_lacks(q.engine, q.model, q.train, at, has_gpu=q.has_gpu)
 
 
 def method_runs(q: Question, at: Layout) -> str | None:
-    """LoRA and QLoRA where the engine has them; 4-bit blocks need whole matrices, and a forecast of them a GPU."""
+    """The engine supports LoRA or QLoRA; 4-bit blocks need unsplit matrices, and their forecast a GPU."""
     return method_lacks(q.engine, q.train, at, has_gpu=q.has_gpu)
 
 
 def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
-    """What an engine would need to run a layout."""
+    """Return what the engine lacks to run a layout."""
     if not has_gpu and engine.without_gpu is not None:
         engine = replace(engine, can=engine.without_gpu, name=f"{engine.name} on a CPU")
     return (
-        _degrees_lacking(engine, at)
-        or _sharding_lacking(engine, at)
-        or _combination_lacking(engine, at)
+        _lacks_degrees(engine, at)
+        or _lacks_sharding(engine, at)
+        or _lacks_combination(engine, at)
         or engine.refuses(model, train, at)
-        or _options_lacking(engine, at, has_gpu=has_gpu)
+        or _lacks_options(engine, at, has_gpu=has_gpu)
     )
 
 
-def _degrees_lacking(engine: Engine, at: Layout) -> str | None:
+def _lacks_degrees(engine: Engine, at: Layout) -> str | None:
     for word, degree in (("tp", at.tp), ("pp", at.pp), ("cp", at.cp), ("ep", at.ep)):
         if degree > 1 and word not in engine.can:
             return f"{engine.name} does not support {word.upper()}"
@@ -172,7 +172,7 @@ def _degrees_lacking(engine: Engine, at: Layout) -> str | None:
     return None
 
 
-def _sharding_lacking(engine: Engine, at: Layout) -> str | None:
+def _lacks_sharding(engine: Engine, at: Layout) -> str | None:
     sharded = at.dp_shard > 1 and at.sharding != "ddp"
     if sharded and at.sharding not in engine.can:
         return f"{engine.name} does not support {at.sharding}"
@@ -183,14 +183,14 @@ def _sharding_lacking(engine: Engine, at: Layout) -> str | None:
     return None
 
 
-def _combination_lacking(engine: Engine, at: Layout) -> str | None:
+def _lacks_combination(engine: Engine, at: Layout) -> str | None:
     axes = [w for w, degree in (("tp", at.tp), ("pp", at.pp), ("dp", at.data_parallel)) if degree > 1]
     if len(axes) > 1 and "+".join(axes) not in engine.together:
         return f"{engine.name} does not combine {' and '.join(a.upper() for a in axes)}"
     return None
 
 
-def _options_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
+def _lacks_options(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
     if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
         return f"{engine.name} does not support {at.precision}"
     if at.checkpointing not in engine.checkpointing:
@@ -207,22 +207,22 @@ def _options_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None
 
 
 def method_lacks(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
-    """What would be needed to train by this method."""
+    """Return what is missing to train with this method."""
     if train.method not in engine.methods:
         return f"{engine.name} does not support {train.method}"
     if train.method != "qlora":
         return None
     if not has_gpu:
         return "QLoRA needs a GPU: the time that a CPU takes to unpack 4-bit weights cannot be forecast"
-    if at.tp > 1 or at.cp > 1:  # a pipeline's stages hold whole layers
+    if at.tp > 1 or at.cp > 1:  # pipeline stages have whole layers
         return "QLoRA's 4-bit blocks do not split over TP or CP"
     return None
 
 
 def host_memory_holds(q: Question, at: Layout) -> str | None:
-    """What is offloaded, and what ranks hold as the model comes in, fits into four fifths of the nodes' memory.
+    """Offloaded data and the memory for loading the model fit into 80 % of the nodes' memory.
 
-    Unknown memory holds nothing that is offloaded.
+    If the host memory is unknown, offloading is rejected.
     """
     load = q.engine.host_load(2.0 * weights(q.model).total, at, min(at.world_size, q.links.ranks_per_node))
     if q.has_gpu and q.host_memory_bytes is not None and load > 0.8 * q.host_memory_bytes:
@@ -241,7 +241,7 @@ def host_memory_holds(q: Question, at: Layout) -> str | None:
     return None
 
 
-_OF_BATCH = (enough_micro_batches, batch_divides)  # of a whole layout; the others already forbid a degree
+_OF_BATCH = (enough_micro_batches, batch_divides)  # these need a whole layout; the others can already reject a degree
 _RULES = (
     heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, chunks_divide, enough_micro_batches,
     stages_sum, sequence_divides, experts_divide, batch_divides, positions_reach, weights_can_train, precision_exists,
@@ -254,7 +254,7 @@ RULES_OF_DEGREES = tuple((name, rule) for name, rule in RULES if rule not in _OF
 def first_broken(
     question: Question, layout: Layout, rules: tuple[tuple[str, Rule], ...] = RULES
 ) -> tuple[str, str] | None:
-    """Name and reason of the first rule a layout breaks."""
+    """Return name and reason of the first rule that a layout violates."""
     for name, rule in rules:
         reason = rule(question, layout)
         if reason is not None:

@@ -1,8 +1,8 @@
-"""The search: every layout the rules allow, forecast, and the best of each family.
+"""The search: forecasts every layout that the rules allow, and returns the best of each family.
 
-The degrees are enumerated, not sampled. Three prunings keep it fast and change no answer: memory is forecast before
-time, of the checkpointing choices only the lightest that fits is timed (more recomputation is never faster), and a
-larger micro-batch, or more chunks, never fit with less of it.
+Degrees are enumerated, not sampled. Three prunings make it fast without changing the answer: memory is forecast before
+time; only the lightest checkpointing that fits is timed, because more recomputation is never faster; a larger
+micro-batch, or more chunks, never fits with less checkpointing.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.rules import RULES_OF_DEGREES, first_broken
 
-_FITTED = ("checkpointing", "offload")  # chosen by what fits, after the degrees
+_FITTED = ("checkpointing", "offload")  # determined by memory, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MAX_PP = 64
-_LEAST_TOKENS = 1024  # of a sequence, on a context-parallel rank: with fewer no published run splits one
-# Two forecasts of one job nearer than this are equal: the one that leaves more memory free is taken. A third of the
-# error in the difference of two that differ in batch or recomputation only.
+_LEAST_TOKENS = 1024  # tokens of a sequence per context-parallel rank; no published run uses fewer
+# If forecasts of two layouts differ by less than this factor, they are equal, and the layout with more free memory is
+# used. It is a third of the error in the difference of layouts that only differ in batch or recomputation.
 TIE = 1.02
-TIGHT_SHARE = 0.85  # of the card: fuller than that, what allocator and libraries add may not fit
+TIGHT_SHARE = 0.85  # of the GPU memory: above it, memory of allocator and libraries may not fit
 
 
 def degrees_of(layout: Layout) -> tuple[object, ...]:
-    """Where two layouts of one job agree in it, their forecasts err nearly alike."""
+    """Return the degrees of a layout. Forecasts of layouts with equal degrees have almost the same error."""
     at = layout
     return at.tp, at.pp, at.cp, at.ep, at.dp_shard, at.dp_replicate, at.sharding, at.offload
 
@@ -43,12 +43,12 @@ class Candidate:
     layout: Layout
     parts: StepParts
     memory: MemoryParts
-    seconds: float  # of the step
-    tight: bool = False  # fills more of the card than TIGHT_SHARE
+    seconds: float  # per step
+    tight: bool = False  # uses more of the memory than TIGHT_SHARE
 
     @property
     def complications(self) -> tuple[str, ...]:
-        """What makes a run harder to keep running than data parallelism alone."""
+        """Features that make a run harder to operate than data parallelism alone."""
         at = self.layout
         kinds = (
             ("TP", at.tp > 1), ("PP", at.pp > 1), ("CP", at.cp > 1), ("EP", at.ep > 1),
@@ -60,24 +60,24 @@ class Candidate:
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """All that the search saw."""
+    """All results of a search."""
 
-    best: list[Candidate] = field(default_factory=list)  # of each family; the chosen one, then fastest first
+    best: list[Candidate] = field(default_factory=list)  # one per family: the chosen layout, then fastest first
     rejected: list[Rejected] = field(default_factory=list)
     tried: int = 0
 
 
-def _divisors(n: int) -> list[int]:
-    """Those of a large number only up to the most stages that a pipeline may have."""
+def _list_divisors(n: int) -> list[int]:
+    """Return the divisors of n; for a large n, only up to the maximum number of pipeline stages."""
     return [d for d in range(1, (n if n <= 4096 else _MAX_PP) + 1) if n % d == 0]
 
 
-def _powers(limit: int) -> list[int]:
+def _list_powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
 
 
-def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
-    """Sharding, dp_shard, dp_replicate, reshard_after_forward."""
+def _list_shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
+    """Yield (sharding, dp_shard, dp_replicate, reshard_after_forward)."""
     can = question.engine.can
     if dp == 1:
         yield "zero3" if "zero3" in can else "ddp", 1, 1, True
@@ -85,7 +85,7 @@ def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Shar
     if "ddp" in can:
         yield "ddp", 1, dp, True
     zeros: tuple[Sharding, ...] = ("zero1", "zero2")
-    for zero in zeros:  # FSDP's comes below
+    for zero in zeros:  # FSDP's follows below
         if zero in can and question.engine.as_run(Layout(world_size=dp, dp_shard=dp, sharding=zero)).sharding == zero:
             yield zero, dp, 1, True
     if "zero3" in can:
@@ -102,26 +102,26 @@ def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Shar
             group *= 2 if group * 2 <= 4 * in_node else 4
 
 
-def _virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
+def _list_virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
     yield 1
     if pp == 1 or not question.engine.interleaved or micro_batches % pp:
         return
     for v in range(16, 1, -1):
         stages = pp * v
-        # The embedding and the head count as a layer each: the ends may go one short.
+        # Embedding and head count as one layer each, so the first and last chunk may have one layer less.
         if stages <= question.model.layers and -question.model.layers % stages <= 2:
             yield v
 
 
-def _context_degrees(question: Question, ranks: int) -> list[int]:
-    """How many ranks may share a sequence: as many as keep enough of it each."""
+def _list_context_degrees(question: Question, ranks: int) -> list[int]:
+    """Return context-parallel degrees that leave each rank enough of a sequence."""
     length = question.train.sequence_length
     most = min(max(8, length // 4096), length // _LEAST_TOKENS)
-    return [cp for cp in _powers(min(ranks, max(1, most))) if ranks % cp == 0]
+    return [cp for cp in _list_powers(min(ranks, max(1, most))) if ranks % cp == 0]
 
 
-def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
-    """(tp, pp, cp, ep) that the rules allow; what they forbid is noted once per degree."""
+def _list_degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (tp, pp, cp, ep) that the rules allow; each rejected degree is recorded once."""
     seen: set[str] = set()
 
     def refuse(what: str, layout: Layout) -> bool:
@@ -134,28 +134,28 @@ def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int
         return True
 
     model, per_node = question.model, question.links.ranks_per_node
-    for tp in _powers(min(world, 2 * per_node)):
+    for tp in _list_powers(min(world, 2 * per_node)):
         if world % tp:
             continue
         if tp > 1 and refuse(f"TP={tp}", Layout(world_size=tp, tp=tp)):
             continue
-        for pp in _divisors(world // tp):
+        for pp in _list_divisors(world // tp):
             if pp > min(_MAX_PP, model.layers):
                 break
             if pp > 1 and refuse("PP", Layout(world_size=pp, pp=pp)):
                 break
-            for cp in _context_degrees(question, world // (tp * pp)):
+            for cp in _list_context_degrees(question, world // (tp * pp)):
                 if cp > 1 and refuse("CP", Layout(world_size=cp, cp=cp)):
                     break
                 dp = world // (tp * pp * cp)
-                for ep in _divisors(math.gcd(model.experts or 1, dp * cp * tp)):
-                    # replicas stand for any sharding: whether the engine has that one is asked later
+                for ep in _list_divisors(math.gcd(model.experts or 1, dp * cp * tp)):
+                    # replicas represent any sharding; whether the engine supports it is checked later
                     if ep > 1 and refuse("EP", Layout(world_size=dp * cp * tp, dp_replicate=dp, cp=cp, tp=tp, ep=ep)):
                         break
                     yield tp, pp, cp, ep
 
 
-def _key(layout: Layout) -> str:
+def _name_family(layout: Layout) -> str:
     kind = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}[layout.sharding]
     if layout.data_parallel == 1:
         kind = "no data parallelism"
@@ -172,21 +172,21 @@ def search(
     job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
     scale: float = 1.0, named: Mapping[str, object] | None = None, surely: bool = True,
 ) -> Found:  # fmt: skip
-    """Forecast every allowed layout; `scale` is the calibration's factor on time.
+    """Forecast every allowed layout; `scale` is the calibration's factor for time.
 
-    With `named` only layouts whose fields have these values are tried, and what is not named is chosen as ever.
-    Without `surely`, layouts count whose forecast memory may turn out to fit.
+    If `named` is given, only layouts with these field values are tried; other fields are chosen as usual. If `surely`
+    is False, layouts are included whose memory only may fit.
     """
     named = named or {}
     budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
-    if not surely:  # whatever saves memory is used first
+    if not surely:  # try the options that save most memory first
         named = {"checkpointing": job.engine.checkpointing[-1], **named}
     run = _Search(
         job=job, world=world, global_batch=global_batch, precision=precision,
         budget=budget, capacity=capacity, scale=scale, named=named,
     )  # fmt: skip
     alone = Layout(world_size=1, precision=precision)
-    if broken := first_broken(job, alone, RULES_OF_DEGREES):  # by the model or the precision, whatever the degrees
+    if broken := first_broken(job, alone, RULES_OF_DEGREES):  # independent of the degrees: due to model or precision
         run.found.rejected.append(Rejected(what="every layout", rule=broken[0], reason=broken[1]))
         return run.found
     for split in run.splits():
@@ -198,27 +198,27 @@ def search(
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """One search, and what it has seen so far."""
+    """One search with its state."""
 
     job: Job
     world: int
     global_batch: int
     precision: Precision
-    budget: float | None  # bytes that a rank may be forecast to take
-    capacity: float | None  # bytes of its device
+    budget: float | None  # limit for the forecast bytes of a rank
+    capacity: float | None  # memory of its device
     scale: float
     named: Mapping[str, object]
     found: Found = field(default_factory=Found)
-    best: dict[tuple[str, bool], Candidate] = field(default_factory=dict)  # of each family, with room and tight
+    best: dict[tuple[str, bool], Candidate] = field(default_factory=dict)  # by family, and by whether it is tight
     fastest: dict[tuple[str, bool], float] = field(default_factory=dict)
-    over: dict[str, float] = field(default_factory=dict)  # bytes by which the lightest of a family misses the memory
-    uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, as met
+    over: dict[str, float] = field(default_factory=dict)  # by family: bytes that its lightest layout exceeds the memory
+    uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, ordered
     forbidden: dict[str, Rejected] = field(default_factory=dict)
-    fitted: Layout | None = None  # of this split, the last without chunks: what holds more fits with no less
+    fitted: Layout | None = None  # of this split, last without chunks; if more is held, no lighter option fits
 
     def splits(self) -> Iterator[Layout]:
-        """Every degree and sharding to try."""
-        for tp, pp, cp, ep in _degrees(self.job, self.world, self.found):
+        """Yield every combination of degrees and sharding."""
+        for tp, pp, cp, ep in _list_degrees(self.job, self.world, self.found):
             if any(
                 self.named.get(name, degree) != degree
                 for name, degree in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep))
@@ -230,75 +230,75 @@ class _Search:
                 continue
             links = self.job.links
             in_node = max(1, max(links.ranks_per_node, links.island_size) // (tp * cp))
-            for sharding, shard, replicate_degree, reshard in self._shardings(dp, in_node):
+            for sharding, shard, replicate_degree, reshard in self._list_shardings(dp, in_node):
                 yield Layout(
                     world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
                     sharding=sharding, reshard_after_forward=reshard,
                 )  # fmt: skip
 
-    def _shardings(self, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
-        """Those of a search, and the groups that are named where it would not try them."""
-        seen = list(_shardings(self.job, dp, in_node))
+    def _list_shardings(self, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
+        """Yield shardings to try, including requested groups that the search would not try."""
+        seen = list(_list_shardings(self.job, dp, in_node))
         shard = self.named.get("dp_shard")
         if isinstance(shard, int) and 1 < shard < dp and dp % shard == 0 and "hsdp" in self.job.engine.can:
             seen += [("zero3", shard, dp // shard, True), ("zero3", shard, dp // shard, False)]
         yield from dict.fromkeys(seen)
 
     def attempt_batches(self, split: Layout) -> None:
-        """Forecast one split with every micro-batch, until one fits with no number of chunks."""
+        """Forecast one split with increasing micro-batch, until one fits with no number of chunks."""
         train, engine = self.job.train, self.job.engine
         fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else engine.fused_cross_entropy
-        free: dict[str, object] = {  # of any layout
+        free: dict[str, object] = {  # for any layout
             "sequence_parallel": split.tp > 1 and engine.splits_sequence(train), "fused_cross_entropy": fused,
             "compile": engine.compile, "precision": self.precision,
         }  # fmt: skip
         free |= {name: value for name, value in self.named.items() if name in free and name != "precision"}
         per_rank = self.global_batch // split.data_parallel
         self.fitted = None
-        for micro in self._micro_batches(per_rank):
+        for micro in self._list_micro_batches(per_rank):
             if micro > per_rank or per_rank % micro:
                 continue
             accumulation = per_rank // micro
             if split.pp > 1 and accumulation < split.pp:
                 break
             if accumulation == 1:
-                self.fitted = None  # gradients that nothing is added to go as they come, and leave more memory
+                self.fitted = None  # without accumulation, gradients are freed at once and leave more memory
             batched = replace(split, micro_batch=micro, gradient_accumulation=accumulation, **free)  # type: ignore[arg-type]
             if not self._attempt_chunks(batched):
                 break
 
-    def _micro_batches(self, per_rank: int) -> tuple[int, ...]:
+    def _list_micro_batches(self, per_rank: int) -> tuple[int, ...]:
         micro, times = self.named.get("micro_batch"), self.named.get("gradient_accumulation")
         if isinstance(micro, int):
             return (micro,)
         return (per_rank // times,) if isinstance(times, int) and per_rank >= times else _MICRO_BATCHES
 
-    def _plain_schedule(self) -> Schedule:
+    def _get_schedule(self) -> Schedule:
         return "gpipe" if self.named.get("schedule") == "gpipe" else "1f1b"
 
     def _attempt_chunks(self, split: Layout) -> bool:
-        """Forecast it plain, then interleaved from the most chunks down, until fewer are slower; False: none fits.
+        """Forecast without interleaving, then with most chunks first, until fewer are slower. False if none fits.
 
-        Between a bubble that shrinks with 1/v and sends that grow with v the time has one lowest point.
+        The bubble shrinks with 1/v while sends grow with v, so the time has a single minimum.
         """
         fits, last = False, math.inf
-        for virtual in _virtuals(self.job, split.pp, split.gradient_accumulation):
+        for virtual in _list_virtuals(self.job, split.pp, split.gradient_accumulation):
             named = self.named.get("stage_layers")
             uneven = named if isinstance(named, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
                 continue
             base = split
-            if split.pp > 1 or self._plain_schedule() != split.schedule:
+            if split.pp > 1 or self._get_schedule() != split.schedule:
                 base = replace(
-                    split, schedule="interleaved" if virtual > 1 else self._plain_schedule(), virtual_stages=virtual,
+                    split, schedule="interleaved" if virtual > 1 else self._get_schedule(), virtual_stages=virtual,
                     stage_layers=uneven if split.pp > 1 else (),
                 )  # fmt: skip
             if not all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
-                fits = True  # it was not tried
+                fits = True  # was not tried
                 continue
             seconds = self.attempt(base)
             if virtual == 1 and seconds is None:
-                break  # in chunks a stage has no fewer layers, and more micro-batches are held
+                break  # with chunks, a stage has no fewer layers, and holds more micro-batches
             fits = fits or seconds is not None
             if virtual > 1 and seconds is not None:
                 if seconds > last:
@@ -307,8 +307,8 @@ class _Search:
         return fits
 
     def attempt(self, base: Layout) -> float | None:
-        """Forecast one layout, and keep it if it is the best of its family; its seconds, None where it does not run."""
-        key = _key(base)
+        """Forecast one layout, and keep it if it is the best of its family. Returns its seconds, or None if invalid."""
+        key = _name_family(base)
         broken = first_broken(self.job, base)
         if broken is not None:
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
@@ -336,7 +336,7 @@ class _Search:
         return seconds
 
     def note_what_was_left_out(self) -> None:
-        """One reason for each rule, degree and family that gave no layout; of memory, the smallest miss first."""
+        """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
         rejected = self.found.rejected
         if any(c.layout.pp > 1 for c in self.best.values()):
             reason = "has the same pipeline bubble as 1F1B, but holds all micro-batches in memory at once"
@@ -357,7 +357,7 @@ class _Search:
         ]
 
     def rank(self) -> None:
-        """The simplest that no other beats by more than the error of their difference, then fastest first."""
+        """Put the simplest layout first that no other beats by more than the forecast error; then the fastest."""
         families: dict[str, list[Candidate]] = {}
         for (key, _), candidate in self.best.items():
             families.setdefault(key, []).append(candidate)
@@ -369,9 +369,9 @@ class _Search:
 
 
 def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
-    """Of those that are as fast as the fastest within the error of the difference, the one with least to go wrong.
+    """Return, from layouts as fast as the fastest within the forecast error, the one with fewest complications.
 
-    Of equally simple ones the fastest; of equally fast ones, nearer than `TIE`, the one that fills least.
+    Of equally simple layouts, it is the fastest; of equally fast ones (within `TIE`), the one with the least memory.
     """
     first = min(candidates, key=lambda c: c.seconds)
     near = [c for c in candidates if math.log(c.seconds / first.seconds) <= difference_sigma(job, c, first)]
@@ -382,7 +382,7 @@ def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
 
 
 def difference_sigma(job: Job, one: Candidate, other: Candidate) -> float:
-    """Standard deviation of the error in log(seconds of one / seconds of the other)."""
+    """Return the standard deviation of the error in log(seconds of one / seconds of the other)."""
     if degrees_of(one.layout) == degrees_of(other.layout):
         return widths().pair_same
     assumed = job.links.network is not None and job.links.network.how == "assumed"
@@ -396,9 +396,9 @@ _CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 def fitting(
     question: Question, base: Layout, budget: float | None, *, named: Mapping[str, object], after: Layout | None = None,
 ) -> tuple[Layout, MemoryParts] | float:  # fmt: skip
-    """The lightest checkpointing that fits, else offloading, or by how many bytes even full checkpointing misses.
+    """Return the lightest checkpointing that fits, else offloading, else the bytes missing for full checkpointing.
 
-    `after` is what fitted of a layout that holds no more: what is lighter than its choice is not tried again.
+    `after`: what fitted for a layout with no more data; choices lighter than its choice are skipped.
     """
     least = float("inf")
     offloaded = named.get("offload", "none") != "none" or (after is not None and after.offload != "none")
@@ -410,7 +410,7 @@ def fitting(
         if budget is None or memory.total <= budget:
             return layout, memory
         least = min(least, memory.total - budget)
-    for where in question.engine.offloads:  # slow, so only where nothing else fits
+    for where in question.engine.offloads:  # slow, so only if nothing else fits
         if named.get("offload", where) != where or named.get("checkpointing", "full") != "full":
             continue
         layout = replace(base, checkpointing="full", offload=where)

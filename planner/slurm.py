@@ -1,4 +1,4 @@
-"""Batch scripts of Slurm: one that is written for a fine-tune job, and a user's own that gets what it lacks.
+"""Slurm batch scripts: a generated script for a fine-tune job, or a user's script with missing parts added.
 
 Specification: sbatch(1), srun(1), scontrol(1) of Slurm 22.05 (a script begins with #!, and its options end at the first
 command); torchrun's TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
@@ -21,7 +21,7 @@ from planner.lint.expansion import limit_parsing, parse_lines, walk
 from planner.lint.script import words as words_of
 from planner.nccl_env.situation import Setting
 
-MOST_OPTION_CHARACTERS = 65536  # of a line; the time that shlex takes grows with the square of a word's length
+MOST_OPTION_CHARACTERS = 65536  # per line; shlex takes time quadratic in the length of a word
 _KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")
 _TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,5}-\d{1,2}(:\d{2}){0,2}|UNLIMITED")  # sbatch(1), --time
 MOST_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
@@ -32,17 +32,17 @@ _OPTION_OF_TEMPLATE = frozenset({
 
 
 class ScriptError(ValueError):
-    """A script that cannot be written or wrapped; the message names the option or the line, and why."""
+    """The script cannot be generated or wrapped; the message names the option or line, and the reason."""
 
 
 def check_word(what: str, value: str) -> None:
-    """Raise ScriptError for a value that would end or split a line of #SBATCH."""
+    """Raise ScriptError for a value that would end or split an #SBATCH line."""
     if re.search(r"[\s\"'#\\]|[^\x20-\x7e]", value):
         raise ScriptError(f"{what} {value[:80]!r}: must have no blanks, quotes, # or letters beyond ASCII")
 
 
 def seconds_of_limit(text: str) -> int | None:
-    """The seconds of a time limit in a form of sbatch(1), --time, which `_TIME` matches; None: there is no limit."""
+    """Return the seconds of a time limit in a format of sbatch(1), --time, matched by `_TIME`; None: no limit."""
     if text == "UNLIMITED":
         return None
     days, has_days, clock = text.rpartition("-")
@@ -51,11 +51,11 @@ def seconds_of_limit(text: str) -> int | None:
         hours, minutes, seconds = (*numbers, 0, 0)[:3]
     else:
         hours, minutes, seconds = (0, *numbers, 0)[:3]
-    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or None  # 0: no limit, too
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or None  # 0 also means no limit
 
 
 def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
-    """Raise ScriptError where Slurm cannot signal a job so long before its time limit."""
+    """Raise ScriptError if Slurm cannot signal a job so long before its time limit."""
     why = f"the ranks need {signal_seconds} s before the time limit to save a checkpoint and end"
     faster = "--storage-rate shortens this time if the storage of the checkpoints is fast"
     if signal_seconds > MOST_SIGNAL_SECONDS:
@@ -72,10 +72,10 @@ def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
 
 def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mapping[str, str], save_seconds: int,
                  **values: Any) -> str:  # fmt: skip
-    """The whole script, which sbatch takes; raises ScriptError.
+    """Return the complete script for sbatch. Raises ScriptError.
 
-    `output` is absolute, on a file system that all nodes share; `more` are further options of sbatch; `save_seconds` is
-    what ranks have for a checkpoint after SIGTERM. `values` are the others that templates/job.sbatch.j2 names.
+    `output` is an absolute path on a file system that all nodes share; `more` are other options of sbatch;
+    `save_seconds` limits a checkpoint after SIGTERM. `values` are the other values of templates/job.sbatch.j2.
     """
     if time_limit is not None and not _TIME.fullmatch(time_limit):
         raise ScriptError(f"--time-limit {time_limit!r}: must be MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
@@ -94,7 +94,7 @@ def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mappi
     )  # fmt: skip
 
 
-# A script of a user: lines are added in one place, before the first statement that starts ranks; no other line changes.
+# A user's script: lines are only inserted, in one place, before the first statement that starts ranks.
 
 MARK = "# Added by topoflight wrap"
 _LAUNCHER = re.compile(
@@ -106,7 +106,7 @@ _COMMENT = re.compile(r"\s*(#.*)?")
 
 
 def check_options(text: str) -> list[str]:
-    """Notes on the options of sbatch in a script. Raises ScriptError where sbatch would refuse or misread a line."""
+    """Return notes on a script's sbatch options. Raises ScriptError if sbatch would reject or misread a line."""
     lines = text.split("\n")
     if not text.startswith("#!"):
         raise ScriptError("line 1: sbatch takes only a script that begins with #! and a shell, such as #!/bin/bash")
@@ -130,13 +130,13 @@ def check_options(text: str) -> list[str]:
 
 
 def nodes_of(text: str) -> int | None:
-    """The nodes that the options of a script ask for, the fewest of a range; None where no option says."""
+    """Return the number of nodes in a script's options, the minimum of a range; None if there is no such option."""
     found = re.findall(r"^#SBATCH\s(?:[^\n#]*\s)?(?:-N\s*|--nodes[= ]\s*)(\d{1,6})\b", text, re.MULTILINE)
     return int(found[-1]) or None if found else None
 
 
 def _check_option(number: int, rest: str) -> None:
-    """ScriptError for a line of #SBATCH that holds no option."""
+    """Raise ScriptError for an #SBATCH line without an option."""
     if len(rest) > MOST_OPTION_CHARACTERS:
         raise ScriptError(f"line {number}: #SBATCH{rest[:60]}...: longer than {MOST_OPTION_CHARACTERS} characters")
     try:
@@ -152,11 +152,11 @@ def wrap_script(
     text: str, settings: Sequence[Setting], *, python: str, has_log: bool, monitor: str = "",
     require: Sequence[str] = (),
 ) -> tuple[str, list[str]]:  # fmt: skip
-    """The script with what it lacks, and notes. Raises ScriptError.
+    """Return the script with missing parts added, and notes. Raises ScriptError.
 
-    A variable that the script names anywhere outside comments stays as it is. `python` is an interpreter on the nodes
-    that has this package, `monitor` its folder that starts the rank monitor; `has_log` says whether the ranks use NCCL;
-    `require` are checks that must be measured.
+    A variable that the script names outside comments is not changed. `python` is an interpreter on the nodes that has
+    this package, `monitor` the folder in it that starts the rank monitor; `has_log`: whether the ranks use NCCL;
+    `require`: checks that must be measured.
     """
     notes = check_options(text)
     if MARK in text:
@@ -183,14 +183,14 @@ def wrap_script(
     )  # fmt: skip
     lines = text.split("\n")
     row = start.start_point.row
-    for node in reversed(root.children):  # a statement that ends in this line, as in `fi; srun`, is not split
+    for node in reversed(root.children):  # do not split a line in which another statement ends, such as `fi; srun`
         if node.start_point.row < row <= node.end_point.row:
             row = node.start_point.row
     return "\n".join([*lines[:row], *block.rstrip("\n").split("\n"), *lines[row:]]), notes
 
 
 def _first_start(root: Node) -> tuple[Node | None, list[int]]:
-    """The first statement that starts ranks or a step of Slurm, and the lines before it of which that is unknown.
+    """Return the first statement that starts ranks or a Slurm step, and the earlier lines that may start some.
 
     A launcher may stand behind another program (`timeout 9 srun`), in the text of a shell, or in a variable.
     """

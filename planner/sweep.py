@@ -1,6 +1,6 @@
-"""Sweeps: the best layout for each machine, number of nodes and network, and which nothing beats in time and cost.
+"""Sweeps: the best layout for each machine, number of nodes and network, and the points with best time and cost.
 
-As a table of points, and as charts of run time and cost over the number of nodes.
+Results are a table of points, and charts of run time and cost over the number of nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topology.graph import ClusterTopology
 
 
 def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float, float], ...]:
-    """Two forecasts side by side, part by part: name, seconds of the first, seconds of the second."""
+    """Compare two forecasts by component: (name, seconds of the first, seconds of the second)."""
     left = {part.name: part.value for part in first.forecast.time_parts}
     right = {part.name: part.value for part in second.forecast.time_parts}
     names = dict.fromkeys([*left, *right])
@@ -28,22 +28,22 @@ def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """So many machines of one kind over one network: how long the same training takes there, and what it costs."""
+    """Machines of one type over one network: time and cost of the training run."""
 
     machine: str
     nodes: int
     network: str  # "catalogue", "100G tcp"
     ranks: int
-    layout: str = ""  # "" where nothing fits
-    global_batch: int = 0  # sequences a step
+    layout: str = ""  # "" if no layout fits
+    global_batch: int = 0  # sequences per step
     tokens_per_second: float | None = None
     mfu: float | None = None
     memory_bytes: float | None = None
     seconds: Interval | None = None  # of the whole run
     gpu_hours: float | None = None
     cost: Interval | None = None  # None without a price
-    best: bool = False  # nothing else is both faster and cheaper (without prices: of fewer GPU-hours)
-    reason: str = ""  # why nothing fits
+    best: bool = False  # no other point is both faster and cheaper (without prices: with fewer GPU-hours)
+    reason: str = ""  # why no layout fits
 
 
 def frontier(
@@ -51,15 +51,15 @@ def frontier(
     train: TrainSpec, *, tokens: float, prices: float | Mapping[str, float] | None = None,
     transport: str | None = None, gpus_per_node: int | None = None,
 ) -> tuple[FrontierPoint, ...]:  # fmt: skip
-    """Every machine, number of nodes and network, with the best layout of each; `tokens` are those of the whole run.
+    """Return the best layout for every machine, number of nodes and network; `tokens` are those of the whole run.
 
-    `prices` are of a node-hour, one for all or by machine; `networks` as `machines.over_network` reads them, None for
-    the machine's own. Points of one node have no network and come once. Raises MachineError for an unreadable network.
+    `prices` are per node-hour, for all machines or by machine; `networks` as for `machines.over_network`, None: the
+    machine's own network. Single nodes have no network and appear once. Raises MachineError for an invalid network.
     """
     for network in filter(None, networks):
         machines.network_bytes_per_second(network)
     points = [
-        _point(machines.cluster(name, count, gpus_per_node=gpus_per_node), machines.machine(name).name,
+        _make_point(machines.cluster(name, count, gpus_per_node=gpus_per_node), machines.machine(name).name,
                (network, transport), model, train, tokens, prices)
         for name in names
         for count in nodes
@@ -77,7 +77,7 @@ def frontier(
     return tuple(replace(p, best=comparable and p.seconds is not None and id(p) not in beaten) for p in points)
 
 
-def _point(
+def _make_point(
     cluster: ClusterTopology, name: str, network: tuple[str | None, str | None], model: ModelSpec, train: TrainSpec,
     tokens: float, prices: float | Mapping[str, float] | None,
 ) -> FrontierPoint:  # fmt: skip
@@ -95,7 +95,7 @@ def _point(
     best = best_layout(planned)
     if best is None:
         misses = (row.reason for row in search_planned(planned).rejected if row.rule == "memory-fits")
-        return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest miss comes first
+        return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest excess comes first
     forecast = best.forecast
     step = forecast.step_seconds
     mid = tokens / forecast.tokens_per_second
@@ -110,10 +110,10 @@ def _point(
     )  # fmt: skip
 
 
-# The charts: two panels of equal size, the number of nodes on a logarithmic axis, the other axis from zero.
+# The charts: two panels of equal size, with a logarithmic axis for nodes, and the other axis from zero.
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 440.0, 48.0, 252.0  # of a panel's axes, in its own units
-_LABEL = 30.0  # units between two labels of the axis of nodes
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 440.0, 48.0, 252.0  # axes of a panel, in its own units
+_LABEL = 30.0  # units between two labels on the node axis
 _TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
@@ -128,16 +128,16 @@ def panels_svg(points: Sequence[FrontierPoint]) -> list[str]:
 
 
 def series(points: Sequence[FrontierPoint]) -> list[str]:
-    """Return the name of each line of the charts, by which its colour is chosen: machine and network."""
-    return list(dict.fromkeys(map(_series, points)))
+    """Return the name (machine and network) of each line in the charts, which selects its colour."""
+    return list(dict.fromkeys(map(_label, points)))
 
 
-def _series(point: FrontierPoint) -> str:
+def _label(point: FrontierPoint) -> str:
     return point.machine + ("" if point.network in ("-", "catalogue") else f", {point.network}")
 
 
 def panels(points: Sequence[FrontierPoint]) -> tuple[dict[str, object], ...]:
-    """Return what the templates draw of run time and of cost."""
+    """Return the data that the templates draw, for run time and cost."""
     fits = [p for p in points if p.seconds is not None]
     longest = max((p.seconds.high for p in fits if p.seconds), default=0.0)
     unit, scale = next((each for each in _TIMES if longest >= 2 * each[1]), _TIMES[-1])
@@ -147,10 +147,10 @@ def panels(points: Sequence[FrontierPoint]) -> tuple[dict[str, object], ...]:
     if not fits or len(costs) < len(fits):
         title = "GPU-hours"
         costs = {id(p): p.seconds.scaled(p.ranks / 3600.0) for p in fits if p.seconds}
-    return _panel(points, f"Run time ({unit})", times), _panel(points, title, costs)
+    return _make_panel(points, f"Run time ({unit})", times), _make_panel(points, title, costs)
 
 
-def _panel(points: Sequence[FrontierPoint], title: str, values: Mapping[int, Interval]) -> dict[str, object]:
+def _make_panel(points: Sequence[FrontierPoint], title: str, values: Mapping[int, Interval]) -> dict[str, object]:
     top, ticks = _ticks(max((value.high for value in values.values()), default=0.0))
     counts = sorted({p.nodes for p in points})
     wide = math.log2(counts[-1] / counts[0]) if len(counts) > 1 else 0.0
@@ -167,11 +167,11 @@ def _panel(points: Sequence[FrontierPoint], title: str, values: Mapping[int, Int
     missing = []
     for p in sorted(points, key=lambda point: point.nodes):
         if value := values.get(id(p)):
-            words = f"{p.nodes} x {_series(p)}: {p.layout}, {value.mid:,.4g} ({value.low:,.4g} to {value.high:,.4g})"
+            words = f"{p.nodes} x {_label(p)}: {p.layout}, {value.mid:,.4g} ({value.low:,.4g} to {value.high:,.4g})"
             at = {"x": x[p.nodes], "y": y(value.mid), "low": y(value.low), "high": y(value.high)}
-            lines[_series(p)].append({**at, "best": p.best, "words": words})
+            lines[_label(p)].append({**at, "best": p.best, "words": words})
         else:
-            missing.append({"x": x[p.nodes], "words": f"{p.nodes} x {_series(p)}: no layout fits, {p.reason}"})
+            missing.append({"x": x[p.nodes], "words": f"{p.nodes} x {_label(p)}: no layout fits, {p.reason}"})
     return {
         "title": title, "lines": list(lines.values()), "missing": missing, "x": [(n, x[n]) for n in labels],
         "y": [(f"{tick:,.10g}", y(tick)) for tick in ticks],

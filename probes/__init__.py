@@ -1,1 +1,1 @@
-"""Reads one host and changes nothing: every fact under the advice comes from here."""
+"""Probes that read the facts of one host without changing anything."""

@@ -1,10 +1,10 @@
-"""What every probe shares: source, outcome, snapshot, finding, metric, sample.
+"""Types that all probes share: source, outcome, snapshot, finding, metric, sample.
 
 A probe is a folder. Only the child process (`probes.worker`) imports `read.py`, which reads the facts from the host and
-sends them to this process as JSON. The module with the facts declares a `Source`, and `probe.py` has the checks.
+sends them to this process as JSON. One module declares the facts and a `Source`; `probe.py` has the checks.
 `findings.toml` has the texts of the findings, `metrics.toml` the exported metric families.
 
-Absent is not failed, and a value that was not read is ``None``, never zero.
+A probe that is absent has not failed, and a value that was not read is ``None``, never zero.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ F = TypeVar("F")
 
 
 class UnavailableError(Exception):
-    """Raised by a probe's `read` when what it looks for is not on this host: becomes `Absent`."""
+    """Raised by the `read` function of a probe if this host has no such devices; the outcome is then `Absent`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ok(Generic[F]):
-    """The probe answered."""
+    """The probe read its facts."""
 
     facts: F
     seconds: float = 0.0
@@ -34,7 +34,7 @@ class Ok(Generic[F]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absent:
-    """The host does not have what the probe looks for; nothing is wrong with that by itself."""
+    """The host does not have the devices that the probe reads. This alone is not a problem."""
 
     why: str
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The probe could not finish: an error, a crash or no answer within its time."""
+    """The probe could not finish: an error, a crash, or no answer within its time limit."""
 
     error: str
     seconds: float = 0.0
@@ -58,20 +58,20 @@ class Metric:
     Naming: https://prometheus.io/docs/practices/naming/.
     """
 
-    name: str  # without the prefix: "rdma_port_rate_bytes_per_second"; base units, no `_total` on gauges
+    name: str  # without prefix: "rdma_port_rate_bytes_per_second"; in base units, gauges without `_total`
     help: str
     labels: tuple[str, ...] = ()
     kind: Literal["gauge", "counter", "info"] = "gauge"
 
     @property
     def exposed(self) -> str:
-        """The name that a query uses."""
+        """Metric name for queries, with the prefix."""
         return f"topoflight_{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One value of one family; label values in the family's order."""
+    """One value of a metric family; label values are in the order of the family's labels."""
 
     metric: str
     value: float
@@ -79,7 +79,7 @@ class Sample:
 
 
 def known_samples(values: Iterable[tuple[str, float | None]], labels: tuple[str, ...] = ()) -> Iterator[Sample]:
-    """A sample of each family whose value is known, all with these labels."""
+    """Yield a sample, with these labels, for each metric whose value is known."""
     for metric, value in values:
         if value is not None:
             yield Sample(metric=metric, value=float(value), labels=labels)
@@ -87,41 +87,41 @@ def known_samples(values: Iterable[tuple[str, float | None]], labels: tuple[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source(Generic[F]):
-    """The facts of one probe, which a scan reads from a host."""
+    """A probe as seen by a scan: its name, the type of its facts and its time limit."""
 
-    name: str  # folder = probe = metric infix = finding prefix
+    name: str  # also the name of the folder, and prefix of its metrics and findings
     facts: type[F]
     timeout_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe(Source[F]):
-    """A source with its checks and its metrics."""
+    """A source together with its checks and metrics."""
 
     check: Callable[[F], Iterable[Finding]]
-    codes: tuple[str, ...] = ()  # every finding code `check` may return
+    codes: tuple[str, ...] = ()  # all finding codes that `check` can return
     metrics: tuple[Metric, ...] = ()
     samples: Callable[[F], Iterable[Sample]] = lambda _facts: ()
-    unjudged: Callable[[F], Mapping[str, str]] = lambda _facts: {}  # codes these facts cannot decide, each with why
+    unjudged: Callable[[F], Mapping[str, str]] = lambda _facts: {}  # code that these facts cannot decide -> reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One host at one time: the outcome of every probe, by name."""
+    """The state of one host at one time: the outcome of every probe, by probe name."""
 
     hostname: str
     taken_at_seconds: float  # Unix time
     outcomes: dict[str, Outcome]
 
     def facts(self, wanted: type[F]) -> F | None:
-        """The facts of that type, or None where the probe is absent or failed."""
+        """Return the facts of this type; None if their probe is absent or failed."""
         for outcome in self.outcomes.values():
             if isinstance(outcome, Ok) and isinstance(outcome.facts, wanted):
                 return outcome.facts
         return None
 
     def with_facts(self, kind: type[F], change: Callable[[F], F]) -> Snapshot:
-        """The same host with other facts of that type, where its probe answered."""
+        """Return a copy of the snapshot with the facts of this type changed, if their probe succeeded."""
         return replace(self, outcomes={
             name: replace(outcome, facts=change(outcome.facts))
             if isinstance(outcome, Ok) and isinstance(outcome.facts, kind) else outcome
@@ -130,27 +130,27 @@ class Snapshot:
 
 
 def host_name() -> str:
-    """The name of this host.
+    """Return the name of this host.
 
-    In a pod whose manifest sets NODE_NAME it is that of the node, as host names of pods change. Under a slurmd it is
-    NodeName of slurm.conf, which may differ from the host's own.
+    In a pod whose manifest sets NODE_NAME, this is the name of the node, because pods' host names change. Under slurmd
+    it is NodeName of slurm.conf, which may differ from the host name.
     """
     of_node = os.environ.get("NODE_NAME", "") if os.environ.get("KUBERNETES_SERVICE_HOST") else ""
     return of_node or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 Texts = Mapping[str, Mapping[str, Any]]
-"""Key -> "message", and "status", "evidence" (a text or several) and "remedy" where the check does not give them.
+"""Key -> "message", and, unless the check passes them, "status", "evidence" (one text or several) and "remedy".
 
-A key is the finding's code, and after a space which of its cases. Texts have the names of values in braces; only what
-is INFO has no remedy.
+A key is the finding code, followed by a space and a variant if the code has several. Texts contain the names of values
+in braces. Only findings of status INFO have no remedy.
 """
 
 
 def probe_of(module: str, source: Source[F], check: Callable[[F], Iterable[Finding]], **more: Any) -> Probe[F]:
-    """Make the probe of a source; its codes and metric families are from the tables of the module's folder.
+    """Create the probe of a source. Its codes and metric families come from the tables in the module's folder.
 
-    A probe without `samples` has no `metrics.toml`.
+    A probe that exports no samples has no `metrics.toml`.
     """
     codes = codes_of(read_table(module, "findings.toml"))
     rows = read_table(module, "metrics.toml") if "samples" in more else {}
@@ -162,7 +162,7 @@ def probe_of(module: str, source: Source[F], check: Callable[[F], Iterable[Findi
 
 
 def codes_of(texts: Texts) -> tuple[str, ...]:
-    """Every code of the table, in its order."""
+    """Return the finding codes of the table, in order."""
     return tuple(dict.fromkeys(key.partition(" ")[0] for key in texts))
 
 
@@ -170,7 +170,7 @@ def finding(
     texts: Texts, key: str, status: Status | None = None, subject: str = "", evidence: tuple[str, ...] = (),
     **values: object,
 ) -> Finding:  # fmt: skip
-    """The finding of that key, its texts filled in; `status` and `evidence` go before those of the table."""
+    """Create a finding from a row of the table; `status` and `evidence` override those of the row."""
     row = texts[key]
     seen = row.get("evidence", ())
     message, remedy, *own = (

@@ -1,8 +1,8 @@
-"""The child process (probes.worker) that alone imports the readers, and the recordings that it replays.
+"""The child process (probes.worker), which reads hosts and replays recordings; only it imports the readers.
 
-A driver call that hangs or crashes costs one probe. A child that does not answer in time is killed with its process
-group, and is waited for only briefly: a process that is stuck in the kernel cannot be killed, and must not block the
-agent.
+If a driver call hangs or crashes, only one probe fails. A child that does not answer in time is killed with its process
+group. The wait for its end is short, because a process that is blocked in the kernel cannot be killed and must not
+block the agent.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from probes.wire import Json, RecordingError, from_json
 
 Probes = Sequence[Source[Any]]
 
-START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
+START_SECONDS = 60.0  # to start Python and import modules; generous, because a faulty node may be slow
 ANSWER_LIMIT_BYTES = 64 << 20
 _REAP_SECONDS = 1.0
-_CALL_BYTES = 4096  # longer than the name of any driver call
-REPLAY_SECONDS = 300.0  # for one recording; the largest takes seconds
-_END_SECONDS = 0.05  # a wait for the child looks this often whether the scan was ended
-_OWN_FILE = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(\d+)")  # another file in the child
+_CALL_BYTES = 4096  # upper bound for the name of a driver call
+REPLAY_SECONDS = 300.0  # for one recording; the largest one takes seconds
+_END_SECONDS = 0.05  # while waiting for the child, check this often whether the scan was ended
+_OWN_FILE = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(\d+)")  # these paths name another file in the child process
 
 
 class WorkerError(Exception):
-    """The child did not answer; the words say what it did instead."""
+    """The child did not answer; the message describes what happened."""
 
 
 class HangError(WorkerError):
-    """The child gave no answer in time."""
+    """The child did not answer in time."""
 
 
 class EndedError(WorkerError):
@@ -49,9 +49,9 @@ class EndedError(WorkerError):
 
 
 class Worker:
-    """One child and the pipe to it; one without a root replays recordings.
+    """A child process and the pipe to it. With an empty `root` the child only replays recordings.
 
-    A wait for the child raises EndedError soon after `is_ended` returns true.
+    If `is_ended` returns true while this process waits for the child, EndedError is raised shortly afterwards.
     """
 
     def __init__(self, root: str, is_ended: Callable[[], bool]) -> None:
@@ -61,11 +61,11 @@ class Worker:
         self._ended = threading.Event()
         try:
             self._call_file = os.memfd_create("topoflight-driver-call")
-        except OSError as error:  # no file left
+        except OSError as error:  # out of file descriptors
             raise WorkerError(f"{type(error).__name__}: {error}") from None
 
         def start() -> None:
-            """Start the child in a thread that lives as long: the kernel kills the child when this thread ends."""
+            """Start the child in a thread that lives as long as the child; the kernel kills the child with it."""
             try:
                 started.set_result(subprocess.Popen(
                     [sys.executable, "-P", "-m", "probes.worker", root, str(self._call_file), str(os.getpid())],
@@ -81,7 +81,7 @@ class Worker:
         try:
             threading.Thread(target=start, name="probe child", daemon=True).start()
             self.process = started.result()
-        except (OSError, RuntimeError) as error:  # no process, no thread, no memory, no file left
+        except (OSError, RuntimeError) as error:  # out of processes, threads, memory or file descriptors
             os.close(self._call_file)
             raise WorkerError(f"{type(error).__name__}: {error}") from None
         self._requests = 0
@@ -94,16 +94,16 @@ class Worker:
             raise
 
     def request(self, **request: Json) -> None:
-        """Send a request; `answer` gives its answers. Raises WorkerError."""
+        """Send a request; call `answer` to receive its answers. Raises WorkerError."""
         self._requests += 1
         assert self.process.stdin is not None  # noqa: S101 - opened above
         try:
             self.process.stdin.write(json.dumps({"id": self._requests, **request}).encode() + b"\n")
         except BrokenPipeError:
-            raise WorkerError(self._death()) from None
+            raise WorkerError(self._describe_exit()) from None
 
     def answer(self, seconds: float) -> dict[str, Json]:
-        """The next answer to the last request. Raises WorkerError."""
+        """Receive the next answer to the last request. Raises WorkerError."""
         answer = self._receive(time.monotonic() + seconds)
         if not isinstance(answer, dict) or answer.get("id") != self._requests:
             raise WorkerError("the probe process answered something else than it was asked")
@@ -124,7 +124,7 @@ class Worker:
                 raise HangError(f"no answer after {time.monotonic() - started:.1f} s")
             chunk = os.read(descriptor, 1 << 20)
             if not chunk:
-                raise WorkerError(self._death())
+                raise WorkerError(self._describe_exit())
             self._buffer += chunk
             if len(self._buffer) > ANSWER_LIMIT_BYTES:
                 raise WorkerError(f"the probe process answered more than {ANSWER_LIMIT_BYTES >> 20} MiB")
@@ -135,7 +135,7 @@ class Worker:
         except (ValueError, RecursionError):
             raise WorkerError("the probe process answered something that is not JSON") from None
 
-    def _death(self) -> str:
+    def _describe_exit(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_REAP_SECONDS)
         code = self.process.returncode
@@ -146,11 +146,11 @@ class Worker:
         return f"the probe process ended with exit code {code}"
 
     def driver_call(self) -> str:
-        """The NVML call that has not returned: "nvmlDeviceGetName of GPU3"; empty where there is none."""
+        """Return the NVML call in progress, such as "nvmlDeviceGetName of GPU3"; empty if there is none."""
         return os.pread(self._call_file, _CALL_BYTES, 0).rstrip(b"\0").decode(errors="replace")
 
     def kill(self) -> bool:
-        """Kill the child's process group; False where it is stuck in the kernel and lingers."""
+        """Kill the child's process group. Returns False if the child is blocked in the kernel and does not end."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for pipe in (self.process.stdin, self.process.stdout):
@@ -164,16 +164,16 @@ class Worker:
 
 
 _replaying = threading.Lock()
-_replayers: dict[int, Worker] = {}  # the child for recordings, by the pid of its parent
+_replayers: dict[int, Worker] = {}  # pid of this process -> child that replays recordings
 
 
 def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
-    """Scan each recording of a file in a child process, which later calls use again, until `stop` is set.
+    """Scan each recording in a file with a child process, which later calls reuse. Setting `stop` ends the scan.
 
-    Raises RecordingError that names the file and what is wrong with it.
+    Raises RecordingError, which names the file and the error.
     """
     found: list[Snapshot] = []
-    folder = "/" if path.is_absolute() else str(Path.cwd())  # for messages with the given path
+    folder = "/" if path.is_absolute() else str(Path.cwd())  # so that messages show the path as given
     own = _OWN_FILE.fullmatch(str(path))
     name = f"/proc/{os.getpid()}/fd/{own[1] or 0}" if own else str(path)
     request = {"recording": name, "folder": folder, "probes": [probe.name for probe in probes]}

@@ -1,4 +1,4 @@
-"""The probes a scan runs, in order, and what they find. One line in `ALL` is all that a new probe needs here."""
+"""The probes of a scan, in order, and their findings. A new probe needs only one new line here, in `ALL`."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ ALL: tuple[Probe[Any], ...] = (
 BY_NAME = {probe.name: probe for probe in ALL}
 
 SCAN_CODES = tuple(f"{name}.probe.failed" for name in BY_NAME)
-"""Codes of the finding that a failed probe becomes."""
+"""Codes of the findings that report a failed probe."""
 
 
 def findings_of(snapshot: Snapshot, probe: Probe[Any], facts: Any) -> tuple[Finding, ...]:
-    """Check the facts of a probe, and drop the findings that the facts of another probe of this snapshot disprove.
+    """Check the facts of a probe, and drop findings that the facts of another probe of this snapshot disprove.
 
-    A part of sysfs may be hidden (in a container, or under another root). What talks to the device is more reliable.
+    Part of sysfs may be hidden (in a container, or under another root). Probes that query a device are more reliable.
     """
-    found = (_reconciled(snapshot, finding) for finding in probe.check(facts))
+    found = (_reconcile(snapshot, finding) for finding in probe.check(facts))
     return tuple(finding for finding in found if finding is not None)
 
 
-def _reconciled(snapshot: Snapshot, finding: Finding) -> Finding | None:
-    """None for a GPU without driver that NVML lists, and for a NIC without RDMA device whose device is listed.
+def _reconcile(snapshot: Snapshot, finding: Finding) -> Finding | None:
+    """Drop a finding about a GPU without driver if NVML lists it, or a NIC without RDMA device if the rdma probe does.
 
-    If the NIC of an RDMA device is unknown, it may be the one of the finding, whose status is then unknown.
+    If the NIC of an RDMA device is unknown, it may be the NIC of the finding, whose status then becomes unknown.
     """
     gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
     if finding.code == "pci.device.no_driver" and gpus is not None:
@@ -65,12 +65,12 @@ def _reconciled(snapshot: Snapshot, finding: Finding) -> Finding | None:
 
 
 def failures(snapshot: Snapshot) -> tuple[Finding, ...]:
-    """One finding for each probe that could not finish."""
+    """Yield one finding for each probe that could not finish."""
     outcomes = snapshot.outcomes.items()
-    return tuple(_failed(name, outcome) for name, outcome in outcomes if isinstance(outcome, Failed))
+    return tuple(_report_failed(name, outcome) for name, outcome in outcomes if isinstance(outcome, Failed))
 
 
-def _failed(name: str, outcome: Failed) -> Finding:
+def _report_failed(name: str, outcome: Failed) -> Finding:
     return Finding(
         code=f"{name}.probe.failed",
         status=Status.UNKNOWN,

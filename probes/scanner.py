@@ -1,6 +1,6 @@
-"""Scans the live machine through a child process (probes.child).
+"""Scans the live machine with a child process (probes.child).
 
-The child stays alive between scans, so that the driver stays open.
+The child keeps running between scans, so that the driver remains open.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from probes.child import EndedError, HangError, Probes, Worker, WorkerError
 from probes.wire import KIND, METHODS, SCHEMA_VERSION, Json, OutcomeError, outcome_from_json
 
 RETRY_SECONDS = 600.0
-"""How long a probe rests whose driver call hung or crashed: each attempt costs the probe's whole time limit."""
+"""Delay before a probe is retried after its driver call hung or crashed: each attempt takes its whole time limit."""
 
 
 class Scanner:
-    """Scans a live machine again and again; safe to share between threads."""
+    """Scans a live machine repeatedly. It can be shared between threads."""
 
     def __init__(
         self, root: str = "/", *, probes: Probes, timeout_seconds: float | None = None,
         retry_seconds: float = RETRY_SECONDS, stop: threading.Event | None = None,
     ) -> None:  # fmt: skip
-        """`timeout_seconds` replaces every probe's own time limit; a probe that hung rests for `retry_seconds`.
+        """`timeout_seconds` overrides every probe's time limit; a probe that hung is retried after `retry_seconds`.
 
-        Soon after `stop` is set a scan under way ends: the probes that have not answered are `Failed`.
+        Setting `stop` soon ends a scan in progress: probes that have not answered yet are `Failed`.
         """
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be greater than 0")
@@ -41,44 +41,44 @@ class Scanner:
         self._timeout_seconds = timeout_seconds
         self._worker: Worker | None = None
         self._retry_seconds = retry_seconds
-        self._resting: dict[str, tuple[str, float]] = {}  # probe -> its error, and until when (time.monotonic)
-        self._lingering: list[tuple[str, Worker]] = []  # the probe that was asked, and who hangs in the kernel with it
+        self._resting: dict[str, tuple[str, float]] = {}  # probe -> (error, time.monotonic of next attempt)
+        self._lingering: list[tuple[str, Worker]] = []  # (probe, child) for children that hang in the kernel
         self._stop = stop or threading.Event()
         self._closing = False
-        self._start_error: str | None = None  # of the scan under way: do not wait for the same failure six times
+        self._start_error: str | None = None  # of the current scan: probes do not all wait for the same failure
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the child ahead of the first scan, which tells if that fails."""
+        """Start the child before the first scan. If that fails, the scan reports the error."""
         with self._lock, contextlib.suppress(WorkerError):
-            self._started()
+            self._start_worker()
 
     def scan(self) -> Snapshot:
-        """Ask every probe; one that hangs, crashes or talks nonsense is `Failed`, the others answer."""
+        """Run every probe. A probe that hangs, crashes or sends invalid data is `Failed`; others are unaffected."""
         with self._lock:
             began, self._start_error = time.time(), None
-            outcomes = {probe.name: self._run(probe, {}) for probe in self._probes}
+            outcomes = {probe.name: self._run_probe(probe, {}) for probe in self._probes}
             return Snapshot(hostname=host_name(), taken_at_seconds=began, outcomes=outcomes)
 
     def capture(self, source: str = "") -> tuple[Snapshot, dict[str, Json]]:
-        """A scan and the recording of all that the host answered to it (see probes.wire)."""
+        """Run a scan, and record all answers of the host (see probes.wire)."""
         with self._lock:
             name, began, self._start_error = host_name(), time.time(), None
             answers: dict[str, dict[str, Json]] = {}
-            outcomes = {probe.name: self._run(probe, answers, record=True) for probe in self._probes}
+            outcomes = {probe.name: self._run_probe(probe, answers, record=True) for probe in self._probes}
         snapshot = Snapshot(hostname=name, taken_at_seconds=began, outcomes=outcomes)
         return snapshot, archive({"hostname": name, "time": began}, answers, source)
 
     @property
     def child_pid(self) -> int | None:
-        """The child's process id while there is one."""
+        """The process id of the child; None if it is not running."""
         return self._worker.process.pid if self._worker else None
 
     def close(self) -> None:
-        """End the child; a scan under way ends with it."""
+        """Stop the child; a scan in progress ends too."""
         self._closing = True
         with self._lock:
-            self._drop()
+            self._drop_worker()
             self._closing = False
 
     def __enter__(self) -> Scanner:
@@ -87,19 +87,19 @@ class Scanner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, probe: Source[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
+    def _run_probe(self, probe: Source[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
         start = time.perf_counter()
         stuck = next(
             (w.process for name, w in self._lingering if name == probe.name and w.process.poll() is None), None
         )
-        if stuck is not None:  # the next child would join it there
+        if stuck is not None:  # a new child would hang in the kernel as well
             return Failed(error=f"not asked again: process {stuck.pid} still hangs in the kernel with this question")
         error, until = self._resting.get(probe.name, ("", 0.0))
         if time.monotonic() < until:
             return Failed(error=error)
         worker: Worker | None = None
         try:
-            worker = self._started()
+            worker = self._start_worker()
             seconds, begin = self._timeout_seconds or probe.timeout_seconds, probe is self._probes[0]
             worker.request(probe=probe.name, record=record, begin=begin)
             answer = worker.answer(seconds)
@@ -108,12 +108,12 @@ class Scanner:
                 _merge(answers.setdefault(method, {}), answered)
             return outcome
         except (WorkerError, OutcomeError) as caught:
-            words = self._failure(probe.name, caught, worker.driver_call() if worker else "")
-            self._drop(probe.name)
+            words = self._describe_failure(probe.name, caught, worker.driver_call() if worker else "")
+            self._drop_worker(probe.name)
             return Failed(error=words, seconds=time.perf_counter() - start)
 
-    def _failure(self, probe: str, error: Exception, call: str) -> str:
-        """The error of a failed probe; one whose driver call hung or crashed is not retried until its rest is over."""
+    def _describe_failure(self, probe: str, error: Exception, call: str) -> str:
+        """Return a failed probe's error. If a driver call hung or crashed, the next attempt is delayed."""
         if isinstance(error, EndedError) or not (call or isinstance(error, HangError)):
             return str(error)
         in_call = f" in {call}" if call else ""
@@ -121,7 +121,7 @@ class Scanner:
         self._resting[probe] = words, time.monotonic() + self._retry_seconds
         return words
 
-    def _started(self) -> Worker:
+    def _start_worker(self) -> Worker:
         if self._start_error is not None:
             raise WorkerError(self._start_error)
         if self._is_ended():
@@ -137,8 +137,8 @@ class Scanner:
     def _is_ended(self) -> bool:
         return self._closing or self._stop.is_set()
 
-    def _drop(self, probe_name: str = "") -> None:
-        """Kill the child, and look again at those that could not be killed before."""
+    def _drop_worker(self, probe_name: str = "") -> None:
+        """Kill the child, and check whether children that could not be killed before have ended."""
         worker, self._worker = self._worker, None
         if worker is not None and not worker.kill():
             self._lingering.append((probe_name, worker))
@@ -146,7 +146,7 @@ class Scanner:
 
 
 def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
-    """NVML answers lie one level deeper than the others: two probes may ask the same symbol."""
+    """Merge recorded answers. NVML answers are nested one level deeper: two probes may call the same function."""
     for key, answer in answers.items():
         if isinstance(answer, dict) and isinstance(into.get(key), dict) and key.startswith("nvml"):
             into[key].update(answer)
@@ -155,7 +155,7 @@ def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
 
 
 def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
-    """The content of a recording file."""
+    """Return the content of a recording file."""
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": KIND,
@@ -167,13 +167,13 @@ def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], sour
 
 
 def dumps(content: dict[str, Json]) -> str:
-    """The recording as JSON with one answer per line, so that two of them can be compared by eye."""
+    """Format a recording as JSON with one answer per line, so that two recordings can be compared with diff."""
     head = {k: v for k, v in content.items() if k != "answers"}
     lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
-    sections = [f"  {json.dumps(m)}: {_section(a)}" for m, a in content["answers"].items()]
+    sections = [f"  {json.dumps(m)}: {_format_section(a)}" for m, a in content["answers"].items()]
     return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
 
 
-def _section(answers: dict[str, Json]) -> str:
+def _format_section(answers: dict[str, Json]) -> str:
     rows = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in answers.items()]
     return "{\n" + ",\n".join(rows) + "\n  }"

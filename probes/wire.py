@@ -1,12 +1,12 @@
-"""The JSON forms of what the child process sends (outcomes), and of a recording.
+"""The JSON formats of outcomes, which the child process sends, and of recordings.
 
 An outcome is {"status": "ok", "facts": {...}}, {"status": "absent", "why": ...} or {"status": "failed", "error": ...},
-always with "seconds". Facts are dataclasses of numbers, text, None, and tuples and dicts of these. Fields that this
-release does not know are left out. The child only writes outcomes, and never imports cattrs.
+always with "seconds". Facts are dataclasses of numbers, text, None, and tuples and dicts of these. Unknown fields are
+ignored. The child only writes outcomes, so it never imports cattrs.
 
 A recording is JSON (plain or gzip): schema_version, kind "topoflight-recording", hostname, captured_at (Unix seconds),
-source, and `answers` by method and question. An error is an answer too: {"$errno": "ENOENT"},
-{"$nvml": "NOT_SUPPORTED"} or {"$import": "..."}. `probes.host.recording` answers from one.
+source, and `answers` by method and query. An error is also an answer: {"$errno": "ENOENT"}, {"$nvml": "NOT_SUPPORTED"}
+or {"$import": "..."}. `probes.host.recording` replays a recording.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ Json = Any
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Json]:
-    """{"status": "ok", "absent" or "failed", "seconds": ..., and "facts", "why" or "error"}."""
+    """Return {"status": "ok", "absent" or "failed", "seconds": ..., and "facts", "why" or "error"}."""
     if isinstance(outcome, Ok):
-        return {"status": "ok", "seconds": outcome.seconds, "facts": _plain(outcome.facts)}
+        return {"status": "ok", "seconds": outcome.seconds, "facts": _to_plain(outcome.facts)}
     if isinstance(outcome, Absent):
         return {"status": "absent", "seconds": outcome.seconds, "why": outcome.why}
     return {"status": "failed", "seconds": outcome.seconds, "error": outcome.error}
 
 
-def _plain(value: Any) -> Json:
+def _to_plain(value: Any) -> Json:
     kind = type(value)
     if kind in _AS_IT_IS:
         return value
     if kind is tuple or kind is list:
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if kind is dict:
-        return {key: _plain(item) for key, item in value.items()}
-    return {name: _plain(getattr(value, name)) for name in _fields(kind)}  # type: ignore[arg-type]  # a class is hashable
+        return {key: _to_plain(item) for key, item in value.items()}
+    return {name: _to_plain(getattr(value, name)) for name in _get_field_names(kind)}  # type: ignore[arg-type]  # a class is hashable
 
 
 _AS_IT_IS = frozenset({str, int, float, bool, type(None)})
 
 
 @cache
-def _fields(kind: Any) -> tuple[str, ...]:
-    """The names of a dataclass' fields. TypeError where it is none: no fact may be lost silently."""
+def _get_field_names(kind: Any) -> tuple[str, ...]:
+    """Return the field names of a dataclass. Raises TypeError for any other type, so that no fact is lost silently."""
     fields = getattr(kind, "__dataclass_fields__", None)
     if fields is None:
         raise TypeError(f"a fact of type {kind.__name__} has no plain form")
@@ -55,8 +55,8 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 @cache
-def _converter() -> Any:
-    """Imported with the first outcome that is read."""
+def _get_converter() -> Any:
+    """Create the cattrs converter when the first outcome is read."""
     from cattrs.preconf.json import make_converter
 
     converter = make_converter()
@@ -65,11 +65,11 @@ def _converter() -> Any:
 
 
 class OutcomeError(ValueError):
-    """The data is not an outcome that can be read here."""
+    """The data is not a valid outcome."""
 
 
 def outcome_from_json(source: Source[Any], data: Json) -> Outcome:
-    """The outcome of a probe. Raises OutcomeError that says what does not fit."""
+    """Parse the outcome of a probe. Raises OutcomeError, which names what is invalid."""
     try:
         status, seconds = data["status"], float(data.get("seconds", 0.0))
         if status == "absent":
@@ -78,19 +78,19 @@ def outcome_from_json(source: Source[Any], data: Json) -> Outcome:
             return Failed(error=str(data["error"]), seconds=seconds)
         if status != "ok":
             raise ValueError(f'status is {status!r}; allowed: "ok", "absent", "failed"')
-        return Ok(facts=_converter().structure(data["facts"], source.facts), seconds=seconds)
+        return Ok(facts=_get_converter().structure(data["facts"], source.facts), seconds=seconds)
     except (ExceptionGroup, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise OutcomeError(f"outcome of probe {source.name!r}: {_words(error)}") from None
+        raise OutcomeError(f"outcome of probe {source.name!r}: {_describe_error(error)}") from None
 
 
 def to_json(snapshot: Snapshot) -> dict[str, Json]:
-    """A snapshot for another process of this release."""
+    """Serialize a snapshot for another process of the same release."""
     outcomes = {name: outcome_to_json(outcome) for name, outcome in snapshot.outcomes.items()}
     return {"hostname": snapshot.hostname, "taken_at_seconds": snapshot.taken_at_seconds, "outcomes": outcomes}
 
 
 def from_json(data: dict[str, Json], probes: Iterable[Source[Any]]) -> Snapshot:
-    """The outcomes of these probes in such a snapshot; facts of another kind than the declared one are a failure."""
+    """Parse the outcomes of these probes in a snapshot. Facts that do not match their type become a failed outcome."""
     outcomes: dict[str, Outcome] = {}
     for probe in (each for each in probes if each.name in data["outcomes"]):
         try:
@@ -100,8 +100,8 @@ def from_json(data: dict[str, Json], probes: Iterable[Source[Any]]) -> Snapshot:
     return Snapshot(hostname=data["hostname"], taken_at_seconds=data["taken_at_seconds"], outcomes=outcomes)
 
 
-def _words(error: BaseException) -> str:
-    if isinstance(error, ExceptionGroup):  # of cattrs: one for each field that does not fit
+def _describe_error(error: BaseException) -> str:
+    if isinstance(error, ExceptionGroup):  # of cattrs, with one exception per invalid field
         import cattrs
 
         return "; ".join(cattrs.transform_error(error)[:5])
@@ -111,13 +111,13 @@ def _words(error: BaseException) -> str:
 # Recordings ----------------------------------------------------------------------------------------------------------
 
 KIND = "topoflight-recording"
-SCHEMA_VERSION = 1  # is increased when an older release would misread a recording
+SCHEMA_VERSION = 1  # increased if older releases would misread a recording
 METHODS = (
     "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
     "identity", "nvml", "netlink", "port_link", "rdma_netlink", "verbs", "cpu", "kernel_log",
 )  # fmt: skip
-"""Questions of a host (`probes.host.protocol`)."""
+"""Query methods of a host (`probes.host.protocol`)."""
 
 
 class RecordingError(ValueError):
-    """A file is not a recording that can be read here."""
+    """The file is not a recording that this release can read."""

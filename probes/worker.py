@@ -1,8 +1,8 @@
-"""The child that reads a host: `python -m probes.worker ROOT CALL_FILE PARENT`. Requests and answers are lines of JSON.
+"""The child process that reads a host: `python -m probes.worker ROOT CALL_FILE PARENT`. It exchanges JSON lines.
 
-It alone imports the readers (`probes/*/read.py`, `probes.host`): a driver call that hangs or crashes ends only this
-process, and the parent (probes.scanner) starts another. It ends as soon as the pipe from the parent closes, even while
-a call hangs, because a separate thread reads the pipe. With an empty ROOT it only replays recordings.
+Only this process imports the readers (`probes/*/read.py`, `probes.host`). If a driver call hangs or crashes, the parent
+(probes.scanner) starts another child. The child ends when the parent closes the pipe, even during a hung call, because
+a separate thread reads the pipe. With an empty ROOT it only replays recordings.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ def reader(name: str) -> Callable[[Host], Any]:
 
 
 def run(read: Callable[[Host], Any], host: Host) -> Outcome:
-    """Read the facts of one probe. An error is an outcome and never raised: UnavailableError is `Absent`."""
+    """Read the facts of one probe. An error is returned as outcome, not raised; UnavailableError becomes `Absent`."""
     start = time.perf_counter()
     try:
         facts = read(host)
     except UnavailableError as error:
         return Absent(why=str(error), seconds=time.perf_counter() - start)
-    except Exception as error:  # noqa: BLE001 - the one place: a probe's error is an outcome
+    except Exception as error:  # noqa: BLE001 - the only place: an error of a probe is an outcome
         return Failed(error=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - start)
     return Ok(facts=facts, seconds=time.perf_counter() - start)
 
 
 def scan(host: Host, probes: Sequence[Source[Any]]) -> Snapshot:
-    """Scan a host in this process: for tests and measurements of hosts that cannot hang."""
-    return from_json(_scanned(host, [probe.name for probe in probes]), probes)
+    """Scan a host in this process; for tests and measurements with hosts that cannot hang."""
+    return from_json(_scan_to_json(host, [probe.name for probe in probes]), probes)
 
 
-def _scanned(host: Host, names: Sequence[str]) -> dict[str, Json]:
-    """A scan in the form of `wire.to_json`."""
+def _scan_to_json(host: Host, names: Sequence[str]) -> dict[str, Json]:
+    """Scan a host, and return the result in the format of `wire.to_json`."""
     outcomes = {name: outcome_to_json(run(reader(name), host)) for name in names}
     identity = host.identity()
     return {"hostname": identity["hostname"], "taken_at_seconds": identity["time"], "outcomes": outcomes}
 
 
 def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[str, Json]]:
-    """Answer one request: of a probe of the live host, or of every probe for each recording in a file."""
+    """Answer one request: one probe of the live host, or all probes for each recording in a file."""
     if host is None:
-        yield from _replayed(request)
+        yield from _replay(request)
         return
     if request["begin"]:  # the first probe of a scan
         host.begin_scan()
@@ -72,16 +72,16 @@ def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[st
     if not request["record"]:
         yield {"outcome": without_secrets(outcome_to_json(run(read, host)))}
         return
-    recorder = RecordingHost(host)  # the answers of the host are sent as well
+    recorder = RecordingHost(host)  # the answers of the host are sent to the parent
     outcome = run(read, cast("Host", recorder))
     yield {"outcome": without_secrets(outcome_to_json(outcome)), "answers": recorder.answers}
 
 
-def _replayed(request: dict[str, Json]) -> Iterator[dict[str, Json]]:
+def _replay(request: dict[str, Json]) -> Iterator[dict[str, Json]]:
     try:
         os.chdir(request["folder"])
         for host in load_all(request["recording"]):
-            yield _scanned(host, request["probes"])
+            yield _scan_to_json(host, request["probes"])
     except (OSError, RecordingError) as error:
         yield {"error": str(error)}
     else:
@@ -91,11 +91,11 @@ def _replayed(request: dict[str, Json]) -> Iterator[dict[str, Json]]:
 def _listen(requests: queue.Queue[dict[str, Json]]) -> None:
     for line in sys.stdin.buffer:
         requests.put(json.loads(line))
-    os._exit(0)  # the parent is gone: end now, a hung driver call would keep the interpreter from ending
+    os._exit(0)  # the parent has ended; exit at once, because a hung driver call would block a normal exit
 
 
-def _private_stdout() -> IO[bytes]:
-    """The pipe to the parent; whatever a library prints goes to stderr instead."""
+def _take_stdout() -> IO[bytes]:
+    """Return the pipe to the parent, and redirect everything that a library prints to stderr."""
     pipe = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(pipe, "wb")
@@ -107,14 +107,14 @@ def _send(pipe: IO[bytes], message: dict[str, Json]) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the parent ends; one that is stopped (SIGSTOP) reads no closed pipe."""
+    """Have the kernel kill this process when the parent ends; if stopped (SIGSTOP), it cannot see the closed pipe."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
 
 
-def _live(root: str, call_file: int) -> LiveHost:
-    from probes.host.live import LiveHost  # a recording is replayed without NVML and netlink
+def _make_live_host(root: str, call_file: int) -> LiveHost:
+    from probes.host.live import LiveHost  # not needed to replay recordings, which works without NVML and netlink
 
     host = LiveHost(root)
     host.name_driver_calls_in(call_file)
@@ -122,10 +122,10 @@ def _live(root: str, call_file: int) -> LiveHost:
 
 
 def main(root: str, call_file: int, parent: int) -> None:
-    """Answer requests until the parent goes; `call_file` is the descriptor for `LiveHost.name_driver_calls_in`."""
+    """Answer requests until the parent ends; `call_file` is the file descriptor for `LiveHost.name_driver_calls_in`."""
     _die_with(parent)
-    pipe = _private_stdout()
-    host = _live(root, call_file) if root else None
+    pipe = _take_stdout()
+    host = _make_live_host(root, call_file) if root else None
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     _send(pipe, {"ready": True})

@@ -1,1 +1,1 @@
-"""Pure: turns what the probes read into a graph of GPUs, NICs and CPUs as NCCL sees them."""
+"""Pure functions that turn the probes' facts into a graph of GPUs, NICs and CPUs as NCCL sees it."""

@@ -1,8 +1,8 @@
-"""From one host's snapshot to its topology.
+"""Builds the topology of one host from its snapshot.
 
-NVML answers for GPU pairs (common ancestor, NVLinks); PCI ancestry in sysfs answers for GPU and NIC, and for
-everything where no vendor tool does. Every pair says which of them it rests on. A GPU may send through RDMA devices,
-and through Ethernet interfaces only where there are none.
+The path between two GPUs comes from NVML (common ancestor, NVLinks). The path between GPU and NIC, and every path on
+hosts without a vendor tool, comes from PCI ancestry in sysfs. Every pair names its source. A GPU uses Ethernet
+interfaces only on hosts without RDMA devices.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from topology.links import NvLinks, PciTree, active_targets, joined, pcie_pair
 SOURCES: tuple[Source[Any], ...] = (
     hostinfo.SOURCE, pci_facts.SOURCE, gpu_facts.SOURCE, rdma_facts.SOURCE, interface_facts.SOURCE,
 )  # fmt: skip
-"""What `build` reads of a snapshot."""
+"""Types of facts that `build` reads from a snapshot."""
 
 _GPU_CLASSES = (0x0300, 0x0302)  # VGA and 3D controller
 
 
 def build(snapshot: Snapshot) -> NodeTopology:
-    """The node's graph from whatever probes answered; what is missing is unknown or a warning, never guessed."""
+    """Build the graph of a node from the probes that answered. A missing fact is unknown or a warning, not a guess."""
     pci = snapshot.facts(PciFacts)
     tree = PciTree(pci.devices if pci else ())
     facts = snapshot.facts(GpuFacts)
     host = snapshot.facts(HostinfoFacts)
     warnings: list[str] = []
-    gpus = _gpus(facts, tree, warnings)
+    gpus = _build_gpus(facts, tree, warnings)
     nics = nics_of(snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts), tree)
     return complete(
         NodeTopology(
             hostname=snapshot.hostname,
             gpus=gpus,
             nics=nics,
-            pairs=_pairs(gpus, nics, facts, tree, _cpu(host), warnings),
+            pairs=_build_pairs(gpus, nics, facts, tree, _build_cpu(host), warnings),
             cpu_count=host.threads if host else None,
             numa_nodes=(len(host.numa) or None) if host else None,
             virtual=pci.virtual_tree if pci else None,
@@ -60,9 +60,9 @@ def build(snapshot: Snapshot) -> NodeTopology:
     )
 
 
-def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[GpuNode, ...]:
+def _build_gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[GpuNode, ...]:
     if facts is not None and (facts.gpus or not facts.driver_error):
-        return tuple(_gpu(gpu, tree) for gpu in facts.gpus)
+        return tuple(_build_gpu(gpu, tree) for gpu in facts.gpus)
     on_bus = (d for d in tree.devices.values() if d.vendor_id == NVIDIA and d.class_code >> 8 in _GPU_CLASSES)
     seen = sorted(on_bus, key=lambda device: device.bus_id)
     if seen:
@@ -84,7 +84,7 @@ def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[G
     )
 
 
-def _gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
+def _build_gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
     device = tree.devices.get(gpu.bus_id or "")
     numa = gpu.numa_node if gpu.numa_node is not None else (device.numa_node if device else None)
     return GpuNode(
@@ -109,7 +109,7 @@ def _gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
     )
 
 
-def _pairs(
+def _build_pairs(
     gpus: tuple[GpuNode, ...],
     nics: tuple[NicNode, ...],
     facts: GpuFacts | None,
@@ -122,7 +122,7 @@ def _pairs(
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
     for a, b in combinations(devices, 2):
         if isinstance(a, GpuNode) and isinstance(b, GpuNode):
-            made.append(_gpu_pair(a, b, links, tree, cpu))
+            made.append(_build_gpu_pair(a, b, links, tree, cpu))
         else:
             label = tree.label(a.bus_id, b.bus_id) or UNKNOWN
             evidence = "sysfs" if label != UNKNOWN else "not in the PCIe tree"
@@ -131,27 +131,27 @@ def _pairs(
     return tuple(made)
 
 
-def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: Cpu | None) -> Pair:
+def _build_gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: Cpu | None) -> Pair:
     count, evidence = links.between(a.index, b.index)
     if count:
         return joined(a, b, count, evidence, unread=links.unread_between(a.index, b.index))
-    if count is None and not (_never_linked(a.model) and _never_linked(b.model)):
+    if count is None and not (_has_no_nvlink(a.model) and _has_no_nvlink(b.model)):
         return Pair(a=a.name, b=b.name, label=UNKNOWN, path=None, evidence=evidence)
     ancestor = links.ancestor(a.index, b.index)
-    if ancestor == "INTERNAL":  # two GPUs of one board: at most the bridge between them
+    if ancestor == "INTERNAL":  # both GPUs are on one board, so the path crosses at most the bridge between them
         ancestor = "PIX"
     label = ancestor or tree.label(a.bus_id, b.bus_id) or UNKNOWN
     evidence = "nvml" if ancestor else ("sysfs" if label != UNKNOWN else "no probe answered")
     return pcie_pair(a, b, label, tree, cpu, evidence=evidence, peer_access=links.peer_access(a.index, b.index))
 
 
-def _never_linked(model: str | None) -> bool:
-    """Whether GPUs of this model have no NVLink, so that PCIe tells their path also where NVML does not answer."""
+def _has_no_nvlink(model: str | None) -> bool:
+    """Whether GPUs of this model have no NVLink, so that PCIe shows their path even if NVML does not answer."""
     known = gpu_named(model)
     return known is not None and not known.links
 
 
-def _cpu(host: HostinfoFacts | None) -> Cpu | None:
+def _build_cpu(host: HostinfoFacts | None) -> Cpu | None:
     if host is None or not host.numa:
         return None
     return Cpu(
@@ -166,21 +166,21 @@ _NEVER = ("loopback", "docker", "bridge")
 
 
 def nics_of(rdma: RdmaFacts | None, interfaces: InterfacesFacts | None, tree: PciTree) -> tuple[NicNode, ...]:
-    """RDMA devices, EFA included; else the Ethernet interfaces NCCL's socket transport could take."""
+    """Return RDMA devices, including EFA; if there are none, the Ethernet interfaces that NCCL's sockets could use."""
     found = interfaces.interfaces if interfaces else ()
     if rdma and rdma.devices:
-        return tuple(_rdma(device, found, tree) for device in rdma.devices)
+        return tuple(_build_rdma_nic(device, found, tree) for device in rdma.devices)
     plain = [interface for interface in found if interface.role not in _NEVER and interface.master is None]
     on_pci = [interface for interface in plain if interface.bus_id]
     fallback = [interface for interface in plain if interfaces and interface.name == interfaces.default_route]
-    return tuple(_ethernet(interface, tree) for interface in on_pci or fallback)
+    return tuple(_build_ethernet_nic(interface, tree) for interface in on_pci or fallback)
 
 
-def _rdma(device: RdmaDevice, interfaces: tuple[Interface, ...], tree: PciTree) -> NicNode:
+def _build_rdma_nic(device: RdmaDevice, interfaces: tuple[Interface, ...], tree: PciTree) -> NicNode:
     active = [port for port in device.ports if port.state == "ACTIVE"]
     known = bool(device.ports) and all(port.state is not None for port in device.ports)
     netdev = next((port.netdev for port in device.ports if port.netdev), None)
-    # A Soft-RoCE or bond device has no PCI function of its own: it sits where its interface sits.
+    # A Soft-RoCE or bond device has no PCI function of its own; its place is that of its network interface.
     lower = next((interface for interface in interfaces if netdev and interface.name == netdev), None)
     bus_id = device.bus_id or (lower.bus_id if lower else None)
     numa = device.numa_node if device.numa_node is not None else (lower.numa_node if lower else None)
@@ -200,7 +200,7 @@ def _rdma(device: RdmaDevice, interfaces: tuple[Interface, ...], tree: PciTree) 
     )
 
 
-def _ethernet(interface: Interface, tree: PciTree) -> NicNode:
+def _build_ethernet_nic(interface: Interface, tree: PciTree) -> NicNode:
     return NicNode(
         name=interface.name,
         kind="ethernet",

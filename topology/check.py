@@ -1,4 +1,4 @@
-"""Judge a node's topology: findings with what proves them and what fixes them."""
+"""Checks of a node's topology: findings with evidence and remedy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from topology.plan import gigabytes
 TEXTS = read_table(__file__, "findings.toml")
 CODES = codes_of(TEXTS)
 
-RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
+RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL assumes 48; the ratio is the same from generation 3 on
 _RDMA = ("hca", "efa")
-_NO_ADAPTER = ("ethernet", "rxe", "siw")  # sockets, and RDMA in software
+_NO_ADAPTER = ("ethernet", "rxe", "siw")  # TCP sockets, and RDMA in software
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
 _NODE_IS_PHB = (
     " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
@@ -33,25 +33,25 @@ _NO_PXN = (
 def check(
     node: NodeTopology, *, gdr_level: str | None = None, gpus_on_bus: int | None = None, in_container: bool = True
 ) -> tuple[Finding, ...]:
-    """Every finding about this node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None where it sets none.
+    """Return every finding about a node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None if not set.
 
-    `gpus_on_bus` is what the PCI bus of a host shows (`probes.pci.probe.bare_metal_gpus`); None in a container or a
-    guest, and where it was not read. `in_container` says that devices of the host may be hidden here.
+    `gpus_on_bus`: number of GPUs on the PCI bus of the host (`probes.pci.probe.bare_metal_gpus`); None in a container
+    or VM, or if not read. `in_container`: devices of the host may be hidden.
     """
     farthest = farthest_gdr(gdr_level)
     return (
         *(finding for rule in _BEFORE for finding in rule(node)),
-        *_gpu_nic(node, farthest),
+        *_check_gpu_nic(node, farthest),
         *(finding for rule in _AFTER for finding in rule(node)),
-        *_reference(node, gpus_on_bus, in_container),
+        *_check_reference(node, gpus_on_bus, in_container),
     )
 
 
 def farthest_gdr(level: str | None) -> PathClass | None:
-    """The farthest path over which NCCL_NET_GDR_LEVEL allows GPUDirect RDMA; None where it says nothing to go by.
+    """Return the longest path on which NCCL_NET_GDR_LEVEL allows GPUDirect RDMA; None if it is not set or invalid.
 
-    Specification: NCCL user guide, NCCL_NET_GDR_LEVEL, and src/graph/paths.cc: capital words, or in the older form 0
-    (LOC) to 4 (SYS); anything else is ignored.
+    Specification: NCCL user guide, NCCL_NET_GDR_LEVEL, and src/graph/paths.cc: names in capital letters, or the older
+    numbers 0 (LOC) to 4 (SYS). NCCL ignores any other value.
     """
     text = level or ""
     if text.isdecimal() and len(text) < 4:
@@ -60,24 +60,24 @@ def farthest_gdr(level: str | None) -> PathClass | None:
 
 
 def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
-    """Whether NCCL uses GPUDirect RDMA from this GPU to its nearest NIC, by itself or as the job's level says."""
+    """Whether NCCL uses GPUDirect RDMA from this GPU to its nearest NIC, by default or because of the job's level."""
     if farthest is None:
         return near.gdr_by_default
     return near.path is not None and near.path <= farthest
 
 
-def _shown(pairs: Iterable[Pair]) -> tuple[str, ...]:
-    """Pairs as evidence."""
+def _format_pairs(pairs: Iterable[Pair]) -> tuple[str, ...]:
+    """Format pairs as evidence."""
     return tuple(f"{pair.a} to {pair.b}: {pair.label}" for pair in pairs)
 
 
-def _switched(node: NodeTopology) -> int:
-    """NVLinks per GPU where the counts can only come from an NVSwitch, else 0."""
+def _count_switch_links(node: NodeTopology) -> int:
+    """Return the NVLinks per GPU if the counts are only possible with an NVSwitch, else 0."""
     linked = [pair for pair in node.gpu_pairs() if pair.nvlinks]
-    most = max((0, *(pair.nvlinks for pair in linked), *map(_to_switches, node.gpus)))  # a pair shows the fewer of two
+    most = max((0, *(pair.nvlinks for pair in linked), *map(_to_switches, node.gpus)))  # a pair has the lower count
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
     if not ends and len({name for pair in linked for name in (pair.a, pair.b)}) == 2 * len(linked):
-        return 0  # bridges between PCIe cards, none joined to another, which a card may well be without
+        return 0  # bridges connect pairs of PCIe cards; a card without a bridge is normal
     return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
 
 
@@ -85,21 +85,21 @@ def _to_switches(gpu: GpuNode) -> int:
     return sum(link.count for link in gpu.nvlinks if link.kind == "nvswitch")
 
 
-def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
+def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
     row = reference_of(node)
     pairs = [pair for pair in node.gpu_pairs() if pair.label != UNKNOWN]
-    if not any(pair.nvlinks for pair in pairs) or not (_switched(node) or (row and row.all_to_all)):
+    if not any(pair.nvlinks for pair in pairs) or not (_count_switch_links(node) or (row and row.all_to_all)):
         return
     for gpu in (gpu for gpu in node.gpus if gpu.usable):
         mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
         if mine and not any(pair.nvlinks for pair in mine):
-            yield finding(TEXTS, "topology.nvlink.missing", None, gpu.name, _shown(mine[:3]))
+            yield finding(TEXTS, "topology.nvlink.missing", None, gpu.name, _format_pairs(mine[:3]))
 
 
-def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
-    full, pairs = _switched(node), node.gpu_pairs()
+def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
+    full, pairs = _count_switch_links(node), node.gpu_pairs()
     if not full:
-        yield from _bridges_differ([pair for pair in pairs if pair.nvlinks])
+        yield from _check_bridges([pair for pair in pairs if pair.nvlinks])
         return
     for gpu in node.gpus:
         mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
@@ -107,22 +107,22 @@ def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
         if linked and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in linked)) < full:
             most = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
-            seen = (*_shown(mine[:2]), *warnings[:2])
+            seen = (*_format_pairs(mine[:2]), *warnings[:2])
             yield finding(TEXTS, "topology.nvlink.asymmetric", None, gpu.name, seen, most=most, full=full)
 
 
-def _bridges_differ(linked: list[Pair]) -> Iterator[Finding]:
-    """Pairs of cards with a bridge of their own, of which one has fewer links."""
+def _check_bridges(linked: list[Pair]) -> Iterator[Finding]:
+    """Report bridged pairs of PCIe cards of which one has fewer links than the others."""
     most = max((pair.nvlinks for pair in linked), default=0)
     if len({name for pair in linked for name in (pair.a, pair.b)}) < 2 * len(linked):
-        return  # a mesh, which joins its GPUs by different numbers of links
+        return  # a mesh, where link counts differ by design
     for pair in (pair for pair in linked if pair.nvlinks < most):
-        seen = _shown((pair, *(other for other in linked if other.label != pair.label)))
+        seen = _format_pairs((pair, *(other for other in linked if other.label != pair.label)))
         yield finding(TEXTS, "topology.nvlink.asymmetric bridges", None, pair.a, seen, pair=pair, most=most)
 
 
-def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
-    """A board built for NVLink whose GPUs show none: a fault, and no PCIe server."""
+def _check_nvlink_board(node: NodeTopology) -> Iterator[Finding]:
+    """Report an NVLink board whose GPUs have no active NVLink. PCIe servers are not affected."""
     pairs = node.gpu_pairs()
     labels = {pair.label for pair in pairs}
     if not pairs or not node.nvlink_known or labels - {"SYS", "NODE", "PHB"}:
@@ -137,112 +137,112 @@ def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     else:
         return
     words = {"labels": ", ".join(sorted(labels)), "what": what}
-    yield finding(TEXTS, "topology.nvlink.down_hgx", status, "", _shown(pairs[:2]), **words)
+    yield finding(TEXTS, "topology.nvlink.down_hgx", status, "", _format_pairs(pairs[:2]), **words)
 
 
-def _rdma_nics(node: NodeTopology, near: NearestNic) -> list[NicNode]:
+def _list_rdma_nics(node: NodeTopology, near: NearestNic) -> list[NicNode]:
     return [nic for nic in node.nics if nic.name in near.nics and nic.kind in _RDMA]
 
 
-def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding]:
-    # A ring enters the node at the GPU nearest the NIC. Where one reaches it by GPUDirect RDMA, the others lose nothing
-    # of a collective; where none does, every byte of every step is copied through the host.
+def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding]:
+    # A ring enters the node at the GPU nearest to the NIC. If that GPU uses GPUDirect RDMA, collectives are as fast
+    # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
     direct = {nic for near in node.nearest_nic if near.decidable and by_gdr(near, farthest) for nic in near.nics}
-    lone, no_gdr = _without_own_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
+    lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
     for near in node.nearest_nic:
         if not near.decidable:
             continue
         if near.why:
             seen = tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4]
-            # slower NICs at the same distance are more likely for storage
+            # of NICs at equal distance, slower ones are probably for storage
             rates = {nic.name: nic.rate_bytes_per_second or 0.0 for nic in node.nics if nic.name in near.nics}
             nics = ", ".join(name for name, rate in rates.items() if rate in (0, max(rates.values())))
             yield finding(TEXTS, "topology.gpu_nic.down", None, near.gpu, seen, nics=nics, near=near)
-        if near.why or not _rdma_nics(node, near):
+        if near.why or not _list_rdma_nics(node, near):
             continue
         if near.gpu in lone:
-            yield _no_own_nic(node, near, len(lone))
+            yield _report_no_nic(node, near, len(lone))
         elif not near.local:
-            relay, sibling = _relay(node, near), _same_numa_but_near(node, near)
+            relay, sibling = _find_relay(node, near), _find_near_sibling(node, near)
             where = f"nearer than SYS, though {sibling} of its NUMA node has one" if sibling else "on its own NUMA node"
             yield finding(
                 TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
-                _by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
-                near.gpu, (*_pair_evidence(node, near), *relay), where=where, nics=", ".join(near.nics[:4]), near=near,
+                _judge_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
+                near.gpu, (*_cite_pairs(node, near), *relay), where=where, nics=", ".join(near.nics[:4]), near=near,
                 closed=_NO_PXN * node.nvlink_known,
             )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
-            designed = _by_design(node, near)
+            designed = _judge_by_design(node, near)
             yield finding(
                 TEXTS, "topology.gdr.path" + " designed" * bool(designed),
                 designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
-                near.gpu, _pair_evidence(node, near), nics=", ".join(near.nics[:4]), near=near,
+                near.gpu, _cite_pairs(node, near), nics=", ".join(near.nics[:4]), near=near,
                 beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
                 phb=_NODE_IS_PHB * (near.label == "NODE"),
             )  # fmt: skip
 
 
-def _by_design(node: NodeTopology, near: NearestNic) -> Status | None:
-    """INFO where the machine is built this way: its row says that a healthy one has its NICs no nearer."""
+def _judge_by_design(node: NodeTopology, near: NearestNic) -> Status | None:
+    """Return INFO if the path is by design: on healthy machines of this type NICs are not nearer."""
     row = reference_of(node)
     farthest = (row.gpu_nic_farthest or row.gpu_nic) if row else None
     beyond_switches = farthest is not None and rank(farthest) > rank("PXB")
     return Status.INFO if beyond_switches and farthest and rank(near.label) <= rank(farthest) else None
 
 
-def _without_own_nic(node: NodeTopology) -> set[str]:
-    """GPUs without a NIC behind their PCIe switches, where more than half of the node's GPUs have one."""
+def _find_without_nic(node: NodeTopology) -> set[str]:
+    """Return GPUs without a NIC behind their PCIe switches, if more than half of the node's GPUs have one."""
     near = [each for each in node.nearest_nic if each.decidable and not each.why]
     lone = {each.gpu for each in near if rank(each.label) > rank("PXB")}
     return lone if len(near) > 2 and 2 * len(lone) < len(near) else set()
 
 
-def _no_own_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
+def _report_no_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
     rails = {nic for rail in node.rails for nic in rail.nics if near.gpu not in rail.gpus}
-    seen = (f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_pair_evidence(node, near))
+    seen = (f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_cite_pairs(node, near))
     nics, others = ", ".join(near.nics[:4]), len(node.nearest_nic) - missing
     return finding(TEXTS, "topology.nic.missing", None, near.gpu, seen, nics=nics, others=others, near=near)
 
 
-def _same_numa_but_near(node: NodeTopology, near: NearestNic) -> str:
-    """A GPU of the same NUMA node that is near to one of these NICs: then they do stand on it, whatever SYS says."""
+def _find_near_sibling(node: NodeTopology, near: NearestNic) -> str:
+    """Return a GPU on the same NUMA node that is near one of these NICs: they then belong to this node despite SYS."""
     numa = {gpu.name: gpu.numa_node for gpu in node.gpus}
     alike = (other for other in node.nearest_nic if numa[other.gpu] is not None and numa[other.gpu] == numa[near.gpu])
     return next((other.gpu for other in alike if other.local and set(other.nics) & set(near.nics)), "")
 
 
-def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
-    """What proves that NCCL can send through another GPU (PXN); empty where it cannot.
+def _find_relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
+    """Return evidence that NCCL can send through another GPU (PXN); empty if it cannot.
 
-    Specification: NCCL src/graph/paths.cc, ncclTopoComputePaths: the GPU between is joined to this one by NVLink
-    directly, and is PXB at most (P2C where the NIC hangs on a C2C CPU) from the NIC.
+    Specification: NCCL src/graph/paths.cc, ncclTopoComputePaths: the intermediate GPU has a direct NVLink to this one,
+    and its path to the NIC is at most PXB (P2C if the NIC is attached to a CPU with C2C).
     """
     known = Pairs(node.pairs)
     for other in node.nearest_nic:
         joined = known.get(near.gpu, other.gpu)
         near_enough = other.path is not None and other.path <= PathClass.P2C
-        if joined and joined.nvlinks and near_enough and _rdma_nics(node, other):
+        if joined and joined.nvlinks and near_enough and _list_rdma_nics(node, other):
             return f"{near.gpu} to {other.gpu}: {joined.label}", f"{other.gpu} to {other.nics[0]}: {other.label}"
     return ()
 
 
-def _pair_evidence(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
+def _cite_pairs(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     known = Pairs(node.pairs)
     pairs = [known.get(near.gpu, nic) for nic in near.nics[:2]]
     return tuple(f"{pair.a} to {pair.b}: {pair.label} ({pair.evidence})" for pair in pairs if pair)
 
 
-def _undecidable(node: NodeTopology) -> Iterator[Finding]:
+def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
     if undecided and len(node.nics) > 1:
         gpus, why = ", ".join(near.gpu for near in undecided), undecided[0].why
-        yield finding(TEXTS, "topology.gpu_nic.undecidable", None, gpus, _pair_evidence(node, undecided[0]), why=why)
+        yield finding(TEXTS, "topology.gpu_nic.undecidable", None, gpus, _cite_pairs(node, undecided[0]), why=why)
 
 
-def _virtual(node: NodeTopology) -> Iterator[Finding]:
+def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
     if node.virtual and len(node.gpus) > 1:
-        # one host bridge, as a workstation's, gives the same matrix: then nothing but the matrix speaks for it
+        # a workstation with one host bridge has the same matrix, so the matrix alone is no proof
         is_not = "may not be" if " or one " in node.virtual else "is not"
         seen = (f"product: {node.product}",) if node.product else ()
         sku, efa = node.sku or "", any(nic.kind == "efa" for nic in node.nics)
@@ -253,11 +253,11 @@ def _virtual(node: NodeTopology) -> Iterator[Finding]:
         yield finding(TEXTS, f"topology.virtual{case}", None, "", seen, **words)
 
 
-def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
+def _check_rails(node: NodeTopology) -> Iterator[Finding]:
     sizes = {len(rail.gpus) for rail in node.rails}
     without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
     if len(node.rails) > 1 and (len(sizes) > 1 or len({len(rail.nics) for rail in node.rails}) > 1):
-        # A rail that has more NICs than most costs nothing; one that has fewer holds every ring to its rate.
+        # A rail with more NICs than most costs nothing; a rail with fewer NICs slows every ring down to its rate.
         loads = Counter(len(rail.gpus) / len(rail.nics) for rail in node.rails if rail.nics)
         usual = min(loads, key=lambda load: (-loads[load], load))
         lost = 1.0 - usual / max(loads)
@@ -265,11 +265,11 @@ def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
             return
         rails = "; ".join(f"rail {one.rail}: {', '.join(one.nics)} for {', '.join(one.gpus)}" for one in node.rails)
         seen = (f"no local NIC: {', '.join(without)}",) if without else ()
-        yield finding(TEXTS, "topology.rail.uneven", by_loss(lost), "", seen, rails=rails + _fewer_nics(node))
+        yield finding(TEXTS, "topology.rail.uneven", by_loss(lost), "", seen, rails=rails + _describe_fewer_nics(node))
 
 
-def _fewer_nics(node: NodeTopology) -> str:
-    """Where one rail has fewer NICs than the others and none is down: an HCA is not there."""
+def _describe_fewer_nics(node: NodeTopology) -> str:
+    """Report one rail with fewer NICs than the others although no NIC is down: an HCA is missing."""
     counts = Counter(len(rail.nics) for rail in node.rails)
     usual, often = counts.most_common(1)[0]
     short = [rail for rail in node.rails if len(rail.nics) < usual]
@@ -279,10 +279,10 @@ def _fewer_nics(node: NodeTopology) -> str:
     return f". {gpus} has {len(short[0].nics)} HCA where other GPUs have {usual}: an HCA is missing"
 
 
-def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
-    """RDMA NICs whose PCIe link, as it runs, carries less than their port; trained down, or in a small slot."""
+def _check_nic_pcie(node: NodeTopology) -> Iterator[Finding]:
+    """Report RDMA NICs whose current PCIe link is slower than their port: link degraded, or slot too small."""
     row = reference_of(node)
-    soldered = row is not None and row.nics_soldered  # its maker chose the lanes
+    soldered = row is not None and row.nics_soldered  # the vendor chose the number of lanes
     for nic in node.nics:
         rate, slot = nic.rate_bytes_per_second, nic.pcie_bytes_per_second
         carried = nic.pcie_running_bytes_per_second or slot
@@ -299,11 +299,11 @@ def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
-    """GPUs of NCCL's XML whose link has fewer lanes than that of the bridge above, or is slower than their like's.
+def _check_gpu_pcie(node: NodeTopology) -> Iterator[Finding]:
+    """Report GPUs in NCCL's XML whose link has fewer lanes than the bridge above it, or is slower than similar GPUs'.
 
-    The file has the lesser of card and slot (NCCL src/graph/xml.cc), by which NCCL plans. A scan tells the two apart:
-    there probes.pci judges.
+    The file has the minimum of card and slot (NCCL src/graph/xml.cc), which NCCL uses. In a scan, probes.pci checks
+    these links, because it can distinguish card and slot.
     """
     for gpu in node.gpus:
         lanes, slot = gpu.pcie_lanes, gpu.pcie_bytes_per_second
@@ -319,20 +319,20 @@ def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
             than = f"{best.name}'s {best.pcie_link}"
         else:
             continue
-        nics = [nic for near in node.nearest_nic if near.gpu == gpu.name for nic in _rdma_nics(node, near)]
+        nics = [nic for near in node.nearest_nic if near.gpu == gpu.name for nic in _list_rdma_nics(node, near)]
         rate = max((nic.rate_bytes_per_second or 0.0 for nic in nics), default=0.0)
-        by_nvlink = any(link.count for link in gpu.nvlinks)  # then only what goes to a NIC or the host takes this link
+        by_nvlink = any(link.count for link in gpu.nvlinks)  # only traffic to a NIC or the host uses this link
         lost = max(0.0, 1.0 - slot * RAW_OVER_PLAN / rate) if by_nvlink and rate else 0.0 if by_nvlink else 1.0 - share
         words = {"than": than, "slot": gigabytes(slot), "share": share}
         yield finding(TEXTS, "topology.gpu.pcie_bound", by_loss(lost), gpu.name, (), gpu=gpu, **words)
 
 
-def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
-    """NICs, and GPUs, on which NCCL found no GPUDirect RDMA when it wrote the file: it then uses none there."""
+def _check_gdr_refused(node: NodeTopology) -> Iterator[Finding]:
+    """Report NICs and GPUs without GPUDirect RDMA support in NCCL's XML: NCCL will not use it for them."""
     rdma = [nic for nic in node.nics if nic.kind in _RDMA]
     named = [gpu.model or "" for gpu in node.gpus]
     by_design = bool(named) and all(is_of("without GPUDirect RDMA", name) for name in named)
-    # EFA beside cards: g5 and g6 have none, other machines may.
+    # EFA next to other cards: normal on g5 and g6, possible on other machines.
     unsure = bool(named) and all(is_of("card", name) for name in named) and all(nic.kind == "efa" for nic in rdma)
     status = Status.INFO if by_design else Status.WARN if unsure else Status.FAIL
     for kind, devices in (("GPU", node.gpus if rdma else ()), ("NIC", rdma)):
@@ -346,18 +346,18 @@ def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
 
 
 def departures(node: NodeTopology) -> tuple[str, ...]:
-    """What differs from the reference machine, in words; empty where nothing does or no row fits."""
+    """Describe each difference from the reference machine; empty if there is none, or no reference."""
     row = reference_of(node)
     if row is None:
         return ()
     found = []
     if len(node.gpus) != row.gpus:
         found.append(f"{len(node.gpus)} GPUs, {row.called} has {row.gpus}")
-    found += _nvlink_departures(node, row)
-    # An adapter of unknown kind is not known to be a different one.
+    found += _list_nvlink_departures(node, row)
+    # An adapter of unknown kind is not reported as a different one.
     kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
     nics = [nic for nic in node.nics if nic.kind in kinds]
-    # Slingshot's NICs have no verbs device: by the names that HPE's host software gives their interfaces
+    # Slingshot NICs have no verbs device; HPE's host software gives their interfaces known names
     slingshot = any(re.fullmatch(r"hsn\d+", nic.name) for nic in node.nics)
     if row.devices is not None and len(nics) < row.devices and not slingshot:
         found.append(f"{len(nics)} {row.nic_kind or 'RDMA'} devices, {row.called} has {row.devices}")
@@ -369,13 +369,13 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         decided = [near for near in node.nearest_nic if near.gpu not in lost]
         farthest = row.gpu_nic_farthest or row.gpu_nic
-        far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" of XML
+        far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" in XML
         if far:
             found.append(f"nearest NIC of {', '.join(far)} is farther than {farthest}, which {row.called} has")
     return tuple(found)
 
 
-def _nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
+def _list_nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
     pairs = node.gpu_pairs(usable=True)
     if not row.links_per_pair or not pairs or not node.nvlink_known:
         return []
@@ -395,11 +395,11 @@ def _nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
     return found
 
 
-def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
-    """A board whose GPUs are soldered to it has lost what its bus does not show; a server may be built with fewer.
+def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
+    """Report differences from the reference. If GPUs are on the board, too few on the bus are lost: a failure.
 
-    A container may be given fewer RDMA devices than its host has. NVLinks that are missing cost their share of every
-    collective, also where all GPUs lack the same number.
+    Servers with PCIe cards may be built with fewer GPUs, and a container may get fewer RDMA devices than its host has.
+    Missing NVLinks cost their share of every collective, even if all GPUs lack the same number.
     """
     row = reference_of(node)
     lost = row is not None and bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
@@ -408,7 +408,7 @@ def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) 
     for departure in departures(node):
         gone = lost and departure.startswith(f"{len(node.gpus)} GPUs, ")
         left = sum(nic.kind in _RDMA for nic in node.nics) / (row.nics if row and row.nics else 1)
-        few_nics = " devices, " in departure and not in_container and left < 1.0  # fewer than carry the GPUs' traffic
+        few_nics = " devices, " in departure and not in_container and left < 1.0  # fewer NICs than GPU traffic needs
         few_links = "fewer NVLinks than" in departure
         share = left if few_nics else fewest / whole if few_links else 1.0
         key = "topology.nic.missing reference" if few_nics else "topology.reference.departs"
@@ -418,5 +418,7 @@ def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) 
 
 
 _Rules = tuple[Callable[[NodeTopology], Iterator[Finding]], ...]
-_BEFORE: _Rules = (_nvlink_missing, _nvlink_asymmetric, _nvlink_down_hgx)
-_AFTER: _Rules = (_undecidable, _virtual, _gdr_refused, _rail_uneven, _pcie_bound, _gpu_pcie_bound)
+_BEFORE: _Rules = (_check_nvlink_missing, _check_nvlink_asymmetric, _check_nvlink_board)
+_AFTER: _Rules = (
+    _check_undecidable, _check_virtual, _check_gdr_refused, _check_rails, _check_nic_pcie, _check_gpu_pcie,
+)  # fmt: skip

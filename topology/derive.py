@@ -1,7 +1,7 @@
-"""What follows from devices and pairs, whatever their source: the machine, NVLink islands, each GPU's nearest NICs,
-rails, signs of a virtual machine.
+"""Facts derived from devices and pairs of any source: the machine, NVLink islands, nearest NICs of each GPU, rails, and
+signs of a virtual machine.
 
-Specification: `nvidia-smi topo -m` labels; NCCL src/graph/search.cc for why the nearest NIC decides.
+Specification: labels of `nvidia-smi topo -m`; NCCL src/graph/search.cc for the effect of the nearest NIC.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from topology.graph import (
 
 
 def complete(node: NodeTopology) -> NodeTopology:
-    """The node with its machine, islands, nearest NICs and rails; `topology.paths` says what they carry.
+    """Return the node with its machine, islands, nearest NICs and rails; `topology.paths` adds bandwidths.
 
-    A reason in `virtual` is kept; without one, the pairs themselves may show that a hypervisor hides the tree.
+    A given reason in `virtual` is kept. Otherwise, the pairs themselves may show that a hypervisor hides the PCIe tree.
     """
-    # NCCL XML says PHB for NODE too: there, PHB everywhere is what one real socket looks like.
+    # NCCL XML has PHB for NODE as well, so PHB everywhere is normal for a single real socket.
     drawn = node.source == "NCCL XML"
-    virtual = node.virtual or (None if drawn else why_virtual(node.gpus, node.nics, node.pairs))
+    virtual = node.virtual or (None if drawn else explain_virtual(node.gpus, node.nics, node.pairs))
     nearest = nearest_nic(node.gpus, node.nics, node.pairs, virtual)
     warnings, machine = node.warnings, reference_of(node)
     if virtual and virtual not in warnings:
         warnings = (*warnings, virtual)
     return replace(
         node,
-        pairs=through_neighbours(node.gpus, node.pairs),
+        pairs=mark_through_neighbours(node.gpus, node.pairs),
         virtual=virtual,
         islands=islands(node.gpus, node.pairs),
         nearest_nic=nearest,
@@ -55,7 +55,7 @@ def complete(node: NodeTopology) -> NodeTopology:
 
 
 def reference_of(node: NodeTopology) -> Machine | None:
-    """The row a node belongs to by GPU model, count and product name, None where no model is known or none fits."""
+    """Return the machine row by GPU model, GPU count and product name; None if unknown or if no row matches."""
     models = {gpu.model for gpu in node.gpus if gpu.model}
     return machine_of_host(models.pop(), len(node.gpus), node.product) if len(models) == 1 else None
 
@@ -64,7 +64,7 @@ SYS_RANK = rank("SYS")
 
 
 def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, ...]:
-    """Groups of GPUs joined by NVLink, in matrix order; a GPU without NVLink is in none."""
+    """Return groups of GPUs connected by NVLink, in matrix order. GPUs without NVLink are in no group."""
     known, names = Pairs(pairs), [gpu.name for gpu in gpus]
     found, seen = [], set[str]()
     for name in names:
@@ -81,10 +81,10 @@ def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, .
     return tuple(found)
 
 
-def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """The pairs, those that NCCL joins by NVLink through one other GPU marked NVB; their label stays nvidia-smi's.
+def mark_through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
+    """Mark pairs that NCCL connects by NVLink through one other GPU as NVB; their label remains nvidia-smi's.
 
-    Specification: NCCL src/graph/paths.cc, ncclTopoSetPaths: at most one GPU in between.
+    Specification: NCCL src/graph/paths.cc, ncclTopoSetPaths: at most one intermediate GPU.
     """
     known, names = Pairs(pairs), [gpu.name for gpu in gpus]
     return tuple(
@@ -97,11 +97,11 @@ def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tu
     )
 
 
-def why_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair]) -> str | None:
-    """Why the PCIe part of the matrix cannot be trusted, None where it looks like a real machine.
+def explain_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair]) -> str | None:
+    """Return why the PCIe labels of the matrix cannot be trusted; None if they match a physical machine.
 
-    A hypervisor that hides the tree leaves one answer for every pair that is not NVLink. PHB everywhere, or SYS
-    between GPUs of one NUMA node, is such an answer; NODE everywhere is what one real socket looks like.
+    A hypervisor that hides the PCIe tree leaves the same label for all pairs without NVLink, such as PHB everywhere, or
+    SYS between GPUs of one NUMA node. NODE everywhere is normal for a single physical socket.
     """
     known = Pairs(pairs)
     across = [known.label(gpu.name, nic.name) for gpu in gpus for nic in nics]
@@ -115,9 +115,9 @@ def why_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Ite
         span = f"NUMA affinity {', '.join(sorted(affinities))} for all" if affinities else "no NUMA affinity known"
         why = "a hypervisor hides the PCIe tree, or one host bridge carries them all"
         return f"every pair without NVLink is PHB ({span}): {why}"
-    # A GPU whose memory is a NUMA node hangs on a Grace CPU by C2C: SYS to every NIC is what those machines show.
+    # A GPU with its own NUMA node is attached to a Grace CPU by C2C; those machines show SYS to every NIC.
     coherent = any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
-    # NICs nearer to each other than SYS show a tree: then they do stand across the sockets from every GPU.
+    # NICs that are closer to each other than SYS prove a tree; then they are on another socket than every GPU.
     tree_visible = any(rank(known.label(a.name, b.name)) < SYS_RANK for a, b in combinations(nics, 2))
     if label == "SYS" and len(nics) > 1 and not coherent and not tree_visible:
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
@@ -131,17 +131,17 @@ def why_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Ite
 def nearest_nic(
     gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair], virtual: str | None = None
 ) -> tuple[NearestNic, ...]:
-    """For each GPU the NICs of the best label, ties kept. NICs whose every port is down do not count."""
+    """Return the NICs with the best label for each GPU, including ties. NICs without an active port are excluded."""
     if not nics:
         return ()
     known = Pairs(pairs)
-    undecidable = _undecidable(gpus, nics, known, virtual)
+    undecidable = _why_undecidable(gpus, nics, known, virtual)
     return tuple(
         _nearest(gpu.name, nics, known, undecidable if gpu.usable else f"{gpu.name} does not answer") for gpu in gpus
     )
 
 
-def _undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs, virtual: str | None) -> str:
+def _why_undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs, virtual: str | None) -> str:
     seen = {level(known.label(gpu.name, nic.name)) for gpu in gpus if gpu.usable for nic in nics}
     if len(seen) > 1:
         return ""
@@ -180,17 +180,17 @@ def _nearest(gpu: str, nics: tuple[NicNode, ...], known: Pairs, undecidable: str
 
 
 def rails(nearest: tuple[NearestNic, ...]) -> tuple[Rail, ...]:
-    """One rail for each NIC, or bundle of NICs, that a GPU takes; by order where several GPUs tie for several NICs.
+    """Return one rail per NIC, or group of NICs, that GPUs use. If several GPUs tie for several NICs, split by order.
 
-    GPUs without a local NIC are in no rail: NCCL sends their data through a neighbour or across the CPU.
+    GPUs without a local NIC are in no rail: NCCL sends their data through another GPU or across the CPU.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for entry in nearest:
-        # With `why` its own NIC is down: what it borrows is another GPU's rail.
+        # `why` is set if the GPU's own NIC is down; the NIC it uses is another GPU's rail.
         if entry.local and entry.decidable and not entry.why:
             groups.setdefault(entry.nics, []).append(entry.gpu)
     members: dict[tuple[str, ...], list[str]] = {}
-    for nics, gpus in groups.items():  # tied NICs go to the GPUs that tie for them in order, as evenly as they go
+    for nics, gpus in groups.items():  # GPUs that tie for the same NICs get them in order, split as evenly as possible
         count = min(len(nics), len(gpus))
         cuts = [(i * len(nics) // count, i * len(gpus) // count) for i in range(count + 1)]
         for (nic, gpu), (nic_end, gpu_end) in pairwise(cuts):

@@ -1,4 +1,4 @@
-"""What differs between two snapshots, or across a fleet, that matters for training: worst first, in words."""
+"""Differences between two snapshots, or within a fleet, that matter for training; the worst come first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from probes.gpu.facts import GpuFacts
 from topology.traits import WORST_FIRST, Trait, traits
 
 _MISSING = "missing"
-_LISTED = 12  # nodes named in one line of the fleet text
+_LISTED = 12  # nodes listed on one line of the fleet text
 
 Traits = dict[tuple[str, str], Trait]
 
@@ -24,25 +24,25 @@ class Difference:
 
     status: Status
     subject: str  # "GPU5", "memlock", "mlx5_3"
-    what: str  # "PCIe width"; empty where the subject says it all
+    what: str  # "PCIe width"; empty if the subject is sufficient
     message: str  # "GPU5 PCIe width x16 -> x8"
-    a: str | None  # value in the first snapshot, None where it is missing
+    a: str | None  # value in the first snapshot, None if missing
     b: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetGroup:
-    """Nodes that agree in every trait, and how they depart from what most of the fleet has."""
+    """Nodes with identical traits, and their differences from the most common values of the fleet."""
 
     nodes: tuple[str, ...]
-    differences: tuple[Difference, ...]  # a is the fleet's common value, b this group's
+    differences: tuple[Difference, ...]  # a is the fleet's common value, b the group's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFamily:
-    """Nodes with the same kind of GPU: the common configuration, then the odd ones, worst first."""
+    """Nodes with the same GPU model: the common configuration first, then deviating groups, worst first."""
 
-    kind: str  # GPU model, "no GPU" where no node has one
+    kind: str  # GPU model; "no GPU" if no node has one
     total: int
     common: FleetGroup
     odd: tuple[FleetGroup, ...]
@@ -51,16 +51,16 @@ class FleetFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """All nodes, in families that may be compared with each other, largest first."""
+    """All nodes, in families of comparable nodes; the largest family comes first."""
 
     total: int
     families: tuple[FleetFamily, ...]
 
 
 def diff(a: Snapshot, b: Snapshot, names: tuple[str, str] | None = None) -> tuple[Difference, ...]:
-    """What differs from `a` to `b`. On one host `b` is the later one.
+    """Return the differences from `a` to `b`. If both are from the same host, `b` is the later one.
 
-    `names` say where each value is, in the sentences about two hosts: "in a.json"; by default "on" and the host's name.
+    `names` describe the two places in messages about two hosts, such as "in a.json". Default: "on" and the host name.
     """
     same = a.hostname == b.hostname
     names = names or (f"on {a.hostname}", f"on {b.hostname}")
@@ -68,33 +68,33 @@ def diff(a: Snapshot, b: Snapshot, names: tuple[str, str] | None = None) -> tupl
 
 
 def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = ("", "")) -> tuple[Difference, ...]:
-    """Differences of two sets of traits, worst first; `names` are needed where they are of two hosts."""
-    # Of which the other side knows nothing at all: a device that is not there.
+    """Compare two sets of traits, worst difference first; `names` are required if the hosts differ."""
+    # Subjects without any trait on the other side: missing devices.
     gone = {subject for subject, _ in a} ^ {subject for subject, _ in b}
     found = []
     for key in dict.fromkeys((*a, *b)):
         first, second = a.get(key), b.get(key)
         if first and second and first.value == second.value:
             continue
-        if (first is None or second is None) and not _worth_telling(key, first or second, gone):
+        if (first is None or second is None) and not _is_relevant(key, first or second, gone):
             continue
-        found.append(_difference(first, second, same_host=same_host, names=names))
+        found.append(_make_difference(first, second, same_host=same_host, names=names))
     return tuple(_fold(sorted(found, key=lambda each: (WORST_FIRST.index(each.status), each.subject, each.what))))
 
 
-def _worth_telling(key: tuple[str, str], trait: Trait | None, gone: set[str]) -> bool:
-    """A missing device is reported once; a value that one side could not read is no difference."""
+def _is_relevant(key: tuple[str, str], trait: Trait | None, gone: set[str]) -> bool:
+    """Whether to report a difference: a missing device is reported once; an unreadable value is not."""
     subject, what = key
     if subject in gone:
         return what in ("device", "state", "interface", "set to")
     return trait is not None and what == "set to"
 
 
-def _difference(
+def _make_difference(
     first: Trait | None, second: Trait | None, *, same_host: bool, names: tuple[str, str]
 ) -> Difference:  # fmt: skip
     trait = first or second
-    assert trait is not None  # noqa: S101 - a key comes from one of the two
+    assert trait is not None  # noqa: S101 - every key comes from one of the two
     status = min((one.status for one in (first, second) if one), key=WORST_FIRST.index)
     if same_host and first and second and first.size is not None and second.size is not None:
         status = status if second.size < first.size else Status.INFO
@@ -104,7 +104,7 @@ def _difference(
         status=status,
         subject=trait.subject,
         what=trait.what,
-        message=_words(
+        message=_describe_change(
             trait, first.value if first else None, second.value if second else None, None if same_host else names
         ),
         a=first.value if first else None,
@@ -112,8 +112,8 @@ def _difference(
     )
 
 
-def _words(trait: Trait, a: str | None, b: str | None, names: tuple[str, str] | None) -> str:
-    """What differs: from a to b on one host, or at two places by their `names`."""
+def _describe_change(trait: Trait, a: str | None, b: str | None, names: tuple[str, str] | None) -> str:
+    """Describe a difference: from a to b on one host, or at two places identified by `names`."""
     subject, what = trait.subject, trait.what
     here, there = names or ("", "")
     if what in ("port", "interface") and b is not None and a is not None and names is None:
@@ -132,7 +132,7 @@ def _words(trait: Trait, a: str | None, b: str | None, names: tuple[str, str] | 
 
 
 def _fold(found: list[Difference]) -> list[Difference]:
-    """The same difference on many devices becomes one line: eight GPUs, one driver."""
+    """Merge equal differences of many devices into one line: eight GPUs, one driver."""
     folded: dict[tuple[object, ...], list[Difference]] = defaultdict(list)
     for difference in found:
         stem = re.sub(r"\d", "", difference.subject)
@@ -151,12 +151,12 @@ def _fold(found: list[Difference]) -> list[Difference]:
 
 
 def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None = None) -> Fleet:
-    """Group the nodes by what they have in common, and say how each other group departs from the common values.
+    """Group nodes by their traits, and describe how each group differs from the common values.
 
-    `names` are the nodes that each snapshot stands for, where one stands for several that are equal.
+    `names`: for each snapshot, the nodes that it represents, if it stands for several equal nodes.
 
-    Nodes with different GPU models are families of their own. A node that shows no GPU is compared with the largest
-    family: on a GPU fleet that is a fault, not another kind of machine.
+    Nodes with different GPU models form separate families. A node without visible GPUs is compared with the largest
+    family, because in a GPU fleet this is a fault, not another type of machine.
     """
     listed = list(snapshots)
     counts = [len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0 for snapshot in listed]
@@ -164,31 +164,31 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     known = [traits(snapshot, like=whole) for snapshot in listed]
     if not known:
         raise ValueError("a fleet needs at least one snapshot, got none")
-    node_names = names or [(name,) for name in _distinct([snapshot.hostname for snapshot in listed])]
+    node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
     nodes = list(zip(node_names, known, strict=True))
-    kinds = [_kind(mine) for _, mine in nodes]
+    kinds = [_get_kind(mine) for _, mine in nodes]
     sizes = Counter(kind for (mine, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in mine)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
     families: dict[str, list[tuple[Sequence[str], Traits]]] = defaultdict(list)
     for node, kind in zip(nodes, kinds, strict=True):
         families[kind or largest].append(node)
-    made = [_family(kind, members) for kind, members in families.items()]
+    made = [_make_family(kind, members) for kind, members in families.items()]
     return Fleet(
         total=sum(len(mine) for mine, _ in nodes), families=tuple(sorted(made, key=lambda family: -family.total))
     )
 
 
-def _kind(mine: Traits) -> str | None:
+def _get_kind(mine: Traits) -> str | None:
     models = Counter(trait.value for (_, what), trait in mine.items() if what == "model")
     return models.most_common(1)[0][0] if models else None
 
 
-def _family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFamily:
+def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFamily:
     total = sum(len(names) for names, _ in nodes)
     groups: dict[frozenset[tuple[tuple[str, str], str]], list[int]] = defaultdict(list)
     for index, (_, mine) in enumerate(nodes):
         groups[frozenset((key, trait.value) for key, trait in mine.items())].append(index)
-    usual = _usual([(len(names), mine) for names, mine in nodes])
+    usual = _find_usual([(len(names), mine) for names, mine in nodes])
     made = [
         FleetGroup(
             nodes=tuple(name for index in members for name in nodes[index][0]),
@@ -196,10 +196,10 @@ def _family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFa
         )
         for members in groups.values()
     ]
-    # Among groups of one size the one with the fewest departures is the common one.
+    # Among groups of equal size, the one with the fewest differences is the common configuration.
     made.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
     common, *odd = made
-    odd.sort(key=lambda group: (*_worst(group), len(group.nodes)))
+    odd.sort(key=lambda group: (*_rank_severity(group), len(group.nodes)))
     warnings = []
     if len(common.nodes) * 2 <= total and odd:
         warnings.append(
@@ -209,13 +209,13 @@ def _family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFa
     return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
 
 
-def _worst(group: FleetGroup) -> tuple[int, int]:
+def _rank_severity(group: FleetGroup) -> tuple[int, int]:
     ranks = [WORST_FIRST.index(difference.status) for difference in group.differences]
     return min(ranks, default=len(WORST_FIRST)), -len(ranks)
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Two recordings of one host name get a number."""
+def _number_duplicates(names: Sequence[str]) -> list[str]:
+    """Number the recordings with the same host name."""
     counts, seen = Counter(names), Counter[str]()
     distinct = []
     for name in names:
@@ -224,8 +224,8 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return distinct
 
 
-def _usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
-    """From each set of traits and how many nodes have it: for every key that most nodes have, its most common trait."""
+def _find_usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
+    """Return the most common trait of each key that most nodes have; the input is (traits, number of nodes)."""
     by_key: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     example: dict[tuple[tuple[str, str], str], Trait] = {}
     for nodes, mine in all_traits:
@@ -240,29 +240,29 @@ def _usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
 
 
 def diff_text(differences: Sequence[Difference]) -> str:
-    """One line for each difference."""
+    """Format one line per difference."""
     if not differences:
         return "nothing that matters for training differs"
     return "\n".join(f"{difference.status:<7} {difference.message}" for difference in differences)
 
 
 def fleet_text(view: Fleet) -> str:
-    """For each family the common group, then the odd ones with their departures."""
-    return "\n\n".join(_family_text(family) for family in view.families)
+    """Format each family: the common group, then the other groups with their differences."""
+    return "\n\n".join(_format_family(family) for family in view.families)
 
 
-def _family_text(family: FleetFamily) -> str:
-    alike = f"{len(family.common.nodes)} alike: {_listed(family.common.nodes)}"
+def _format_family(family: FleetFamily) -> str:
+    alike = f"{len(family.common.nodes)} alike: {_shorten(family.common.nodes)}"
     lines = [f"{family.total} {'node' if family.total == 1 else 'nodes'} with {family.kind}, {alike}"]
     lines += [f"! {warning}" for warning in family.warnings]
     if family.odd:
         lines += [f"  {difference.status:<7} {difference.message}" for difference in family.common.differences]
     for group in family.odd:
-        lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_listed(group.nodes)}"]
+        lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_shorten(group.nodes)}"]
         lines += [f"  {difference.status:<7} {difference.message}" for difference in group.differences]
     return "\n".join(lines)
 
 
-def _listed(nodes: tuple[str, ...]) -> str:
+def _shorten(nodes: tuple[str, ...]) -> str:
     more = f" and {len(nodes) - _LISTED} more" if len(nodes) > _LISTED else ""
     return ", ".join(nodes[:_LISTED]) + more

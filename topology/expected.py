@@ -1,10 +1,10 @@
-"""The bus bandwidth that a collective of healthy machines reaches over given paths, as an interval with its sources.
+"""The expected bus bandwidth of a collective on healthy machines over given paths: an interval with its sources.
 
-One model for every fabric: t = W / (B x e) + start + steps x step, with W the bytes that each rank sends, B what the
-slowest link on the way carries and e the part of it that healthy machines were measured to reach. bus bandwidth is W
-/ t (nccl-tests doc/PERFORMANCE.md). The low end takes the least e and the slowest steps, the high end the other way
-about. The figures of e are in `factors.toml`, with their sources; `make expect` holds them against results that they
-were not made from, and says how often they are wrong.
+One model covers every fabric: t = W / (B x e) + start + steps x step. W: bytes that each rank sends. B: rate of the
+slowest link on the path. e: fraction of B that healthy machines were measured to reach. Bus bandwidth is W / t
+(nccl-tests doc/PERFORMANCE.md). The low end uses the smallest e and the slowest steps, the high end the opposite.
+`factors.toml` has the values of e with their sources. `make expect` compares the model with results that were not used
+to fit it, and reports its error rate.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Three = tuple[float, float, float]  # least, usual, most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """Parts of NCCL's plan, and seconds of latency.
+    """Fractions of NCCL's planned rate, and latencies in seconds.
 
-    `factors.toml` says what each is and where it is from.
+    `factors.toml` describes each factor and its source.
     """
 
     gather: tuple[float, float]
@@ -49,103 +49,103 @@ class Factors:
     source: str = "factors: topology/expected.py; `make expect` holds them against published results"
 
     def ring(self, op: str, ranks: int) -> float:
-        """The usual part of NCCL's NVLink plan that a ring of so many ranks reaches."""
+        """Return the typical fraction of NCCL's planned NVLink rate that a ring of `ranks` reaches."""
         a, b = self.reduce if op == "all_reduce" else self.gather
         return 1 / (a + b / (ranks - 1))
 
     def generation(self, capability: tuple[int, int] | None) -> float:
-        """A generation of NVLink whose plan is further from the wire than the others'."""
+        """Return the correction for an NVLink generation (Volta) whose planned rate differs more from the real rate."""
         return self.volta if capability is not None and (7, 0) <= capability < (7, 5) else 1.0
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
-FACTORS = Factors(**{name: _tuples(value) for name, value in read_table(__file__, "factors.toml").items()})
+FACTORS = Factors(**{name: _to_tuples(value) for name, value in read_table(__file__, "factors.toml").items()})
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
-_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # times that a ring passes every byte on
-NVLS_LEAST_RANKS = 5  # four GPUs of a tray and fewer take the ring: 0.86 to 0.94 of it, aiconfigurator, 4 ranks
+_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a ring transfers all data
+NVLS_LEAST_RANKS = 5  # NCCL uses the ring for up to four GPUs per tray: 0.86 to 0.94 of it, aiconfigurator, 4 ranks
 _LARGE_NVLS = 8 << 30  # bytes
-_CLOSE = 0.95  # the slower of ring and NVLS over the faster one: nearer than this, tuners take either
-_WAITS = 2 / 3  # of a ring's rate: below this latency takes so much that NCCL's own model leaves the ring
-_ENDLESS = 1 << 60  # bytes, of which latency takes no part
-_LOOSEST = 1.2  # a link known less well than this gives no typical value: NVLink 4 or 5 differ by 1.9
-FAILS_BELOW = 0.5  # of the low end: the job waits twice as long as the slowest healthy machine makes it
+_CLOSE = 0.95  # if the slower of ring and NVLS reaches this fraction of the faster, NCCL may select either
+_WAITS = 2 / 3  # below this fraction of a ring's rate, latency dominates and NCCL's own model rejects the ring
+_ENDLESS = 1 << 60  # bytes; so large that latency does not matter
+_LOOSEST = 1.2  # relative uncertainty of a link above which no typical value is given: NVLink 4 and 5 differ by 1.9
+FAILS_BELOW = 0.5  # of the low end: the job would take twice as long as on the slowest healthy machine
 
 
 def nvls_share(ranks: int) -> float:
-    """Bus bandwidth of NVLS with so many GPUs, as a part of what eight reach.
+    """Return the bus bandwidth of NVLS with `ranks` GPUs, as a fraction of that with eight.
 
-    Each GPU sends its S to the switch, and the sum of its own part, S / n, back to all: S (n + 1) / n through its
-    links, for which bus bandwidth counts 2 S (n - 1) / n. NVIDIA's measurements on H200 follow it: 414, 436, 460 and
-    480 GB/s of 5, 6, 7 and 8 GPUs (stas00/ml-engineering). Beyond eight no more is seen (coreweave/nccl-tests, 72).
+    Each GPU sends its data S to the switch, and sends the sum of its part, S / n, back to all: S (n + 1) / n over its
+    links. Bus bandwidth counts 2 S (n - 1) / n. NVIDIA's measurements on H200 confirm this: 414, 436, 460 and 480 GB/s
+    for 5, 6, 7 and 8 GPUs (stas00/ml-engineering). There is no gain beyond eight (coreweave/nccl-tests, 72).
     """
     return min(1.0, (2 * (ranks - 1) / (ranks + 1)) / (2 * 7 / 9))
 
 
 def between(low: float, high: float) -> Interval:
-    """A rate of which only the two ends are known, in bytes per second; the middle is taken by ratio."""
+    """Return the interval of a rate with known bounds, in bytes per second; the middle is their geometric mean."""
     return Interval(low=low, mid=math.sqrt(low * high), high=high)
 
 
 def span(value: float) -> Interval:
-    """A rate that is known, in bytes per second."""
+    """Return the interval of an exactly known rate, in bytes per second."""
     return Interval(low=value, mid=value, high=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """What joins the ranks of one collective, or one host's part of it; rates are bytes per second, each way.
+    """The links between the ranks of a collective, or of one host; rates are in bytes per second per direction.
 
-    A group is what `inside` joins: the GPUs of a host, or of an NVLink domain that spans hosts.
+    A group is a set of GPUs connected by `inside`: those of one host, or of an NVLink domain across hosts.
     """
 
     groups: int = 1
     inside: str | None = None  # "NVSwitch", "NVLink", "PCIe", "shared memory", "PCIe or shared memory"; None: unknown
-    link: Interval | None = None  # of each GPU into its group: NCCL's plan of its NVLinks, or of its PCIe link
+    link: Interval | None = None  # per GPU into its group: NCCL's planned NVLink rate, or PCIe link rate
     capability: tuple[int, int] | None = None
-    nvls: bool | None = False  # the switch can reduce: capability 9.0 and NCCL 2.17; None: not known
+    nvls: bool | None = False  # whether the switch can reduce: capability 9.0 and NCCL 2.17; None: unknown
     between: str | None = None  # "RDMA", "RDMA without GPUDirect", "sockets"; None: one group, or unknown
-    wire: Interval | None = None  # one group to the others, all NICs of its ranks together
-    domain: str | None = None  # of one host: the NVLink domain that its GPUs share with other hosts
-    words: tuple[str, ...] = ()  # where these come from
+    wire: Interval | None = None  # from one group to the others: all NICs of its ranks together
+    domain: str | None = None  # per host: the NVLink domain that its GPUs share with other hosts
+    words: tuple[str, ...] = ()  # source of these values
 
     def ranks_per_group(self, ranks: int) -> int:
-        """Of the fullest group."""
+        """Number of ranks in the largest group."""
         return -(-ranks // self.groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The bus bandwidth of a healthy run in bytes per second, and what it follows from."""
+    """Expected bus bandwidth of a healthy run in bytes per second, with its derivation."""
 
     interval: Interval
     algorithm: str  # "ring", "NVLS", "NVLS tree or ring"
     derivation: tuple[str, ...] = ()
 
     def words(self) -> str:
-        """ "332 GB/s (278 to 385)"."""
+        """Return "332 GB/s (278 to 385)"."""
         known = self.interval
         return f"{known.mid / GIGA:.4g} GB/s ({known.low / GIGA:.4g} to {known.high / GIGA:.4g})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
-    """No interval, and why; with the range that the links leave, where there is one."""
+    """The reason that there is no expected value; with the range that the links allow, if known."""
 
     why: str
     range: Interval | None = None
 
     def words(self) -> str:
-        """ "unknown, between 9 and 53 GB/s: the speed of one NVLink is not known"."""
+        """Return "unknown, between 9 and 53 GB/s: the speed of one NVLink is not known"."""
         between = f", between {self.range.low / GIGA:.3g} and {self.range.high / GIGA:.3g} GB/s" if self.range else ""
         return f"unknown{between}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One collective: everything that its bandwidth follows from."""
+    """One collective, with everything that determines its bandwidth."""
 
     paths: Paths
     op: str
@@ -161,10 +161,10 @@ class _Run:
 def expected(
     paths: Paths, operation: str, size_bytes: int, ranks: int, *, factors: Factors = FACTORS, ring: bool = False
 ) -> Expected | Unknown:
-    """What `operation` of so many ranks reaches over these paths.
+    """Return the expected bandwidth of `operation` with `ranks` ranks over these paths.
 
-    NCCL's plan of the links is in `paths`; `size_bytes` is S as nccl-tests counts it. With `ring`, what it reaches
-    where NCCL takes the ring, whatever else it might take.
+    `paths` contains the link rates of NCCL's plan; `size_bytes` is S as in nccl-tests. If `ring` is set, the result is
+    for the ring algorithm, even if NCCL might select another.
     """
     if operation not in _PASSES:
         return Unknown(why=f"no model for {operation}")
@@ -175,33 +175,33 @@ def expected(
         return Unknown(why="what the GPUs of a host carry among themselves is not known")
     if paths.groups > 1 and (paths.between is None or paths.wire is None or paths.wire.low <= 0):
         return Unknown(why="what joins the hosts is not known")
-    found = _ring(run) if ring or operation != "all_reduce" else _all_reduce(run)
+    found = _expect_ring(run) if ring or operation != "all_reduce" else _expect_all_reduce(run)
     if any(rate is not None and rate.high > _LOOSEST * rate.low for rate in (paths.link, paths.wire)):
         return Unknown(why="; ".join(paths.words), range=found.interval)
     return found
 
 
-def _all_reduce(run: _Run) -> Expected:
-    paths, plain = run.paths, _ring(run)
+def _expect_all_reduce(run: _Run) -> Expected:
+    paths, plain = run.paths, _expect_ring(run)
     switch = paths.nvls is not False and run.per_group >= NVLS_LEAST_RANKS
     if paths.groups == 1 and not switch:
         return plain
     if paths.groups == 1:
         slow, fast = (run.ranks * seconds for seconds in run.factors.nvls_rank_seconds)
-        other = _timed(run, [_nvls_bound(run)], "NVLS", (slow, fast))
+        other = _add_latency(run, [_bound_nvls(run)], "NVLS", (slow, fast))
     else:
-        other = _tree(run, switch=switch)
-    # Two nodes with NVLS: every published pair of Hopper takes its tree; of Blackwell none is known.
+        other = _expect_tree(run, switch=switch)
+    # Two nodes with NVLS: all published Hopper results use the NVLS tree; none is known for Blackwell.
     alone = paths.groups == 1 and plain.interval.mid < _CLOSE * other.interval.mid
     sure = alone or (paths.groups == 2 and switch and (paths.capability or (0, 0)) < (10, 0))
     if sure and (not switch or paths.nvls):
         return other
-    # NCCL chooses by its own model of all; which one it takes is in no fact that we have. A ring of hundreds of ranks
-    # waits for its latency and a tree does not: that much the model sees (src/graph/tuning.cc).
+    # NCCL selects an algorithm with its own cost model, whose result is unknown here. Only one fact is certain: latency
+    # slows down a ring of hundreds of ranks but not a tree, and the model knows this (src/graph/tuning.cc).
     found = [plain, other]
     if paths.groups > 1 and switch and not paths.nvls:
-        found.append(_tree(run, switch=False))
-    unhurried = _ring(_Run(paths, run.op, _ENDLESS, run.ranks, run.factors))
+        found.append(_expect_tree(run, switch=False))
+    unhurried = _expect_ring(_Run(paths, run.op, _ENDLESS, run.ranks, run.factors))
     if paths.groups > 1 and plain.interval.mid < min(_WAITS * unhurried.interval.mid, other.interval.mid):
         del found[0]
     usual = [each.interval.mid for each in found]
@@ -217,107 +217,107 @@ def _all_reduce(run: _Run) -> Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
-    """What one stretch of the way lets through, before latency."""
+class _RateBound:
+    """The rate limit of one part of the path, without latency."""
 
     rate: Interval
     words: str
 
 
-def _part(name: str, rate: Interval, least: float, usual: float, most: float) -> _Bound:
-    """The part of a link's rate that healthy machines were measured to reach."""
-    return _Bound(
+def _bound_by_part(name: str, rate: Interval, least: float, usual: float, most: float) -> _RateBound:
+    """Multiply a link rate by the fractions that healthy machines were measured to reach."""
+    return _RateBound(
         Interval(low=rate.low * least, mid=rate.mid * usual, high=rate.high * most),
-        f"{name}: {_rate(rate)} x {least:.2f} to {most:.2f}, usually {usual:.2f}",
+        f"{name}: {_format_rate(rate)} x {least:.2f} to {most:.2f}, usually {usual:.2f}",
     )
 
 
-def _rate(rate: Interval) -> str:
+def _format_rate(rate: Interval) -> str:
     return f"{rate.low / GIGA:.4g}" + (f" to {rate.high / GIGA:.4g}" if rate.high > rate.low else "") + " GB/s"
 
 
-def _ring(run: _Run) -> Expected:
+def _expect_ring(run: _Run) -> Expected:
     bounds = []
     if run.per_group > 1 and run.paths.link:
-        bounds.append(_inside(run, run.paths.link))
+        bounds.append(_bound_inside(run, run.paths.link))
     if run.paths.groups > 1 and run.paths.wire:
-        bounds.append(_between(run, run.paths.wire))
+        bounds.append(_bound_between(run, run.paths.wire))
     slow, usual = run.factors.step_seconds if run.paths.groups == 1 else run.factors.step_seconds_between
     start, steps = run.factors.start_seconds, _PASSES[run.op] * (run.ranks - 1)
-    return _timed(run, bounds, "ring", (start[0] + steps * slow, start[1] + steps * usual))
+    return _add_latency(run, bounds, "ring", (start[0] + steps * slow, start[1] + steps * usual))
 
 
-def _inside(run: _Run, link: Interval) -> _Bound:
+def _bound_inside(run: _Run, link: Interval) -> _RateBound:
     factors, inside = run.factors, run.paths.inside
     if inside in ("NVSwitch", "NVLink"):
         generation = factors.generation(run.paths.capability)
         e = factors.ring(run.op, run.ranks) * generation
         least, most = factors.ring_margin
         least = least if generation == 1.0 else min(least, factors.volta_least)
-        return _part(inside, link, e * least, e, e * most)
+        return _bound_by_part(inside, link, e * least, e, e * most)
     if inside in ("PCIe", "shared memory"):
-        return _part(inside, link, *(factors.pcie if inside == "PCIe" else factors.shared_memory))
-    (least, slow, _), (_, fast, most) = factors.shared_memory, factors.pcie  # either of them
-    return _part(str(inside), link, least, math.sqrt(slow * fast), most)
+        return _bound_by_part(inside, link, *(factors.pcie if inside == "PCIe" else factors.shared_memory))
+    (least, slow, _), (_, fast, most) = factors.shared_memory, factors.pcie  # unknown which of the two is used
+    return _bound_by_part(str(inside), link, least, math.sqrt(slow * fast), most)
 
 
-def _between(run: _Run, wire: Interval) -> _Bound:
+def _bound_between(run: _Run, wire: Interval) -> _RateBound:
     if run.paths.between == "sockets":
-        return _sockets(wire, run.factors)
+        return _bound_sockets(wire, run.factors)
     least, e, most = run.factors.rdma_host if run.paths.between == "RDMA without GPUDirect" else run.factors.rdma
-    if run.op != "all_reduce":  # out of place, each rank copies its own part as well
+    if run.op != "all_reduce":  # out of place, each rank also copies its own part
         least /= 1 + run.factors.own_copy / (run.ranks - 1)
-    return _part(str(run.paths.between), wire, least, e, most)
+    return _bound_by_part(str(run.paths.between), wire, least, e, most)
 
 
-def _sockets(wire: Interval, factors: Factors) -> _Bound:
-    """By what one or several streams of TCP carry: few of them fill a slow wire and not a fast one."""
+def _bound_sockets(wire: Interval, factors: Factors) -> _RateBound:
+    """Return the limit of TCP: a few streams saturate a slow network, but not a fast one."""
 
     def carried(line: float, share: float, streams: float) -> float:
         return 1 / (1 / (share * line) + 1 / streams)
 
     least, usual, most = factors.sockets
-    return _Bound(
+    return _RateBound(
         Interval(low=carried(wire.low, *least), mid=carried(wire.mid, *usual), high=wire.high * most),
-        f"sockets: {_rate(wire)} of wire, streams carry {least[1] / GIGA:.2g} to {usual[1] / GIGA:.2g} GB/s",
+        f"sockets: {_format_rate(wire)} of wire, streams carry {least[1] / GIGA:.2g} to {usual[1] / GIGA:.2g} GB/s",
     )
 
 
-def _nvls_bound(run: _Run) -> _Bound:
+def _bound_nvls(run: _Run) -> _RateBound:
     share = nvls_share(run.per_group)
     three = run.factors.nvls_hopper
     if (run.paths.capability or (0, 0)) >= (10, 0):
         large = run.size_bytes >= _LARGE_NVLS
         three = run.factors.nvls_blackwell_large if large else run.factors.nvls_blackwell
     least, usual, most = (each * share for each in three)
-    return _part("NVLS", run.paths.link or span(0.0), least, usual, most)
+    return _bound_by_part("NVLS", run.paths.link or span(0.0), least, usual, most)
 
 
-def _tree(run: _Run, *, switch: bool) -> Expected:
-    """All-reduce by a tree over the groups: the wire carries S each way once for two groups, twice for more."""
+def _expect_tree(run: _Run, *, switch: bool) -> Expected:
+    """All-reduce by a tree over the groups: S crosses the network once per direction for two groups, twice for more."""
     paths, factors, bounds = run.paths, run.factors, []
     link = paths.link or span(0.0)
     if switch:
-        bound = _nvls_bound(run)
+        bound = _bound_nvls(run)
         low = min(bound.rate.low, link.low * factors.nvls_tree_least)
         bounds.append(replace(bound, rate=replace(bound.rate, low=low)))
     elif run.per_group > 1 and paths.link:
-        bounds.append(_inside(run, link))
-    wire = _between(run, paths.wire or span(0.0))
+        bounds.append(_bound_inside(run, link))
+    wire = _bound_between(run, paths.wire or span(0.0))
     once = 2 * (run.ranks - 1) / run.ranks if paths.groups == 2 else 1.0
     words = f"{wire.words}; a tree sends S over the wire, the formula counts {once:.2f} S"
-    bounds.append(_Bound(wire.rate.scaled(once), words))
-    # up and down the tree over the groups, and along the ranks of a group
+    bounds.append(_RateBound(wire.rate.scaled(once), words))
+    # up and down the tree over the groups, and along the ranks of one group
     depth, along = 2 * math.ceil(math.log2(paths.groups)), 2 * (run.per_group - 1)
     late, soon = (
         factors.start_seconds[at] + depth * factors.step_seconds_between[at] + along * factors.step_seconds[at]
         for at in (0, 1)
     )
-    return _timed(run, bounds, "NVLS tree" if switch else "tree", (late, soon))
+    return _add_latency(run, bounds, "NVLS tree" if switch else "tree", (late, soon))
 
 
-def _timed(run: _Run, bounds: list[_Bound], algorithm: str, latency: tuple[float, float]) -> Expected:
-    """The weakest of the bounds, with the latency (slow, usual) in seconds of the start and of every step."""
+def _add_latency(run: _Run, bounds: list[_RateBound], algorithm: str, latency: tuple[float, float]) -> Expected:
+    """Combine the lowest rate limit with the latency (slow, typical), in seconds, of the start and all steps."""
     moved = run.size_bytes * _PASSES[run.op] * (run.ranks - 1) / run.ranks
     (late, soon), rates = latency, [bound.rate for bound in bounds]
 

@@ -1,8 +1,8 @@
-"""The graph of one node and of a cluster, in NCCL's words, and the words of ``nvidia-smi topo -m``: their order, and
-what they mean to NCCL.
+"""The graph of one node and of a cluster in NCCL's terms; the labels of ``nvidia-smi topo -m``, their order, and their
+NCCL equivalents.
 
-Specification: NCCL src/graph/topo.h (path types and their order, 2.27.5 and later); the legend that nvidia-smi prints
-under the matrix for labels. "SOC" is the word of drivers before 384 for "SYS".
+Specification: NCCL src/graph/topo.h (path types and their order, 2.27.5 and later); labels: the legend printed by
+nvidia-smi. Drivers before 384 print "SOC" for "SYS".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 
 
 class PathClass(IntEnum):
-    """NCCL's path types, best first; the numbers are those of NCCL 2.27.5 and later."""
+    """NCCL's path types, best first, with the numbers of NCCL 2.27.5 and later."""
 
     LOC = 0
     NVL = 1
@@ -30,7 +30,7 @@ class PathClass(IntEnum):
     PXB = 5
     P2C = 6
     PXN = 7
-    PHB = 8  # nvidia-smi's NODE is PHB to NCCL: both stay on one NUMA node's CPU
+    PHB = 8  # NCCL has no NODE: as for PHB, the path stays on the CPU of one NUMA node
     SYS = 9
     NET = 10
     DIS = 11
@@ -38,16 +38,16 @@ class PathClass(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvLinkTarget:
-    """What a GPU's NVLinks end at, as NCCL's XML says it."""
+    """The other end of a GPU's NVLinks, as in NCCL's XML."""
 
-    bus_id: str | None  # of a GPU or an NVSwitch; None where a hypervisor hides it
+    bus_id: str | None  # GPU or NVSwitch; None if a hypervisor hides it
     count: int
     kind: str = "unknown"  # "gpu", "nvswitch", "cpu", "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """The facts of a host's processors that NCCL plans by."""
+    """Properties of the host's CPUs that NCCL uses."""
 
     arch: str | None = None  # "x86_64", "arm64", "ppc64"
     vendor: str | None = None  # "GenuineIntel", "AuthenticAMD"
@@ -57,9 +57,9 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNode:
-    """A GPU as the graph needs it."""
+    """A GPU in the graph."""
 
-    name: str  # "GPU0", as nvidia-smi numbers it
+    name: str  # "GPU0", numbered as in nvidia-smi
     index: int
     bus_id: str | None = None
     uuid: str | None = None
@@ -68,60 +68,60 @@ class GpuNode:
     compute_capability: tuple[int, int] | None = None
     numa_node: int | None = None
     cpu_affinity: str | None = None
-    numa_affinity: str | None = None  # text as printed: "0-1", "N/A"
+    numa_affinity: str | None = None  # as printed: "0-1", "N/A"
     gpu_numa_id: str | None = None
-    nvlink_domain: str | None = None  # fabric clique, where several hosts share NVLink
+    nvlink_domain: str | None = None  # fabric clique, if several hosts share NVLink
     c2c: bool | None = None
-    usable: bool = True  # False: lost GPU
-    nvlinks: tuple[NvLinkTarget, ...] = ()  # active links by where they end; empty from a text matrix
-    pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
-    pcie_running_bytes_per_second: float | None = None  # of the link as it runs, where that is less than its slot
-    pcie_link: str | None = None  # the link as it runs: "Gen4 x16", "Gen4 x4 of x16"
-    pcie_lanes: int | None = None  # from NCCL's XML only, of its link
-    bridge_lanes: tuple[str, int] | None = None  # from NCCL's XML only: bus id of the bridge above, and its lanes
-    gdr_refused: str = ""  # what says that NCCL found no GPUDirect RDMA on it; empty where nothing does
+    usable: bool = True  # False: the GPU is lost
+    nvlinks: tuple[NvLinkTarget, ...] = ()  # active links by target; empty for a text matrix
+    pcie_bytes_per_second: float | None = None  # rate of its slot in NCCL's plan, per direction
+    pcie_running_bytes_per_second: float | None = None  # current rate, if lower than the slot's
+    pcie_link: str | None = None  # current link: "Gen4 x16", "Gen4 x4 of x16"
+    pcie_lanes: int | None = None  # lanes of its link; only from NCCL's XML
+    bridge_lanes: tuple[str, int] | None = None  # (bus id, lanes) of the bridge above; only from NCCL's XML
+    gdr_refused: str = ""  # evidence that NCCL found no GPUDirect RDMA support; empty if none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicNode:
-    """A network device that a GPU may send through."""
+    """A network device that GPUs may use."""
 
-    name: str  # "mlx5_0", "rdmap16s27", or "NIC0" where no legend names it
-    label: str | None = None  # "NIC0": column of the matrix it came from
+    name: str  # "mlx5_0", "rdmap16s27"; "NIC0" if no legend has its name
+    label: str | None = None  # "NIC0": its column in the matrix
     kind: str = "hca"  # "hca", "efa", "rxe", "ethernet", "unknown"
     bus_id: str | None = None
     netdev: str | None = None
     numa_node: int | None = None
-    rate_bytes_per_second: float | None = None  # sum over its ACTIVE ports
+    rate_bytes_per_second: float | None = None  # total of its ACTIVE ports
     link_layer: str | None = None  # "InfiniBand", "Ethernet"
     active: bool | None = None
     ports: int | None = None
-    nets: tuple[str, ...] = ()  # every device of the same PCIe function, where it is more than `name`
-    pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
-    pcie_running_bytes_per_second: float | None = None  # of the link as it runs, where that is less than its slot
-    pcie_link: str | None = None  # the link as it runs: "Gen5 x16", "Gen3 of Gen5 x16"
-    gdr_refused: str = ""  # as of a GPU
+    nets: tuple[str, ...] = ()  # all devices of this PCIe function, if there are several
+    pcie_bytes_per_second: float | None = None  # rate of its slot in NCCL's plan, per direction
+    pcie_running_bytes_per_second: float | None = None  # current rate, if lower than the slot's
+    pcie_link: str | None = None  # current link: "Gen5 x16", "Gen3 of Gen5 x16"
+    gdr_refused: str = ""  # as in GpuNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """How two of GPUs and NICs reach each other; stored once, `a` before `b` in matrix order."""
+    """The path between two GPUs or NICs; stored once per pair, in matrix order."""
 
     a: str
     b: str
-    label: str  # as nvidia-smi prints it: "NV18", "PIX", "NODE", "SYS"
-    path: PathClass | None  # None where the label is unknown
+    label: str  # as printed by nvidia-smi: "NV18", "PIX", "NODE", "SYS"
+    path: PathClass | None  # None if the label is unknown
     nvlinks: int = 0
-    bytes_per_second: float | None = None  # NCCL's planning value, one direction
+    bytes_per_second: float | None = None  # rate in NCCL's plan, per direction
     evidence: str = ""  # "nvml", "sysfs", "line 5 of topo.txt"
-    running_bytes_per_second: float | None = None  # as the PCIe links run now, where that is less than the plan
-    peer_access: bool | None = None  # between GPUs: whether the driver lets one read the other's memory over PCIe
-    nvlinks_unread: int = 0  # by so many the count of NVLinks may be too low: the driver did not tell of them
+    running_bytes_per_second: float | None = None  # with current PCIe links, if lower than the plan
+    peer_access: bool | None = None  # for GPUs: whether the driver allows peer access over PCIe
+    nvlinks_unread: int = 0  # NVLinks that could not be read; the count may be too low by this number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Island:
-    """GPUs joined by NVLink, directly or through others."""
+    """GPUs connected by NVLink, directly or through other GPUs."""
 
     gpus: tuple[str, ...]
     all_to_all: bool
@@ -130,28 +130,28 @@ class Island:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearestNic:
-    """The NICs one GPU is nearest to."""
+    """The NICs nearest to one GPU."""
 
     gpu: str
-    label: str  # nvidia-smi's word: "PIX"; "SYS" means none is local
+    label: str  # label of nvidia-smi: "PIX"; "SYS" means that no NIC is local
     path: PathClass | None
-    nics: tuple[str, ...]  # all that tie
-    local: bool  # nearer than SYS
-    decidable: bool  # False on a VM where every pair looks the same
+    nics: tuple[str, ...]  # including ties
+    local: bool  # whether it is nearer than SYS
+    decidable: bool  # False in a VM in which all pairs look the same
     why: str = ""
 
     @property
     def gdr_by_default(self) -> bool:
-        """Whether NCCL uses GPUDirect RDMA over this path by itself (src/graph/paths.cc, ncclTopoCheckGdr).
+        """Whether NCCL uses GPUDirect RDMA on this path by default (src/graph/paths.cc, ncclTopoCheckGdr).
 
-        Up to PXB, or over the link of GPU and CPU.
+        It does up to PXB, and over the C2C link between GPU and CPU.
         """
         return self.path is not None and (self.path <= PathClass.PXB or self.path == PathClass.P2C)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rail:
-    """NICs of the same position on every node: rail 0 is each GPU0's nearest NIC."""
+    """NICs in the same position on every node: rail 0 is the nearest NIC of each GPU0."""
 
     rail: int
     nics: tuple[str, ...]
@@ -160,15 +160,14 @@ class Rail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """A bandwidth that was derived, and from what."""
+    """An expected bandwidth with its derivation."""
 
     scope: str  # "island", "node", "rail", "cluster"
     op: str  # "all_gather"
-    busbw_bytes_per_second: float | None  # NCCL's plan; None: not derivable, `derivation` says why
+    busbw_bytes_per_second: float | None  # by NCCL's plan; None: not derivable, see `derivation`
     derivation: tuple[str, ...]  # steps with their sources
     members: tuple[str, ...] = ()
-    # What healthy machines reach with 1 GiB of every rank (topology/expected.py); usual is None where only a range is
-    # known.
+    # Bandwidth of healthy machines with 1 GiB per rank (topology/expected.py); usual is None if only a range is known.
     least_bytes_per_second: float | None = None
     usual_bytes_per_second: float | None = None
     most_bytes_per_second: float | None = None
@@ -176,53 +175,53 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTopology:
-    """One node: devices, every pair, and what follows from them."""
+    """One node: devices, all pairs, and derived facts."""
 
     hostname: str
     gpus: tuple[GpuNode, ...]
     nics: tuple[NicNode, ...]
     pairs: tuple[Pair, ...]
     islands: tuple[Island, ...] = ()
-    nearest_nic: tuple[NearestNic, ...] = ()  # empty where there are no NICs
+    nearest_nic: tuple[NearestNic, ...] = ()  # empty without NICs
     rails: tuple[Rail, ...] = ()
-    expectations: tuple[Expectation, ...] = ()  # empty until `topology.paths.with_expectations`
+    expectations: tuple[Expectation, ...] = ()  # set by `topology.paths.with_expectations`
     cpu_count: int | None = None
     numa_nodes: int | None = None
-    sku: str | None = None  # row of the reference table this node was recognised as
-    virtual: str | None = None  # why the PCIe tree cannot be trusted
+    sku: str | None = None  # machine row that this node matches
+    virtual: str | None = None  # reason not to trust the PCIe tree
     source: str = "probes"  # "probes", "nvidia-smi topo -m", "NCCL XML"
     warnings: tuple[str, ...] = ()
-    lacking: tuple[str, ...] = ()  # of the warnings, what a cut text does not hold: what is there may not be all
-    nvlink_known: bool = True  # False: the source says nothing about NVLink, so none seen is not none there
-    topology_files: tuple[str, ...] = ()  # NCCL topology XML that the provider put on the host
+    lacking: tuple[str, ...] = ()  # warnings about parts missing from truncated text, so the lists are incomplete
+    nvlink_known: bool = True  # False: the source has no NVLink information
+    topology_files: tuple[str, ...] = ()  # NCCL topology XML files installed by the cloud provider
     product: str | None = None  # DMI product name: "p4d.24xlarge"
     schema_version: int = SCHEMA_VERSION
 
     @property
     def devices(self) -> tuple[GpuNode | NicNode, ...]:
-        """GPUs, then NICs: the order of the matrix."""
+        """GPUs, then NICs, in matrix order."""
         return (*self.gpus, *self.nics)
 
     def gpu_pairs(self, *, usable: bool = False) -> list[Pair]:
-        """Of two GPUs; with `usable`, of two that answer."""
+        """Return the pairs of two GPUs; with `usable`, only GPUs that respond."""
         names = {gpu.name for gpu in self.gpus if gpu.usable or not usable}
         return [pair for pair in self.pairs if pair.a in names and pair.b in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTopology:
-    """Several nodes, and what joins them."""
+    """Several nodes, and the network between them."""
 
     nodes: tuple[NodeTopology, ...]
-    inter_node_bytes_per_second: float | None = None  # one node to the others, one direction, all rails together
-    inter_node_transport: str | None = None  # "rdma", "efa", "tcp", "nvlink"; None unknown or single node
+    inter_node_bytes_per_second: float | None = None  # from one node to the others, per direction, all rails
+    inter_node_transport: str | None = None  # "rdma", "efa", "tcp", "nvlink"; None: unknown or single node
     expectations: tuple[Expectation, ...] = ()
     warnings: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property
     def world_size(self) -> int:
-        """GPUs of all nodes together."""
+        """Number of GPUs in all nodes."""
         return sum(len(node.gpus) for node in self.nodes)
 
 
@@ -231,69 +230,69 @@ UNKNOWN = "N/A"
 NVLINK = re.compile(r"NV(\d{1,3})")
 _LABELS = read_table(__file__, "labels.toml")
 CLASSES = tuple((name.lower().rstrip("#"), row["called"]) for name, row in _LABELS.items() if "called" in row)
-"""Path classes as `nvidia-smi topo -m` names them, nearest first, for people who do not know them by heart."""
+"""(label of `nvidia-smi topo -m` in lower case, readable name) of each path class, nearest first."""
 
 COLOURS = {name.rstrip("#"): row["colour"] for name, row in _LABELS.items() if "colour" in row}
-"""Of a label in a drawing, best to worst; NV stands for every NV#."""
+"""Colour of each label in drawings, best to worst; NV represents every NV#."""
 
 _PATHS = {name: PathClass[row["path"]] for name, row in _LABELS.items() if "path" in row}
 _RANKS = {name: row["rank"] for name, row in _LABELS.items() if "rank" in row}
 FARTHEST = 99
-"""Rank of an unknown label: never the nearest."""
+"""Rank of an unknown label, which is never the nearest."""
 
 
 def nvlinks(label: str) -> int:
-    """The count of an NV# label, 0 for any other."""
+    """Return the link count of an NV# label, 0 for other labels."""
     match = NVLINK.fullmatch(label)
     return int(match[1]) if match else 0
 
 
 def path_class(label: str) -> PathClass | None:
-    """NCCL's class of a label, None where it is unknown."""
+    """Return NCCL's path type of a label, None if unknown."""
     return PathClass.NVL if nvlinks(label) else _PATHS.get(label)
 
 
 def rank(label: str) -> int:
-    """Position of a label, nearest first; NVLink before PCIe, unknown last."""
+    """Return the rank of a label: NVLink first, then PCIe from near to far, unknown last."""
     return 0 if label.startswith("NV") else _RANKS.get(label, FARTHEST)
 
 
 def level(label: str) -> str:
-    """The current word for a label: SOC is SYS."""
+    """Return the current name of a label: SOC becomes SYS."""
     return "SYS" if label == "SOC" else label
 
 
 class Pairs:
-    """Pairs by their two names, in either order."""
+    """Lookup of pairs by two names, in either order."""
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self._by_names = {frozenset((pair.a, pair.b)): pair for pair in pairs}
 
     def get(self, a: str, b: str) -> Pair | None:
-        """The pair, None where nothing is known of it."""
+        """Return the pair, None if it is not known."""
         return self._by_names.get(frozenset((a, b)))
 
     def nvlinks(self, a: str, b: str) -> int:
-        """The NVLinks between the two."""
+        """Return the number of NVLinks between two devices."""
         pair = self.get(a, b)
         return pair.nvlinks if pair else 0
 
     def label(self, a: str, b: str) -> str:
-        """The label of the pair, "N/A" where nothing is known of it."""
+        """Return the label of a pair, "N/A" if it is not known."""
         pair = self.get(a, b)
         return pair.label if pair else UNKNOWN
 
 
-# NCCL's planning constants: what its topology search believes a link carries, one direction, payload. They lie below
-# line rate on purpose: NVLink 4 is 25 GB/s on the wire and 20.6 in the plan. Specification: NCCL 2.30 src/graph/topo.h
-# and topo.cc (ncclTopoNVLinkBw, the PCIe speed table, CPU to CPU bandwidths).
+# NCCL's planning constants: the payload rates per direction that its topology search assumes. They are below the line
+# rate on purpose: NVLink 4 has 25 GB/s on the wire and 20.6 in the plan. Specification: NCCL 2.30 src/graph/topo.h and
+# topo.cc (ncclTopoNVLinkBw, the PCIe speed table, CPU to CPU bandwidths).
 
 # kvDictPciGen in topo.cc: 100 Mb/s per lane, by GT/s.
 _PCIE_LANE = ((64.0, 480), (32.0, 240), (16.0, 120), (8.0, 60), (5.0, 30), (2.5, 15))
-_PCIE_DIVISOR = 80.0  # lanes x table / 80 is GB/s
+_PCIE_DIVISOR = 80.0  # GB/s = lanes x table value / 80
 INTEL_P2P_OVERHEAD = 6 / 5  # INTEL_P2P_OVERHEAD: GPU to GPU through an Intel CPU
 
-# Between CPUs, GB/s: by vendor (the middle two are Zhaoxin's), by architecture, and Intel's family 6 by model.
+# CPU to CPU, GB/s: by vendor (the middle two are Zhaoxin), by architecture, and by model for Intel family 6.
 _CPU = {"AuthenticAMD": 16.0, "CentaurHauls": 6.0, "  Shanghai  ": 6.0, "ARM": 6.0}
 _CPU_OF_ARCH = {"aarch64": 6.0, "arm64": 6.0, "ppc64": 32.0, "ppc64le": 32.0}
 _INTEL_BY_MODEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))  # Emerald Rapids, Sapphire Rapids, Skylake
@@ -301,7 +300,7 @@ _INTEL_BEFORE_SKYLAKE = 6.0
 
 
 def nvlink_bytes_per_second(compute_capability: tuple[int, int] | None) -> float | None:
-    """One NVLink, one direction, None where the capability is unknown or has no NVLink constant."""
+    """Return the rate of one NVLink per direction, None if the capability is unknown or has no NVLink constant."""
     if compute_capability is None:
         return None
     link = nvlink(compute_capability)
@@ -309,20 +308,20 @@ def nvlink_bytes_per_second(compute_capability: tuple[int, int] | None) -> float
 
 
 def pcie_bytes_per_second(transfers_per_second: float | None, width: int | None) -> float | None:
-    """A PCIe link by its speed and lanes, None where either is unknown."""
+    """Return the planned rate of a PCIe link, None if its speed or width is unknown."""
     if not transfers_per_second or not width:
         return None
     gigatransfers = transfers_per_second / GIGA
-    # 2 % below the nominal speed still is that generation: sysfs prints "8.0" and "7.99".
+    # Accept speeds down to 2 % below nominal: sysfs prints "8.0" and "7.99".
     lane = next((value for speed, value in _PCIE_LANE if gigatransfers >= speed * 0.98), _PCIE_LANE[-1][1])
     return width * lane / _PCIE_DIVISOR * GIGA
 
 
 def pcie_generation(transfers_per_second: float | None) -> int | None:
-    """Generation of a PCIe link by its speed: 16 GT/s is 4; None where it is unknown or none of them."""
+    """Return the generation of a PCIe link by its speed: 16 GT/s is 4; None if unknown."""
     if not transfers_per_second:
         return None
-    speeds = [speed for speed, _ in reversed(_PCIE_LANE)]  # from 2.5 on
+    speeds = [speed for speed, _ in reversed(_PCIE_LANE)]  # from 2.5 GT/s on
     reached = [number for number, speed in enumerate(speeds, 1) if transfers_per_second / GIGA >= speed * 0.98]
     return reached[-1] if reached else None
 
@@ -330,7 +329,7 @@ def pcie_generation(transfers_per_second: float | None) -> int | None:
 def cpu_bytes_per_second(
     vendor: str | None, family: int | None, model: int | None, arch: str | None = None
 ) -> float | None:
-    """Between two CPUs (or NUMA nodes) of one host, None where the CPU is unknown."""
+    """Return the rate between two CPUs (or NUMA nodes) of one host, None if the CPU is unknown."""
     known = _CPU.get(vendor or "") or _CPU_OF_ARCH.get(arch or "")
     if vendor == "GenuineIntel":
         reached = (value for least, value in _INTEL_BY_MODEL if family == 6 and (model or 0) >= least)

@@ -1,13 +1,11 @@
-"""What joins two devices of a node: NVLinks, from what NVML says of each GPU's links, and PCIe, from PCI ancestry
-alone.
+"""Links between two devices of a node: NVLinks from NVML's link information, and PCIe paths from PCI ancestry alone.
 
-A link ends at a GPU, at an NVSwitch (then it reaches every GPU of the switch) or, in a virtual machine, at an end
-that is hidden. NCCL plans by what a link could do; its present speed is separate, for expectations and for
-people.
+An NVLink ends at a GPU, at an NVSwitch (and then reaches every GPU of the switch) or, in a virtual machine, at a hidden
+end. NCCL plans with a link's maximum speed; its current speed is kept separately, for expectations and reports.
 
 Specification: NVML nvmlDeviceGetNvLinkState, nvmlDeviceGetNvLinkRemotePciInfo, nvmlDeviceGetP2PStatus,
-nvmlGpuTopologyLevel_t; the legend of `nvidia-smi topo -m`; PCI Express Base Specification 1.3 (a switch is an
-upstream port with downstream ports below it).
+nvmlGpuTopologyLevel_t; the legend of `nvidia-smi topo -m`; PCI Express Base Specification 1.3 (a switch is an upstream
+port with downstream ports below it).
 """
 
 from __future__ import annotations
@@ -35,21 +33,21 @@ from topology.graph import (
 
 
 def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
-    """((kind, bus id), count) of the ends of a GPU's active links, in order of first appearance."""
+    """Count a GPU's active links by end, ((kind, bus id), count), in order of first appearance."""
     ends = Counter(
-        (_known_end(link.remote_kind) or "unknown", _known_end(link.remote_bus_id))
+        (_drop_unread_end(link.remote_kind) or "unknown", _drop_unread_end(link.remote_bus_id))
         for link in gpu.nvlinks
         if link.active
     )
     return tuple(ends.items())
 
 
-def _known_end(end: str | None) -> str | None:
+def _drop_unread_end(end: str | None) -> str | None:
     return None if end == UNREAD else end
 
 
 def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0) -> Pair:
-    """The pair of two GPUs with so many NVLinks between them, or `unread` more; the slower generation sets the rate."""
+    """Return the pair of two GPUs with `count` NVLinks, plus up to `unread`; the slower generation sets the rate."""
     speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
     known = [speed for speed in speeds if speed is not None]
     return Pair(
@@ -65,53 +63,53 @@ def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0
 
 
 class NvLinks:
-    """NVLink counts of every pair; collects what looks wrong in `warnings`."""
+    """NVLink counts of every pair; inconsistencies are collected in `warnings`."""
 
     def __init__(self, facts: GpuFacts | None) -> None:
         self._gpus = {gpu.index: gpu for gpu in facts.gpus} if facts else {}
         self._pairs = {(pair.a, pair.b): pair for pair in facts.pairs} if facts else {}
         self.warnings: list[str] = []
 
-    def _pair(self, a: int, b: int) -> GpuPair | None:
+    def _get_pair(self, a: int, b: int) -> GpuPair | None:
         return self._pairs.get((min(a, b), max(a, b)))
 
     def ancestor(self, a: int, b: int) -> str | None:
-        """NVML's common ancestor of two GPUs in nvidia-smi's words, None where NVML does not say."""
-        pair = self._pair(a, b)
+        """Return NVML's common ancestor of two GPUs as a label of nvidia-smi, None if unknown."""
+        pair = self._get_pair(a, b)
         return pair.ancestor if pair else None
 
     def between(self, a: int, b: int) -> tuple[int | None, str]:
-        """(links that work both ways, what that rests on); None where the driver did not tell enough to say.
+        """Return (number of links that work in both directions, evidence); None if the driver did not report enough.
 
-        A link whose state or end was not read is neither there nor missing: what is known of the others stands.
+        A link whose state or end was not read counts neither as present nor as missing.
         """
         first, second = self._gpus.get(a), self._gpus.get(b)
         if first is None or second is None:
             return None, "nvml does not answer"
         if first.broken or second.broken:
             return None, f"nvml has lost GPU{a if first.broken else b}"
-        direct = _direct(first, second), _direct(second, first)
+        direct = _count_direct(first, second), _count_direct(second, first)
         if any(direct):
             short = first if direct[0] < direct[1] else second
             if direct[0] != direct[1] and self.unread(short.index) >= abs(direct[0] - direct[1]):
                 return max(direct), f"nvml: remote ends of the links, as GPU{b if short is first else a} reports them"
-            return self._lower(a, b, *direct), "nvml: remote ends of the links"
-        switched = _ending_at(first, "nvswitch"), _ending_at(second, "nvswitch")
+            return self._choose_lower(a, b, *direct), "nvml: remote ends of the links"
+        switched = _count_ending_at(first, "nvswitch"), _count_ending_at(second, "nvswitch")
         if all(switched):
             if not (self.unread(a) or self.unread(b)):
                 self._note_short(a, b, *switched)
             return min(switched), "nvml: links to NVSwitch"
-        hidden = _ending_at(first, None), _ending_at(second, None)
+        hidden = _count_ending_at(first, None), _count_ending_at(second, None)
         if all(hidden):
-            return self._hidden(a, b, *hidden)
+            return self._count_hidden(a, b, *hidden)
         if (self.unread(a) or self.unread(b)) and self._may_link(first) and self._may_link(second):
-            pair = self._pair(a, b)
+            pair = self._get_pair(a, b)
             if pair is None or pair.p2p_nvlink in (None, "ok", "unknown"):
                 return None, "nvml did not report all NVLinks"
         return 0, ""
 
     def unread(self, index: int) -> int:
-        """Links of a GPU that may be up and of which the driver did not tell the state or the end."""
+        """Return how many links of a GPU may be up although the driver did not report their state or end."""
         gpu = self._gpus.get(index)
         if gpu is None or gpu.broken:
             return 0
@@ -120,36 +118,37 @@ class NvLinks:
         return sum(_is_unread(link) for link in gpu.nvlinks)
 
     def unread_between(self, a: int, b: int) -> int:
-        """By how many links the count of a pair may be too low."""
+        """Return by how much the link count of a pair may be too low."""
         return max(self.unread(a), self.unread(b))
 
     def _may_link(self, gpu: Gpu) -> bool:
         """Whether some link of the GPU may lead to a device other than the reported ones."""
-        return bool(self.unread(gpu.index) or _ending_at(gpu, "nvswitch") or _ending_at(gpu, None))
+        return bool(self.unread(gpu.index) or _count_ending_at(gpu, "nvswitch") or _count_ending_at(gpu, None))
 
-    def _lower(self, a: int, b: int, first: int, second: int) -> int:
+    def _choose_lower(self, a: int, b: int, first: int, second: int) -> int:
         if first != second:
             self.warnings.append(
-                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower count works both ways"
+                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower number counts"
             )
         return min(first, second)
 
     def _note_short(self, a: int, b: int, first: int, second: int) -> None:
-        """Once for each GPU with fewer links to the switch than another has."""
+        """Warn once per GPU with fewer links to the switch than another GPU."""
         if first != second:
             short, other = (a, b) if first < second else (b, a)
             prefix = f"GPU{short} has {min(first, second)} NVLinks to the NVSwitch, "
             if not any(warning.startswith(prefix) for warning in self.warnings):
-                self.warnings.append(f"{prefix}GPU{other} has {max(first, second)}: the lower count works both ways")
+                counts = f"a pair of GPUs counts as many links as the GPU with fewer, here {min(first, second)}"
+                self.warnings.append(f"{prefix}GPU{other} has {max(first, second)}: {counts}")
 
-    def _hidden(self, a: int, b: int, first: int, second: int) -> tuple[int, str]:
-        """A hypervisor hides where links end: the P2P status says whether these two are joined by them."""
-        if not self._joined(a, b):
+    def _count_hidden(self, a: int, b: int, first: int, second: int) -> tuple[int, str]:
+        """Count links whose ends a hypervisor hides: the P2P status shows whether two GPUs are connected by NVLink."""
+        if not self._are_joined(a, b):
             return 0, ""
-        peers = [other for other in self._gpus if other != a and self._joined(a, other)]
+        peers = [other for other in self._gpus if other != a and self._are_joined(a, other)]
         if len(peers) == len(self._gpus) - 1 or len(peers) == 1:
             how = "a switch, or all links to the one peer"
-            return self._lower(a, b, first, second), f"nvml: far ends hidden, P2P over NVLink is ok: {how}"
+            return self._choose_lower(a, b, first, second), f"nvml: far ends hidden, P2P over NVLink is ok: {how}"
         share = min(first, second) // len(peers)
         self.warnings.append(
             f"GPU{a} to GPU{b}: far ends of the NVLinks are hidden and GPU{a} has {len(peers)} peers: "
@@ -158,13 +157,13 @@ class NvLinks:
         return share, "nvml: far ends hidden, even share of the links"
 
     def peer_access(self, a: int, b: int) -> bool | None:
-        """Whether the driver lets one GPU read the other's memory; None where it does not say."""
-        pair = self._pair(a, b)
+        """Whether the driver allows one GPU to read the other's memory; None if unknown."""
+        pair = self._get_pair(a, b)
         status = pair.p2p_read if pair else None
         return None if status in (None, "unknown") else status == "ok"
 
-    def _joined(self, a: int, b: int) -> bool:
-        pair = self._pair(a, b)
+    def _are_joined(self, a: int, b: int) -> bool:
+        pair = self._get_pair(a, b)
         if pair and pair.p2p_nvlink is not None:
             return pair.p2p_nvlink == "ok"
         first, second = self._gpus[a], self._gpus[b]
@@ -172,39 +171,39 @@ class NvLinks:
 
 
 def _is_unread(link: NvLink) -> bool:
-    """Whether it is open where the link leads; of a link to a switch it does not matter to which."""
+    """Whether the end of a link is unknown. For a link to a switch it does not matter which switch."""
     if not link.active:
         return link.active is None
     return link.remote_kind == UNREAD or (link.remote_bus_id == UNREAD and link.remote_kind != "nvswitch")
 
 
-def _direct(gpu: Gpu, other: Gpu) -> int:
+def _count_direct(gpu: Gpu, other: Gpu) -> int:
     return sum(1 for link in gpu.nvlinks if link.active and link.remote_bus_id and link.remote_bus_id == other.bus_id)
 
 
-def _ending_at(gpu: Gpu, kind: str | None) -> int:
+def _count_ending_at(gpu: Gpu, kind: str | None) -> int:
     return sum(1 for link in gpu.nvlinks if link.active and link.remote_kind == kind)
 
 
 class PciTree:
-    """Devices by bus id, and the bridges above each."""
+    """PCI devices by bus id, with the bridges above each."""
 
     def __init__(self, devices: Iterable[PciDevice], *, own_links: bool = False) -> None:
-        """`own_links`: a device's link is that of both its ends, as NCCL's XML has it, where ports are no elements."""
+        """`own_links`: a device's link describes both ends, as in NCCL's XML, where ports are not elements."""
         self._own_links = own_links
         self.devices = {device.bus_id: device for device in devices}
         self._parents = {device.bus_id: device.parent for device in self.devices.values()}
-        self._above: dict[str, tuple[str, ...]] = {}  # asked once for every pair of a device
+        self._above: dict[str, tuple[str, ...]] = {}  # computed once per device
         self._links: dict[str | None, tuple[float | None, float | None, str | None]] = {}
 
     def above(self, bus_id: str) -> tuple[str, ...]:
-        """Bridges from the root port down to the device's own port."""
+        """Return the bridges from the root port down to the device's own port."""
         if bus_id not in self._above:
             self._above[bus_id] = tuple(reversed(ancestors(self._parents, bus_id)))
         return self._above[bus_id]
 
     def label(self, first: str | None, second: str | None) -> str | None:
-        """nvidia-smi's word for the path between two devices, None where one is not in the tree."""
+        """Return nvidia-smi's label for the path between two devices, None if one is not in the tree."""
         if not first or not second:
             return None
         a, b = self.devices.get(first), self.devices.get(second)
@@ -213,36 +212,36 @@ class PciTree:
         above_a, above_b = self.above(first), self.above(second)
         if above_a[:1] and above_a[:1] == above_b[:1]:
             common = sum(1 for a, b in zip(above_a, above_b, strict=False) if a == b)
-            # one switch at most is crossed: each device has one port of its own below the common bridge
+            # at most one switch is crossed: each device has one port below the common bridge
             return "PIX" if max(len(above_a), len(above_b)) - common <= 1 else "PXB"
         if a.root is not None and a.root == b.root:
             return "PHB"
         if a.numa_node is None or b.numa_node is None:
-            # One memory node at most is known: two host bridges are NODE apart where no other node exists.
+            # With at most one NUMA node, two host bridges belong to the same node: NODE.
             nodes = {device.numa_node for device in self.devices.values()} - {None}
             return "NODE" if not nodes else "SYS"
         return "NODE" if a.numa_node == b.numa_node else "SYS"
 
-    def _possible(self, bus_id: str) -> tuple[float | None, int | None]:
-        """Speed and width that the device and the port above it can both do."""
+    def _get_possible(self, bus_id: str) -> tuple[float | None, int | None]:
+        """Return the speed and width that both the device and the port above it support."""
         device = self.devices.get(bus_id)
         if device is None:
             return None, None
-        speed, width = _most(device)
+        speed, width = _get_maximum(device)
         port = self.devices.get(device.parent or "")
         if port is not None and not self._own_links:
-            port_speed, port_width = _most(port)
+            port_speed, port_width = _get_maximum(port)
             speed = min(filter(None, (speed, port_speed)), default=None)
             width = min(filter(None, (width, port_width)), default=None)
         return speed, width
 
-    def _running(self, bus_id: str) -> tuple[float | None, int | None]:
-        """Speed and width as the link runs now, never more than possible.
+    def _get_running(self, bus_id: str) -> tuple[float | None, int | None]:
+        """Return the current speed and width of the link, limited to what is possible.
 
-        GPUs, and the switches above them, lower the speed of their link when idle: only its width counts. Ports
-        inside a switch are no links; below a root port both ends of one link are known. A virtual function has none.
+        GPUs, and switches above them, lower their link speed when idle, so only their width is used. Ports inside a
+        switch have no link. Below a root port both ends of one link are known. A virtual function has no link.
         """
-        speed, width = self._possible(bus_id)
+        speed, width = self._get_possible(bus_id)
         device = self.devices.get(bus_id)
         if device is None or device.physical_function is not None:
             return speed, width
@@ -254,13 +253,13 @@ class PciTree:
         return speed, min(filter(None, (width, device.link_width)), default=None)
 
     def link(self, bus_id: str | None) -> tuple[float | None, float | None, str | None]:
-        """NCCL's plan of the device's own link, and the same in words: "Gen4 x4 of x16".
+        """Return NCCL's planned rate of the device's link, its current rate, and a description: "Gen4 x4 of x16".
 
-        The first is the most that device and port can do together, as NCCL reads it; the second what the link does as
-        it runs, None where that is not less.
+        The planned rate is the maximum that device and port support, as NCCL reads it. The current rate is None if it
+        is not lower.
         """
         if bus_id not in self._links:
-            (speed, width), (fastest, widest) = self._running(bus_id or ""), self._possible(bus_id or "")
+            (speed, width), (fastest, widest) = self._get_running(bus_id or ""), self._get_possible(bus_id or "")
             slot, now = pcie_bytes_per_second(fastest, widest), pcie_bytes_per_second(speed, width)
             words = None
             running, best = pcie_generation(speed), pcie_generation(fastest)
@@ -271,12 +270,12 @@ class PciTree:
         return self._links[bus_id]
 
     def links_of(self, bus_id: str | None) -> dict[str, Any]:
-        """The fields of a GPU or NIC that say what its own link is."""
+        """Return the fields of a GPU or NIC that describe its own link."""
         fields = ("pcie_bytes_per_second", "pcie_running_bytes_per_second", "pcie_link")
         return dict(zip(fields, self.link(bus_id), strict=True))
 
     def path_bytes_per_second(self, first: str, second: str, *, running: bool = False) -> float | None:
-        """The narrowest planned PCIe link between two devices, or as the links run; None where an end is unknown."""
+        """Return the slowest link between two devices, planned or (`running`) current; None if an end is unknown."""
         above = [*self.above(first), first], [*self.above(second), second]
         common = sum(1 for a, b in zip(*above, strict=False) if a == b)
         between = [bus_id for chain in above for bus_id in chain[common:]]
@@ -285,8 +284,8 @@ class PciTree:
         return min((link for link in links if link is not None), default=None) if known else None
 
 
-def _most(device: PciDevice) -> tuple[float | None, int | None]:
-    """A link's best speed and width, or what it runs at where the best is not readable (a virtual function)."""
+def _get_maximum(device: PciDevice) -> tuple[float | None, int | None]:
+    """Return a link's maximum speed and width, or the current ones if the maximum is unreadable (virtual function)."""
     return (
         device.link_transfers_per_second_max or device.link_transfers_per_second,
         device.link_width_max or device.link_width,
@@ -303,14 +302,14 @@ def pcie_pair(
     evidence: str,
     peer_access: bool | None = None,
 ) -> Pair:
-    """The pair of two devices without NVLink: what NCCL plans for it, and what its links carry as they run now."""
+    """Return the pair of two devices without NVLink, with NCCL's planned rate and the current rate of its links."""
     path = path_class(label)
     if isinstance(a, GpuNode) and a.c2c and isinstance(b, NicNode) and label in ("PHB", "NODE"):
-        path = PathClass.P2C  # GPU, C2C, Grace, PCIe, NIC
+        path = PathClass.P2C  # from GPU over C2C to Grace, then PCIe to the NIC
     gpu_to_gpu = isinstance(a, GpuNode) and isinstance(b, GpuNode)
     known = label != UNKNOWN and a.bus_id and b.bus_id
     planned, now = (
-        _plan(tree.path_bytes_per_second(a.bus_id or "", b.bus_id or "", running=running), label, cpu, gpu_to_gpu)
+        _plan_pcie(tree.path_bytes_per_second(a.bus_id or "", b.bus_id or "", running=running), label, cpu, gpu_to_gpu)
         if known
         else None
         for running in (False, True)
@@ -327,8 +326,8 @@ def pcie_pair(
     )
 
 
-def _plan(pcie: float | None, label: str, cpu: Cpu | None, gpu_to_gpu: bool) -> float | None:
-    """The narrowest PCIe link between two devices, and the CPUs where they are crossed."""
+def _plan_pcie(pcie: float | None, label: str, cpu: Cpu | None, gpu_to_gpu: bool) -> float | None:
+    """Return the slowest PCIe link between two devices, also limited by the CPUs if the path crosses them."""
     if pcie is None or cpu is None:
         return pcie
     if gpu_to_gpu and label in ("PHB", "NODE", "SYS") and cpu.vendor == "GenuineIntel":

@@ -1,8 +1,8 @@
-"""What joins the ranks of a benchmark on these hosts: as it is, and as it should be.
+"""The links between ranks on given hosts: as found, and as they should be.
 
-As it is: the links that were found. As it should be: those of the machine that the node was recognised as
-(hardware/machines.toml), else the best of its own: a GPU or NIC that has less than its equals has lost it. Ranks take
-GPUs in their order, one each, as torchrun's local ranks do.
+"As it is" uses the links that were found. "As it should be" uses the recognised machine (hardware/machines.toml), else
+the best device of the same kind in the host, because a GPU or NIC with less than its peers has lost it. Ranks use GPUs
+in order, one each, like torchrun's local ranks.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from topology.plan import (
 
 Bar = Literal["as it is", "as it should be"]
 _X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
-Carried = tuple[str | None, Interval | None, tuple[str, ...]]  # by what, bytes per second each way, and why
+Carried = tuple[str | None, Interval | None, tuple[str, ...]]  # (kind of link, bytes per second per direction, reasons)
 _KINDS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What the host's owner says that it must have; None says nothing."""
+    """Requirements for the host, given by its owner; None means no requirement."""
 
-    nvlinks: int | None = None  # between every two GPUs
-    wire: float | None = None  # of its RDMA devices together, bytes per second
+    nvlinks: int | None = None  # between each pair of GPUs
+    wire: float | None = None  # total of its RDMA devices, bytes per second
 
 
 def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | None = None) -> Paths:
-    """What joins the GPUs of these local ranks to each other and to other hosts.
+    """Return the links between the GPUs of these local ranks, and to other hosts.
 
-    `due` goes before the recognised machine in what should be.
+    For "as it should be", `due` takes precedence over the recognised machine.
     """
     due = due if due is not None and bar == "as it should be" else Due()
     usable = [gpu for gpu in node.gpus if gpu.usable]
@@ -64,8 +64,8 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
         why = f"{len(places)} ranks on {len(gpus)} GPUs: two ranks on one GPU have no link between them"
         among = None, None, (why,)
     elif len(places) > 1:
-        among = _inside(node, gpus, bar, due)
-    out = _network(node, gpus, bar)
+        among = _find_inside(node, gpus, bar, due)
+    out = _find_network(node, gpus, bar)
     if due.wire is not None:
         out = "RDMA", span(due.wire), (f"asked for: RDMA devices of {due.wire / GIGA:.4g} GB/s together",)
     domains = {gpu.nvlink_domain for gpu in gpus}
@@ -81,7 +81,7 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
 
 
 def joined(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Paths:
-    """The paths of `ranks` over these hosts: the weakest host decides, a shared NVLink domain makes one group."""
+    """Combine hosts for `ranks`: the slowest host sets the rates; hosts in one NVLink domain form one group."""
     weakest = min(hosts, key=lambda each: each.link.low if each.link else 0.0)
     switch = weakest.inside == "NVSwitch" and (weakest.capability or (0, 0)) >= (9, 0)
     domains = {each.domain for each in hosts}
@@ -115,38 +115,38 @@ _NVLS = (
 _TWO_NODES = "on two nodes all_reduce by tree may exceed this: the wire carries about half of its bus bandwidth"
 
 
-_LARGE_BYTES = 1 << 30  # of every rank: latency no longer counts
+_LARGE_BYTES = 1 << 30  # per rank; large enough to neglect latency
 
 
 def with_expectations(node: NodeTopology) -> NodeTopology:
-    """The node with the expected bandwidth of every NVLink island, every rail and all of its GPUs that answer.
+    """Add the expected bandwidth of every NVLink island, every rail, and all responding GPUs to a node.
 
-    A node whose text was cut has none, since the bandwidth of the missing pairs is unknown, and nor has one with AMD
-    GPUs, because RCCL is not modelled.
+    A node from truncated text gets none, because the bandwidth of the missing pairs is unknown; nor does a node with
+    AMD GPUs, because there is no model of RCCL.
     """
     makers = {gpu.maker for each in node.gpus if (gpu := gpu_named(each.model))}
     if node.expectations or node.lacking or makers - {"NVIDIA"}:
         return node
-    return replace(node, expectations=_of_node(node))
+    return replace(node, expectations=_expect_node(node))
 
 
-def _of_node(node: NodeTopology) -> tuple[Expectation, ...]:
+def _expect_node(node: NodeTopology) -> tuple[Expectation, ...]:
     usable = tuple(gpu.name for gpu in node.gpus if gpu.usable)
     made: list[Expectation] = []
     for island in node.islands:
-        paths = _among(node, usable, island.gpus) if set(island.gpus) <= set(usable) else None
-        made += _expectations("island", island_plan(node, island), island.gpus, node, paths, len(island.gpus))
+        paths = _join_gpus(node, usable, island.gpus) if set(island.gpus) <= set(usable) else None
+        made += _make_expectations("island", island_plan(node, island), island.gpus, node, paths, len(island.gpus))
     if len(usable) > 1:
-        made += _expectations("node", node_plan(node), usable, node, _among(node, usable, usable), len(usable))
+        made += _make_expectations("node", node_plan(node), usable, node, _join_gpus(node, usable, usable), len(usable))
     for rail in node.rails:
-        made += _expectations("rail", rail_plan(node, rail), (*rail.nics, *rail.gpus), node)
+        made += _make_expectations("rail", rail_plan(node, rail), (*rail.nics, *rail.gpus), node)
     return tuple(made)
 
 
 def cluster_expectations(
     plan: Plan, nodes: Sequence[NodeTopology], models: Sequence[NodeTopology]
 ) -> tuple[Expectation, ...]:
-    """For all nodes together; `models` has for every node one that is made alike."""
+    """Return the expectations for all nodes together; `models` has, for each node, a node with the same hardware."""
     distinct = {id(model): model for model in models}
     counts = {sum(gpu.usable for gpu in model.gpus) for model in distinct.values()}
     per_node = counts.pop() if len(counts) == 1 else 0
@@ -154,18 +154,18 @@ def cluster_expectations(
     if per_node:
         links = {number: host_links(model, range(per_node), "as it is") for number, model in distinct.items()}
         paths = joined([links[id(model)] for model in models], ranks, nvls=None)
-    return tuple(_expectations("cluster", plan, tuple(node.hostname for node in nodes), nodes[0], paths, ranks))
+    return tuple(_make_expectations("cluster", plan, tuple(node.hostname for node in nodes), nodes[0], paths, ranks))
 
 
-def _among(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]) -> Paths:
+def _join_gpus(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]) -> Paths:
     places = [usable.index(name) for name in members]
     return joined([host_links(node, places, "as it is")], len(places), nvls=None)
 
 
-def _expectations(
+def _make_expectations(
     scope: str, plan: Plan, members: tuple[str, ...], node: NodeTopology, paths: Paths | None = None, ranks: int = 0
 ) -> Iterator[Expectation]:
-    """NCCL's plan for each operation, and what healthy machines reach over the paths of these members."""
+    """Yield NCCL's plan for each operation, and the expected bandwidth of healthy machines on these paths."""
     value, steps = plan
     nvls = any(
         (gpu.compute_capability or (0, 0)) >= (9, 0) and any(link.kind == "nvswitch" for link in gpu.nvlinks)
@@ -189,7 +189,7 @@ def _expectations(
         )
 
 
-def _inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
+def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
     row = reference_of(node) if bar == "as it should be" else None
     names = tuple(gpu.name for gpu in gpus)
     links, of, words = due.nvlinks, len(node.gpus), "asked for:"
@@ -209,13 +209,13 @@ def _inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -
         switched = any(link.kind == "nvswitch" for gpu in gpus for link in gpu.nvlinks) or "switch" in pick[1]
         which = "most" if bar == "as it should be" else "fewest"
         return _nvlink(gpus, pick[0], switched=switched, words=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
-    return _pcie(node, gpus, known, bar)
+    return _describe_pcie(node, gpus, known, bar)
 
 
-def _nvlink_candidates(count: int) -> tuple[float, float]:
-    """Least and most that one of a GPU's `count` NVLinks may carry where its generation is unknown.
+def _guess_nvlink_rates(count: int) -> tuple[float, float]:
+    """Return the lowest and highest rate of one of a GPU's `count` NVLinks if its generation is unknown.
 
-    18 links have Hopper and Blackwell, up to 4 also the bridges of SM 8.6 (NVIDIA data sheets).
+    Hopper and Blackwell have 18 links; up to 4 links may also be bridges of SM 8.6 (NVIDIA data sheets).
     """
     first, last = ("NVLink 4", "NVLink 5") if count >= 18 else ("NVLink 3", "NVLink 4")
     if count <= 4:
@@ -230,12 +230,12 @@ def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str
     kind = "NVSwitch" if switched else "NVLink"
     if value is not None:
         return kind, span(count * value), (words, f"one NVLink carries {value / GIGA:g} GB/s in NCCL's plan")
-    low, high = _nvlink_candidates(count)
+    low, high = _guess_nvlink_rates(count)
     assumption = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
     return kind, between(count * low, count * high), (words, assumption)
 
 
-def _pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar) -> Carried:
+def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar) -> Carried:
     running = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
     slots = [gpu.pcie_bytes_per_second for gpu in gpus]
     rates = [rate for rate in (slots if bar == "as it should be" else running) if rate is not None]
@@ -258,15 +258,15 @@ def _pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar)
 
 
 def pcie_generations(capability: tuple[int, int] | None) -> tuple[int, int]:
-    """Of PCIe, that a GPU in its usual slot may have: its own by data sheet, or one less."""
+    """Return the range of PCIe generations of a GPU in its usual slot: that on its data sheet, or one lower."""
     if capability is None:
         return 3, 5
     own = 3 if capability < (8, 0) else 4 if capability < (9, 0) else 5
     return max(3, own - 1), own
 
 
-def _network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried:
-    """The NICs nearest to these GPUs; all of the kind where that is unknown."""
+def _find_network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried:
+    """Return the NICs nearest to these GPUs, or all NICs of the kind if distances are unknown."""
     for name, kinds in _KINDS:
         offered = [nic for nic in node.nics if nic.kind in kinds]
         if bar == "as it is":
@@ -282,24 +282,24 @@ def _network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried
 def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode], bar: Bar, name: str) -> Carried:
     names = {gpu.name for gpu in gpus}
     nearest = [each for each in node.nearest_nic if each.decidable and each.gpu in names]
-    # a NIC that is down is nearest to no GPU, and should be; `why` marks what a GPU borrows in its place
+    # no GPU is nearest to a NIC that is down, although one should be; `why` marks a GPU that uses another NIC instead
     near = {nic for each in nearest if bar == "as it is" or not each.why for nic in each.nics}
     used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
     asked = bar == "as it should be"
-    rates = [_should_carry(nic, offered, gpus) if asked else usable_rate(nic, gpus) for nic in used]
+    rates = [_find_best_rate(nic, offered, gpus) if asked else usable_rate(nic, gpus) for nic in used]
     known = [rate for rate in rates if rate is not None]
     if not known or len(known) < len(rates):
         return None, None, (f"the rate of the {offered[0].kind} devices is not known",)
     words = f"{len(used)} {used[0].kind} devices carry {sum(known) / GIGA:.4g} GB/s together"
     if name == "sockets":
         return name, between(min(known), sum(known)), (f"{words}; NCCL chooses which of them it takes",)
-    # one GPU that borrows a far NIC sends through its neighbours; where most are far, that is how the board is made
+    # one GPU with a far NIC sends through another GPU; if most NICs are far, the board was designed so
     far = 2 * sum(not each.gdr_by_default for each in nearest) > len(nearest)
     return (f"{name} without GPUDirect" if far else name), span(sum(known)), (words,)
 
 
-def _should_carry(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
-    """The most that a NIC of its kind carries on this host, by port and slot: a dead port is worth its neighbours'."""
+def _find_best_rate(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
+    """Return the highest rate of this kind of NIC on the host, by port and slot; also for a port that is down."""
     found = [
         rate if is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
         for other in equals

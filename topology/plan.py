@@ -1,8 +1,8 @@
-"""The bandwidth that NCCL plans for a group of GPUs, derived from the links found with its planning constants.
+"""The bandwidth that NCCL plans for a group of GPUs, computed from the found links and NCCL's planning constants.
 
-Specification: NCCL src/graph/topo.h and search.cc; the ring algorithm moves (n-1)/n of the data over every link, so its
-bus bandwidth is the slowest link of the ring (nccl-tests doc/PERFORMANCE.md). These are plans, not measurements: on
-rings that are known to be healthy, large messages reach 0.88 to 0.98 of them; below about 0.8 at 1 GiB is suspicious.
+Specification: NCCL src/graph/topo.h and search.cc. The ring algorithm moves (n-1)/n of the data over every link, so its
+bus bandwidth is that of the slowest link (nccl-tests doc/PERFORMANCE.md). A plan is not a measurement: healthy rings
+reach 0.88 to 0.98 of it with large messages; less than about 0.8 at 1 GiB is suspicious.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from hardware.gpus import most_links
 from hardware.units import GIGA
 from topology.graph import GpuNode, Island, NicNode, NodeTopology, Pair, Pairs, Rail, nvlink_bytes_per_second
 
-Plan = tuple[float | None, tuple[str, ...]]  # bytes per second, each way, and its derivation; None: not derivable
-_LARGEST_RING = 16  # GPUs: the search for a ring through NVLink alone stays small; no node sold has more
+Plan = tuple[float | None, tuple[str, ...]]  # (bytes per second per direction, derivation); None: not derivable
+_LARGEST_RING = 16  # GPUs; limits the search for an NVLink ring, and no node on the market has more
 
 
 def gigabytes(value: float | None) -> str:
-    """A bandwidth for people: "370.8 GB/s"."""
+    """Format a bandwidth: "370.8 GB/s"."""
     return "unknown" if value is None else f"{value / GIGA:.4g} GB/s"
 
 
 def island_plan(node: NodeTopology, island: Island) -> Plan:
-    """Bus bandwidth of a ring through an island's NVLinks."""
+    """Return the bus bandwidth of a ring over an island's NVLinks."""
     members = [gpu for gpu in node.gpus if gpu.name in island.gpus]
     per_link = {nvlink_bytes_per_second(gpu.compute_capability) for gpu in members}
     if None in per_link or len(per_link) != 1:
@@ -45,7 +45,7 @@ def island_plan(node: NodeTopology, island: Island) -> Plan:
 
 
 def links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
-    """NVLinks of one GPU into its island, and how they are counted: the switch's once, direct ones summed."""
+    """Return the NVLinks of a GPU into its island, and how they are counted: to a switch once, direct ones summed."""
     peers = [known.get(gpu.name, other) for other in island.gpus if other != gpu.name]
     counts = [pair.nvlinks for pair in peers if pair]
     kinds = {link.kind for link in gpu.nvlinks}
@@ -56,14 +56,14 @@ def links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
         return sum(counts), "direct links, summed over its peers"
     if total:
         return min(total, sum(counts)), "far ends hidden, never more than the GPU has"
-    # A text matrix: direct links of one GPU share those that it has.
+    # In a text matrix, all direct links of a GPU count.
     if len(set(counts)) == 1 and sum(counts) > most_links():
         return counts[0], f"more than {most_links()} in sum, so through NVSwitch"
     return sum(counts), "direct links, summed over its peers"
 
 
 def has_nvlink_ring(gpus: tuple[str, ...], known: Pairs) -> bool:
-    """Whether NVLinks alone close a ring through all."""
+    """Whether there is a ring through all GPUs that uses only NVLink."""
     if all(known.nvlinks(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]):
         return True
     if len(gpus) > _LARGEST_RING:
@@ -78,7 +78,7 @@ def has_nvlink_ring(gpus: tuple[str, ...], known: Pairs) -> bool:
 
 
 def node_plan(node: NodeTopology) -> Plan:
-    """Bus bandwidth of a ring through every GPU of the node that answers, and how it comes about."""
+    """Return the bus bandwidth of a ring through all responding GPUs of the node, with its derivation."""
     names = tuple(gpu.name for gpu in node.gpus if gpu.usable)
     if len(names) < 2:
         return None, ("no plan: a single GPU sends nothing inside the node",)
@@ -87,51 +87,51 @@ def node_plan(node: NodeTopology) -> Plan:
     whole = next((island for island in node.islands if set(island.gpus) == set(names)), None)
     if whole:
         return island_plan(node, whole)
-    pair = _weakest_needed(names, Pairs(node.pairs))
+    pair = _find_weakest_needed(names, Pairs(node.pairs))
     if pair is None:
         return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
     slowed = [gpu for gpu in node.gpus if gpu.name in (pair.a, pair.b) and gpu.pcie_running_bytes_per_second]
-    return _running(pair), (
+    return _get_rate(pair), (
         f"no NVLink island holds all {len(names)} GPUs, so every ring crosses PCIe or the CPUs",
-        f"the best ring still crosses {pair.label} ({pair.a} to {pair.b}): {gigabytes(_running(pair))} each way "
+        f"the best ring still crosses {pair.label} ({pair.a} to {pair.b}): {gigabytes(_get_rate(pair))} each way "
         "(NCCL src/graph/topo.h: PCIe lanes, CPU to CPU)",
         *(f"{gpu.name} runs at {gpu.pcie_link}: NCCL plans by the slot, the data goes by the link" for gpu in slowed),
         "upper bound: ranks that share one PCIe uplink or one CPU link share this too",
     )
 
 
-def _weakest_needed(names: tuple[str, ...], known: Pairs) -> Pair | None:
-    """The slowest edge of the maximum spanning tree: no ring avoids one as slow. None where one is unknown."""
+def _find_weakest_needed(names: tuple[str, ...], known: Pairs) -> Pair | None:
+    """Return the slowest edge of the maximum spanning tree, which bounds every ring; None if a pair is unknown."""
     reached, taken = {names[0]}, []
     while len(reached) < len(names):
         edges = [known.get(a, b) for a in names if a in reached for b in names if b not in reached]
-        best = max((pair for pair in edges if pair and _running(pair)), key=_running, default=None)
+        best = max((pair for pair in edges if pair and _get_rate(pair)), key=_get_rate, default=None)
         if best is None:
             return None
         reached |= {best.a, best.b}
         taken.append(best)
-    return min(taken, key=_running)
+    return min(taken, key=_get_rate)
 
 
-def _running(pair: Pair) -> float:
+def _get_rate(pair: Pair) -> float:
     return pair.running_bytes_per_second or pair.bytes_per_second or 0.0
 
 
-_RATE_800G = 90 * GIGA  # and above: ports of 800 Gb/s
+_RATE_800G = 90 * GIGA  # ports of 800 Gb/s have at least this rate
 
 
 def is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
-    """Whether the GPUs hang on the NIC's own PCIe 6 switch, so that data does not cross the NIC's link to the host.
+    """Whether the GPUs are attached to the NIC's own PCIe 6 switch, so data does not use the NIC's link to the host.
 
-    So on boards of compute capability 10.3 with ConnectX-8 of 800 Gb/s; the link to the host is PCIe 5 there and would
-    halve the rate (NVIDIA HGX B300 and GB300 NVL72 data sheets, ConnectX-8 SuperNIC).
+    This is the case on boards of compute capability 10.3 with 800 Gb/s ConnectX-8. Their link to the host is PCIe 5 and
+    would halve the rate (NVIDIA HGX B300 and GB300 NVL72 data sheets, ConnectX-8 SuperNIC).
     """
     fast = (nic.rate_bytes_per_second or 0.0) >= _RATE_800G
     return fast and any((gpu.compute_capability or (0, 0)) >= (10, 3) for gpu in gpus)
 
 
 def usable_rate(nic: NicNode, gpus: Iterable[GpuNode]) -> float | None:
-    """What a NIC carries for these GPUs: its ports' rate, bounded by its PCIe link. None where the rate is unknown."""
+    """Return the rate of a NIC for these GPUs: that of its ports, limited by its PCIe link. None if unknown."""
     if nic.active is False:
         return 0.0
     if nic.rate_bytes_per_second is None or is_behind_own_switch(nic, gpus):
@@ -141,7 +141,7 @@ def usable_rate(nic: NicNode, gpus: Iterable[GpuNode]) -> float | None:
 
 
 def rail_plan(node: NodeTopology, rail: Rail) -> Plan:
-    """What a rail's NICs carry together from one node to the next."""
+    """Return the total rate of a rail's NICs from one node to the next."""
     rates = []
     steps = []
     for nic in (nic for nic in node.nics if nic.name in rail.nics):
@@ -158,7 +158,7 @@ def rail_plan(node: NodeTopology, rail: Rail) -> Plan:
     links = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
     reach = sum(link for link in links if link is not None)
     slowed = [gpu for gpu in gpus if gpu.pcie_running_bytes_per_second]
-    if slowed and None not in links and reach < value:  # a sound slot is not held against the plan: NCCL has its own
+    if slowed and None not in links and reach < value:  # a healthy slot does not limit the plan: NCCL has its own rates
         steps += [f"{gpu.name} runs at {gpu.pcie_link}: {gigabytes(reach)} into the GPUs of the rail" for gpu in slowed]
         value = reach
     return value, (*steps, f"rail {rail.rail}: {gigabytes(value)} from one node to the next, each way")

@@ -1,7 +1,7 @@
-"""A topology as `nvidia-smi topo -m` prints it, and as a JSON document, a cluster too.
+"""Formats a topology like `nvidia-smi topo -m`, or as a JSON document, also for a cluster.
 
-The matrix has tabs between cells, NIC columns and both legends. Unlike nvidia-smi it shows every NIC a GPU may send
-through, EFA and Ethernet included. No escape codes.
+The matrix has tabs between cells, NIC columns and both legends. Unlike nvidia-smi, it shows every NIC that GPUs may
+use, including EFA and Ethernet, and has no escape codes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from collections import Counter
 from typing import Any
 
 from contracts.tables import read_table
-from hardware.machines import recognised
 from topology.check import departures
-from topology.derive import reference_of
 from topology.graph import (
     SELF,
     UNKNOWN,
-    ClusterTopology,
     GpuNode,
     NearestNic,
     NicNode,
@@ -28,14 +25,14 @@ from topology.paths import with_expectations
 Json = dict[str, Any]
 _LABELS = read_table(__file__, "labels.toml")
 _LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()) if "meaning" in row)
-"""nvidia-smi's own legend, printed under a matrix so that other tools read it."""
+"""nvidia-smi's legend, printed below the matrix so that other tools accept it."""
 
 
 # The matrix ---------------------------------------------------------------------------------------------------------
 
 
 def columns(node: NodeTopology) -> dict[str, str]:
-    """Column label of every device, by name, in matrix order: NICs without a label are numbered."""
+    """Return the column label of every device by name, in matrix order; NICs without a label are numbered."""
     labels = {gpu.name: gpu.name for gpu in node.gpus}
     taken = {nic.label for nic in node.nics}
     number = 0
@@ -49,13 +46,13 @@ def columns(node: NodeTopology) -> dict[str, str]:
 
 
 def render_matrix(node: NodeTopology) -> str:
-    """The matrix with its legends; ends with a newline."""
+    """Format the matrix with its legends; ends with a newline."""
     labels, known = columns(node), Pairs(node.pairs)
-    affinity = _affinity_columns(node)
+    affinity = _list_affinity_columns(node)
     lines = ["\t" + "\t".join((*labels.values(), *(title for title, _ in affinity)))]
     for device in node.devices:
         cells = [f" {SELF} " if other == device.name else known.label(device.name, other) for other in labels]
-        lines.append("\t".join((labels[device.name], *cells)) + _affinity(device, affinity))
+        lines.append("\t".join((labels[device.name], *cells)) + _format_affinity(device, affinity))
     lines += ["", "Legend:", ""]
     shows_nvlink = node.nvlink_known or not node.source.endswith("-mp")
     lines += [f"  {label:<4} = {meaning}" for label, meaning in _LEGEND if label != "NV#" or shows_nvlink]
@@ -68,11 +65,11 @@ def render_matrix(node: NodeTopology) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without control characters: a host's names must not steer a terminal."""
+    """Remove control characters, so that names from a host cannot control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
+def _list_affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
     titles = (
         ("CPU Affinity", "cpu_affinity"),
         ("NUMA Affinity", "numa_affinity"),
@@ -81,8 +78,8 @@ def _affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
     return tuple((title, name) for title, name in titles if any(getattr(gpu, name) is not None for gpu in node.gpus))
 
 
-def _affinity(device: GpuNode | NicNode, affinity: tuple[tuple[str, str], ...]) -> str:
-    """The cells after the last device; nvidia-smi puts two tabs before the GPU NUMA ID, and none of them for NICs."""
+def _format_affinity(device: GpuNode | NicNode, affinity: tuple[tuple[str, str], ...]) -> str:
+    """Return the cells after the last device. nvidia-smi has two tabs before the GPU NUMA ID, and none for NICs."""
     if isinstance(device, NicNode) or not affinity:
         return ""
     text = ""
@@ -108,50 +105,49 @@ _EXPECTATION = (
 )  # fmt: skip
 
 
-def _values(item: object, *names: str) -> Json:
-    """These fields as plain JSON values."""
+def _get_values(item: object, *names: str) -> Json:
+    """Return these fields as plain JSON values."""
     values = {name: getattr(item, name) for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def json_document(node: NodeTopology) -> Json:
-    """The node as plain JSON values. Names are stable: a frozen surface for scripts."""
+    """Return the node as plain JSON values. The names are a stable interface for scripts."""
     node, labels = with_expectations(node), columns(node)
     return {
-        **_values(node, "schema_version", "hostname", "source", "sku"),
-        "sku_candidates": list(_candidates(node)),
-        **_values(node, *_NODE_FACTS),
-        "gpus": [_values(gpu, *_GPU) for gpu in node.gpus],
+        **_get_values(node, "schema_version", "hostname", "source", "sku"),
+        **_get_values(node, *_NODE_FACTS),
+        "gpus": [_get_values(gpu, *_GPU) for gpu in node.gpus],
         "nics": [
             {
                 "name": nic.name,
                 "label": labels[nic.name],
-                **_values(nic, "kind", "bus_id", "netdev"),
+                **_get_values(nic, "kind", "bus_id", "netdev"),
                 "nets": list(nic.nets) or [nic.name],
-                **_values(nic, *_NIC),
+                **_get_values(nic, *_NIC),
             }
             for nic in node.nics
         ],
-        "pairs_by_class": _by_class(node),
+        "pairs_by_class": _count_by_class(node),
         "pairs": [
             {
-                **_values(pair, "a", "b", "label"),
+                **_get_values(pair, "a", "b", "label"),
                 "class": pair.path.name if pair.path is not None else None,
-                **_values(pair, "nvlinks", "bytes_per_second", "evidence"),
+                **_get_values(pair, "nvlinks", "bytes_per_second", "evidence"),
             }
             for pair in node.pairs
         ],
-        "islands": [_values(island, "gpus", "all_to_all", "nvlinks_per_pair") for island in node.islands],
-        "nearest_nic": {near.gpu: _nearest(near, node, labels) for near in node.nearest_nic} or None,
-        "rails": [_values(rail, "rail", "nics", "gpus") for rail in node.rails],
-        "expectations": [_values(expectation, *_EXPECTATION) for expectation in node.expectations],
+        "islands": [_get_values(island, "gpus", "all_to_all", "nvlinks_per_pair") for island in node.islands],
+        "nearest_nic": {near.gpu: _describe_nearest(near, node, labels) for near in node.nearest_nic} or None,
+        "rails": [_get_values(rail, "rail", "nics", "gpus") for rail in node.rails],
+        "expectations": [_get_values(expectation, *_EXPECTATION) for expectation in node.expectations],
         "departures_from_reference": list(departures(node)),
         "warnings": list(node.warnings),
     }
 
 
-def _by_class(node: NodeTopology) -> dict[str, dict[str, int]]:
-    """Pairs counted by nvidia-smi's label, apart for GPU-GPU, GPU-NIC and NIC-NIC."""
+def _count_by_class(node: NodeTopology) -> dict[str, dict[str, int]]:
+    """Count pairs by nvidia-smi label, separately for GPU-GPU, GPU-NIC and NIC-NIC."""
     gpus = {gpu.name for gpu in node.gpus}
     counts: dict[str, Counter[str]] = {"gpu_gpu": Counter(), "gpu_nic": Counter(), "nic_nic": Counter()}
     for pair in node.pairs:
@@ -160,45 +156,13 @@ def _by_class(node: NodeTopology) -> dict[str, dict[str, int]]:
     return {kind: dict(counter) for kind, counter in counts.items()}
 
 
-def _nearest(near: NearestNic, node: NodeTopology, labels: dict[str, str]) -> Json:
+def _describe_nearest(near: NearestNic, node: NodeTopology, labels: dict[str, str]) -> Json:
     return {
         "label": near.label,
         "class": near.path.name if near.path is not None else None,
         "nics": [labels[name] for name in near.nics],
         "names": list(near.nics),
-        **_values(near, "local", "decidable", "why"),
+        **_get_values(near, "local", "decidable", "why"),
         "gpu_bus_id": next(gpu.bus_id for gpu in node.gpus if gpu.name == near.gpu),
         "nic_bus_ids": [nic.bus_id for nic in node.nics if nic.name in near.nics],
     }
-
-
-def cluster_document(cluster: ClusterTopology) -> Json:
-    """The cluster as plain JSON values, its nodes included."""
-    return {
-        **_values(cluster, "schema_version", "world_size", "inter_node_bytes_per_second", "inter_node_transport"),
-        "expectations": [_values(expectation, *_EXPECTATION) for expectation in cluster.expectations],
-        "warnings": list(cluster.warnings),
-        "nodes": [json_document(node) for node in cluster.nodes],
-    }
-
-
-def _candidates(node: NodeTopology) -> tuple[str, ...]:
-    """Rows that fit by shape alone, for a source that names no model: GPU count, NVLinks, nearest NIC."""
-    row = reference_of(node)
-    if row is not None:
-        return (row.called,)
-    if any(gpu.model for gpu in node.gpus) or not node.nvlink_known:
-        return ()
-    pairs = node.gpu_pairs()
-    most = max((pair.nvlinks for pair in pairs), default=0)
-    near = {entry.label for entry in node.nearest_nic}
-    return tuple(
-        row.called
-        for row in recognised()
-        if row.gpus == len(node.gpus)
-        and row.links_per_pair
-        and max(row.links_per_pair) == most
-        and (not row.all_to_all or all(pair.nvlinks for pair in pairs))
-        and (row.gpu_nic is None or not near or not near.isdisjoint((row.gpu_nic, row.gpu_nic_farthest)))
-        and (row.devices is None or len(node.nics) in (0, row.devices))
-    )

@@ -62,7 +62,9 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     if len(budget_names) > 1:
         raise RequestError(f"{' and '.join(budget_names)}: give only one of them")
     price = price_of(request)
-    unknowns = (*advice.unknowns, request.unmeasured) if request.unmeasured else advice.unknowns
+    is_assumed = request.rows is not None and not (request.unmeasured or request.train.length_histogram)
+    rows = texts("assumed_rows", length=request.train.sequence_length) if is_assumed else request.unmeasured
+    unknowns = (*advice.unknowns, rows) if rows else advice.unknowns
     advice = replace(advice, rows=rows_of(request), node_hour_price=price, unknowns=unknowns)
     if advice.chosen is None or not budget_names:
         return advice

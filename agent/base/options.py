@@ -240,7 +240,8 @@ def _list_machines(context: click.Context, _option: click.Parameter, name: str |
         from hardware.machines import catalogue
 
         for row in catalogue():
-            print_text(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}")
+            also = f" (also {', '.join(row.aliases)})" if row.aliases else ""
+            print_text(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}{also}")
         context.exit()
     return name
 

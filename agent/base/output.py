@@ -93,9 +93,8 @@ def console() -> Console:
 def print_text(text: str, *, nl: bool = True, err: bool = False) -> None:
     """A line, or the whole of a result, without what steers a terminal; a line may end as in DOS."""
     shown = "\r\n".join(map(printable, text.split("\r\n")))
-    stream = sys.stderr if err else sys.stdout
     try:
-        click.echo(streams.printable_in(shown, stream.encoding), nl=nl, err=err)
+        click.echo(shown, nl=nl, err=err)
     except BrokenPipeError:
         if not err:
             streams.discard_output()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
     from probes.child import Probes
 
-RECORDINGS = (".json", ".json.gz", ".tgz", ".tar.gz")
+RECORDINGS = (".json", ".json.gz", ".zip")
 
 
 def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
@@ -58,7 +58,7 @@ def _files(hosts: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(p for p in path.iterdir() if p.name.endswith(RECORDINGS))
             if not inside:
-                raise click.UsageError(f"--host {path}: no recording (*.json, *.json.gz, *.tgz) in this folder")
+                raise click.UsageError(f"--host {path}: no recording (*.json, *.json.gz, *.zip) in this folder")
             files += inside
         else:
             files.append(path)

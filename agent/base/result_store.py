@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base.output import write_atomic
-from collectives.bench.results import BenchResult, read_result, result_to_json
+from collectives.bench.results import BenchResult, read_result
 from contracts import plain
 from contracts.run_record import RecordError, RunRecord
 from contracts.run_record import read as read_record
@@ -45,7 +45,7 @@ def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Pat
     where = place or folder()
     if where is None or (result.stopped_by and not result.measurements):
         return None
-    return _write(where / BENCH_FILE, result_to_json(result))
+    return _write(where / BENCH_FILE, plain.write(result))
 
 
 def save_search_result(result: dict[str, Any]) -> Path | None:

@@ -5,31 +5,10 @@ Only the standard library is imported, because every verb passes through here be
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import logging
 import os
 import sys
-import unicodedata
-
-UNENCODABLE = "topoflight"  # the error handler below
-# What the tables draw and the sentences use, in ASCII. A pass and a failure must not both become "?".
-_ASCII = {
-    "✓": "+", "✗": "x", "→": "->", "←": "<-", "·": "-", "…": "...", "±": "+-", "µ": "u", "─": "-", "━": "-", "│": "|",
-    "█": "#", "–": "-", "—": "-", "×": "x", "≥": ">=", "≤": "<=", "“": '"', "”": '"', "’": "'",
-}  # fmt: skip
-
-
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """A codec's error handler: the nearest ASCII text of what the encoding lacks, "?" where there is none."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    letters = error.object[error.start : error.end]
-    near = (unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() for letter in letters)
-    return "".join(_ASCII.get(letter, text or "?") for letter, text in zip(letters, near, strict=True)), error.end
-
-
-codecs.register_error(UNENCODABLE, _in_ascii)
 
 
 def prepare() -> None:
@@ -39,7 +18,7 @@ def prepare() -> None:
         if stream is None:  # `topoflight scan >&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - for the whole process
         elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=UNENCODABLE)
+            stream.reconfigure(errors="replace")
 
 
 class _RedactedFormatter(logging.Formatter):
@@ -57,12 +36,6 @@ def log_to_stderr(level: int) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_RedactedFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
-
-
-def printable_in(text: str, encoding: str | None) -> str:
-    """`text` with the ASCII form of each character that `encoding` lacks."""
-    encoding = encoding or "utf-8"
-    return text.encode(encoding, UNENCODABLE).decode(encoding)
 
 
 def discard_output() -> None:

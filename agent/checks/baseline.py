@@ -17,7 +17,7 @@ from agent.checks.groups import ORDER
 from agent.checks.host_checks import EXPECT_CODES, checks_of_scans
 from agent.checks.measured import BASELINE, baseline_bar, make_finding
 from agent.checks.verdict import GateError
-from collectives.bench.results import BenchResult, Measurement, RdmaWrite, ResultError, rdma_from_json, result_from_json
+from collectives.bench.results import BenchResult, Measurement, RdmaResult, RdmaWrite, ResultError, read_as
 from contracts import bounded, plain
 from contracts.finding import Finding, Status
 from contracts.plain import PlainError
@@ -74,7 +74,7 @@ def _read(path: Path) -> Baseline:
         value = None
     value = value if isinstance(value, dict) else {}
     if "writes" in value:
-        return Baseline(writes={write.port: write for write in rdma_from_json(value).writes})
+        return Baseline(writes={write.port: write for write in read_as(value, RdmaResult).writes})
     if "measurements" in value:
         return Baseline(busbw=_busbw(value))
     if isinstance(value.get("checks"), list):
@@ -95,7 +95,7 @@ def _read(path: Path) -> Baseline:
 
 
 def _busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
-    result = result_from_json(bench)
+    result = read_as(bench, BenchResult)
     return {_measured_as(m): m.busbw_bytes_per_second for m in result.measurements if m.verified}
 
 

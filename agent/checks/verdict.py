@@ -63,7 +63,7 @@ def select(
     for option, patterns in (("--require", require), ("--skip", skip)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise GateError(f"{option} {pattern}: no such check; `topoflight preflight --list-checks` lists them")
+                raise GateError(f"{option} {pattern}: no such check; `topoflight explain --list` lists them")
     selected = []
     for check in checks:
         if any(fnmatchcase(check.code, pattern) for pattern in skip):

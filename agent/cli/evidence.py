@@ -67,6 +67,7 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
 
     from agent.base.lines import block, indented
     from agent.base.tables import pairs
+    from collectives.nccl_log.transport import rank_words
 
     _opening(out, found)
     ways = (("send", found.send), ("receive", found.receive))
@@ -81,6 +82,8 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
         ("within a node", found.intra_node_transport or "none seen"),
         ("GPUDirect RDMA", f"{word}: {counts}"),
     ]
+    if found.missing_ranks:
+        rows.append(("ranks", f"{found.ranks}, no line of {rank_words(found.missing_ranks)}"))
     if found.undirected.total:
         total = units.count(found.undirected.total, "channel")
         rows.append(("", f"{found.undirected.gdrdma}/{total} of unnamed direction"))

@@ -39,8 +39,7 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 
 
 @command("demo")
-@click.pass_context
-def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
+def demo(verbose: bool) -> None:
     """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
     from agent.checks.verdict import build_view
     from agent.terminal.hosts import scan as show
@@ -50,13 +49,6 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     view = build_view(snapshots((DEMO,), ALL))
     show(console(), view, verbose=verbose, everything=False)
     print_text(f"Check your own node: topoflight preflight. Every command can read this one: --host {DEMO}")
-    if page:
-        root = context.find_root().command
-        serve = root.get_command(context, "serve") if isinstance(root, click.Group) else None
-        assert serve is not None  # noqa: S101 - a verb of the same program
-        # no state folder: what a built machine shows is not kept with this host's own history
-        options = {"folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
-        context.invoke(serve, **options, interval=3600.0)
 
 
 @command("capture")

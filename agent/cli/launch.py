@@ -344,7 +344,7 @@ def run(command: tuple[str, ...], folder: Path) -> None:
 
 @command("wrap")
 @click.argument("source", metavar="FILE|-")
-def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **options: Any) -> None:
+def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> None:
     """Read the file, print what would change, and write it if requested."""
     from agent.jobs.script import wrapped
     from agent.jobs.slurm import wrapped_script
@@ -358,9 +358,6 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     except UnicodeDecodeError as error:
         raise InputError(f"{name_of(source)}: not UTF-8: {error}") from None
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
-    if record:
-        _record(text, found, options, record)
-        return
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
     made, notes = (wrapped_script if is_script else wrapped)(text, found, options)
     print_text(_difference(text, made, source, str(output or source)), nl=False)
@@ -370,20 +367,6 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
         print_text("nothing to add", err=True)
     for path in filter(None, (output, Path(source) if in_place and made != text else None)):
         write_result(path, made)
-
-
-def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folder: Path) -> None:
-    from agent.base.result_store import store_run
-    from agent.jobs.script import left_by
-
-    try:
-        made = left_by(text, found, options, folder)
-    except OSError as error:
-        raise click.ClickException(f"{folder}: {error.strerror}") from None
-    store_run(made)
-    print_text(f"{folder / 'run.json'}: {made.status}")
-    for line in (*made.plan.notes, *made.notes):
-        print_text(f"note: {line}", err=True)
 
 
 def _difference(before: str, after: str, source: str, target: str) -> str:

@@ -11,7 +11,6 @@ import importlib
 import logging
 import re
 import sys
-from pathlib import Path
 
 import click
 
@@ -137,7 +136,7 @@ def _show_entry(text: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the console script."""
     streams.prepare()
-    words = expand_hosts(list(sys.argv[1:] if arguments is None else arguments))
+    words = list(sys.argv[1:] if arguments is None else arguments)
     code = EXIT_TOOL_ERROR
     try:
         code = _run(words)
@@ -171,20 +170,6 @@ def _run(words: list[str]) -> int:
             click.echo(done.code, err=True)
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return 0
-
-
-def expand_hosts(words: list[str]) -> list[str]:
-    """`--host a.json b.json` as `--host a.json --host b.json`, so that a shell's wildcard works."""
-    expanded: list[str] = []
-    after_host = False
-    for word in words:
-        is_recording = word.endswith((".json", ".json.gz", ".tgz")) and not word.startswith("-") and Path(word).exists()
-        if after_host and is_recording and len(expanded) >= 2 and expanded[-2] == "--host":
-            expanded += ["--host", word]
-        else:
-            expanded.append(word)
-            after_host = word == "--host" or (after_host and is_recording)
-    return expanded
 
 
 if __name__ == "__main__":

@@ -28,15 +28,10 @@ FORMATS = ("table", "json", "yaml", "junit", "github", "slurm", "reason")
 
 @command("preflight")
 def preflight(
-    list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
+    forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
     **options: Any,
 ) -> None:  # fmt: skip
     """Run the checks, write the results in each form, and end with the verdict."""
-    if list_checks:
-        from agent.checks.measured import ALL_CODES
-
-        print_text("\n".join(ALL_CODES))
-        return
     targets = [_target(form) for form in forms] or [("table", None)]
     from agent.advice.request import Request
     from agent.jobs.preflight import run, write_folder

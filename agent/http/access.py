@@ -22,7 +22,6 @@ import re
 import shlex
 import stat
 import termios
-import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -52,8 +51,6 @@ REMEMBERED_SECONDS = 10.0  # as long as kube-apiserver's own authorizer keeps a 
 MOST_REMEMBERED = 1024
 LONGEST_TOKEN = 16384
 _MOST_TOKEN_BYTES = 1 << 20  # of a file of tokens
-POSTS_PER_MINUTE = 12.0  # of each endpoint that takes POST, from all
-MOST_WAITING = 32  # tokens to be judged, of all sources
 READS = ("GET", "HEAD")
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 
@@ -62,7 +59,7 @@ Judgement = str | ProblemError  # what was decided about one token at one endpoi
 
 
 class Tokens:
-    """Judges bearer tokens; raises ProblemError 401, 403, 429 or 503."""
+    """Judges bearer tokens; raises ProblemError 401, 403 or 503."""
 
     def __init__(
         self, *, client: Client | None = None, token_file: Path | None = None, audience: str = AUDIENCE,
@@ -72,7 +69,6 @@ class Tokens:
         self.reads_open = reads_open
         self._judged: dict[tuple[str, str, str], tuple[float, Judgement]] = {}  # written by the thread alone
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokens")
-        self._waiting = 0
 
     async def judge(self, connection: HTTPConnection, *, path: str, verb: str) -> str:
         """The caller's name, where the token of a request may `verb` (get, post) `path`.
@@ -83,14 +79,8 @@ class Tokens:
         key = hashlib.sha256(token.encode()).hexdigest(), path, verb
         judgement = self._remembered(key)
         if judgement is None:
-            if self._waiting >= MOST_WAITING:
-                raise ProblemError(503, "too many tokens wait to be judged", headers={"Retry-After": "5"})
-            self._waiting += 1
-            try:
-                loop = asyncio.get_running_loop()
-                judgement = await loop.run_in_executor(self._thread, self._decide, key, token)
-            finally:
-                self._waiting -= 1
+            loop = asyncio.get_running_loop()
+            judgement = await loop.run_in_executor(self._thread, self._decide, key, token)
         if isinstance(judgement, ProblemError):
             raise ProblemError(judgement.status, judgement.detail, headers=judgement.headers, **judgement.more)
         return judgement
@@ -241,25 +231,6 @@ def read_tokens(path: Path) -> list[str]:
     if any(len(token) < 16 for token in tokens):
         raise ValueError(f"{path}: a token is shorter than 16 characters")
     return tokens
-
-
-class Bucket:
-    """A token bucket for one endpoint that takes POST: POSTS_PER_MINUTE, and as many at once."""
-
-    def __init__(self) -> None:
-        self._level, self._at = POSTS_PER_MINUTE, time.monotonic()
-        self._lock = threading.Lock()
-
-    def admit(self) -> None:
-        """Count one more. ProblemError 429 where it is not within the rate."""
-        with self._lock:
-            now = time.monotonic()
-            self._level = min(POSTS_PER_MINUTE, self._level + (now - self._at) * POSTS_PER_MINUTE / 60)
-            self._at = now
-            if self._level < 1:
-                detail = f"more than {POSTS_PER_MINUTE:.0f} such requests a minute"
-                raise ProblemError(429, detail, headers={"Retry-After": "5"})
-            self._level -= 1
 
 
 # One connection: every wait for its client has an end, and health checks get through.

@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import FastAPI, Query, Security
+from fastapi import FastAPI, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
@@ -29,18 +29,16 @@ from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from contracts.tables import read_table
 
-Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
 MOST_ANSWERS = 64
 MOST_BYTES = 16 << 20
 PIECE_BYTES = 128 << 10  # what one slow reader holds of a large answer; Starlette compresses such pieces in a thread
 PROBLEM_TYPE = "application/problem+json"
 Responses = dict[int | str, dict[str, Any]]
 
-COMMON = (400, 401, 403, 422, 429, 503)
+COMMON = (400, 401, 403, 422, 503)
 _WORDS: dict[str, str] = read_table(__file__, "problems.toml")
 _REFERENCE = {"$ref": "#/components/schemas/Problem"}
 _TEXT = {"schema": {"type": "string"}}
-YAML: Responses = {200: {"content": {"application/yaml": {"schema": {}}}}}
 TOKEN = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))]  # for the document: agent.http.access judges it
 
 
@@ -127,15 +125,9 @@ class Rendered:
             while self._bytes > MOST_BYTES or len(self._answers) > MOST_ANSWERS:
                 self._bytes -= len(self._answers.popitem(last=False)[1].body)
 
-    async def of(
-        self, request: Request, view: View, key: tuple[Hashable, ...], value: Callable[[], Any], form: str,
-        worker: Worker,
-    ) -> Response:  # fmt: skip
-        """`value()` as JSON, made in a thread, or as YAML, which the worker makes of it: that takes long."""
-        answer = await self.answer(view, key, lambda: document(value(), "json"))
-        if form == "yaml":
-            answer = await self.compute(request, worker, view, (*key, form), "as_yaml", text=answer.body)
-        return respond(answer)
+    async def of(self, view: View, key: tuple[Hashable, ...], value: Callable[[], Any]) -> Response:
+        """`value()` as JSON, made in a thread."""
+        return respond(await self.answer(view, key, lambda: document(value())))
 
     async def compute(
         self, request: Request, worker: Worker, view: View, key: Hashable, name: str, /, **given: Any
@@ -161,18 +153,10 @@ class Rendered:
             return answer
 
 
-def form_of(request: Request, form: str | None) -> str:
-    """json or yaml, by `?format=` or the Accept header. ProblemError 400 for any other."""
-    wanted = form or ("yaml" if "yaml" in request.headers.get("accept", "") else "json")
-    if wanted not in ("json", "yaml"):
-        raise ProblemError(400, f"format={wanted}: must be json or yaml here", allowed=["json", "yaml"])
-    return wanted
-
-
 def respond(answer: Answer) -> Response:
     """The response; a large one goes out in pieces, so that slow readers share its bytes."""
     size = len(answer.body)
-    headers = {"Cache-Control": "no-store", "Vary": "Accept", **answer.headers}
+    headers = {"Cache-Control": "no-store", **answer.headers}
     if size <= PIECE_BYTES:
         return Response(answer.body, answer.status, headers, answer.media_type)
     return StreamingResponse(

@@ -36,7 +36,6 @@ from planner.forecast.machines import with_gpus
 from planner.nccl_env.situation import Note
 from topology.cluster import join
 from topology.graph import NodeTopology
-from topology.render import cluster_document, json_document
 
 log = logging.getLogger(__name__)
 
@@ -266,36 +265,6 @@ def nodes_document(fleet: Fleet, source: str, *, now: float | None = None) -> Js
     counts = Counter(made["verdict"] for made in rows)
     document = {"schema_version": 1, "source": source, "counts": dict(sorted(counts.items())), "nodes": rows}
     return document if source == "kubernetes" else document | {"note": MORE}
-
-
-def topology_document(fleet: Fleet, now: float | None = None) -> Json:
-    """The cluster, each kind of node once with the names of those that are of it."""
-    now = time.time() if now is None else now
-    kinds: dict[str, list[str]] = {}
-    first: dict[str, NodeTopology] = {}
-    unknown = []
-    usable = []
-    for record in fleet.records():
-        node = fleet.topology(record)
-        kind = fleet.kind(record)
-        if node is None or kind is None or record.silent(now):
-            unknown.append(record.name)
-            continue
-        kinds.setdefault(kind, []).append(record.name)
-        first.setdefault(kind, node)
-        usable.append(node)
-    document = cluster_document(replace(join(usable), nodes=()))
-    document.pop("nodes")
-    return {
-        **document,
-        "world_size": sum(len(node.gpus) for node in usable),
-        "node_count": len(usable),
-        "unknown": unknown,
-        "kinds": [
-            {"count": len(names), "names": names, "node": json_document(first[key])}
-            for key, names in sorted(kinds.items(), key=lambda pair: -len(pair[1]))
-        ],
-    }
 
 
 def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) -> tuple[Recommendation, int]:

@@ -1,25 +1,20 @@
-"""Endpoints that take POST: store the record of a run, judge the sources of a run, and run the gate on a new scan.
+"""Endpoints that take POST: store the record of a run, and run the gate on a new scan.
 
-Specifications: run.json of docs/reference/finetune-job.md, and docs/reference/diagnoses.md. A record is posted by the
-service account of a job, not by the administrator. It is bounded in bytes and in values, because all stored records are
-held in memory and open to every reader. The sources of a verdict are passed unread to the worker process, which reads
-them within the bounds of the readers and does not store them. Nothing in them names a file, a host or a port that the
-agent would open.
+Specification: run.json of docs/reference/finetune-job.md. A record is posted by the service account of a job, not by
+the administrator. It is bounded in bytes and in values, because all stored records are held in memory and open to every
+reader.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 
@@ -28,14 +23,12 @@ from agent.base.output import document as plain_document
 from agent.checks.groups import worst_first
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, judge, select
-from agent.http.access import Bucket
-from agent.http.answers import TOKEN, Gate, StoreAnswer, body_of, complaints, problems, read_body, respond
+from agent.http.answers import TOKEN, Gate, StoreAnswer, body_of, complaints, problems, read_body
 from agent.http.state import State
-from agent.http.worker import ProblemError, Worker
-from contracts import plain, question
+from agent.http.worker import ProblemError
+from contracts import plain
 from contracts.finding import Finding
 from contracts.run_record import RunRecord, dumps, record_of
-from planner.why import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -133,80 +126,9 @@ def store_record(state: State, lock: threading.Lock, record: RunRecord, who: str
     return True
 
 
-MOST_SOURCES_BYTES = 2 << 20  # twelve a minute, which may all wait: 24 MiB
-MOST_RANKS = 1024
-
-_Source = Annotated[str, Field(max_length=MOST_SOURCES_BYTES)]
-_Rank = Annotated[str, Field(pattern="^[0-9]{1,6}$")]
-
-
-class Sources(question.model()):  # type: ignore[misc]  # its members are also the rows of contracts/question.toml
-    """What POST /why takes: texts and documents as `topoflight why` reads them from files, and the question.
-
-    `nodes` is a number here: what agents publish of nodes by name the command asks of the cluster, as its user may.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    logs: list[_Source] = Field(default=[], max_length=16)
-    ras: list[_Source] = Field(default=[], max_length=2)
-    diagnostics: list[_Source] = Field(default=[], max_length=16)
-    manifest: _Source = ""
-    states: list[dict[str, Any]] = Field(default=[], max_length=MOST_RANKS)
-    traces: dict[_Rank, dict[str, Any]] = Field(default={}, max_length=MOST_RANKS)
-    record: dict[str, Any] = Field(default={})
-    recordings: list[dict[str, Any]] = Field(default=[], max_length=8)  # of the job's nodes, as `capture` writes them
-    layout: _Text = ""
-
-
-def judge_sources(body: bytes) -> Verdict:
-    """The verdict on a posted body; called in the worker process. Raises RequestError."""
-    from agent.advice.request import Request as Question
-    from agent.base.options import InputError, RequestError
-    from agent.why.diagnosis import WhySources, answer
-
-    try:
-        sources = Sources.model_validate(plain.loads(body, unknown_numbers=True))
-    except (plain.PlainError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
-    except ValidationError as error:
-        raise RequestError(complaints(error, 8)[1]) from None
-    request = Question.of(**{name: getattr(sources, name) for name in question.fields()}, allow_files=False)
-    with tempfile.TemporaryDirectory(prefix="why-") as name:
-        folder = Path(name)
-        files = {kind: _written(folder, kind, getattr(sources, kind)) for kind in ("logs", "ras", "diagnostics")}
-        manifest = _written(folder, "manifest", [sources.manifest] if sources.manifest else [])
-        ranks = folder / "run" / "ranks"
-        ranks.mkdir(parents=True)
-        for number, state in enumerate(sources.states):
-            (ranks / f"state_rank_{number}.json").write_text(json.dumps(state), encoding="utf-8")
-        for rank, trace in sources.traces.items():
-            (ranks / f"posted_trace_rank_{rank}").write_text(json.dumps(trace), encoding="utf-8")
-        recordings = _written(folder, "recordings", [json.dumps(one) for one in sources.recordings], ".json")
-        if sources.record:
-            (folder / "run" / "run.json").write_text(json.dumps(sources.record), encoding="utf-8")
-        try:
-            return answer(WhySources(
-                logs=files["logs"], ras=files["ras"], diagnostics=files["diagnostics"],
-                request=replace(request, hosts=tuple(map(Path, recordings))),
-                run=folder / "run" if sources.states or sources.traces or sources.record else None,
-                layout=sources.layout,
-                manifest=Path(manifest[0]) if manifest else None,
-            ))  # fmt: skip
-        except InputError as error:
-            raise RequestError(str(error).replace(f"{name}/", "")) from None
-
-
-def _written(folder: Path, kind: str, texts: list[str], suffix: str = "") -> tuple[str, ...]:
-    paths = [folder / f"{kind}-{number}{suffix}" for number in range(len(texts))]
-    for path, text in zip(paths, texts, strict=True):
-        path.write_text(text, encoding="utf-8", errors="replace")
-    return tuple(map(str, paths))
-
-
-def install(app: FastAPI, state: State, worker: Worker) -> None:
+def install(app: FastAPI, state: State) -> None:
     """Add the endpoints."""
-    lock, records, verdicts, scans = threading.Lock(), *(Bucket() for _ in range(3))
+    lock = threading.Lock()
 
     @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
               openapi_extra=body_of(PostedRecord), dependencies=TOKEN, response_model=StoreAnswer,
@@ -215,25 +137,16 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
     async def post_run(request: Request) -> JSONResponse:
         """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
         who = request.state.user
-        records.admit()
         body = await read_body(request)
         new = await run_in_threadpool(lambda: store_record(state, lock, read_record(body), who))
         log.info("POST /runs by %s: kept %s", who, "now" if new else "before")
         headers = {"Location": "/runs", "Cache-Control": "no-store"}
         return JSONResponse({"kept": "now" if new else "before"}, status_code=201 if new else 200, headers=headers)
 
-    @app.post("/why", tags=["facts"], max_body_size=MOST_SOURCES_BYTES, dependencies=TOKEN,
-              openapi_extra=body_of(Sources), response_model=Verdict, responses=problems(413))  # fmt: skip
-    async def why_judge(request: Request) -> Response:
-        """The verdict on the sources that are posted. Needs a token. Keeps nothing."""
-        verdicts.admit()
-        return respond(await worker.ask(request, "why", body=await read_body(request)))
-
     @app.post("/preflight", tags=["gate"], response_model=Gate, dependencies=TOKEN,
               responses=problems(413))  # fmt: skip
     def preflight_now(request: Request, requested: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
         """The gate over a scan made now. Needs a token."""
-        scans.admit()
         log.info("POST %s by %s", request.url.path, request.state.user)
         wanted = requested or Preflight()
         options = wanted.require, wanted.skip, wanted.fail_on

@@ -69,7 +69,7 @@ class Known:
 
 
 def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
-    """Environment and layout, in any format."""
+    """Environment and layout, as JSON or as an export."""
     wanted, view = Request.of(**dict(options), allow_files=False), known.view
     hosts = wanted.nodes or (1 if wanted.machine else len(view.snapshots))
     return _advice(advise.for_view(view, wanted), form, hosts)
@@ -84,7 +84,7 @@ def recommendations_of_all(known: Known, *, options: tuple[tuple[str, Any], ...]
 def _advice(advice: Recommendation, form: str, hosts: int) -> Answer:
     if form in advise.EXPORTS:
         return Answer(body=advise.export(advice, form, nodes=hosts).encode(), media_type="text/plain")
-    return document(advice, form)
+    return document(advice)
 
 
 def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
@@ -115,15 +115,10 @@ def _frontier(wanted: Request, advice: Recommendation) -> tuple[FrontierPoint, .
     return advise.frontier_of(wanted, counts)
 
 
-def nodes(known: Known, *, source: str, form: str, behind: str | None) -> Answer:
+def nodes(known: Known, *, source: str, behind: str | None) -> Answer:
     """Every node as a row."""
     rows = cluster.nodes_document(known.nodes(), source)
-    return document({**rows, "behind": behind} if behind else rows, form)
-
-
-def topology(known: Known, *, form: str) -> Answer:
-    """The cluster, each kind of node once."""
-    return document(cluster.topology_document(known.nodes()), form)
+    return document({**rows, "behind": behind} if behind else rows)
 
 
 def cluster_page(
@@ -144,21 +139,8 @@ def cluster_page(
     )
 
 
-def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone
-    """The verdict on posted sources."""
-    from agent.http.posted import judge_sources
-
-    return document(judge_sources(body), "json")
-
-
-def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what was asked alone
-    """A JSON document as YAML."""
-    return document(json.loads(text), "yaml")
-
-
 QUESTIONS: dict[str, Callable[..., Answer]] = {
-    one.__name__: one
-    for one in (recommendations, recommendations_of_all, what_if, nodes, topology, cluster_page, why, as_yaml)
+    one.__name__: one for one in (recommendations, recommendations_of_all, what_if, nodes, cluster_page)
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -23,7 +22,6 @@ from agent.base.output import print_text
 
 log = logging.getLogger(__name__)
 
-RESERVED_DESCRIPTORS = 96  # for health checks over the limit, the probes' child, files, the API server and libraries
 BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
 GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemonset gives 15
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
@@ -105,7 +103,6 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     from agent.http.access import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
 
     sys.setswitchinterval(SWITCH_SECONDS)
-    LimitedProtocol.most_connections = _connections(LimitedProtocol.most_connections)
     config = uvicorn.Config(
         app, host=address, port=port,
         # uvicorn warns of each request that is no HTTP: without -v only errors are logged
@@ -127,18 +124,6 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     server.run(sockets=places or bind(address, port))  # raises KeyboardInterrupt after Ctrl-C, once all is closed
     if not server.started:  # its own words are in the log
         raise click.ClickException("the HTTP agent did not start")
-
-
-def _connections(most: int) -> int:
-    """Return how many connections this process has descriptors for, at most `most`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most + BACKLOG + RESERVED_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return most
-    return max(8, min(most, (soft - RESERVED_DESCRIPTORS) // 2))
 
 
 def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:

@@ -31,13 +31,10 @@ from agent.cluster.publish import Publisher
 from agent.http import answers, posted
 from agent.http.access import Guard, ReadHosts, Tokens
 from agent.http.answers import (
-    YAML,
-    Format,
     Gate,
     Rendered,
     Responses,
     Version,
-    form_of,
     problems,
     respond,
     texts,
@@ -68,13 +65,12 @@ FormField = Annotated[str, Query(max_length=4096)]  # of a form, where an empty 
 class Recommendations(question.model()):  # type: ignore[misc]  # its members are the rows of contracts/question.toml
     """Query of GET /recommendations."""
 
-    form: str | None = Field(None, alias="format", description="Overrides the Accept header.", max_length=32)
+    form: str = Field("json", alias="format", description="json, or an export.", max_length=32)
     scope: str = Field("node", pattern="^(node|cluster)$", description="This node, or every node that publishes.")
 
 
 WhatIf: Any = create_model("WhatIf", **dict.fromkeys(advise.FORM, (FormField, "")))  # type: ignore[call-overload]
 
-DATA: Responses = {**problems(), **YAML}
 _FORM: Responses = problems(500)
 _FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form again, with what is wrong
 
@@ -120,8 +116,8 @@ def create(
     _pages(app, state, cluster, worker, rendered)
     _facts(app, state, cluster, worker, rendered)
     _advice(app, state, cluster, worker, rendered)
-    _gate(app, state, worker, rendered)
-    posted.install(app, state, worker)
+    _gate(app, state, rendered)
+    posted.install(app, state)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
 
@@ -264,74 +260,66 @@ def _recommended(view: View) -> tuple[Recommendation | None, str]:
 
 
 def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
-    async def of_view(request: Request, form: str | None, make: Callable[[View], Any]) -> Response:
+    async def of_view(request: Request, make: Callable[[View], Any]) -> Response:
         """What follows from the newest view alone."""
         view = state.current()
-        return await rendered.of(request, view, (request.url.path,), lambda: make(view), form_of(request, form), worker)
+        return await rendered.of(view, (request.url.path,), lambda: make(view))
 
-    @app.get("/snapshot", tags=["facts"], responses=DATA)
-    async def snapshot(request: Request, form: Format = None) -> Response:
+    @app.get("/snapshot", tags=["facts"], responses=problems())
+    async def snapshot(request: Request) -> Response:
         """What every probe read, per host."""
-        return await of_view(request, form, lambda view: _one_or_all(view.snapshots))
+        return await of_view(request, lambda view: _one_or_all(view.snapshots))
 
-    @app.get("/topology", tags=["facts"], responses=DATA)
-    async def topology(request: Request, form: Format = None, scope: Scope = "node") -> Response:
-        """Links, islands, nearest NICs, expectations, per host; with scope=cluster each kind of node once."""
-        if scope == "node":
-            return await of_view(request, form, lambda view: _one_or_all([json_document(n) for n in view.topologies]))
-        form, records = form_of(request, form), await cluster.records()
-        return respond(await worker.ask(request, "topology", records=records, form=form))
+    @app.get("/topology", tags=["facts"], responses=problems())
+    async def topology(request: Request) -> Response:
+        """Links, islands, nearest NICs, expectations, per host."""
+        return await of_view(request, lambda view: _one_or_all([json_document(n) for n in view.topologies]))
 
-    @app.get("/findings", tags=["facts"], response_model=list[Finding], responses=DATA)
-    async def findings(request: Request, form: Format = None) -> Response:
+    @app.get("/findings", tags=["facts"], response_model=list[Finding], responses=problems())
+    async def findings(request: Request) -> Response:
         """Every check that did not pass, worst first."""
-        return await of_view(
-            request, form, lambda view: [c for c in worst_first(view.checks) if c.status != "pass"]
-        )  # fmt: skip
+        return await of_view(request, lambda view: [c for c in worst_first(view.checks) if c.status != "pass"])
 
     @app.get("/measurements", tags=["facts"], response_model=BenchResult,
-             responses=DATA | problems(404))  # fmt: skip
-    async def measurements(request: Request, form: Format = None) -> Response:
+             responses=problems(404))  # fmt: skip
+    async def measurements(request: Request) -> Response:
         """The last benchmark; 404 where none has been run."""
         if state.current().bench is None:
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
-        return await of_view(request, form, lambda view: view.bench)
+        return await of_view(request, lambda view: view.bench)
 
-    @app.get("/runs", tags=["facts"], response_model=list[dict[str, Any]], responses=DATA)
-    async def runs(request: Request, form: Format = None) -> Response:
+    @app.get("/runs", tags=["facts"], response_model=list[dict[str, Any]], responses=problems())
+    async def runs(request: Request) -> Response:
         """Records of fine-tune jobs, newest first: forecast against measurement."""
-        return await of_view(request, form, lambda view: list(view.runs))
+        return await of_view(request, lambda view: list(view.runs))
 
-    @app.get("/nodes", tags=["facts"], responses=DATA)
-    async def nodes(request: Request, form: Format = None, scope: Scope = "cluster") -> Response:
+    @app.get("/nodes", tags=["facts"], responses=problems())
+    async def nodes(request: Request, scope: Scope = "cluster") -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
         state.current()
-        form = form_of(request, form)
         if scope == "node":
 
             def own() -> Answer:
                 fleet = Fleet()
                 fleet.set(cluster.own().values())
-                return document(nodes_document(fleet, "scan"), form)
+                return document(nodes_document(fleet, "scan"))
 
             return respond(await run_in_threadpool(own))
         records, behind = await cluster.records(), cluster.watch_error()
         source = cluster.source
-        return respond(await worker.ask(request, "nodes", records=records, source=source, form=form, behind=behind))
+        return respond(await worker.ask(request, "nodes", records=records, source=source, behind=behind))
 
 
 def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
     @app.get("/recommendations", tags=["advice"], response_model=Recommendation,
-             responses={**problems(500), **texts("text/plain", "application/yaml")})  # fmt: skip
+             responses={**problems(500), **texts("text/plain")})  # fmt: skip
     async def recommendations(request: Request, asked: Annotated[Recommendations, Query()]) -> Response:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
         form, options = asked.form, tuple((name, getattr(asked, name)) for name in question.fields())
         view = state.current()
-        if form is not None and form not in advise.FORMATS:
-            raise ProblemError(
-                400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS)
-            )
-        form = form if form in advise.EXPORTS else form_of(request, form)
+        allowed = ["json", *advise.EXPORTS]
+        if form not in allowed:
+            raise ProblemError(400, f"format={form}: must be one of {', '.join(allowed)}", allowed=allowed)
         parameters: dict[str, Any] = {"options": options, "form": form}
         if asked.scope == "cluster" and asked.machine is None:
             records = await cluster.records()
@@ -340,23 +328,19 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
         return respond(await rendered.compute(request, worker, view, key, "recommendations", view=view, **parameters))
 
 
-def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
-    @app.get("/preflight", tags=["gate"], response_model=Gate, responses=DATA)
+def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
+    @app.get("/preflight", tags=["gate"], response_model=Gate, responses=problems())
     async def preflight(
-        request: Request,
-        form: Format = None,
         require: Annotated[list[str] | None, Query(description="Checks that must be measured.")] = None,
         skip: Annotated[list[str] | None, Query()] = None,
         fail_on: Annotated[str, Query(pattern="^(fail|warn|unknown)$")] = "fail",
     ) -> Response:
         """The gate over the last scan: verdict, exit code, checks. Makes no load."""
-        view, form = state.current(), form_of(request, form)
+        view = state.current()
         checked: FailOn = fail_on  # type: ignore[assignment]
         required, skipped = tuple(require or ()), tuple(skip or ())
         key = "/preflight", required, skipped, fail_on
-        return await rendered.of(
-            request, view, key, lambda: posted.gate(view.checks, required, skipped, checked), form, worker
-        )
+        return await rendered.of(view, key, lambda: posted.gate(view.checks, required, skipped, checked))
 
 
 def _one_or_all(values: Any) -> Any:

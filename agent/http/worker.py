@@ -81,9 +81,9 @@ class _Job:
     waiting: int = 0
 
 
-def document(value: Any, form: str) -> Answer:
-    """`value` as a JSON or YAML document, without secrets."""
-    return Answer(body=render(without_secrets(plain(value)), form).encode(), media_type=f"application/{form}")
+def document(value: Any) -> Answer:
+    """`value` as a JSON document, without secrets."""
+    return Answer(body=render(without_secrets(plain(value)), "json").encode(), media_type="application/json")
 
 
 def page_of(html: str, status: int = 200) -> Answer:

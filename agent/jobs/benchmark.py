@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import takewhile
 from typing import Any
 
 from agent.base import units
@@ -34,7 +33,7 @@ from collectives.bench import processes
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
 from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
-from collectives.bench.results import Bar, RdmaResult, RdmaWrite, result_to_json
+from collectives.bench.results import Bar, RdmaResult, RdmaWrite
 from collectives.bench.run import run, visible_backend
 from contracts import plain
 from contracts.finding import Finding, Status
@@ -187,13 +186,8 @@ def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)
     spec = preflight_spec(found, ranks, budget, force=options["force"], hosts=options["hosts"],
                           quick=options["quick"])  # fmt: skip
-    named = options["sizes"] or options["min_bytes"] or options["max_bytes"]
-    least = options["min_bytes"] or SWEEP_BYTES[0]
-    most = max(options["max_bytes"] or SWEEP_BYTES[-1], least)
     ops = options["ops"] or spec.ops
-    sizes = options["sizes"] or tuple(takewhile(lambda size: size <= most, (least * 4**step for step in range(64))))
-    if not named:
-        sizes = tuple(dict.fromkeys(case.bytes for case in spec.cases))
+    sizes = options["sizes"] or tuple(dict.fromkeys(case.bytes for case in spec.cases))
     return replace(
         spec, ops=ops, cases=tuple(Case(op=op, bytes=size) for size in sizes for op in ops),
         sizes_bytes=options["sizes"], precision=percent(options["precision"]),
@@ -374,7 +368,8 @@ def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.
     spec = preflight_spec(
         found, request["ranks"], request["budget_seconds"], force=request["force"], quick=request["quick"], due=due
     )
-    return result_to_json(run(replace(spec, environment=request["environment"]), watch(note), stop))
+    result: dict[str, Any] = plain.write(run(replace(spec, environment=request["environment"]), watch(note), stop))
+    return result
 
 
 if __name__ == "__main__":

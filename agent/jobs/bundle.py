@@ -1,21 +1,19 @@
 """The support bundle: one file with the recording of each host, its agent's files and kubelet's devices, no secrets.
 
-A gzipped tar with a folder per host. `--host FILE` replays its recordings. Nothing is sent anywhere.
+A zip archive with a folder per host. `--host FILE` replays its recordings. Nothing is sent anywhere.
 Kubelet's checkpoint: kubernetes/kubernetes, pkg/kubelet/cm/devicemanager/checkpoint.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import os
 import platform
 import re
 import subprocess
-import tarfile
 import time
-import zlib
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -112,13 +110,13 @@ def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
     if sum(len(data) for files in hosts.values() for data in files.values()) > MOST_BUNDLE_BYTES:
         raise BundleError(f"the bundle is larger than {MOST_BUNDLE_BYTES >> 20} MiB: name fewer nodes with --node")
     buffer = io.BytesIO()
-    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
+    with zipfile.ZipFile(buffer, "w") as archive:
         for host, files in hosts.items():
             for name, data in files.items():
-                entry = tarfile.TarInfo(f"{folder_name(host)}/{name}")
+                entry = zipfile.ZipInfo(f"{folder_name(host)}/{name}")  # without a time of its own
+                entry.external_attr = 0o600 << 16
                 cut = data[:MOST_FILE_BYTES] if not name.startswith("recording") else data
-                entry.size, entry.mode = len(cut), 0o600
-                tar.addfile(entry, io.BytesIO(cut))
+                archive.writestr(entry, cut, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 
@@ -136,11 +134,10 @@ def unpack_bundle(content: bytes) -> dict[str, Files]:
 
     found: dict[str, Files] = {}
     try:
-        with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
-            for path, data in bounded.tar_files(stream, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, is_wanted):
-                host, _, name = path.partition("/")
-                found.setdefault(folder_name(host), {})[name] = data
-    except (tarfile.TarError, bounded.TooLargeError, EOFError, OSError, zlib.error) as error:
+        for path, data in bounded.zip_files(content, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, is_wanted):
+            host, _, name = path.partition("/")
+            found.setdefault(folder_name(host), {})[name] = data
+    except (bounded.ArchiveError, bounded.TooLargeError) as error:
         raise BundleError(f"not a bundle: {error}") from None
     return found
 

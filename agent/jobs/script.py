@@ -211,43 +211,13 @@ def _add_reports(record: RunRecord, left: Mapping[int, Mapping[str, Any]]) -> No
                             f"{_WARM_UP}, as the ranks ran them")  # fmt: skip
 
 
-def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], folder: Path) -> RunRecord:
-    """The record of a wrapped job's run, from what its pods left in `folder`. Raises InputError.
-
-    Complete is a run whose trainer_state.json has train_runtime, which transformers writes at its end; of any other
-    the end is unknown. The forecast is made again for the manifest; a note says if its annotations differ.
-    """
-    try:
-        jobs = jobs_in(documents(text))
-    except (WrapError, EditError, YamlTextError) as error:
-        raise InputError(str(error)) from None
-    if len(jobs) != 1:
-        raise InputError(f"--record: a record describes one job; the manifest has {len(jobs)}")
-    advice, lines = advised(jobs[0], found, options)
-    layout = advice.chosen.layout if advice.chosen else None
-    plan = JobPlan(layout=layout, environment={each.name: each.value for each in advice.settings},
-                   forecast=run_forecast(advice), notes=tuple(lines))  # fmt: skip
-    record = RunRecord(plan=plan, layout=RunLayout(family=layout.family if layout else None))
-    record.notes.append(f"read afterwards from what {jobs[0].kind}/{jobs[0].name} left in {folder}")
-    if any(words not in text for words in forecast(advice).values()):
-        record.notes.append("forecast: made now; the manifest's annotations differ from it")
-    record.nccl = _channels(folder, 0.0, f"nccl-{jobs[0].name}.*.log")
-    if record.nccl is None:
-        record.notes.append(f"transports: unknown: no nccl-{jobs[0].name}.*.log in {folder}")
-    _take_state(record, folder, 0.0)
-    if record.measured.step_seconds is not None:
-        record.status = "complete"
-    run_record.save(folder / "run.json", record)
-    return record
-
-
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def _channels(where: Path, began: float, pattern: str = "*.log") -> NcclChannels | None:
+def _channels(where: Path, began: float) -> NcclChannels | None:
     """What NCCL's own log of this start shows; None where no rank wrote one."""
-    logs = [each for each in sorted(where.glob(pattern)) if each.stat().st_mtime >= began] if where.is_dir() else []
+    logs = [each for each in sorted(where.glob("*.log")) if each.stat().st_mtime >= began] if where.is_dir() else []
     if not logs:
         return None
     found = evidence.read_files(logs)

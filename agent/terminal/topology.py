@@ -103,7 +103,7 @@ def nearest_nics(out: Console, topology: NodeTopology) -> None:
     """Each GPU's nearest NIC; GPUs that share theirs on one line."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for nearest in topology.nearest_nic:
-        doubt = "" if nearest.decidable else f"; cannot be determined: {nearest.why}"
+        doubt = nearest.why and f"; {'' if nearest.decidable else 'cannot be determined: '}{nearest.why}"
         nics = units.some(nearest.nics, "nearest NIC ") or "nearest NIC unknown"
         shared.setdefault((nics, nearest.label, doubt), []).append(nearest.gpu)
     for (nics, label, doubt), gpus in shared.items():

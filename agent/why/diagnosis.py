@@ -391,7 +391,8 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end
         shown = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
         return replace(verdict, causes=(*verdict.causes, *shown))
-    read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}"
+    none_of = f", none of {why.ranks_of(found.missing_ranks)}" if found.missing_ranks else ""
+    read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, read))
     if verdict.state == "fine" and found.outcome == "failed":
         causes = causes or tuple(_cause_of(p) for p in found.problems if p.code in _ENDS)[:1]

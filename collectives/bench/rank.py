@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import socket
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any, NoReturn
 from collectives.bench import ops
 from collectives.bench.plan import Case, Plan, read
 from collectives.bench.processes import die_with_parent
-from collectives.bench.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse, block_sigterm, carried, store_port
+from collectives.bench.pulse import Journal, Pulse, block_sigterm, carried, store_port
 from collectives.bench.results import spread_ratio
 
 PREDICTS_UP_TO = 64  # times its own size: the time of a smaller size is latency more than bandwidth
@@ -243,12 +242,10 @@ def main(path: str) -> None:
     number, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host = plan.host or socket.gethostname()
     journal = Journal(Path(plan.directory), number)
-    pulse = Pulse(journal, number, world, host, reports=os.environ.get("LOCAL_RANK") == "0")
+    pulse = Pulse(journal)
     journal.write("start", rank=number, world=world, host=host, pid=os.getpid())
     if plan.distinct_hosts:
         os.environ["NCCL_HOSTID"] = f"topoflight-{number}"
-    import torch.distributed  # noqa: F401 - whole before the thread asks for it: imports of two threads trip
-
     pulse.start()
     me = Rank(rank=number, world=world, plan=plan, journal=journal, pulse=pulse, device="cpu")
     try:
@@ -256,9 +253,6 @@ def main(path: str) -> None:
         _work(me)
     except BaseException as error:  # noqa: BLE001 - told in the journal and on stderr, and ends the process
         journal.write("error", why=f"{type(error).__name__}: {error}"[:2000], arrived=pulse.arrived, where=pulse.where)
-        if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
-            # The rank that died may be on another host: stay long enough to see whose beat has stopped.
-            time.sleep(2 * MISSED_BEATS * BEAT_SECONDS)
         traceback.print_exc()
         _exit(1)
     journal.write("end")
@@ -287,11 +281,8 @@ def _join(me: Rank, host: str) -> None:
     me.control = dist.group.WORLD
     me.group = dist.new_group(backend=me.plan.backend, timeout=timedelta(seconds=me.plan.limit_seconds))
     environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
-    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # memory this rank may lock, which RDMA needs
     hello = {
         "rank": me.rank, "host": host, "versions": _versions(me), "environment": environment, "links": me.plan.links,
-        "shm_free_bytes": _shm_free_bytes(), "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
-        "rdma": sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))[:64],
     }  # fmt: skip
     everyone = gather(me, hello)
     me.journal.write("joined", ranks=everyone if speaks() else [])
@@ -338,15 +329,6 @@ def _versions(me: Rank) -> dict[str, str]:
     if me.plan.backend == "nccl":
         found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     return found
-
-
-def _shm_free_bytes() -> int | None:
-    """Free bytes of /dev/shm, which NCCL's shared-memory transport lives in; None where there is none."""
-    try:
-        found = os.statvfs("/dev/shm")  # noqa: S108 - asked about, not written to
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from collectives.nccl_log.transport import Evidence
 from contracts import bounded, plain
@@ -175,15 +175,9 @@ class ResultError(ValueError):
     """What was given is not the JSON of a benchmark's result."""
 
 
-def result_to_json(result: BenchResult | RdmaResult) -> dict[str, Any]:
-    """Turn a result into dicts, lists, strings and numbers."""
-    data: dict[str, Any] = plain.write(result)
-    return data
-
-
 def result_from_json(data: object) -> BenchResult:
     """Read a result of collectives back; raises ResultError that says where it does not fit."""
-    return _read(data, BenchResult)
+    return read_as(data, BenchResult)
 
 
 def read_result(path: Path) -> BenchResult:
@@ -191,12 +185,8 @@ def read_result(path: Path) -> BenchResult:
     return result_from_json(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES), unknown_numbers=True))
 
 
-def rdma_from_json(data: object) -> RdmaResult:
-    """Read a result of RDMA writes back; raises ResultError that says where it does not fit."""
-    return _read(data, RdmaResult)
-
-
-def _read(data: object, kind: type[T]) -> T:
+def read_as(data: object, kind: type[T]) -> T:
+    """Read a result of this kind back; raises ResultError that says where it does not fit."""
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise ResultError(f"schema_version: {version!r} is not allowed; allowed: {SCHEMA_VERSION}")

@@ -90,10 +90,6 @@ def _run_in(
 
 # Turns what the ranks wrote down into a result: bandwidths, fits, and everything that was not as it should be.
 
-# One NCCL_BUFFSIZE (4 MiB by default, NCCL user guide, environment variables) per rank is the least that a
-# shared-memory connection takes.
-SHM_BYTES_PER_RANK = 4 * 1024 * 1024
-
 
 def assemble(
     spec: BenchSpec, backend: str, outcome: Outcome, started: float, seconds: float, proof: Evidence | None
@@ -108,7 +104,7 @@ def assemble(
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
     wrong = _wrong_data(events["measured"], hosts)
-    problems = (*outcome.problems, *skipped, *wrong, *_odd_hosts(hello, backend))
+    problems = (*outcome.problems, *skipped, *wrong, *_odd_versions(hello))
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
     return BenchResult(
         measurements=measurements,
@@ -203,8 +199,8 @@ def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
     return problems
 
 
-def _odd_hosts(hello: Sequence[Mapping[str, Any]], backend: str) -> list[str]:
-    """Say where ranks differ in what must be alike, and where shared memory is too small for NCCL."""
+def _odd_versions(hello: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say where ranks have different versions of a library."""
     problems = []
     names = sorted({name for row in hello for name in row["versions"]})
     for name in names:
@@ -214,29 +210,7 @@ def _odd_hosts(hello: Sequence[Mapping[str, Any]], backend: str) -> list[str]:
         if len(by_version) > 1:
             listed = "; ".join(f"{version} on {_ranks(ranks, hello)}" for version, ranks in by_version.items())
             problems.append(f"different versions of {name}: {listed}")
-    by_host: dict[str, list[Mapping[str, Any]]] = {}
-    for row in hello:
-        by_host.setdefault(row["host"], []).append(row)
-    for host, rows in by_host.items():
-        free, least = rows[0]["shm_free_bytes"], SHM_BYTES_PER_RANK * len(rows)
-        if free is not None and free < least:
-            needs = (
-                "NCCL's shared-memory transport needs" if backend == "nccl" else "gloo does without, NCCL would need"
-            )
-            problems.append(f"{host}: /dev/shm has {free} bytes free; {needs} at least {least} for {len(rows)} ranks")
-        problems += _small_memlock(host, rows[0], backend)
     return problems
-
-
-def _small_memlock(host: str, row: Mapping[str, Any], backend: str) -> list[str]:
-    """RDMA registers memory, which counts against the limit (NCCL user guide, troubleshooting: memlock unlimited)."""
-    if backend != "nccl" or row["memlock_bytes"] is None or not row["rdma"]:
-        return []
-    devices = ", ".join(row["rdma"])
-    return [
-        f"{host}: memlock is limited to {row['memlock_bytes']} bytes, and {devices} cannot register more: set it to "
-        "unlimited for the ranks (container: --ulimit memlock=-1 or the capability IPC_LOCK)"
-    ]
 
 
 def _ranks(ranks: Iterable[int], hello: Sequence[Mapping[str, Any]] = ()) -> str:

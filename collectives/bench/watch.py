@@ -20,7 +20,6 @@ from typing import Any
 from collectives.bench import plan as plans
 from collectives.bench import processes
 from collectives.bench.plan import BenchSpec, Plan
-from collectives.bench.pulse import BEAT_SECONDS, MISSED_BEATS
 
 Event = dict[str, Any]
 GRACE_SECONDS = 9.0  # from the first dead rank to the end of all: time for the others' last word
@@ -45,8 +44,6 @@ class RankState:
     last: str | None = None  # "end", "error", "terminated"
     why: str = ""
     last_at_seconds: float = 0.0  # this host's clock
-    view: Event = field(default_factory=dict)
-    store_silent_seconds: float | None = None  # None: it has not answered yet
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host or socket.gethostname()}"
@@ -73,7 +70,6 @@ class Watch:
         self._progress = (-1, 0)
         self._joined_at: float | None = None
         self._failed_at: float | None = None
-        self._ending = False  # from here on the store is gone because we ended it
 
     def poll(self, stopped: Callable[[], str | None]) -> str | None:
         """Read new events; return the reason to stop waiting, or None to continue."""
@@ -107,10 +103,6 @@ class Watch:
             return f"not done after {self._plan.limit_seconds:g} s"
         return None
 
-    def ending(self) -> None:
-        """Note that all is being ended: what the ranks say from here on is our doing."""
-        self._ending = True
-
     def read(self) -> None:
         """Take in the whole lines the ranks have written since the last time."""
         for path in sorted(Path(self._plan.directory).glob("rank-*.jsonl")):
@@ -134,12 +126,9 @@ class Watch:
             state.joined = True
         elif kind in ("end", "error", "terminated"):
             state.last, state.why, state.last_at_seconds = kind, event.get("why", ""), event["at_seconds"]
-        elif kind == "view":
-            state.view = event
-        elif kind == "beat" and not self._ending:
-            state.store_silent_seconds = event["store_silent_seconds"]
+        elif kind == "beat":
             state.moved_bytes = event["moved_bytes"]
-        if kind not in ("beat", "view"):
+        if kind != "beat":
             self.outcome.events.append(event)
             self._on_event({"rank": state.rank, "host": state.host, **event})
 
@@ -148,10 +137,11 @@ class Watch:
         if verdict is None and code == 0 and self.states and all(s.last == "end" for s in self.states.values()):
             return []
         killed = verdict is not None and not verdict.startswith("a rank failed")
-        problems = self._silent_ranks() + (self._stuck_ranks(before) if killed else self._dead_ranks(log_tail))
+        problems = self._stuck_ranks(before) if killed else self._dead_ranks(log_tail)
         failed = sorted((s for s in self.states.values() if s.last == "error"), key=lambda s: s.last_at_seconds)
         problems += [f"{s}: {s.why} (in {s.where})" for s in failed]  # the first one is the likelier cause
-        problems += self._silent_store()
+        if self._spec.hosts > 1 and any(state.joined for state in self.states.values()):
+            problems.append("each host names its own ranks; `topoflight search` finds the node or link between them")
         if verdict is not None:
             problems.insert(0, f"{verdict}: all processes of the run were ended")
         if not any(state.joined for state in self.states.values()):
@@ -178,30 +168,6 @@ class Watch:
         ]
         waiting = [f"{s}: waits in {s.where} (ended)" for s in going if s.last is not None and s.arrived == far]
         return silent + behind + waiting[:8]
-
-    def _silent_ranks(self) -> list[str]:
-        """Name ranks of other hosts, as a local rank last saw them in the job's store."""
-        views = [state.view for state in self.states.values() if state.view]
-        rows = {row["rank"]: row for view in views for row in (*view["silent"], *view["behind"])}
-        silent = {row["rank"] for view in views for row in view["silent"]}
-        return [
-            f"rank {row['rank']} on {row['host'] or 'an unknown host'}: "
-            + (
-                f"no sign of life for {row['silent_seconds']:g} s, last in {row['where']}"
-                if row["rank"] in silent
-                else f"has not reached the point where the others wait; last in {row['where']}"
-            )
-            for row in rows.values()
-            if row["rank"] not in self.states
-        ]
-
-    def _silent_store(self) -> list[str]:
-        return [
-            f"{s}: the job's store at {self._spec.rendezvous or 'this host'} has not answered for "
-            f"{s.store_silent_seconds:g} s"
-            for s in self.states.values()
-            if s.store_silent_seconds is not None and s.store_silent_seconds > MISSED_BEATS * BEAT_SECONDS
-        ]
 
     def _rendezvous(self, log_tail: str) -> list[str]:
         host = socket.gethostname() if self._plan.host is None else self._plan.host
@@ -297,7 +263,6 @@ def run_ranks(
                 time.sleep(POLL_SECONDS)
         finally:
             watch.read()
-            watch.ending()
             before = {state.rank: state.last for state in watch.states.values()}
             tree.end(TERM_SECONDS)
             hanging = [process.pid for process in tree.members()]

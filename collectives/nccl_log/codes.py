@@ -30,6 +30,7 @@ class Meaning:
     alone: str = ""
     of_a_step: bool = False
     symptom: bool = False
+    no_rdma: bool = False
     vague: int = 0
     other_provider: str = ""
 

@@ -1,6 +1,6 @@
 """Evidence: what a training log proves about the wire.
 
-``read_file`` and ``read_files`` open anybody's logs (``-`` is standard input) and give the verdict; ``environment`` is
+``read_files`` opens anybody's logs (``-`` is standard input) and gives the verdict; ``environment`` is
 what a run must be started with to leave evidence behind; ``exit_code`` turns a verdict into a gate. Formats and codes:
 docs/explanation/evidence.md.
 """
@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from collectives.nccl_log import problems as evidence_problems
-from collectives.nccl_log.codes import CODES, PATHS, codes_with
+from collectives.nccl_log.codes import CODES, PATHS, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
 from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problems_of
@@ -54,21 +55,16 @@ def version_of(ledger: Ledger) -> str | None:
     return max(versions, key=lambda text: ("+" in text, versions[text])) if versions else None
 
 
-def path_names(version: str | None) -> tuple[str, ...] | None:
-    """Names of the path distances in that version; None where it is unknown."""
-    digits = (version or "").removeprefix("RCCL ").split("+")[0].split("-")[0].split(".")
-    if len(digits) < 2 or not (digits[0].isdecimal() and digits[1].isdecimal()):
-        return None
-    release = int(digits[1]), int(digits[2]) if len(digits) > 2 and digits[2].isdecimal() else 0
-    return next(names for first, names in reversed(PATHS) if first <= release)
-
-
 def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
-    """The "distance" lines in words: what NCCL thought possible, not what it did."""
-    names = path_names(version)
+    """The "distance" lines in words: what NCCL thought possible, not what it did; numbers where no version is known."""
+    digits = (version or "").removeprefix("RCCL ").split("+")[0].split("-")[0].split(".")
+    names: tuple[str, ...] = ()
+    if len(digits) > 1 and digits[0].isdecimal() and digits[1].isdecimal():
+        release = int(digits[1]), int(digits[2]) if len(digits) > 2 and digits[2].isdecimal() else 0
+        names = next((names for first, names in reversed(PATHS) if first <= release), ())
 
     def name(distance: int) -> str:
-        return names[distance] if names and distance < len(names) else f"distance {distance}"
+        return names[distance] if distance < len(names) else f"distance {distance}"
 
     return tuple(
         f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed "
@@ -249,7 +245,6 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
     inter = _inter(ledger)
     send, receive, other = (_direction(ledger, name) for name in ("send", "receive", None))
     total = send.total + receive.total + other.total
-    interfaces = list(facts.sockets or facts.bootstrap)
     layers = evidence_problems.layers_in_use(ledger)
     # "Multicast available" is what the hardware can do; only a communicator that set it up uses it.
     nvls = {None: "unknown", True: "available", False: "not available"}[facts.nvls]
@@ -268,7 +263,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         network=selected_network(ledger) if facts.networks or facts.assigned else None,
         hcas=tuple(sorted({f"{port}/{layer}" for row in facts.ports.values() for port, layer in row.items()})),
         link_layer="mixed" if len(layers) > 1 else next(iter(layers), None),
-        socket_interface=interfaces[0] if interfaces else None,
+        socket_interface=next(iter(facts.sockets or facts.bootstrap), None),
         ranks=facts.ranks or None,
         nodes=facts.nodes or None,
         pxn=bool(ledger.proxied_sends) if ledger.proxied_sends + ledger.direct_sends else None,
@@ -285,6 +280,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         mnnvl_clique=facts.mnnvl_clique or None,
         gpus=facts.gpu_names(),
         hosts=ledger.hosts.count() or None,
+        missing_ranks=facts.unread_ranks(),
     )
     problems, notes = evidence_problems.find(ledger, evidence, ports=ports)
     return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, evidence, facts.finished))
@@ -315,11 +311,16 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
     whole = Ledger()
     for ledger in runs.ledgers:
         whole.merge(ledger)
+    begins = tuple(row.first for row in rows)
+    note = problem_of("several_runs", str(len(rows)), lines=begins[:3], count=len(rows))
+    apart = any(one.is_of_another_job(other) for one, other in combinations(runs.ledgers, 2))
+    jobs = (problem_of("several_jobs", " and ".join(dict.fromkeys(row.file for row in begins))),) if apart else ()
     verdict = replace(
         judge(whole, ports=ports),
         inter_node_transport=_of_all([one.inter_node_transport for one in each]),
-        problems=_joined([one.problems for one in each]),
-        notes=(evidence_problems.several_runs(rows), *_joined([one.notes for one in each])),
+        problems=_joined([jobs, *(one.problems for one in each)]),
+        notes=(note, *_joined([one.notes for one in each])),
+        missing_ranks=tuple(sorted({rank for one in each for rank in one.missing_ranks})),
         outcome=min((one.outcome for one in each), key=("failed", "unknown", "finished").index),
         runs=rows,
         lines_read=runs.lines,
@@ -367,38 +368,30 @@ def proven(evidence: Evidence) -> bool:
 
 PASS, FAILED, WARNED, NO_EVIDENCE = 0, 3, 4, 5
 
-# Subsystems that print channel lines, network selection, variables and the distance of GPU and NIC.
-SUBSYSTEMS = ("INIT", "ENV", "NET", "GRAPH", "P2P", "SHM")
-
-
-def read_file(path: str | Path | BinaryIO, *, ports: Collection[str] | None = None) -> Evidence:
-    """Verdict over one file, "-" for standard input, a folder, or an open binary file.
-
-    ``ports`` names the RDMA ports that should be in use ("mlx5_0:1" or "mlx5_0"): one that NCCL does not list is
-    dead, for it lists active ports only.
-    """
-    return read_files([path], ports=ports)
-
 
 def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str] | None = None) -> Evidence:
-    """One verdict over several files: the logs of a run's processes, or folders of them.
+    """One verdict over several files: the logs of a run's processes, or folders of them; "-" is standard input.
 
-    Files packed with gzip, bzip2 or xz are read as they are. Raises ``LogFileError`` where one cannot be unpacked.
+    ``ports`` names the RDMA ports that should be in use ("mlx5_0:1" or "mlx5_0"): one that NCCL does not list is
+    dead, for it lists active ports only. Files packed with gzip, bzip2 or xz are read as they are. Raises
+    ``LogFileError`` where one cannot be unpacked.
     """
     runs = Runs()
     found = list(files_of(paths))
     for file in found:
+        own = Runs()
         name = str(file) if len(found) > 1 and isinstance(file, str | Path) else ""
         try:
             if not isinstance(file, str | Path):
-                _take(runs, file, name)
+                _take(own, file, name)
             elif str(file) == "-":
-                _take(runs, sys.stdin.buffer, "standard input" if name else "")
+                _take(own, sys.stdin.buffer, "standard input" if name else "")
             else:
                 with open_regular(file) as opened:
-                    _take(runs, opened, name)
+                    _take(own, opened, name)
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
+        runs.join(own)
     evidence: Evidence = without_secrets(judge_runs(runs, ports=ports))
     return evidence
 
@@ -450,7 +443,8 @@ def environment(debug_dir: str | Path) -> dict[str, str]:
     """Variables with which NCCL leaves evidence: one file per process under ``debug_dir``, read by ``read_files``."""
     return {
         "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": ",".join(SUBSYSTEMS),
+        # They print channel lines, network selection, variables and the distance of GPU and NIC.
+        "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM",
         "NCCL_DEBUG_FILE": str(Path(debug_dir) / "nccl.%h.%p.log"),
         # From 2.22 on connections are made, and printed, at the first collective unless this is 0.
         "NCCL_RUNTIME_CONNECT": "0",
@@ -462,7 +456,7 @@ def to_json(evidence: Evidence) -> dict[str, Any]:
     return {**plain.write(evidence), "exit_code": exit_code(evidence)}
 
 
-def exit_code(evidence: Evidence, *, fail_on: str = "fail", require_gdrdma: bool = True) -> int:
+def exit_code(evidence: Evidence, *, fail_on: Literal["fail", "warn"] = "fail", require_gdrdma: bool = True) -> int:
     """What a gate should answer.
 
     0: the wire is proven (GPUDirect RDMA on every network channel, or a single node or NVLink domain with channel
@@ -470,8 +464,6 @@ def exit_code(evidence: Evidence, *, fail_on: str = "fail", require_gdrdma: bool
     between nodes unless ``require_gdrdma`` is false. 4: with ``fail_on="warn"``, a problem of severity "warn".
     5: no evidence.
     """
-    if fail_on not in ("fail", "warn"):
-        raise ValueError(f"fail_on is {fail_on!r}: allowed are 'fail' and 'warn'")
     failing = [
         problem
         for problem in evidence.problems

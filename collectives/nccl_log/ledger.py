@@ -365,6 +365,18 @@ class Ledger:
             )
         return tuple(sorted(found))
 
+    def is_of_another_job(self, other: Ledger) -> bool:
+        """Whether two files have no host in common and largest communicators of different size."""
+        sizes = self.facts.ranks, other.facts.ranks
+        differ = sizes[0] != sizes[1]
+        if differ and not all(sizes):  # one states no size, but has at least the ranks of its channels
+            silent = other if sizes[0] else self
+            differ = any(rank >= max(sizes) for rank, _ in silent.facts.rank_devices())
+        if self.file == other.file or not differ:
+            return False
+        mine, theirs = (set(each.hosts.whole_names().values()) for each in (self, other))
+        return bool(mine and theirs) and mine.isdisjoint(theirs)
+
     def ranks_on(self, host: bytes) -> tuple[int, ...]:
         """Ranks that the processes of a host have."""
         start = host + b":"
@@ -509,7 +521,7 @@ class Runs:
 
     def add(self, ledger: Ledger, identity: Identity) -> None:
         """Add a piece of a log to the run that it belongs to, the latest that fits, or as a run of its own."""
-        at = self._of(identity)
+        at = self._of(ledger, identity)
         if at is None and len(self.ledgers) < MAX_RUNS:
             self.ledgers.append(ledger)
             self._identities.append(identity)
@@ -518,9 +530,17 @@ class Runs:
         self.ledgers[at].merge(ledger)
         self._identities[at].take(identity)
 
-    def _of(self, identity: Identity) -> int | None:
+    def join(self, other: Runs) -> None:
+        """Add the runs of a further file, which was read to its end."""
+        for ledger, identity in zip(other.ledgers, other._identities, strict=True):
+            self.add(ledger, identity)
+        self.texts += other.texts
+        self.lines += other.lines
+
+    def _of(self, ledger: Ledger, identity: Identity) -> int | None:
         latest_first = range(len(self.ledgers) - 1, -1, -1)
         for at in latest_first:
             if self._identities[at].marks & identity.marks:
                 return at
-        return next((at for at in latest_first if not self._identities[at].contradicts(identity)), None)
+        return next((at for at in latest_first if not self._identities[at].contradicts(identity)
+                     and not self.ledgers[at].is_of_another_job(ledger)), None)  # fmt: skip

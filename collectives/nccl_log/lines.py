@@ -79,15 +79,14 @@ class LineReader:
         """Whether the next line may belong to what was read, whatever it says itself."""
         return bool(self._carry or self._cause_lines or self._bare is not None or self._half is not None)
 
-    def finish(self, *, cut: bool) -> Ledger:
-        """No more lines; ``cut`` says that the log ended inside a line. Gives the last piece, which its run has too."""
+    def finish(self, *, cut: bool) -> None:
+        """No more lines; ``cut`` says that the log ended inside a line."""
         self._count_again()
         if cut and self._bare is not None:
             self.ledger.doubt(self._bare, self._bare_host)
         self._bare, self._carry = None, b""
         self.runs.lines += self.ledger.lines
         self.runs.add(self.ledger, self.identity)
-        return self.ledger
 
     def _count_again(self) -> None:
         for table in self._ends:
@@ -163,7 +162,8 @@ class LineReader:
         if match[2] and match[2].isdigit() and (match[2] != b"0" or b" Channel " in line):
             self.identity.hold(host, b"device " + match[2], process)
         if b"anks " in line and (init := _TEXTS["init"].search(line)):
-            rank, ranks, device, _, bus, communicator = init.groups()
+            rank, ranks, named, bus, communicator = init.groups()
+            device = named or match[2] or b""
             if bus:
                 self.identity.hold(host, bus, process)
             if communicator:

@@ -58,14 +58,9 @@ def gpus_before_ampere(names: Iterable[str]) -> bool | None:
     return True if kinds == {True} else None
 
 
-def gpus_on_pcie(names: Collection[str]) -> bool:
-    """Whether the names say that all these GPUs are cards: NVLink joins some of them in pairs, and most not at all."""
-    return all(is_of("card", name) for name in names) and bool(names)
-
-
-def gpus_without_gdr(names: Collection[str]) -> bool:
-    """Whether all these GPUs have no GPUDirect RDMA by design."""
-    return all(is_of("without GPUDirect RDMA", name) for name in names) and bool(names)
+def gpus_are(kind: str, names: Collection[str]) -> bool:
+    """Whether all these GPUs are of a kind: of cards NVLink joins some in pairs, and most not at all."""
+    return all(is_of(kind, name) for name in names) and bool(names)
 
 
 class Facts:
@@ -126,6 +121,13 @@ class Facts:
                 found.update(((int(match[1]), match[2]), (int(match[3]), match[4])))
         return found
 
+    def unread_ranks(self) -> tuple[int, ...]:
+        """Ranks of the largest communicator of which no line was read; of a channel's two ends one wrote the line."""
+        places = ((b"[receive]" in place, _TEXTS["place"].search(place)) for place in self._places)
+        read = {*self.rank_places, *(int(match[3 if receives else 1]) for receives, match in places if match)}
+        known = 0 < len(self.rank_places) < MAX_PLACES and 2 * len(self._places) < MAX_PLACES  # else some are left out
+        return tuple(rank for rank in range(min(self.ranks, MAX_PLACES)) if rank not in read) if known else ()
+
     def add_rank(self, rank: int, ranks: int, host: bytes, gpu: bytes) -> None:
         """Keep where a rank of the largest communicator sits."""
         if ranks > self.places_of:
@@ -163,10 +165,8 @@ class Facts:
         for name, words in other.gdr_words.items():
             self._add_gdr_word(name, *words)
         self.rccl_version = self.rccl_version or other.rccl_version
-        self.rccl |= other.rccl
-        self.gdr_read_allowed |= other.gdr_read_allowed
-        self.mnnvl_fabric |= other.mnnvl_fabric
-        self.nvlink |= other.nvlink
+        for name in ("rccl", "gdr_read_allowed", "mnnvl_fabric", "nvlink"):
+            setattr(self, name, getattr(self, name) or getattr(other, name))
         _fill(self.environment, other.environment, MAX_VALUES)
         for host, row in other.ports.items():
             if host in self.ports or len(self.ports) < MAX_VALUES * 8:

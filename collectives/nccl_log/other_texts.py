@@ -7,7 +7,7 @@ messages.toml as all others; here the text is only recognised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from collectives.nccl_log.codes import problem_of
@@ -34,9 +34,9 @@ def kind_of(start: bytes) -> str | None:
 
 def problems_of(kind: str, text: bytes, file: str = "") -> list[LogProblem]:
     """What the text says: its problems, or one that says that there is none."""
-    readers: dict[str, Callable[[str, str], Iterator[LogProblem]]] = {
-        "RAS": _ras, "ibstat": _ibstat, "rdma link": _rdma_link, "kernel": _kernel
-    }  # fmt: skip
+    if kind == "kernel":  # what it says of faults is found as in every log
+        return [problem_of("other_text", "the kernel's log")]
+    readers = {"RAS": _ras, "ibstat": _ibstat, "rdma link": _rdma_link}
     return list(readers[kind](text.decode("utf-8", "replace"), file))
 
 
@@ -129,8 +129,3 @@ def _ports(tool: str, ports: list[tuple[str, str, str, int]], text: str, file: s
         yield problem_of("port_down", _some(words), lines=lines[:3], count=len(down))
     else:
         yield problem_of("other_text", f"the output of {tool}: all {len(ports)} ports are active")
-
-
-def _kernel(text: str, file: str) -> Iterator[LogProblem]:
-    del text, file  # what it says of faults is found as in every log
-    yield problem_of("other_text", "the kernel's log")

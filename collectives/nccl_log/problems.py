@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES, WORDS_OF, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger
-from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
-from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence, by_severity, rank_words
+from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
+from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, by_severity, rank_words
 
 _LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")
@@ -172,14 +172,13 @@ def find(
     _ports(found, ledger, ports)
     _environment(found, evidence, notes)
     _nothing_seen(found, evidence, notes)
+    reasons = by_severity(found.found[code] for code in codes_with("no_rdma") if code in found.found)
+    if reasons and "socket_fallback" in found.found:
+        action = f"The log names the reason ({reasons[0].code}). {reasons[0].action}"
+        found.found["socket_fallback"] = replace(found.found["socket_fallback"], action=action)
     # A CUDA error or a missing tag says what is wrong; what names the reason comes before it.
     ranked = by_severity(sorted(found.found.values(), key=lambda each: CODES[each.code].symptom))
     return ranked, tuple(notes)
-
-
-def several_runs(rows: tuple[RunEvidence, ...]) -> LogProblem:
-    """The note that says so, with the line that each run begins with."""
-    return problem_of("several_runs", str(len(rows)), lines=tuple(row.first for row in rows[:3]), count=len(rows))
 
 
 def _add_code(found: _Findings, code: str) -> None:
@@ -252,7 +251,8 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
     if "Socket" in chosen and len(chosen) > 1 and not one_node:
         on = {name: ", ".join(sorted(found.hosts_over(name))[:4]) for name in sorted(chosen)}
         detail = "; ".join(f"{name} on {hosts}" if hosts else name for name, hosts in on.items())
-        found.add("mixed_networks", detail=detail, lines=found.proof("network "))
+        odd = found.hosts_over("Socket") or found._named(row.host for row in found.proof("network Socket"))
+        found.add("mixed_networks", detail=detail, lines=found.proof("network "), hosts=odd)
     if inter is not None and len(layers_in_use(ledger)) > 1:
         found.add("mixed_link_layers", detail=", ".join(evidence.hcas), lines=found.proof("RDMA devices in use"))
     suspects = [
@@ -284,7 +284,7 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
     within = (
         not inter and evidence.send.total + evidence.receive.total > 0
     )  # of one host's channels: a matter of its own
-    if state in ("off", "partial") and not within and gpus_without_gdr(evidence.gpus):
+    if state in ("off", "partial") and not within and gpus_are("without GPUDirect RDMA", evidence.gpus):
         lines = found.proof("GPU ") + _channel_proof(found)
         found.add("gdr_not_supported_by_gpu", detail=", ".join(evidence.gpus), lines=lines)
         return
@@ -397,7 +397,8 @@ def _partial(evidence: Evidence, facts: Facts) -> str:
     if evidence.environment.get("NCCL_NET_GDR_READ") == "0":
         return "gdr_read_disabled_by_env"
     against = (
-        (gpus_before_ampere(evidence.gpus) is False and not (_older_than(evidence, 19) and gpus_on_pcie(evidence.gpus)))
+        (gpus_before_ampere(evidence.gpus) is False
+         and not (_older_than(evidence, 19) and gpus_are("card", evidence.gpus)))
         or facts.local_ranks == 1  # a GPU alone on its node in every communicator: the rule leaves it out
         or evidence.nvls  # Hopper and later
         or evidence.nvls_use == "used"

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Final, Protocol
 
 from collectives.nccl_log.codes import FACT_WORDS, SEARCHED
-from collectives.nccl_log.ledger import Ledger, Runs
+from collectives.nccl_log.ledger import Runs
 from collectives.nccl_log.lines import DULL_BY_HEAD, INFO, LineReader
 from contracts.bounded import Stream, utf16
 
@@ -246,12 +246,12 @@ class Reader(LineReader):
         self._quiet: set[bytes] = set()  # shapes without any word of the tables
         self._quiet_tokens: set[bytes] = set()  # between blanks, without any piece of a word
 
-    def finish(self, *, cut: bool) -> Ledger:
+    def finish(self, *, cut: bool) -> None:
         """As for lines; an entry without its end is a line that was cut."""
         if self._entries.open:
             self._line_dirty(self._entries.rest())
             cut = True
-        return super().finish(cut=cut)
+        super().finish(cut=cut)
 
     def feed(self, block: bytes) -> None:
         """Read whole lines; the last newline of the block may be missing."""

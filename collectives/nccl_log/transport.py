@@ -121,5 +121,6 @@ class Evidence:
     runs: tuple[RunEvidence, ...] = ()  # where the log holds more than one; counts above are of all of them
     # How NCCL uses NVSwitch: a line each on NVLS and MNNVL, `proves` says what; text of the log, as `proof` is.
     fabric: tuple[ProofLine, ...] = field(default=(), compare=False)
+    missing_ranks: tuple[int, ...] = ()  # of the largest communicator, of which no line was read
     hosts: int | None = None  # distinct hosts that wrote NCCL lines
     schema_version: int = SCHEMA_VERSION

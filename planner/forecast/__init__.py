@@ -1,1 +1,1 @@
-"""Memory and step time of a layout."""
+"""Forecast of the memory and step time of a parallel layout."""

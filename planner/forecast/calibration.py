@@ -1,7 +1,7 @@
-"""How sure a forecast is: numbers measured on the machine itself, and the width of the 80 % interval around it.
+"""The uncertainty of a forecast: measurements from the machine itself, and the width of the 80 % interval.
 
-A calibration is a JSON file that `topoflight calibrate` writes. It replaces derived numbers and narrows the intervals.
-It is of one device and one precision, and is refused for another.
+A calibration is a JSON file written by `topoflight calibrate`. It replaces derived rates and makes the intervals
+narrower. It is valid for one device and one precision, and is rejected for any other.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _MAX_BYTES = 1 << 20
 
 
 class CalibrationError(ValueError):
-    """A calibration file that cannot be used; the message says which part and why."""
+    """The calibration file is invalid; the message names the wrong part and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTiming:
-    """One decoder layer of the model, timed forward and backward."""
+    """Measured forward and backward time of one decoder layer of the model."""
 
     hidden: int
     ffn: int
     heads: int
     kv_heads: int
-    tokens: int  # of the micro-batch
+    tokens: int  # per micro-batch
     sequence: int
     forward_seconds: float
     backward_seconds: float
@@ -50,11 +50,11 @@ class LayerTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured."""
+    """The measurements of a calibration file."""
 
     device: str  # "NVIDIA A40", "CPU: AMD EPYC 7B13"
     precision: str
-    gemm_flops_per_second: float | None = None  # largest of the model's multiplications
+    gemm_flops_per_second: float | None = None  # of the model's largest matrix multiplication
     layer: LayerTiming | None = None
     taken_at_seconds: float | None = None
     versions: tuple[tuple[str, str], ...] = ()
@@ -62,7 +62,7 @@ class Calibration:
 
 
 def _check_numbers(value: Any, name: str) -> None:
-    """Refuse numbers that are not positive."""
+    """Raise CalibrationError if a number is not positive."""
     if isinstance(value, dict):
         for key, member in value.items():
             _check_numbers(member, f"{name}.{key}" if name else key)
@@ -74,7 +74,7 @@ def _check_numbers(value: Any, name: str) -> None:
 
 
 def parse_calibration(data: Any) -> Calibration:
-    """Check and build from decoded JSON."""
+    """Validate decoded JSON and build a calibration from it."""
     if not isinstance(data, dict):
         raise CalibrationError("calibration: must be a JSON object")
     if data.get("schema_version") != SCHEMA_VERSION:
@@ -102,7 +102,7 @@ def load_calibration(path: Path | str) -> Calibration:
     return parse_calibration(data)
 
 
-def _timed_model(timing: LayerTiming) -> ModelSpec:
+def _make_timed_model(timing: LayerTiming) -> ModelSpec:
     return model_from_config({
         "model_type": "llama", "hidden_size": timing.hidden, "num_attention_heads": timing.heads,
         "num_key_value_heads": timing.kv_heads, "intermediate_size": timing.ffn, "num_hidden_layers": 1,
@@ -111,7 +111,7 @@ def _timed_model(timing: LayerTiming) -> ModelSpec:
 
 
 def check_device(calibration: Calibration, device: str, precision: str) -> None:
-    """Refuse a calibration of another device or precision."""
+    """Raise CalibrationError if the calibration is for another device or precision."""
     known = gpu_named(calibration.device)
     name = known.name if known else calibration.device
     if name != device and not (device == "CPU" and name.startswith("CPU")):
@@ -121,7 +121,7 @@ def check_device(calibration: Calibration, device: str, precision: str) -> None:
 
 
 def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, constants: Constants = DEFAULT) -> Rates:
-    """Rates with the measured ones in place of the derived; a layer's timing scales every rate alike."""
+    """Replace derived rates by measured ones; the timing of a layer scales all rates by the same factor."""
     inputs: list[str] = []
     if calibration.gemm_flops_per_second:
         ratio = calibration.gemm_flops_per_second / rates.gemm
@@ -131,13 +131,13 @@ def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, co
     if calibration.layer:
         timing = calibration.layer
         cost = layer_cost(
-            _timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, engine,
+            _make_timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, engine,
             constants=constants,
         )  # fmt: skip
         took = timing.forward_seconds + timing.backward_seconds
         forward = cost.gemm + cost.attention + cost.elementwise
         back = cost.gemm * (2.0 if timing.method == "full" else 1.0) + cost.attention * 2.5 + cost.elementwise * 2.0
-        if rates.device == "CPU":  # starting operators adds to running them, and is Python's pace: not the arithmetic's
+        if rates.device == "CPU":  # on a CPU, launch time adds to compute time, and depends only on Python
             ratio = (forward + back) / max(took - 2.7 * cost.host, 0.5 * took)
             launch = rates.launch_seconds
         else:
@@ -152,18 +152,18 @@ def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, co
     return replace(rates, inputs=tuple(inputs) or rates.inputs)
 
 
-# How wide the interval is, by the kind of job: learned from published runs that were left out of the fit. The numbers
-# are in intervals.json, written by `python bench/forecast.py --write`.
+# The width of the interval depends on the kind of job. It was learned from published runs that were not used in the
+# fit. The numbers are in intervals.json, written by `python bench/forecast.py --write`.
 
-# Standard deviations of log(measured / forecast) for which there are no published runs. An 80 % interval is 1.2816 of
-# them to each side.
-SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others; docs/decisions/0023
-SIGMA_ASSUMED = 0.55  # a CPU or a GPU without measurements
+# Standard deviations of log(measured / forecast) for cases without published runs. An 80 % interval extends 1.2816
+# standard deviations to each side.
+SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and other processes; docs/decisions/0023
+SIGMA_ASSUMED = 0.55  # for a CPU or GPU without measurements
 SIGMA_MEMORY_CPU = 0.25
 Z80 = 1.2816
-SIGMA_LINK_ASSUMED = 0.5  # of the speed of a network that was not measured
-# Of PCIe between GPUs: 1.2 GB/s (8 L40S), 4.7 (4 L40S), 20 (2 L40S) and 25 (8 RTX PRO 6000) were measured, all of links
-# of 32 GB/s and more (aws-samples and ai-dynamo/aiconfigurator).
+SIGMA_LINK_ASSUMED = 0.5  # of the rate of a network that was not measured
+# For PCIe between GPUs: 1.2 GB/s (8 L40S), 4.7 (4 L40S), 20 (2 L40S) and 25 (8 RTX PRO 6000) were measured, all with
+# links of 32 GB/s or more (aws-samples and ai-dynamo/aiconfigurator).
 SIGMA_PCIE_ASSUMED = 1.0
 
 FILE = Path(__file__).with_name("intervals.json")
@@ -176,22 +176,22 @@ PLAIN = "none of these"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Standard deviations of log(measured / forecast)."""
+    """Standard deviations of log(measured / forecast) by kind of job."""
 
-    engines: list[str] | set[str]  # of which published runs were scored
-    kinds: dict[str, float]  # of jobs that are these and nothing else, names joined by "; "
-    any_with: dict[str, float]  # of jobs that are one of these, whatever else they are
-    calibrated: float  # once a step of the same stack was measured on the machine
-    memory: dict[str, float]  # of the bytes on the fullest rank, by the method of training
-    # Of the difference between two forecasts of one job, whose common errors cancel: of layouts that differ in their
-    # degrees, and of those that differ in micro-batch, chunks or recomputation only.
+    engines: list[str] | set[str]  # stacks whose published runs were scored
+    kinds: dict[str, float]  # for jobs with exactly these properties, names joined by "; "
+    any_with: dict[str, float]  # for jobs with this property, among others
+    calibrated: float  # after a step of the same stack was measured on the machine
+    memory: dict[str, float]  # for the bytes on the fullest rank, by training method
+    # For the difference between two forecasts of one job, whose common errors cancel: `pair` for layouts with different
+    # degrees, `pair_same` for those that differ only in micro-batch, chunks or recomputation.
     pair: float
     pair_same: float
 
     def sigma(self, kinds: tuple[str, ...]) -> float:
-        """By the kind itself, else by the widest of what it is; where that is unknown too, by the widest there is.
+        """Return the value for exactly these kinds; else the largest of each single kind; else the largest of all.
 
-        What is less known is forecast no better: no kind is narrower than one that has a part of its marks.
+        More unknowns never make a forecast better: the result is at least that of every subset of these kinds.
         """
         least = max((self.kinds.get(key_of(part), 0.0) for n in range(len(kinds)) for part in combinations(kinds, n)),
                     default=0.0)  # fmt: skip
@@ -203,20 +203,20 @@ class Widths:
 
 
 def key_of(kinds: tuple[str, ...]) -> str:
-    """The name of a combination."""
+    """Return the table key of a combination of kinds."""
     return "; ".join(kinds) or PLAIN
 
 
 @cache
 def widths() -> Widths:
-    """The table that ships."""
+    """Read the table in intervals.json."""
     return Widths(**json.loads(FILE.read_bytes()))
 
 
 def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:
-    """What sets a job apart from full training of a dense model by a stack of published runs.
+    """Return how a job differs from full training of a dense model with a stack that has published runs.
 
-    Not the GPU: 943 forecasts without any row of its generation erred no more than those with them.
+    The GPU is not considered: 943 forecasts without data for their GPU generation were as accurate as those with it.
     """
     marks = {
         UNSEEN_ENGINE: not seen_engine, MIXTURE: job.model.experts > 0, ADAPTERS: job.train.method != "full",
@@ -226,14 +226,14 @@ def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:
 
 
 def memory_interval(job: Job, mid: float) -> Interval:
-    """The 80 % interval of so many forecast bytes on the fullest rank."""
+    """Return the 80 % interval of the memory on the fullest rank, from its forecast `mid` in bytes."""
     return interval(mid, widths().memory[job.train.method] if job.has_gpu else SIGMA_MEMORY_CPU)
 
 
 def bytes_that_fit(job: Job, capacity: float, *, surely: bool = True) -> float:
-    """The most forecast bytes that fit a device of `capacity` bytes.
+    """Return the largest forecast, in bytes, that fits a device of `capacity` bytes.
 
-    Surely: the interval of the forecast ends below the capacity. Else it begins there, and a run may still fit.
+    If `surely`, the forecast's interval must end below the capacity. Otherwise it only has to begin below it.
     """
     if not job.has_gpu:
         return capacity * DEFAULT_MEMORY.safe_share
@@ -242,7 +242,7 @@ def bytes_that_fit(job: Job, capacity: float, *, surely: bool = True) -> float:
 
 
 def base_sigma(job: Job, *, calibrated: bool) -> float:
-    """Uncertainty of log step time by the kind of job, all links known."""
+    """Return the standard deviation of log step time for the kind of job, if all link rates are known."""
     if job.rates.how == "assumed":
         return SIGMA_ASSUMED
     if job.rates.device == "CPU":
@@ -253,6 +253,6 @@ def base_sigma(job: Job, *, calibrated: bool) -> float:
 
 
 def interval(mid: float, sigma: float) -> Interval:
-    """80 % around the best guess, as a factor to each side."""
+    """Return the 80 % interval around the best estimate, by a factor to each side."""
     factor = math.exp(Z80 * sigma)
     return Interval(low=mid / factor, mid=mid, high=mid * factor)

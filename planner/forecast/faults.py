@@ -1,10 +1,10 @@
-"""From findings to the forecast: what a node with a finding does to the links and to the compute of a job.
+"""The effect of findings on a forecast: how a node with a finding slows the links and the compute of a job.
 
-The forecast is of the nodes as they are, and is compared with that of the same nodes after repair. faults.toml has one
-rule for each code that changes what carries the data or how fast the slowest rank computes: what the scan's graph shows
-already (a dead HCA, a link with fewer lanes) is repaired for the comparison, what it does not show (no GPUDirect, no
-locked memory, a low clock) slows the nodes as they are. `ENDS` are codes with which a job does not run; of every other
-failure no figure bounds the cost, and the advice says so. docs/decisions/0020 gives the cost of each code.
+The forecast is for the nodes in their current state, and is compared with the same nodes after repair. faults.toml has
+one rule per finding code that affects data transfers or the compute rate of the slowest rank. If the scan's graph
+already shows the fault (a dead HCA, a link with fewer lanes), it is repaired for the comparison. Otherwise (no
+GPUDirect, locked memory, low clock) it slows the current nodes. With the codes in `ENDS` a job cannot run. The cost of
+any other failure is unknown, and the advice says so. docs/decisions/0020 gives the cost of each code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from hardware.gpus import clock_share
+from hardware.gpus import compute_clock_share
 from hardware.nics import nics
 from hardware.units import GIGA
 from planner.forecast.compute import Rates
@@ -28,45 +28,45 @@ from topology.cluster import join
 from topology.derive import complete
 from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, Pair
 
-Findings = Mapping[str, Sequence[Finding]]  # by hostname
+Findings = Mapping[str, Sequence[Finding]]  # by host name
 
-# Two InfiniBand nodes without and with nvidia_peermem: 33 and 93 GB/s bus bandwidth (NVIDIA/nccl issue 1412).
+# Bus bandwidth of two InfiniBand nodes without and with nvidia_peermem: 33 and 93 GB/s (NVIDIA/nccl issue 1412).
 THROUGH_HOST_SHARE = 33 / 93
 # nvml.h: HwSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown reduce the core clocks by a factor of 2 or more.
 SLOWDOWN_SHARE = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
-class AsIs:
-    """A cluster as it is: what carries its data and at which share of its clock the slowest GPU runs."""
+class ClusterState:
+    """The current state of a cluster: its links, and the fraction of the maximum clock of its slowest GPU."""
 
     links: Links
     hosts: Mapping[str, Snapshot]
     interface: str | None = None  # NCCL_SOCKET_IFNAME of the job
-    clock: float = 1.0  # of the highest clock, the slowest GPU
-    power: float = 1.0  # of the sustained rate, by the power limit
+    clock: float = 1.0  # slowest GPU, fraction of its maximum clock
+    power: float = 1.0  # fraction of the sustained rate that the power limit allows
     words: list[str] = field(default_factory=list)
 
     def add_note(self, words: str) -> None:
-        """Add a sentence on what slows the nodes, once."""
+        """Add a sentence about the cause of a slowdown, once."""
         if words not in self.words:
             self.words.append(words)
 
 
-Slow = Callable[[AsIs, str, Finding], None]
+Slow = Callable[[ClusterState, str, Finding], None]
 Repair = Callable[[NodeTopology, Finding], NodeTopology]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What one code does to the forecast: `slow` the nodes as they are, or what to `repair` in the graph to compare."""
+    """The effect of one finding code: `slow` changes the current state, `repair` the graph for the comparison."""
 
     slow: Slow
     repair: Repair | None = None
-    shown: str = ""  # by the graph, in words
+    shown: str = ""  # description of a fault that the graph shows
 
 
-def _named(finding: Finding, name: str, bus_id: str | None) -> bool:
+def _is_about(finding: Finding, name: str, bus_id: str | None) -> bool:
     """Whether a finding is about a device: "mlx5_3:1", "GPU2", "0000:a1:00.0"."""
     subject = finding.subject.removeprefix("GPU ")
     return subject in (name, bus_id) or subject.startswith(f"{name}:")
@@ -75,8 +75,8 @@ def _named(finding: Finding, name: str, bus_id: str | None) -> bool:
 # Transport -----------------------------------------------------------------------------------------------------------
 
 
-def socket_speed(snapshot: Snapshot | None, wanted: str | None) -> Speed:
-    """What TCP carries over the interface that the job names, or that NCCL takes by itself; unknown without a rate."""
+def find_socket_speed(snapshot: Snapshot | None, wanted: str | None) -> Speed:
+    """Return TCP's rate on the job's interface, or on the one NCCL selects; if its rate is unknown, an assumption."""
     facts = snapshot.facts(InterfacesFacts) if snapshot else None
     name = (wanted or "").removeprefix("=").split(",")[0] or (facts.nccl_choice if facts else None)
     found = next((i for i in facts.interfaces if i.name == name), None) if facts else None
@@ -87,18 +87,18 @@ def socket_speed(snapshot: Snapshot | None, wanted: str | None) -> Speed:
     return Speed(bytes_per_second=rate, how="derived", link=f"TCP over {name}", why=f"an interface of {wire:.4g} Gb/s")
 
 
-def _sockets(now: AsIs, host: str, finding: Finding) -> None:
+def _sockets(now: ClusterState, host: str, finding: Finding) -> None:
     network = now.links.network
     if network is None or network.how == "measured" or network.link == "NVLink":
         return
-    slow = socket_speed(now.hosts.get(host), now.interface)
+    slow = find_socket_speed(now.hosts.get(host), now.interface)
     if network.link.startswith("TCP over") and network.bytes_per_second <= slow.bytes_per_second:
         return
     now.links = replace(now.links, network=slow)
     now.add_note(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
-def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - of every host alike
+def _through_host(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
     network = now.links.network
     if network is None or network.how == "measured" or network.link not in ("RDMA", "EFA", "network"):
         return
@@ -110,8 +110,8 @@ def _through_host(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG0
     now.add_note(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
-def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
-    """Each packet carries its headers."""
+def _small_packets(now: ClusterState, host: str, finding: Finding) -> None:
+    """Reduce the rate by the share of packet headers."""
     network, snapshot = now.links.network, now.hosts.get(host)
     facts = snapshot.facts(RdmaFacts) if snapshot else None
     ports = [port for device in (facts.devices if facts else ()) for port in device.ports]
@@ -123,11 +123,11 @@ def _small_packets(now: AsIs, host: str, finding: Finding) -> None:
     now.add_note(f"{finding.code} on {finding.subject}: packets of {min(sizes)} bytes carry {share:.0%} of the rate")
 
 
-_HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, and 20 of preamble and gap on the wire
+_HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, plus 20 of preamble and gap on the wire
 
 
-def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - of every host alike
-    """GPUs without peer access copy through host memory, which their links to the host bound."""
+def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
+    """GPUs without peer access copy through host memory; the rate is limited by their links to the host."""
     links = now.links
     if links.node.how == "measured" or links.island_size >= links.ranks_per_node:
         return
@@ -136,21 +136,21 @@ def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: AR
     now.add_note(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
 
 
-def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - like nodes are told of once
-    """The graph shows it: name it."""
+def _report(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - equal nodes share a note
+    """Add a note about a fault that the graph shows."""
     where = f" on {finding.subject}" if finding.subject else ""
     now.add_note(f"{finding.code}{where}: {RULES[finding.code].shown}")
 
 
 def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """A port that is down, or slower than its sisters, does what they do."""
+    """Set a port that is down or slow to the rate of other ports of its kind."""
     nearest = {nic for near in node.nearest_nic if near.gpu == finding.subject for nic in (near.why or "").split()}
     best: dict[str, float] = {}
     for nic in node.nics:
         best[nic.kind] = max(best.get(nic.kind, 0.0), nic.rate_bytes_per_second or 0.0)
 
     def repaired(nic: NicNode) -> NicNode:
-        if not (_named(finding, nic.name, nic.bus_id) or nic.name in {word.strip(",") for word in nearest}):
+        if not (_is_about(finding, nic.name, nic.bus_id) or nic.name in {word.strip(",") for word in nearest}):
             return nic
         return replace(nic, active=True, rate_bytes_per_second=best[nic.kind] or None,
                        pcie_running_bytes_per_second=None)  # fmt: skip
@@ -159,22 +159,22 @@ def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
 
 
 def _repair_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """A link runs as its slot can."""
-    slow = {gpu.name for gpu in node.gpus if _named(finding, gpu.name, gpu.bus_id)}
+    """Set a link to the rate of its slot."""
+    slow = {gpu.name for gpu in node.gpus if _is_about(finding, gpu.name, gpu.bus_id)}
     gpus = tuple(
         replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if gpu.name in slow else gpu
         for gpu in node.gpus
     )
     pairs = tuple(replace(p, running_bytes_per_second=None) if {p.a, p.b} & slow else p for p in node.pairs)
     nics = tuple(
-        replace(nic, pcie_running_bytes_per_second=None) if _named(finding, nic.name, nic.bus_id) else nic
+        replace(nic, pcie_running_bytes_per_second=None) if _is_about(finding, nic.name, nic.bus_id) else nic
         for nic in node.nics
     )
     return replace(node, gpus=gpus, pairs=pairs, nics=nics)
 
 
 def _repair_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Every pair of GPUs has as many NVLinks as the pair with most of them."""
+    """Give every pair of GPUs as many NVLinks as the pair with the most."""
     names = {gpu.name for gpu in node.gpus}
     linked = [p for p in node.pairs if {p.a, p.b} <= names and p.nvlinks]
     if not linked or not finding.subject:
@@ -190,18 +190,18 @@ def _repair_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
 
 
 def _repair_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """A GPU that is lost answers as its sisters do, and is linked as they are."""
+    """Mark a lost GPU as usable, with the links of the other GPUs."""
     sister = next((gpu for gpu in node.gpus if gpu.usable), None)
     if sister is None:
         return node
 
     def repaired(gpu: GpuNode) -> GpuNode:
-        if gpu.usable or not _named(finding, gpu.name, gpu.bus_id):
+        if gpu.usable or not _is_about(finding, gpu.name, gpu.bus_id):
             return gpu
         return replace(sister, name=gpu.name, index=gpu.index, bus_id=gpu.bus_id, uuid=gpu.uuid,
                        numa_node=gpu.numa_node if gpu.numa_node is not None else sister.numa_node)  # fmt: skip
 
-    lost = [g.name for g in node.gpus if not g.usable and _named(finding, g.name, g.bus_id)]
+    lost = [g.name for g in node.gpus if not g.usable and _is_about(finding, g.name, g.bus_id)]
     node = replace(node, gpus=tuple(repaired(gpu) for gpu in node.gpus))
     return _repair_nvlink(node, replace(finding, subject=lost[0])) if lost else node
 
@@ -209,15 +209,15 @@ def _repair_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
 # Compute -------------------------------------------------------------------------------------------------------------
 
 
-def _gpu_of(now: AsIs, host: str, finding: Finding) -> Gpu | None:
+def _find_gpu(now: ClusterState, host: str, finding: Finding) -> Gpu | None:
     snapshot = now.hosts.get(host)
     facts = snapshot.facts(GpuFacts) if snapshot else None
-    return next((g for g in facts.gpus if _named(finding, f"GPU{g.index}", g.bus_id)), None) if facts else None
+    return next((g for g in facts.gpus if _is_about(finding, f"GPU{g.index}", g.bus_id)), None) if facts else None
 
 
-def _clock(now: AsIs, host: str, finding: Finding) -> None:
-    """The share of its highest clock that a GPU was read at under load; half by NVML's word where it was not."""
-    gpu = _gpu_of(now, host, finding)
+def _clock(now: ClusterState, host: str, finding: Finding) -> None:
+    """Set the fraction of the maximum clock measured under load; if unknown, half, as documented in nvml.h."""
+    gpu = _find_gpu(now, host, finding)
     read = None
     if gpu is not None and gpu.sm_clock_hertz and gpu.sm_clock_max_hertz and gpu.utilization_ratio:
         read = gpu.sm_clock_hertz / gpu.sm_clock_max_hertz
@@ -233,12 +233,12 @@ def _clock(now: AsIs, host: str, finding: Finding) -> None:
     now.add_note(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
 
 
-def _power(now: AsIs, host: str, finding: Finding) -> None:
-    """The clock that the watts allow."""
-    gpu = _gpu_of(now, host, finding)
+def _power(now: ClusterState, host: str, finding: Finding) -> None:
+    """Set the clock that the power limit allows."""
+    gpu = _find_gpu(now, host, finding)
     if gpu is None or not gpu.power_limit_watts or not gpu.power_limit_default_watts:
         return
-    share = clock_share(gpu.power_limit_watts, gpu.power_limit_default_watts)
+    share = compute_clock_share(gpu.power_limit_watts, gpu.power_limit_default_watts)
     now.power = min(now.power, share)
     now.add_note(
         f"{finding.code} on {finding.subject}: {gpu.power_limit_watts:.0f} of {gpu.power_limit_default_watts:.0f} W, "
@@ -246,8 +246,8 @@ def _power(now: AsIs, host: str, finding: Finding) -> None:
     )
 
 
-def slowed(rates: Rates, best_gemm: float | None, now: AsIs) -> Rates:
-    """The rates of the slowest GPU: what it multiplies at its clock, and no more than it sustains."""
+def slowed(rates: Rates, best_gemm: float | None, now: ClusterState) -> Rates:
+    """Return the rates of the slowest GPU: the multiplication rate at its clock, at most its sustained rate."""
     if rates.how == "measured" or (now.clock >= 1.0 and now.power >= 1.0):
         return rates
     sustained = rates.gemm / best_gemm if best_gemm else 1.0
@@ -262,8 +262,8 @@ def slowed(rates: Rates, best_gemm: float | None, now: AsIs) -> Rates:
 _PART_THE_DOMAIN = ("gpu.fabric.split", "imex.channel.missing")
 
 
-def apart(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
-    """The nodes as their network joins them, where a finding says that their NVLink domain does not."""
+def cut_domains(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
+    """Return the nodes connected by the network only, if a finding says that their NVLink domain is not usable."""
     parted = any(one.code in _PART_THE_DOMAIN for found in findings.values() for one in found)
     if not parted or not any(gpu.nvlink_domain for node in cluster.nodes for gpu in node.gpus):
         return cluster
@@ -289,16 +289,16 @@ RULES: Mapping[str, Rule] = {
 }
 ENDS = frozenset(_TABLE["ends"])
 
-_BY_SETTING = {  # what the advised environment repairs
+_BY_SETTING = {  # faults that the recommended environment fixes
     "NCCL_SOCKET_IFNAME": ("interfaces.choice.wrong",),
     "NCCL_NET_GDR_LEVEL": ("topology.gdr.path", "topology.gpu_nic.far"),
 }
 
 
-def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
-    """The findings that slow a job which runs with these settings: failures, and warnings of clocks.
+def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
+    """Return the findings that slow down a job with these settings: failures, and warnings about clocks.
 
-    Findings about ports that NCCL_IB_HCA excludes do not count.
+    Findings about ports that NCCL_IB_HCA excludes are ignored.
     """
     solved = {code for name in settings for code in _BY_SETTING.get(name, ())}
     hcas = settings.get("NCCL_IB_HCA", "")
@@ -322,7 +322,7 @@ def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
 
 
 def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
-    """The same nodes with every finding repaired that the graph shows."""
+    """Return the nodes with every fault repaired that the graph shows."""
     nodes = []
     known: dict[tuple[int, ...], NodeTopology] = {}
     for node in cluster.nodes:
@@ -337,12 +337,12 @@ def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
     return join(nodes) if known else cluster
 
 
-def repaired_links(
+def repair_links(
     sound: ClusterTopology, links: Links, findings: Findings, snapshots: Sequence[Snapshot]
 ) -> Links | None:  # fmt: skip
-    """The links of the repaired nodes; None where RDMA is off and nobody can say what it carries when it is on.
+    """Return the links of the repaired nodes; None if RDMA is off and its rate cannot be known.
 
-    Cards without their RDMA device are taken for the fastest of their family, one a GPU: their ports cannot be read.
+    Ports without RDMA device cannot be read; assume one card per GPU, at the rate of its family's fastest card.
     """
     off = {one.subject for found in findings.values() for one in found if RULES[one.code].slow is _sockets}
     if not off or links.network is None or sound.inter_node_transport in ("rdma", "efa", "nvlink"):
@@ -359,12 +359,14 @@ def repaired_links(
     return replace(links, network=Speed(bytes_per_second=rate, how="assumed", link="RDMA", why=why))
 
 
-def as_is(links: Links, findings: Findings, snapshots: Sequence[Snapshot], *, interface: str | None = None) -> AsIs:
-    """What the findings make of these links and of the slowest GPU; one host's snapshot speaks for its copies."""
+def apply_findings(
+    links: Links, findings: Findings, snapshots: Sequence[Snapshot], *, interface: str | None = None
+) -> ClusterState:
+    """Apply the findings to the links and the slowest GPU; equal hosts share one snapshot."""
     named = {snapshot.hostname: snapshot for snapshot in snapshots}
     alone = snapshots[0] if len(snapshots) == 1 else None
     hosts = {host: its for host in findings if (its := alone or named.get(host))}
-    now = AsIs(links=links, hosts=hosts, interface=interface)
+    now = ClusterState(links=links, hosts=hosts, interface=interface)
     for host, found in findings.items():
         for one in found:
             RULES[one.code].slow(now, host, one)

@@ -1,8 +1,8 @@
-"""Links: how long a collective takes over a group of ranks that starts at rank 0 with a given stride.
+"""Link rates, and the time of a collective over a group of ranks that starts at rank 0 with a given stride.
 
-Model: NCCL's ring, T = alpha (n - 1) + S (n - 1) / (n B) for all-gather and reduce-scatter, twice that for
-all-reduce (nccl-tests doc/PERFORMANCE.md). With neighbouring ranks on one node, every node boundary carries
-S (n - 1) / n per ring, however many GPUs stand behind it; groups that cross side by side share the node's network.
+Model: NCCL's ring, T = alpha (n - 1) + S (n - 1) / (n B) for all-gather and reduce-scatter, twice that for all-reduce
+(nccl-tests doc/PERFORMANCE.md). If consecutive ranks share a node, each node boundary carries S (n - 1) / n per ring,
+for any number of GPUs per node. Groups that cross nodes in parallel share the network.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from hardware.gpus import Gpu, gpu_named
 from hardware.units import GIGA
 from topology.graph import ClusterTopology, NodeTopology, nvlink_bytes_per_second
 
-if TYPE_CHECKING:  # a question without measurements does not wait for their reader
+if TYPE_CHECKING:  # not imported for a question without measurements
     from collectives.bench.results import Measurement
 
-# Start-up of one ring step: 512-byte all-gathers take 10 us (8x H100) to 16 us (8x A100, 8x B200) for 7 steps, and
-# 16 MB ones 25-35 us more than their bandwidth share (ai-dynamo/aiconfigurator nccl_perf).
+# Latency per ring step: 512-byte all-gathers take 10 us (8x H100) to 16 us (8x A100, 8x B200) for 7 steps, and 16 MB
+# all-gathers 25-35 us more than their bandwidth explains (ai-dynamo/aiconfigurator nccl_perf).
 ALPHA_INTRA_SECONDS = 3e-6
 ALPHA_INTER_SECONDS = 12e-6
-# Published all-gather busbw over the smaller of NVLink plan and NIC sum: 0.88 (p4d), 0.94 (A3 Mega), 0.95 (p6-b200),
-# 0.98 (p5en): stas00/ml-engineering network/README.md, NVIDIA/aicr demos, aws-samples/aws-efa-eks.
+# Published all-gather busbw divided by the smaller of NVLink plan and NIC total: 0.88 (p4d), 0.94 (A3 Mega), 0.95
+# (p6-b200), 0.98 (p5en): stas00/ml-engineering network/README.md, NVIDIA/aicr demos, aws-samples/aws-efa-eks.
 NETWORK_SHARE = 0.85
-# One direction of a PCIe x16 link carries 12, 24, 48 GB/s by NCCL's planning (src/graph/topo.h); through the CPUs
-# far less was measured on 4 and 8 GPUs (L40S: 4.7 and 1.2 GB/s). Without a measurement: a cautious Gen4 value.
+# In NCCL's plan one direction of a PCIe x16 link carries 12, 24 or 48 GB/s (src/graph/topo.h). Far less was measured
+# through the CPUs on 4 and 8 GPUs (L40S: 4.7 and 1.2 GB/s). Without a measurement, use a cautious Gen4 value.
 ASSUMED_PCIE_BYTES_PER_SECOND = 10 * GIGA
-# gloo reduce-scatters by an all-reduce of the whole (torch ProcessGroupGloo), which sends everything twice.
+# gloo implements reduce-scatter by an all-reduce of the whole (torch ProcessGroupGloo), which doubles the traffic.
 GLOO_SCATTER_SHARE = 0.5
 GLOO_ALPHA_SECONDS = 3e-4  # 64 KiB all-gathers of two ranks on one host take 0.4 to 0.6 ms (docs/decisions/0023)
-ASSUMED_GLOO_BYTES_PER_SECOND = 1 * GIGA  # of two local ranks over loopback: of the order of 1 GB/s
-# What TCP carries, however fast the interface: GKE A3 Mega falls back from 188 to about 4 GB/s (NVIDIA/aicr demos).
+ASSUMED_GLOO_BYTES_PER_SECOND = 1 * GIGA  # two local ranks over loopback reach about 1 GB/s
+# Upper limit of TCP on any interface: GKE A3 Mega falls back from 188 to about 4 GB/s (NVIDIA/aicr demos).
 TCP_CEILING_BYTES_PER_SECOND = 4 * GIGA
-# A network of which no rate is known: between what pod networks were measured at their slowest (60 Mb/s) and a 100 Gb/s
-# interface; the forecast takes a 10 Gb/s one, and its interval reaches over all of it.
+# A network with unknown rate: between the slowest measured pod network (60 Mb/s) and a 100 Gb/s interface. The forecast
+# assumes 10 Gb/s, and its interval covers the whole range.
 UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND = 0.006 * GIGA, 12.5 * GIGA
 ASSUMED_TCP_BYTES_PER_SECOND = 1.2 * GIGA  # a 10 Gb/s interface
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A bandwidth, and how it is known."""
+    """A bandwidth and its origin."""
 
     bytes_per_second: float
     how: str  # "measured", "derived", "assumed"
     link: str  # "NVLink", "PCIe", "EFA", "TCP"
     why: str = ""
-    within: tuple[float, float] | None = None  # least and most, where no probe knows the rate
+    within: tuple[float, float] | None = None  # minimum and maximum, if no probe knows the rate
 
     def __str__(self) -> str:
         why = f" ({self.why})" if self.why else ""
@@ -58,12 +58,12 @@ class Speed:
 
 
 def unknown_network(link: str, why: str = "no NIC rate known") -> Speed:
-    """A network that nobody measured and whose rate no probe knows."""
+    """Return the assumed rate of a network that was not measured and whose NIC rate is unknown."""
     return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=link, why=why,
                  within=(UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND))  # fmt: skip
 
 
-# Of a PCIe link's plan what reaches host memory: two GPUs behind one uplink, or both directions at once.
+# Fraction of a PCIe link's plan that reaches host memory: two GPUs share an uplink, or both directions are used.
 HOST_SHARE = 0.5
 HOST = Speed(bytes_per_second=12 * GIGA, how="assumed", link="PCIe to host memory",
              why="Gen4 x16, two GPUs behind one uplink")  # fmt: skip
@@ -71,21 +71,21 @@ HOST = Speed(bytes_per_second=12 * GIGA, how="assumed", link="PCIe to host memor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What joins the ranks: an island of GPUs, a node, the network between nodes."""
+    """The links between ranks: an NVLink island, a node, and the network between nodes."""
 
     ranks_per_node: int
     nodes: int
     island_size: int  # ranks that reach each other at `island` speed; divides or exceeds ranks_per_node
     island: Speed  # busbw within an island
     node: Speed  # busbw within a node across islands
-    network: Speed | None  # one node to the others, one direction, all rails; None for a single node
+    network: Speed | None  # from one node to the others, per direction, all rails; None: single node
     alpha_intra_seconds: float = ALPHA_INTRA_SECONDS
     alpha_inter_seconds: float = ALPHA_INTER_SECONDS
-    host: Speed = HOST  # of one rank, for what is offloaded
-    scatter_share: float = 1.0  # bus bandwidth of a reduce-scatter over an all-gather's; gloo sends a whole all-reduce
+    host: Speed = HOST  # per rank, for offloading
+    scatter_share: float = 1.0  # busbw of reduce-scatter relative to all-gather; gloo uses an all-reduce
 
     def crosses(self, size: int, stride: int) -> Speed:
-        """The slowest link a group of `size` ranks with this stride uses."""
+        """Return the slowest link that a group of `size` ranks with this stride uses."""
         reach = (size - 1) * stride + 1
         if reach <= self.island_size:
             return self.island
@@ -94,30 +94,30 @@ class Links:
         return self.network
 
     def ring_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
-        """All-gathers or reduce-scatters of `total_bytes` together, in `messages` pieces, over a group."""
+        """Return the seconds of all-gathers or reduce-scatters of `total_bytes` in `messages` parts over a group."""
         if size <= 1 or total_bytes <= 0:
             return 0.0
         share, alpha = total_bytes * (size - 1) / size, self.alpha_intra_seconds
         slowest, fast, per_node = self.crosses(size, stride), self.node.bytes_per_second, self.ranks_per_node
         if slowest is not self.network:
             return messages * alpha * (size - 1) + share / slowest.bytes_per_second
-        if self.island_size > per_node:  # NVLink domain of several nodes: the network joins the domains
+        if self.island_size > per_node:  # NVLink domain of several nodes: the network connects domains
             per_node, fast = self.island_size, self.island.bytes_per_second
         members = max(1, min(size, per_node // stride))
-        side_by_side = per_node // members  # rings of other groups through the same network
+        side_by_side = per_node // members  # rings of other groups that share the network
         network = slowest.bytes_per_second * (per_node / self.ranks_per_node)
         seconds = max(share * side_by_side / network, share / fast if members > 1 else 0.0)
-        # All-gather and reduce-scatter have no tree: every rank on the ring adds a step (PAT: one GPU per node only).
+        # All-gather and reduce-scatter have no tree: every rank of the ring adds a step (PAT: only one GPU per node).
         across = size / members
         hops = alpha * (size - across) + self.alpha_inter_seconds * across
         return seconds + messages * hops
 
     def scatter_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
-        """Reduce-scatters of `total_bytes` together: so much of an all-gather's bytes and steps."""
+        """Return the seconds of reduce-scatters of `total_bytes`, relative to the all-gather's bytes and steps."""
         return self.ring_seconds(total_bytes / self.scatter_share, size, stride, messages / self.scatter_share)
 
     def all_reduce_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
-        """One all-reduce: a reduce-scatter and an all-gather; over many nodes NCCL takes trees, whose steps are few."""
+        """Return the seconds of one all-reduce: reduce-scatter and all-gather; for many nodes a tree with few steps."""
         whole = 2.0 * self.ring_seconds(total_bytes, size, stride, 0.0)
         steps = min(size - 1, 64)
         reach = (size - 1) * stride + 1
@@ -125,9 +125,9 @@ class Links:
         return whole + 2.0 * messages * steps * alpha
 
     def send_seconds(self, size_bytes: float, stride: int, stages: int = 2) -> float:
-        """One pipeline stage to the next, `stride` ranks further, over the slowest of their boundaries.
+        """Return the seconds to send to the next pipeline stage, `stride` ranks further, over the slowest boundary.
 
-        All ranks of a stage send at once; those of one node share its network.
+        All ranks of a stage send at the same time; ranks of one node share its network.
         """
         slowest = self.crosses(stages, stride)
         if slowest is not self.network:
@@ -135,13 +135,13 @@ class Links:
         return self.alpha_inter_seconds + size_bytes * min(stride, self.ranks_per_node) / slowest.bytes_per_second
 
     def all_to_all_seconds(self, bytes_per_rank: float, size: int, stride: int, spread: float | None = None) -> float:
-        """Every rank sends (size-1)/size of its bytes away, evenly: over the network, then on inside the node.
+        """Return the time in which each rank sends (size-1)/size of its bytes evenly: over the network, then NVLink.
 
-        With `spread`, bytes that several ranks of a domain need enter it once and reach so many of them over NVLink.
+        With `spread`, bytes for several ranks of a domain enter it once, and reach `spread` of them over NVLink.
         """
         if size <= 1:
             return 0.0
-        # An NVLink domain of several nodes sends to the others through the networks of all of them.
+        # A multi-node NVLink domain uses the networks of all its nodes.
         domain = max(self.island_size, self.ranks_per_node)
         members = max(1, min(size, domain // stride)) if self.network else size
         inside = (members - 1) / size if spread is None else spread * (members - 1) / members
@@ -155,10 +155,10 @@ class Links:
 _RING_OPS = ("all_gather", "reduce_scatter")
 
 
-def _measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[float, str, float] | None:
-    """Busbw of the largest verified all-gather within one host, or across hosts, and the reduce-scatter's share of it.
+def _find_measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[float, str, float] | None:
+    """Return the busbw of the largest verified all-gather, and the reduce-scatter's fraction of it.
 
-    Where only one of the two was measured, the other is taken to be as fast.
+    `across`: between hosts instead of within one. If only one of the two was measured, both are assumed equal.
     """
     best: dict[str, Measurement] = {}
     for m in measurements:
@@ -175,8 +175,8 @@ def _measured(measurements: Sequence[Measurement], *, across: bool) -> tuple[flo
     return rate, why, scatter.busbw_bytes_per_second / rate
 
 
-def _alpha(measurements: Sequence[Measurement]) -> float | None:
-    """Start-up seconds per ring step, from the smallest verified all-gather within one host."""
+def _measure_alpha(measurements: Sequence[Measurement]) -> float | None:
+    """Return the latency per ring step from the smallest verified all-gather within one host."""
     small = [m for m in measurements if m.verified and m.op in _RING_OPS and len(m.ranks) > 1 and m.bytes <= 1 << 16]
     if not small:
         return None
@@ -184,24 +184,24 @@ def _alpha(measurements: Sequence[Measurement]) -> float | None:
     return least.median_seconds / (len(least.ranks) - 1)
 
 
-def _expected(topology: NodeTopology | ClusterTopology, scope: str) -> float | None:
+def _find_expected(topology: NodeTopology | ClusterTopology, scope: str) -> float | None:
     for expectation in topology.expectations:
         if expectation.scope == scope and expectation.op in _RING_OPS and expectation.busbw_bytes_per_second:
             return expectation.busbw_bytes_per_second
     return None
 
 
-def _island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
-    """Size and speed of the node's smallest NVLink island, from the graph; (1, ...) without NVLink."""
+def _find_island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
+    """Return size and speed of the node's smallest NVLink island; (1, ...) without NVLink."""
     sizes = [len(island.gpus) for island in node.islands if len(island.gpus) > 1]
     if not sizes:
         return 1, Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     usable = sum(gpu.usable for gpu in node.gpus)
     size = min(min(sizes), usable) if sum(sizes) >= usable else 1
-    derived = _expected(node, "island")
+    derived = _find_expected(node, "island")
     table = gpu.busbw_of(size) if gpu and gpu.interconnect != "PCIe" else None
     if derived or table:
-        return size, _lower(derived, table, "NVLink", gpu)
+        return size, _choose_lower(derived, table, "NVLink", gpu)
     links = max((p.nvlinks for p in node.pairs), default=0)
     plan = nvlink_bytes_per_second(gpu.compute_capability if gpu else None)
     if plan and links:
@@ -212,29 +212,29 @@ def _island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
     return size, Speed(bytes_per_second=40 * GIGA, how="assumed", link="xGMI" if xgmi else "NVLink")
 
 
-def _lower(derived: float | None, table: float | None, link: str, gpu: Gpu | None) -> Speed:
-    """The lower of what the topology allows and what the same GPUs were measured to reach elsewhere."""
+def _choose_lower(derived: float | None, table: float | None, link: str, gpu: Gpu | None) -> Speed:
+    """Return the lower of the topology's rate and the rate measured on other machines with the same GPU."""
     if derived is not None and (table is None or derived <= table):
         return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
     name = gpu.name if gpu else "GPU"
-    how = "derived" if link == "NVLink" else "assumed"  # PCIe differs from box to box
+    how = "derived" if link == "NVLink" else "assumed"  # PCIe differs between machines
     return Speed(bytes_per_second=table or 0.0, how=how, link=link, why=f"measured on other {name}")
 
 
-def _node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
+def _find_node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
     node = cluster.nodes[0]
     if island_size >= sum(gpu.usable for gpu in node.gpus) > 1:
         return island
-    derived = _expected(node, "node")
+    derived = _find_expected(node, "node")
     table = gpu.busbw_of(len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
     speed = Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     if derived or table:
-        speed = _lower(derived, table, "PCIe", gpu)
-    return _narrowed(speed, cluster)
+        speed = _choose_lower(derived, table, "PCIe", gpu)
+    return _limit_to_links(speed, cluster)
 
 
-def _narrowed(speed: Speed, cluster: ClusterTopology) -> Speed:
-    """No faster than the narrowest probed link of a GPU, and a word on one that runs below its slot."""
+def _limit_to_links(speed: Speed, cluster: ClusterTopology) -> Speed:
+    """Limit a speed to the slowest probed GPU link, with a note if a link runs below its slot."""
     known = [
         (carries, node, g) for node in cluster.nodes for g in node.gpus
         if g.usable and (carries := g.pcie_running_bytes_per_second or g.pcie_bytes_per_second)
@@ -247,26 +247,26 @@ def _narrowed(speed: Speed, cluster: ClusterTopology) -> Speed:
     runs = f"{name} {'runs at' if slowed else 'has'} {gpu.pcie_link}"
     if carries < speed.bytes_per_second or (slowed and carries == speed.bytes_per_second):
         return replace(speed, bytes_per_second=carries, how="derived", why=runs)
-    if slowed:  # what was measured elsewhere is slower still
+    if slowed:  # measurements of other machines are even lower
         return replace(
             speed, why="; ".join(filter(None, (speed.why, f"{runs}, which carries {carries / GIGA:.3g} GB/s")))
         )
     return speed
 
 
-def _to_host(cluster: ClusterTopology) -> Speed:
-    """Of one rank to host memory: half of the narrowest probed link of a GPU."""
-    whole = _narrowed(replace(HOST, bytes_per_second=math.inf), cluster)
+def _find_host_speed(cluster: ClusterTopology) -> Speed:
+    """Return the rate of one rank to host memory: half of the slowest probed GPU link."""
+    whole = _limit_to_links(replace(HOST, bytes_per_second=math.inf), cluster)
     if math.isinf(whole.bytes_per_second):
         return HOST
     return replace(whole, bytes_per_second=whole.bytes_per_second * HOST_SHARE)
 
 
-def _domain(cluster: ClusterTopology, per_node: int) -> int:
-    """Ranks of the smallest NVLink domain of several nodes, whose nodes follow each other; 0 without one.
+def _count_domain_ranks(cluster: ClusterTopology, per_node: int) -> int:
+    """Return the ranks of the smallest multi-node NVLink domain with consecutive nodes; 0 if there is none.
 
-    Of several domains the largest power of two of their nodes, times the ranks of a node: groups of ranks that start at
-    a multiple of their size then never lie across two domains.
+    For several domains, this is the largest power of two of their nodes, times the ranks per node. Rank groups that
+    start at a multiple of their size then never span two domains.
     """
     if cluster.inter_node_transport == "nvlink":
         return per_node * len(cluster.nodes)
@@ -278,7 +278,7 @@ def _domain(cluster: ClusterTopology, per_node: int) -> int:
     return per_node * (1 << (least.bit_length() - 1))
 
 
-def _network(cluster: ClusterTopology) -> Speed:
+def _find_network(cluster: ClusterTopology) -> Speed:
     link = {"efa": "EFA", "tcp": "TCP", "rdma": "RDMA", "nvlink": "NVLink"}.get(
         cluster.inter_node_transport or "", "network"
     )
@@ -287,7 +287,7 @@ def _network(cluster: ClusterTopology) -> Speed:
         if link == "TCP" and rate > TCP_CEILING_BYTES_PER_SECOND:
             rate, why = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
         return Speed(bytes_per_second=rate, how="derived", link=link, why=why)
-    derived = _expected(cluster, "cluster")
+    derived = _find_expected(cluster, "cluster")
     if derived:
         return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
     offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
@@ -306,40 +306,40 @@ def _network(cluster: ClusterTopology) -> Speed:
 def links_of(
     cluster: ClusterTopology, measurements: Sequence[Measurement] = (), *, ranks_per_node: int | None = None
 ) -> Links:
-    """Bandwidths of a cluster: measured before derived before assumed."""
+    """Return the bandwidths of a cluster; measured values take precedence over derived, then assumed ones."""
     first = cluster.nodes[0]
     usable = [sum(gpu.usable for gpu in n.gpus) for n in cluster.nodes]
     per_node = min(usable, default=0) or ranks_per_node or 1
     if ranks_per_node and first.gpus and ranks_per_node != per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node}: the cluster's nodes have {per_node} usable GPUs each")
     nodes = len(cluster.nodes)
-    inside, across = _measured(measurements, across=False), _measured(measurements, across=True)
-    alpha = _alpha(measurements)
+    inside, across = _find_measured(measurements, across=False), _find_measured(measurements, across=True)
+    alpha = _measure_alpha(measurements)
     if not first.gpus:
         node = Speed(bytes_per_second=ASSUMED_GLOO_BYTES_PER_SECOND, how="assumed", link="host memory (gloo)")
         size, island = per_node, node
     else:
         gpu = gpu_named(first.gpus[0].model)
-        size, island = _island(first, gpu)
-        node = _node_speed(cluster, gpu, island, size)
+        size, island = _find_island(first, gpu)
+        node = _find_node_speed(cluster, gpu, island, size)
     if inside:
         speed = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
         node = speed
         if size >= per_node:
             island = speed
     network = None
-    # what joins the ranks at its slowest speaks for all: where nothing was measured, gloo's way of it or NCCL's
+    # the slowest link determines the backend: without a measurement, the type of gloo or NCCL
     slowest = across or inside
     share = slowest[2] if slowest else 1.0 if first.gpus else GLOO_SCATTER_SHARE
     if nodes > 1:
-        network = _network(cluster)
+        network = _find_network(cluster)
         if across:
             network = Speed(bytes_per_second=across[0], how="measured", link=network.link, why=across[1])
-        size = _domain(cluster, per_node) or size
+        size = _count_domain_ranks(cluster, per_node) or size
     start, across_start = (ALPHA_INTRA_SECONDS, ALPHA_INTER_SECONDS) if first.gpus else (GLOO_ALPHA_SECONDS,) * 2
     return Links(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
         alpha_intra_seconds=alpha if alpha is not None else start,
         alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
-        host=_to_host(cluster),
+        host=_find_host_speed(cluster),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import replace
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
-from topology.derive import islands, nearest_nic, rails, through_neighbours
+from topology.derive import islands, mark_through_neighbours, nearest_nic, rails
 from topology.graph import (
     ClusterTopology,
     GpuNode,
@@ -26,16 +26,16 @@ from topology.paths import with_expectations
 
 
 class MachineError(ValueError):
-    """A machine that the catalogue does not have."""
+    """The catalogue does not have this machine."""
 
 
 def names() -> tuple[str, ...]:
-    """Every machine `get` answers for."""
+    """Return every machine name that `get` accepts."""
     return tuple(machine.name for machine in catalogue())
 
 
 def machine(name: str) -> Known:
-    """A row of the catalogue by name or alias."""
+    """Return a row of the catalogue by name or alias."""
     wanted = name.strip().lower()
     for row in catalogue():
         if wanted == row.name.lower() or wanted in row.aliases:
@@ -45,8 +45,8 @@ def machine(name: str) -> Known:
     raise MachineError(f"machine={name!r}: not in the catalogue{hint}; all: {', '.join(names())}")
 
 
-def _gpu_pairs(gpus: tuple[GpuNode, ...], linked: Callable[[int, int], Pair | None]) -> list[Pair]:
-    """Every two GPUs, by their links where they have any, else by the CPUs that they stand at."""
+def _make_gpu_pairs(gpus: tuple[GpuNode, ...], linked: Callable[[int, int], Pair | None]) -> list[Pair]:
+    """Return all GPU pairs, by NVLink if the pair has any, else by the path between their CPUs."""
     pairs = []
     for a, b in itertools.combinations(gpus, 2):
         same = a.numa_node == b.numa_node
@@ -56,15 +56,15 @@ def _gpu_pairs(gpus: tuple[GpuNode, ...], linked: Callable[[int, int], Pair | No
     return pairs
 
 
-def _nearest(row: Known, gpu: int) -> list[int]:
-    """The NICs that share a switch with a GPU."""
+def _find_nearest(row: Known, gpu: int) -> list[int]:
+    """Return the indices of the NICs on the same switch as a GPU."""
     by_nic = [j for j in range(row.nics) if j * row.gpus // row.nics == gpu]
     if row.nics >= row.gpus:
         return by_nic
     return sorted({*by_nic, gpu * row.nics // row.gpus} & set(range(row.nics)))
 
 
-def _nic_pair(gpu: GpuNode, nic: NicNode, *, local: bool) -> Pair:
+def _make_nic_pair(gpu: GpuNode, nic: NicNode, *, local: bool) -> Pair:
     same = gpu.numa_node == nic.numa_node
     label = "PIX" if local else "NODE" if same else "SYS"
     path = PathClass.PIX if local else PathClass.PHB if same else PathClass.SYS
@@ -72,7 +72,7 @@ def _nic_pair(gpu: GpuNode, nic: NicNode, *, local: bool) -> Pair:
 
 
 def get(name: str, hostname: str | None = None) -> NodeTopology:
-    """One node of the catalogue as a topology, as good as one read from a host for planning."""
+    """Return one node of the catalogue as a topology. For planning, it is equivalent to a probed one."""
     row = machine(name)
     gpu = gpu_named(row.gpu)
     gpus = tuple(
@@ -102,19 +102,19 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
     linked = f"NV{fewest}" if nvidia else "XGMI"
 
     def joined_by(links: int) -> Pair | None:
-        """Two GPUs with so many links; None where they have none."""
+        """Return a pair of GPUs with this number of links; None if it is 0."""
         if not links:
             return None
         return Pair(a="", b="", label=f"NV{links}" if nvidia else linked, path=PathClass.NVL,
                     nvlinks=links if nvidia else 0, evidence="catalogue",
                     bytes_per_second=per_link * links if per_link else None)  # fmt: skip
 
-    pairs = _gpu_pairs(gpus, lambda a, b: joined_by(row.nvlinks[a][b] if row.nvlinks else fewest))
+    pairs = _make_gpu_pairs(gpus, lambda a, b: joined_by(row.nvlinks[a][b] if row.nvlinks else fewest))
     for i, device in enumerate(gpus):
-        mine = _nearest(row, i)
-        pairs += [_nic_pair(device, nic, local=j in mine) for j, nic in enumerate(nics)]
+        mine = _find_nearest(row, i)
+        pairs += [_make_nic_pair(device, nic, local=j in mine) for j, nic in enumerate(nics)]
     whole = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
-    joined = through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
+    joined = mark_through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
     return with_expectations(NodeTopology(
         hostname=hostname or row.name,
         gpus=gpus,
@@ -143,9 +143,9 @@ def network_bytes_per_second(network: str) -> float:
 
 
 def over_network(cluster: ClusterTopology, network: str, transport: str | None = None) -> ClusterTopology:
-    """The same nodes, joined by a network of the user's: "100G", "8x400G" of each node, as RDMA or TCP.
+    """Return the nodes connected by a given network: "100G", "8x400G" per node, with RDMA or TCP.
 
-    Without `transport` it is the one that the nodes have, else TCP. Raises MachineError.
+    The default `transport` is that of the nodes, else TCP. Raises MachineError.
     """
     bytes_per_second = network_bytes_per_second(network)
     if transport is not None and transport not in TRANSPORTS:
@@ -161,16 +161,16 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
     )  # fmt: skip
 
 
-def _in_domain(node: NodeTopology, number: int) -> NodeTopology:
-    """The node as one of an NVLink domain of several."""
+def _put_in_domain(node: NodeTopology, number: int) -> NodeTopology:
+    """Return the node as a member of one of several NVLink domains."""
     domain = f"{node.hostname}: domain {number}"
     return replace(node, gpus=tuple(replace(gpu, nvlink_domain=domain) for gpu in node.gpus))
 
 
 def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
-    """The node as a job sees it that uses its first `count` usable GPUs only: the others' paths and rails are left out.
+    """Return the node for a job that uses its first `count` usable GPUs; other GPUs' paths and rails are dropped.
 
-    Raises ValueError where the node has fewer.
+    Raises ValueError if the node has fewer.
     """
     usable = tuple(gpu for gpu in node.gpus if gpu.usable)
     if not 1 <= count <= len(usable):
@@ -191,9 +191,9 @@ def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
 
 
 def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> ClusterTopology:
-    """`nodes` equal machines of the catalogue, of which a job uses `gpus_per_node` GPUs each; by default all.
+    """Return a cluster of `nodes` equal catalogue machines, with `gpus_per_node` GPUs for the job (default: all).
 
-    More than one NVLink domain holds are spread evenly over as few domains as hold them.
+    If an NVLink domain cannot hold all nodes, they are distributed evenly over as few domains as possible.
 
     Raises MachineError for an unknown machine, ValueError for more GPUs than it has.
     """
@@ -202,7 +202,7 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
     row = machine(name)
     node = get(name) if gpus_per_node is None else with_expectations(with_gpus(get(name), gpus_per_node))
     near = {nic for nearest in node.nearest_nic for nic in nearest.nics}
-    if row.nic_kind == "efa":  # devices are handed out one by one: those of the other GPUs are for other jobs
+    if row.nic_kind == "efa":  # EFA devices are allocated one by one; those of the other GPUs are for other jobs
         far = {nic.name for nic in node.nics} - near
         node = replace(node, nics=tuple(nic for nic in node.nics if nic.name in near),
                        pairs=tuple(pair for pair in node.pairs if pair.b not in far))  # fmt: skip
@@ -213,7 +213,7 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
     if row.nvlink_nodes > 1:
         domains = -(-nodes // row.nvlink_nodes)
         ends = [nodes * i // domains for i in range(domains + 1)]
-        members = tuple(each for i in range(domains) for each in (_in_domain(node, i),) * (ends[i + 1] - ends[i]))
+        members = tuple(each for i in range(domains) for each in (_put_in_domain(node, i),) * (ends[i + 1] - ends[i]))
     return ClusterTopology(
         nodes=members,
         inter_node_bytes_per_second=len(near) * row.nic_gbps * GIGA / 8.0 if nodes > 1 else None,

@@ -1,4 +1,4 @@
-"""Bytes on the fullest GPU, by part: the terms of an engine, added up at the moment of the peak."""
+"""Bytes on the fullest GPU, by component: the terms of an engine, summed up at the time of the peak."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, trained_w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConstants:
-    """What the allocator and the libraries take beyond the tensors; docs/explanation/forecast.md."""
+    """Memory of the allocator and of libraries in addition to tensors; docs/explanation/forecast.md."""
 
-    fragmentation: float = 1.05  # memory the caching allocator reserves over what it hands out
+    fragmentation: float = 1.05  # reserved by the caching allocator, relative to allocated memory
     reserved_bytes: float = 0.9 * GIB  # cuBLAS workspaces
-    reserved_ranks_bytes: float = 0.4 * GIB  # buffers of the framework for communication, of more than one rank
-    context_bytes: float = 0.6 * GIB  # CUDA context and kernels: outside the allocator
-    nccl_bytes: float = 0.6 * GIB  # NCCL's channels and their buffers, of more than one rank
-    # What the fine-tune job takes on a CPU beside its tensors, counted with a model of no size; docs/decisions/0023.
-    cpu_bytes: float = 0.02 * GIB  # the model's modules, tokenizer, rows, threads
-    safe_share: float = 0.92  # of a host's memory, and of what the job measured: above it, the next run may fail
+    reserved_ranks_bytes: float = 0.4 * GIB  # communication buffers of the framework, with more than one rank
+    context_bytes: float = 0.6 * GIB  # CUDA context and kernels, outside the allocator
+    nccl_bytes: float = 0.6 * GIB  # NCCL's channels and their buffers, with more than one rank
+    # Memory of the fine-tune job on a CPU in addition to tensors, measured with an empty model; docs/decisions/0023.
+    cpu_bytes: float = 0.02 * GIB  # modules, tokenizer, rows, threads
+    safe_share: float = 0.92  # of host memory and the job's measured use; a run above it may fail
 
 
 DEFAULT_MEMORY = MemoryConstants()
 
 
 class MemoryParts(NamedTuple):
-    """Bytes by what holds them, at the moment of the peak."""
+    """Bytes by purpose, at the time of the peak."""
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
-    gathered: float = 0.0  # full weights of the layers in work, and their gradients
+    gathered: float = 0.0  # full weights of the active layers, and their gradients
     activations: float = 0.0
     logits: float = 0.0
     fragmentation: float = 0.0
@@ -49,12 +49,12 @@ class MemoryParts(NamedTuple):
 
     @property
     def tensors(self) -> float:
-        """What torch.cuda.max_memory_allocated would say."""
+        """Value that torch.cuda.max_memory_allocated would return."""
         return self.total - self.fragmentation - self.reserved - self.context
 
 
-class _Pass(NamedTuple):
-    """What the forward pass leaves for the backward pass."""
+class _StoredBytes(NamedTuple):
+    """Bytes that the forward pass keeps for the backward pass."""
 
     per_layer: float
     activations: float
@@ -62,7 +62,7 @@ class _Pass(NamedTuple):
 
 
 def memory_of(question: Question, layout: Layout) -> MemoryParts:
-    """Memory of one layout of a job."""
+    """Return the memory of one layout of a job."""
     return memory_parts(question.model, question.train, layout, question.engine, on_cpu=not question.has_gpu)
 
 
@@ -70,16 +70,16 @@ def memory_parts(
     model: ModelSpec, train: TrainSpec, layout: Layout, engine: Engine, *,
     on_cpu: bool = False, first_stage: bool = False,
 ) -> MemoryParts:  # fmt: skip
-    """Forecast the fullest rank's memory for one layout, or the first pipeline stage's."""
+    """Forecast the memory of the fullest rank, or of the first pipeline stage, for one layout."""
     share = share_of(model, train, engine.as_run(layout), on_cpu=on_cpu)
-    in_weights, gradients, optimizer = _states(engine, share)
+    in_weights, gradients, optimizer = _count_states(engine, share)
     gathered = engine.gathered(share)
-    stored = _stored(engine, share, first_stage=first_stage)
-    gradients, activations, logits = _backward(engine, share, gradients, stored)
+    stored = _count_stored(engine, share, first_stage=first_stage)
+    gradients, activations, logits = _count_backward(engine, share, gradients, stored)
     held = in_weights + gradients + optimizer + gathered + activations + logits
     on_gpu = DEFAULT_MEMORY.context_bytes + (layout.world_size > 1) * DEFAULT_MEMORY.nccl_bytes
     load = engine.load(share)
-    if in_weights + load + gathered > held:  # the peak is the load, before the first step
+    if in_weights + load + gathered > held:  # the peak is during loading, before the first step
         in_weights, gradients, optimizer, activations, logits = in_weights + load, 0.0, 0.0, 0.0, 0.0
         held = in_weights + gathered
     return MemoryParts(
@@ -89,23 +89,23 @@ def memory_parts(
         gathered=gathered,
         activations=activations,
         logits=logits,
-        # CUDA's caching allocator; on a CPU the job counts what is allocated (finetune/recorder.py, return_freed)
+        # CUDA's caching allocator; on a CPU the job counts allocations (finetune/recorder.py, return_freed)
         fragmentation=0.0 if on_cpu else held * (DEFAULT_MEMORY.fragmentation - 1.0),
-        reserved=0.0 if on_cpu else _reserved(engine, layout),
+        reserved=0.0 if on_cpu else _count_reserved(engine, layout),
         context=DEFAULT_MEMORY.cpu_bytes if on_cpu else on_gpu,
     )
 
 
-def _reserved(engine: Engine, layout: Layout) -> float:
-    """Workspaces; of several ranks the buffers that they send from, too."""
+def _count_reserved(engine: Engine, layout: Layout) -> float:
+    """Return the bytes of workspaces and, with several ranks, of communication buffers."""
     if layout.world_size == 1:
         return DEFAULT_MEMORY.reserved_bytes
     buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
     return DEFAULT_MEMORY.reserved_bytes + DEFAULT_MEMORY.reserved_ranks_bytes + buckets
 
 
-def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer states, as they lie between steps."""
+def _count_states(engine: Engine, share: Share) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer states between steps."""
     layout = share.layout
 
     def trained(sharded: bool) -> float:
@@ -119,7 +119,7 @@ def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
         frozen = share.frozen_bytes if share.train.method == "qlora" else loaded
         layers = frozen * share.part(share.local - share.ends, share.routed, sharded=share.zero == 3)
         ends = loaded * share.part(share.ends, 0.0, sharded=share.zero == 3)
-        # Modules that PEFT copies to train them whole stay in the model's type, and so do their states.
+        # Modules that PEFT copies to train them fully stay in the model's type, and so do their states.
         mean = adapter + (loaded - adapter) * share.whole / max(1.0, share.trained)
         in_weights = layers + ends + mean * trained(share.zero == 3) + scales
         gradients, optimizer = mean * gradients, 2.0 * mean * optimizer
@@ -135,29 +135,29 @@ def _states(engine: Engine, share: Share) -> tuple[float, float, float]:
 
 
 def checkpoint_bytes(model: ModelSpec, train: TrainSpec, *, in_fp32: bool) -> float:
-    """Bytes of one checkpoint of the fine-tune job, of all ranks together: what trains, and AdamW's two moments of it.
+    """Return the bytes of one fine-tune checkpoint, for all ranks together: trained weights and AdamW's two moments.
 
-    A full fine-tune holds its weights in fp32, PEFT its adapters; what PEFT trains whole stays in the model's type.
+    A full fine-tune stores weights in fp32, PEFT its adapters; modules that PEFT trains fully keep the model's type.
     """
     trained = trained_weights(model, train)
     whole = 0 if train.method == "full" else trained - lora_weights(model, train)
     return 3.0 * (4.0 * (trained - whole) + (4.0 if in_fp32 else 2.0) * whole)
 
 
-STORAGE_BYTES_PER_SECOND = 125.0 * 2**20  # where it is unknown: the default of a gp3 volume (AWS, EBS volumes)
+STORAGE_BYTES_PER_SECOND = 125.0 * 2**20  # if unknown: default throughput of a gp3 volume (AWS, EBS volumes)
 
 
 def save_seconds(checkpoint_bytes: float, step_seconds: float, bytes_per_second: float | None, least: int) -> int:
-    """How long after SIGTERM the ranks may take to save: the step that has begun, and what storage needs.
+    """Return the seconds that saving may take after SIGTERM: the current step, plus the time to write to storage.
 
-    A checkpoint that is being written when the signal comes is waited for, so two are counted.
+    If a checkpoint is being written when the signal arrives, it is completed first, so two checkpoints are counted.
     """
     needed = math.ceil(step_seconds + 2 * checkpoint_bytes / (bytes_per_second or STORAGE_BYTES_PER_SECOND))
     return max(least, needed)
 
 
 def micro_batches_held(layout: Layout) -> float:
-    """Micro-batches whose activations the first stage holds at once."""
+    """Return how many micro-batches' activations the first stage holds at the same time."""
     if layout.pp == 1:
         return 1.0
     if layout.schedule == "gpipe":
@@ -166,8 +166,8 @@ def micro_batches_held(layout: Layout) -> float:
     return min(float(layout.gradient_accumulation), layout.pp * extra)
 
 
-def _stored(engine: Engine, share: Share, *, first_stage: bool) -> _Pass:
-    """Activations and logits at the end of the forward pass, on the stage where they are most."""
+def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> _StoredBytes:
+    """Return activations and logits at the end of the forward pass, on the stage with the most."""
     layout = share.layout
     per_layer = engine.layer_activations(share)
     copies = engine.casts(share)
@@ -176,31 +176,31 @@ def _stored(engine: Engine, share: Share, *, first_stage: bool) -> _Pass:
         per_layer = engine.selective_activations(share, boundary)
     full = layout.checkpointing == "full"
     total = share.layers * (boundary if full else per_layer)
-    if layout.checkpointing == "none":  # the graph of each micro-batch held has the weights it was made with
+    if layout.checkpointing == "none":  # the graph of each active micro-batch contains the weights it used
         total, copies = total + copies, 0.0
     again = per_layer if full else 0.0
     logits = engine.logits(share)
-    # The loss, and with it the forward pass, is over before a layer is made again.
+    # The loss, and so the forward pass, is complete before a layer is recomputed.
     first = micro_batches_held(layout) * total + max(again, copies)
     last = total + max(again, copies + logits)
     if layout.pp > 1 and (first_stage or first > last):
-        return _Pass(per_layer, first, 0.0)
-    return _Pass(per_layer, last - logits, logits)
+        return _StoredBytes(per_layer, first, 0.0)
+    return _StoredBytes(per_layer, last - logits, logits)
 
 
-def _backward(engine: Engine, share: Share, gradients: float, stored: _Pass) -> tuple[float, float, float]:
-    """Gradients, activations and logits at the peak: gradients appear as the backward pass frees activations."""
+def _count_backward(engine: Engine, share: Share, gradients: float, stored: _StoredBytes) -> tuple[float, float, float]:
+    """Return gradients, activations and logits at the peak: gradients grow as the backward pass frees activations."""
     layout = share.layout
     ddp = share.zero == 0 and layout.data_parallel > 1 and not engine.in_units(share)
     buckets = gradients if ddp and engine.ddp_bucket_copies else 0.0
-    # Unless a buffer holds them throughout. So do DDP's: torch's Reducer keeps its buckets, which together hold all
-    # gradients, from step to step.
+    # This does not apply if a buffer holds all gradients throughout, as with DDP: torch's Reducer keeps its buckets
+    # between steps.
     buffered = share.adapters or engine.gradient_buffer or layout.gradient_accumulation > 1 or share.zero in (1, 2)
     persistent = buffered or (ddp and not buckets)
     activations, logits = stored.activations, stored.logits
     each = engine.state_bytes(share).gradients * share.model.vocab * share.model.hidden
     by = share.group if engine.shards_gradients(share) else 1.0
-    head = min(gradients, each / layout.tp / by)  # the first of them, and largest
+    head = min(gradients, each / layout.tp / by)  # the first and largest of them
     if share.train.optimizer_in_backward:
         gradients = head
     elif not persistent:

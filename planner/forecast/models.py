@@ -1,9 +1,8 @@
-"""Models: from a Hugging Face config.json or a known name to a `ModelSpec`.
+"""Models: creates a `ModelSpec` from a Hugging Face config.json or a known name.
 
 Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, GPT-2, Phi3,
-Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite,
-MiniMax-M2, OLMo2 and OLMo3 classes (text models only).
-Shapes of the known names and what the classes take by default: models.toml.
+Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite, MiniMax-M2, OLMo2
+and OLMo3 classes (text models only). models.toml has the shapes of known names and the defaults of the classes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from planner.forecast.specs import ModelSpec
 _MAX_CONFIG_BYTES = 1 << 20
 _TABLES = read_table(__file__, "models.toml")
 _FAMILIES: dict[str, list[str]] = _TABLES["families"]
-_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")  # what one class passes over: passed_over
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")  # keys that a class ignores: passed_over
 
 
 class ModelError(ValueError):
-    """A model that cannot be understood; the message names the key and what is allowed."""
+    """The model is not supported; the message names the key and the allowed values."""
 
 
 def _shape(name: str, hub: str = "", also: Sequence[str] = (), **shape: Any) -> ModelSpec:  # noqa: ARG001 - of names
-    """A row of models.toml as a model."""
+    """Convert a row of models.toml to a model."""
     return ModelSpec(name=name, **{"head_dim": shape["hidden"] // shape["heads"], **shape})
 
 
@@ -40,15 +39,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 
 
 def hub_id(name: str) -> str | None:
-    """The Hugging Face id of a model's weights: of a known name, or the name itself where it is "owner/name"."""
+    """Return the Hugging Face id of a model's weights: of a known name, or the name itself if it is "owner/name"."""
     if _HUB_ID.fullmatch(name):
         return name
     hub: str | None = _TABLES["known"].get(name, {}).get("hub")
     return hub
 
 
-def _key(name: str) -> str:
-    """Fold what people vary: the hub's owner, case, "Meta-", "-Instruct", "-hf", "-v0.3"."""
+def _normalise_name(name: str) -> str:
+    """Normalise variations of a name: the hub's owner, case, "Meta-", "-Instruct", "-hf", "-v0.3"."""
     text = name.strip().lower().rsplit("/", 1)[-1]
     text = re.sub(r"^meta-", "", text)
     text = re.sub(r"-(instruct|chat|it|hf|base|pt)\b", "", text)
@@ -57,16 +56,16 @@ def _key(name: str) -> str:
     return re.sub(r"[\s_-]+", "", text)
 
 
-_BY_KEY = {_key(spec.name): spec for spec in KNOWN}
+_BY_KEY = {_normalise_name(spec.name): spec for spec in KNOWN}
 _BY_KEY.update({other: spec for spec in KNOWN for other in _TABLES["known"][spec.name].get("also", ())})
 
 
 def model_named(name: str) -> ModelSpec:
-    """The shape of a model by its usual name; one with the hub's owner keeps it, so that its very weights are used."""
-    spec = _BY_KEY.get(_key(name))
+    """Return the shape of a model by name. A name with the hub's owner keeps it, to use exactly these weights."""
+    spec = _BY_KEY.get(_normalise_name(name))
     if spec is not None:
         return replace(spec, name=name.strip()) if _HUB_ID.fullmatch(name.strip()) else spec
-    near = difflib.get_close_matches(_key(name), _BY_KEY, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(_normalise_name(name), _BY_KEY, n=3, cutoff=0.5)
     hint = f"; nearest: {', '.join(_BY_KEY[k].name for k in near)}" if near else ""
     raise ModelError(f"model={name!r}: not a known name{hint}; give the path of its config.json instead")
 
@@ -88,15 +87,15 @@ def _whole(config: Mapping[str, Any], names: tuple[str, ...], default: int | Non
 
 
 def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any_type: bool = False) -> ModelSpec:
-    """The shape a Hugging Face config.json describes.
+    """Return the shape that a Hugging Face config.json describes.
 
-    `any_type`: an architecture that no table knows is read by the names that most classes have for a size. Biases and
-    norms, some thousandths of its weights, may then be counted wrong.
+    `any_type`: for an unknown architecture, use the key names that most classes share. Biases and norms, which are some
+    thousandths of the weights, may then be counted wrong.
     """
     if not isinstance(config, Mapping):
         raise ModelError("config.json: must be a JSON object")
     inner = config.get("text_config")
-    if isinstance(inner, Mapping) and "hidden_size" not in config:  # multi-modal wrappers keep the language model here
+    if isinstance(inner, Mapping) and "hidden_size" not in config:  # multi-modal models nest the language model here
         config = {"model_type": config.get("model_type", ""), **inner}
     kind = str(config.get("model_type", "")).lower()
     family = _TABLES["other_types"].get(kind, kind)
@@ -106,18 +105,18 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
         )
     is_known = family in _TABLES["default"]
     if not is_known and any_type:
-        config = _in_usual_words(config)
+        config = _rename_sizes(config)
     elif not is_known:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_TABLES['default']))}")
     passed_over = dict.fromkeys(_TABLES["passed_over"].get(family, ()))
     config = {**_TABLES["default"].get(family, {}), **config, **passed_over}
     layers = _whole(config, ("num_hidden_layers", "n_layer"))
-    hidden, heads, head_dim, kv_heads = _heads(config, family)
+    hidden, heads, head_dim, kv_heads = _read_heads(config, family)
     ffn = _whole(
         config, ("intermediate_size_mlp",) if family == "llama4" else ("intermediate_size", "n_inner"),
         default=4 * hidden if family == "gpt2" else None,
     )  # fmt: skip
-    window, sliding = _window(config, family, layers)
+    window, sliding = _read_window(config, family, layers)
     tied = config.get("tie_word_embeddings")
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or kind),
@@ -131,28 +130,28 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
         vocab=_whole(config, ("vocab_size",)),
         tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2", "gemma3"},
         gated_mlp=family != "gpt2" if is_known else config["gated_mlp"],
-        attention_bias=_attention_bias(config, family),
+        attention_bias=_has_attention_bias(config, family),
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
         mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
-        max_positions=_positions(config),
-        rope_types=_rope_types(config),
+        max_positions=_read_positions(config),
+        rope_types=_read_rope_types(config),
         sliding_window=window,
         sliding_layers=sliding,
-        quantised=_quantised(config),
-        **_latent(config, family),
-        **_linear(config, family, layers),
-        **_mixture(config, family, layers, ffn),
+        quantised=_read_quantisation(config),
+        **_read_latent(config, family),
+        **_read_linear(config, family, layers),
+        **_read_mixture(config, family, layers, ffn),
     )
 
 
-def _in_usual_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of an architecture without a table, by Llama's names of them (models.toml, `usual_names`)."""
+def _rename_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of an unknown architecture under Llama's key names (models.toml, `usual_names`)."""
     made = dict(config)
     for usual, others in _TABLES["usual_names"].items():
         found = next((config[one] for one in (usual, *others) if config.get(one) is not None), None)
         if found is not None:
             made[usual] = found
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon's, GPTBigCode's
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon and GPTBigCode
         made["num_key_value_heads"] = 1
     made["gated_mlp"] = made.get("hidden_act") in _TABLES["gated_activations"]
     made.setdefault("attention_bias", not made["gated_mlp"])
@@ -161,26 +160,26 @@ def _in_usual_words(config: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _quantised(config: Mapping[str, Any]) -> str:
-    """How the weights are quantised ("gptq", "mxfp4"); "" where they are not."""
+def _read_quantisation(config: Mapping[str, Any]) -> str:
+    """Return how the weights are quantised ("gptq", "mxfp4"); "" if they are not."""
     kind = config.get("quantization_config")
     return str(kind.get("quant_method") or "in an unknown way") if isinstance(kind, Mapping) else ""
 
 
-def _latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
-    """Multi-head latent attention's ranks and columns."""
+def _read_latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
+    """Return the ranks and columns of multi-head latent attention."""
     if family != "deepseek_v3":
         return {}
     return {
-        "q_rank": _whole(config, ("q_lora_rank",), default=0),  # null: queries are full
+        "q_rank": _whole(config, ("q_lora_rank",), default=0),  # null: full queries
         "kv_rank": _whole(config, ("kv_lora_rank",)),
         "rope_dim": _whole(config, ("qk_rope_head_dim",)),
         "value_dim": _whole(config, ("v_head_dim",)),
     }
 
 
-def _linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, int]:
-    """Qwen 3 Next's layers with linear attention: those that layer_types names, else all but every fourth."""
+def _read_linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, int]:
+    """Return Qwen 3 Next's linear attention layers: those in layer_types, else all except every fourth."""
     if family != "qwen3_next":
         return {}
     if _whole(config, ("linear_conv_kernel_dim",), default=4) != 4:
@@ -197,9 +196,9 @@ def _linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, in
     }  # fmt: skip
 
 
-def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
-    """Experts, where any layer has them."""
-    dense = _dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
+def _read_mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
+    """Return the properties of the experts, if any layer has experts."""
+    dense = _count_dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
     if dense >= layers:
         return {}
     width = _whole(config, ("intermediate_size" if family == "llama4" else "moe_intermediate_size",), default=ffn)
@@ -220,11 +219,11 @@ def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> d
     }
 
 
-def _heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
-    """Hidden size, attention heads, columns of a head, key and value heads."""
+def _read_heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
+    """Return hidden size, attention heads, head dimension, key and value heads."""
     hidden = _whole(config, ("hidden_size", "n_embd"))
     heads = _whole(config, ("num_attention_heads", "n_head"))
-    if family == "deepseek_v3":  # each head has keys and values of its own, out of what all share
+    if family == "deepseek_v3":  # each head derives its own keys and values from shared ones
         return hidden, heads, _whole(config, ("qk_nope_head_dim",)) + _whole(config, ("qk_rope_head_dim",)), heads
     head_dim = _whole(config, ("head_dim",), default=max(1, hidden // heads))
     if config.get("head_dim") is None and hidden % heads:
@@ -237,20 +236,20 @@ def _heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
     return hidden, heads, head_dim, kv_heads
 
 
-def _attention_bias(config: Mapping[str, Any], family: str) -> bool:
+def _has_attention_bias(config: Mapping[str, Any], family: str) -> bool:
     if family in _FAMILIES["biased"] or family in _FAMILIES["unbiased"]:
         return family in _FAMILIES["biased"]
     return bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))
 
 
-def _positions(config: Mapping[str, Any]) -> int | None:
+def _read_positions(config: Mapping[str, Any]) -> int | None:
     names = ("max_position_embeddings", "n_positions")
     present = any(config.get(name) is not None for name in names)
     return _whole(config, names, default=1 << 20) if present else None
 
 
-def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of rope_parameters, before transformers 5 rope_scaling; a model with two kinds of layers has one for each."""
+def _read_rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the types in rope_parameters (rope_scaling before transformers 5); a model may have one per layer kind."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
         raise ModelError(f"config.json: rope_parameters={parameters!r}: must be an object")
@@ -258,40 +257,40 @@ def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted({str(one.get("rope_type") or one.get("type") or "default") for one in each}))
 
 
-def _indices(config: Mapping[str, Any], name: str) -> list[int]:
-    """A list of layers."""
+def _read_indices(config: Mapping[str, Any], name: str) -> list[int]:
+    """Return a list of layer indices."""
     named = config.get(name) or []
     if not isinstance(named, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
         raise ModelError(f"config.json: {name}={named!r:.80}: must be a list of whole numbers")
     return named
 
 
-def _dense_layers(config: Mapping[str, Any], family: str, layers: int) -> int:
-    """Layers of a mixture without experts: the first ones, or all but every n-th, or those that are named."""
+def _count_dense_layers(config: Mapping[str, Any], family: str, layers: int) -> int:
+    """Count the layers of a mixture without experts: the first, all except every n-th, or listed ones."""
     if family in _FAMILIES["shared"]:
         return min(layers, _whole(config, ("first_k_dense_replace",), default=0, least=0))
     if family == "llama4":
         step = _whole(config, ("interleave_moe_layer_step",))
-        named = _indices(config, "moe_layers") or range(step - 1, layers, step)
+        named = _read_indices(config, "moe_layers") or range(step - 1, layers, step)
         return layers - len({i for i in named if 0 <= i < layers})
     if family not in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
         return 0
     step = _whole(config, ("decoder_sparse_step",), default=1)
-    only = _indices(config, "mlp_only_layers")
+    only = _read_indices(config, "mlp_only_layers")
     return layers - layers // step + len({i for i in only if 0 <= i < layers and (i + 1) % step == 0})
 
 
-def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
-    """The window, and how many layers slide where those are not all of them (or Gemma 2's half)."""
+def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
+    """Return the window, and the number of sliding layers unless it is the default (all, or half in Gemma 2)."""
     if family == "llama4":
-        return _chunked(config, layers)
+        return _read_chunks(config, layers)
     enabled = family in _FAMILIES["sliding"] or (
         family in _FAMILIES["sliding_where_asked"] and bool(config.get("use_sliding_window"))
     )
     window = config.get("sliding_window") if enabled else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         return None, None
-    if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):  # transformers passes over layer_types there
+    if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):  # transformers ignores layer_types there
         return window, None
     kinds, first = config.get("layer_types"), config.get("max_window_layers")
     if isinstance(kinds, list):
@@ -303,7 +302,7 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
     elif family == "gemma3":
         sliding = layers - layers // _whole(config, ("sliding_window_pattern",))
     elif family == "qwen2_moe" and isinstance(first, int):
-        sliding = (min(first, layers) + 1) // 2  # of the first ones, every other
+        sliding = (min(first, layers) + 1) // 2  # every other of the first ones
     elif family in _FAMILIES["sliding_where_asked"] and isinstance(first, int):
         sliding = max(0, layers - first)
     else:
@@ -311,22 +310,22 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
     return (window, None if sliding == layers else sliding) if sliding else (None, None)
 
 
-def _chunked(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
-    """Llama 4's chunks, and its layers that attend within one: those with rotary positions, three of four."""
+def _read_chunks(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
+    """Return Llama 4's chunk size, and its chunked layers: those with rotary positions, three of four."""
     if config.get("attention_chunk_size") is None:
         return None, None
     chunk, kinds = _whole(config, ("attention_chunk_size",)), config.get("layer_types")
     if isinstance(kinds, list):
         chunked = sum(kind == "chunked_attention" for kind in kinds[:layers])
-    elif _indices(config, "no_rope_layers"):
-        chunked = sum(map(bool, _indices(config, "no_rope_layers")[:layers]))
+    elif _read_indices(config, "no_rope_layers"):
+        chunked = sum(map(bool, _read_indices(config, "no_rope_layers")[:layers]))
     else:
         chunked = layers - layers // _whole(config, ("no_rope_layer_interval",))
     return (chunk, None if chunked == layers else chunked) if chunked else (None, None)
 
 
 def model_from_file(path: Path, *, any_type: bool = False) -> ModelSpec:
-    """A config.json, or the folder that holds one; `any_type` as in model_from_config. ModelError names the file."""
+    """Read a config.json, or the folder with one; `any_type` as in model_from_config. Raises ModelError."""
     path = path / "config.json" if bounded.is_folder(path) else path
     try:
         config = plain(bounded.read(path, _MAX_CONFIG_BYTES))

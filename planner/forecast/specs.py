@@ -1,8 +1,8 @@
-"""What is to be trained: the model's shape, the run's settings, and the counts that follow from both.
+"""The training task: shape of the model, settings of the run, and the counts derived from both.
 
-Weights: the module definitions of transformers' Llama, Mistral, Qwen, Gemma, GPT-2, Phi3, Mixtral and Qwen-MoE
-classes; LoRA adds r x (in + out) weights to each targeted matrix (arXiv 2106.09685). Lengths: how many tokens a
-micro-batch really computes when it is padded to its longest sample.
+Weights: the module definitions of transformers' Llama, Mistral, Qwen, Gemma, GPT-2, Phi3, Mixtral and Qwen-MoE classes;
+LoRA adds r x (in + out) weights to each adapted matrix (arXiv 2106.09685). Lengths: number of tokens that a micro-batch
+computes when it is padded to its longest sample.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights of a model by part."""
+    """Weights of a model, by component."""
 
     attention_per_layer: int
-    mlp_per_layer: int  # all experts of a mixture, their router, and the shared one
-    active_mlp_per_layer: int  # what one token passes through
-    routed_per_layer: int  # of mlp_per_layer, what expert parallelism divides
-    dense_mlp_per_layer: int  # of a layer without experts, where a mixture has some
-    dense_layers: int  # 0 where all layers are alike
+    mlp_per_layer: int  # of a mixture: all experts, router and shared expert
+    active_mlp_per_layer: int  # weights used by one token
+    routed_per_layer: int  # part of mlp_per_layer that expert parallelism divides
+    dense_mlp_per_layer: int  # per layer without experts, in a mixture that has such layers
+    dense_layers: int  # 0 if all layers are alike
     small_per_layer: int  # norms and biases
     linear_per_layer: int  # attention, norms and biases of a layer with linear attention
     linear_layers: int
-    embedding: int  # with position table
-    head: int  # 0 where tied
+    embedding: int  # including the position table
+    head: int  # 0 if tied to the embedding
     layers: int
 
     @property
     def layer(self) -> int:
-        """Weights of one layer with full attention; of a mixture with dense layers, of one with experts."""
+        """Weights of one layer with full attention (and, in a mixture, with experts)."""
         return self.attention_per_layer + self.mlp_per_layer + self.small_per_layer
 
     @property
@@ -48,10 +48,10 @@ class Weights:
 
 
 def attention_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float], ...]:
-    """Columns in and out of attention's projections on one of `tp` ranks, queries, keys and values as one.
+    """Return (input, output) columns of attention's projections on one of `tp` ranks; q, k and v count as one.
 
-    Keys and values have at least a head each on every rank. Multi-head latent attention (arXiv 2405.04434) goes through
-    low ranks that no rank splits; its value heads may be narrower than `head_dim`.
+    Every rank has at least one head of keys and values. Multi-head latent attention (arXiv 2405.04434) uses low ranks
+    that are not split; its value heads may be narrower than `head_dim`.
     """
     h, heads = float(model.hidden), model.heads / tp
     q, values = heads * model.head_dim, heads * (model.value_dim or model.head_dim)
@@ -65,21 +65,21 @@ def attention_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, floa
             (values, h),
         )
     kv = model.kv_heads * model.head_dim / min(tp, model.kv_heads)
-    # Qwen 3 Next's queries come with a gate as wide.
+    # Qwen 3 Next's queries have a gate of the same width.
     return (h, q * (2 if model.family == "qwen3_next" else 1) + 2.0 * kv), (q, h)
 
 
 def attention_columns(model: ModelSpec) -> float:
-    """Columns that one token has of queries, keys, values and attention's output; the mean over the layers."""
+    """Return the columns per token of queries, keys, values and attention output; mean over the layers."""
     heads, values = model.heads, model.value_dim or model.head_dim
-    own = heads if model.kv_rank else model.kv_heads  # latent attention spreads its keys to every head
+    own = heads if model.kv_rank else model.kv_heads  # latent attention expands its keys for every head
     full = float(heads * model.head_dim + own * (model.head_dim + values) + heads * values)
     linear = 2.0 * (model.linear_key_width + model.linear_value_width)
     return full + (linear - full) * model.linear_layers / model.layers
 
 
 def linear_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float], ...]:
-    """The same of linear attention: queries, keys, values and their gate, two numbers per head; the output."""
+    """As `attention_products`, for linear attention: q, k, v with gate and two numbers per head; output."""
     h, keys, values = float(model.hidden), model.linear_key_width / tp, model.linear_value_width / tp
     return (h, 2.0 * (keys + values + model.linear_heads / tp)), (values, h)
 
@@ -87,18 +87,18 @@ def linear_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float],
 _BIASED_BUT_OUTPUT = ("gpt2", "qwen2", "qwen2_moe", "glm", "glm4", "glm4_moe")
 
 
-def _small(model: ModelSpec) -> tuple[int, int]:
-    """Norms and biases of a layer with full attention, and of one with linear attention."""
+def _count_small(model: ModelSpec) -> tuple[int, int]:
+    """Return the norm and bias weights of a layer with full attention, and with linear attention."""
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     norms = 2 * h * (2 if model.family in ("gemma2", "gemma3", "glm4") else 1)
     small = norms + model.q_rank + model.kv_rank
     if model.qk_norm or model.family in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3"):
         small += 2 * model.head_dim
-    if model.family in ("minimax_m2", "olmo2", "olmo3"):  # norms of all heads at once
+    if model.family in ("minimax_m2", "olmo2", "olmo3"):  # one norm over all heads
         small += q + kv
     if model.family == "gpt_oss":  # attention sinks
         small += model.heads
-    if model.attention_bias and model.kv_rank:  # of what goes into low ranks, and of the output
+    if model.attention_bias and model.kv_rank:  # of the low-rank inputs, and of the output
         small += model.q_rank + model.kv_rank + model.rope_dim + h
     elif model.attention_bias:
         small += q + 2 * kv + (0 if model.family in _BIASED_BUT_OUTPUT else h)
@@ -106,7 +106,7 @@ def _small(model: ModelSpec) -> tuple[int, int]:
         small += 2 * model.ffn + h
     if model.family == "gpt2":
         small += 2 * h + h + model.ffn + h  # norm biases, projection and MLP biases
-    # Beside the norms: a filter of four tokens, decay and step of each head, the norm of a head.
+    # In addition to norms: a filter over four tokens, decay and step per head, one norm per head.
     linear = norms + 4 * (2 * model.linear_key_width + model.linear_value_width) + 2 * model.linear_heads
     linear += model.linear_value_width // model.linear_heads if model.linear_heads else 0
     return small, linear if model.linear_layers else 0
@@ -114,21 +114,21 @@ def _small(model: ModelSpec) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def weights(model: ModelSpec) -> Weights:
-    """Count the weights."""
+    """Count the weights of a model."""
     h = model.hidden
     matrices = 3 if model.gated_mlp else 2
     mlp = active = dense = matrices * h * model.ffn
     routed = 0
     if model.experts:
         one, every = matrices * h * model.expert_ffn, h * model.experts
-        if model.family == "gpt_oss":  # biases of the experts and of their router
+        if model.family == "gpt_oss":  # biases of the experts and the router
             one, every = one + (matrices - 1) * model.expert_ffn + h, every + model.experts
-        if model.shared_expert_ffn:  # Qwen's comes with a gate of one column
+        if model.shared_expert_ffn:  # Qwen's has a gate with one column
             gate = h if model.family in ("qwen2_moe", "qwen3_next") else 0
             every += matrices * h * model.shared_expert_ffn + gate
         routed = model.experts * one
         mlp, active = routed + every, model.experts_per_token * one + every
-    small, linear_small = _small(model)
+    small, linear_small = _count_small(model)
     linear = sum(into * out for into, out in linear_products(model)) + linear_small
     positions = (model.max_positions or 0) * h if model.family == "gpt2" else 0
     return Weights(
@@ -148,14 +148,14 @@ def weights(model: ModelSpec) -> Weights:
 
 
 def active_weights(model: ModelSpec) -> int:
-    """Weights that one token passes through: of a mixture, the experts that it is sent to."""
+    """Return the weights used by one token: of a mixture, only its selected experts."""
     count = weights(model)
     idle = count.mlp_per_layer - count.active_mlp_per_layer
     return count.total - idle * (count.layers - count.dense_layers)
 
 
 def mlp_width(model: ModelSpec) -> float:
-    """Columns of the MLPs that one token passes through in a layer; the mean, where some layers are dense."""
+    """Return the MLP columns used by one token per layer; the mean if some layers are dense."""
     if not model.experts:
         return float(model.ffn)
     sparse = model.expert_ffn * model.experts_per_token + model.shared_expert_ffn
@@ -164,15 +164,15 @@ def mlp_width(model: ModelSpec) -> float:
 
 @lru_cache(maxsize=256)
 def lora_weights(model: ModelSpec, train: TrainSpec, tp: int = 1) -> int:
-    """Trained weights of the adapters over all layers, on one of `tp` tensor-parallel ranks.
+    """Return the adapter weights over all layers, on one of `tp` tensor-parallel ranks.
 
-    Of an adapter's two factors the one beside the split side of its matrix is split, the other whole on each rank.
+    Of an adapter's two factors, the one on the split side of its matrix is split; the other is replicated.
     """
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     ffn, layers = model.ffn, model.layers
 
     def mlp(whole: int, split: int) -> int:
-        """One of the MLP's matrices, over all layers; of a mixture, what is beside its routed experts."""
+        """One MLP matrix over all layers; in a mixture, only the parts outside the routed experts."""
         if not model.experts:
             return layers * (whole + ffn // split)
         shared = whole + model.shared_expert_ffn // split if model.shared_expert_ffn else 0
@@ -189,9 +189,9 @@ def lora_weights(model: ModelSpec, train: TrainSpec, tp: int = 1) -> int:
 
 
 def expert_adapters(model: ModelSpec, train: TrainSpec) -> int:
-    """Of the adapters' weights, those of the routed experts: one adapter for each expert's matrix.
+    """Return the adapter weights of routed experts: one adapter per matrix of each expert.
 
-    PEFT 0.21 adapts gate and up, which transformers 5 stacks in one, together: by one adapter of twice the rank.
+    PEFT 0.21 adapts gate and up, which transformers 5 stacks in one matrix, with one adapter of twice the rank.
     """
     if not model.experts:
         return 0
@@ -203,13 +203,13 @@ def expert_adapters(model: ModelSpec, train: TrainSpec) -> int:
 
 
 def routed_weights(model: ModelSpec, train: TrainSpec) -> tuple[int, int]:
-    """Weights of all routed experts, and those of them (or of their adapters) that get a gradient."""
+    """Return the weights of all routed experts, and how many of them (or of their adapters) have a gradient."""
     every = weights(model).routed_per_layer * (model.layers - model.dense_layers)
     return every, every if train.method == "full" else expert_adapters(model, train)
 
 
 def trained_weights(model: ModelSpec, train: TrainSpec, tp: int = 1) -> int:
-    """Weights that get a gradient, on one of `tp` tensor-parallel ranks."""
+    """Return the weights with a gradient, on one of `tp` tensor-parallel ranks."""
     if train.method == "full":
         return weights(model).total // tp
     whole = {"embed_tokens": model.vocab * model.hidden, "lm_head": model.vocab * model.hidden}
@@ -225,11 +225,11 @@ _MOST_BINS = 100_000
 
 
 class LengthsError(ValueError):
-    """A histogram that cannot be used; the message says why."""
+    """The histogram is invalid; the message gives the reason."""
 
 
 def check_histogram(histogram: Histogram) -> Histogram:
-    """The histogram itself, if every length and count is a whole positive number."""
+    """Return the histogram if every length and count is a positive integer, else raise LengthsError."""
     if len(histogram) > _MOST_BINS:
         raise LengthsError(f"length_histogram has {len(histogram)} bins, {_MOST_BINS} at most are read")
     for row in histogram:
@@ -240,12 +240,12 @@ def check_histogram(histogram: Histogram) -> Histogram:
 
 @lru_cache(maxsize=1024)
 def expected_longest(histogram: Histogram, samples: int, limit: int) -> float:
-    """Mean length of the longest of `samples` draws, each cut at `limit` tokens."""
+    """Return the mean length of the longest of `samples` samples, each truncated to `limit` tokens."""
     total = sum(count for _, count in histogram)
     below, mean, previous = 0, 0.0, 0.0
     for length, count in histogram:
         below += count
-        share = (below / total) ** samples  # chance that the longest is at most this long
+        share = (below / total) ** samples  # probability that the longest is at most this long
         mean += min(length, limit) * (share - previous)
         previous = share
     return mean
@@ -253,15 +253,15 @@ def expected_longest(histogram: Histogram, samples: int, limit: int) -> float:
 
 @lru_cache(maxsize=256)
 def mean_length(histogram: Histogram, limit: int) -> float:
-    """Mean length of one sample, cut at `limit`: what packing leaves."""
+    """Return the mean length of a sample truncated to `limit`: its length after packing."""
     return expected_longest(histogram, 1, limit)
 
 
 @lru_cache(maxsize=256)
 def document_length(histogram: Histogram, limit: int) -> float:
-    """Mean length of the sample that a token is of, each cut at `limit`: what attention meets where samples share rows.
+    """Return the mean sample length of a token, truncated to `limit`: attention's length if samples share rows.
 
-    A token of a sample of L meets L / 2 of its keys, and L tokens do: sum of L^2 over sum of L.
+    In a sample of length L, a token attends to L / 2 keys on average, so the mean is sum of L^2 / sum of L.
     """
     cut = [(min(length, limit), count) for length, count in histogram]
     return sum(count * length**2 for length, count in cut) / sum(count * length for length, count in cut)
@@ -288,7 +288,7 @@ Method = Literal["full", "lora", "qlora"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder-only transformer, as a Hugging Face config.json gives it."""
+    """The shape of a decoder-only transformer, as in a Hugging Face config.json."""
 
     name: str
     family: str  # "llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", ...: planner.forecast.models
@@ -301,48 +301,48 @@ class ModelSpec:
     vocab: int
     tied_embeddings: bool = False
     gated_mlp: bool = True  # SwiGLU: three matrices
-    attention_bias: bool = False  # of queries, keys and values
-    qk_norm: bool = False  # norms of a head's queries and keys, where the family leaves it open
-    q_rank: int = 0  # multi-head latent attention: rank of the queries, 0 where they are full
-    kv_rank: int = 0  # of keys and values together; 0: no latent attention
-    rope_dim: int = 0  # columns of a head with positions, of head_dim; keys have them once for all heads
-    value_dim: int = 0  # of a value head; 0: head_dim
-    linear_layers: int = 0  # layers whose attention is linear (gated delta rule) in place of full
-    linear_heads: int = 0  # value heads of such a layer
+    attention_bias: bool = False  # biases of queries, keys and values
+    qk_norm: bool = False  # norms of each head's queries and keys, if the family does not determine it
+    q_rank: int = 0  # multi-head latent attention: rank of the queries, 0 for full queries
+    kv_rank: int = 0  # rank of keys and values together; 0: no latent attention
+    rope_dim: int = 0  # columns of head_dim with positions; keys share them among all heads
+    value_dim: int = 0  # columns of a value head; 0: head_dim
+    linear_layers: int = 0  # layers with linear attention (gated delta rule) instead of full attention
+    linear_heads: int = 0  # value heads per linear layer
     linear_key_width: int = 0  # columns of all its keys
-    linear_value_width: int = 0  # and of all its values
-    mlp_bias: bool = False  # of Llama's three MLP matrices
+    linear_value_width: int = 0  # columns of all its values
+    mlp_bias: bool = False  # biases of Llama's three MLP matrices
     experts: int = 0  # MoE; 0 dense
     experts_per_token: int = 0
     expert_ffn: int = 0
-    shared_expert_ffn: int = 0  # of the expert that every token passes through beside the routed ones; 0: none
-    expert_groups: float = 1.0  # of the groups that experts are in, the share that those of one token may lie in
-    dense_layers: int = 0  # of a mixture's layers, how many have one MLP of `ffn` in place of experts
+    shared_expert_ffn: int = 0  # shared expert that every token uses in addition to routed ones; 0: none
+    expert_groups: float = 1.0  # fraction of expert groups that may contain one token's experts
+    dense_layers: int = 0  # layers of a mixture with one MLP of `ffn` instead of experts
     max_positions: int | None = None
-    rope_types: tuple[str, ...] = ("default",)  # of rotary positions, as config.json names them
+    rope_types: tuple[str, ...] = ("default",)  # RoPE types, as in config.json
     sliding_window: int | None = None
-    quantised: str = ""  # by which method the weights are, "gptq"; "": they are not
-    sliding_layers: int | None = None  # how many of the layers slide; None: all, of Gemma 2's every other
+    quantised: str = ""  # quantisation method of the weights, such as "gptq"; "": none
+    sliding_layers: int | None = None  # number of sliding layers; None: all, in Gemma 2 every other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """The run that was asked for."""
+    """The requested run."""
 
     method: Method = "lora"
     sequence_length: int = 2048  # tokens per sequence, padded or packed
     global_batch: int | None = None  # sequences per optimizer step; None: the planner chooses
-    precision: str = "bf16"  # asked for; Layout.precision is what runs, and what forecasts go by: fp32 on any CPU
+    precision: str = "bf16"  # requested; forecasts use Layout.precision, which is fp32 on any CPU
     optimizer: str = "adamw"
-    optimizer_in_backward: bool = False  # each gradient is used as soon as it is there, and freed
+    optimizer_in_backward: bool = False  # each gradient is applied and freed as soon as it is computed
     lora_rank: int = 16
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    saved_modules: tuple[str, ...] = ()  # trained whole beside the adapters: "embed_tokens", "lm_head"
-    length_histogram: tuple[tuple[int, int], ...] = ()  # (tokens, samples): padding follows from the micro-batch
+    saved_modules: tuple[str, ...] = ()  # fully trained next to the adapters: "embed_tokens", "lm_head"
+    length_histogram: tuple[tuple[int, int], ...] = ()  # (tokens, samples): determines padding of micro-batches
     packing: bool = False
     steps: int | None = None
-    engine: str = "topoflight"  # what must be able to run it: or "trl", "deepspeed", "torchtitan", "megatron"
+    engine: str = "topoflight"  # stack that must support the layout: or "trl", "deepspeed", "torchtitan", "megatron"
     attention: str = "sdpa"  # "eager", "sdpa", "flash"
-    dtype: str = "auto"  # what TRL's trainer loads the model in; auto: as computed with
-    fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine has
-    asked: tuple[tuple[str, Any], ...] = ()  # members of contracts.layout.Layout that the job's settings give
+    dtype: str = "auto"  # type in which TRL's trainer loads the model; auto: type of computation
+    fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine supports
+    asked: tuple[tuple[str, Any], ...] = ()  # fields of contracts.layout.Layout set by the job's settings

@@ -1,9 +1,9 @@
-"""Seconds of one optimizer step, by part, for one layout.
+"""Seconds of one optimizer step of a layout, by component.
 
-Composition: per micro-batch the layers of the fullest stage, tensor-parallel traffic, gathered weights under the
-compute; then the pipeline's bubble (p - 1)/v, the gradient reduction that the last backward pass cannot hide, and the
-optimizer. Specification of the traffic: arXiv 1910.02054 (ZeRO), 2304.11277 (FSDP), 2104.04473 (pipeline), 2205.05198
-(sequence parallelism, recomputation).
+Composition: for each micro-batch the layers of the largest stage, tensor-parallel traffic, and weight gathering hidden
+by compute; then the pipeline bubble (p - 1)/v, the gradient reduction not hidden by the last backward pass, and the
+optimizer. Traffic: arXiv 1910.02054 (ZeRO), 2304.11277 (FSDP), 2104.04473 (pipeline), 2205.05198 (sequence parallelism,
+recomputation).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "gath
 
 
 class StepParts(NamedTuple):
-    """Seconds of one optimizer step by what they are spent on; communication counts only where it is exposed."""
+    """Seconds of one optimizer step by activity; only exposed communication is counted."""
 
     gemm: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    dequantize: float = 0.0  # 4-bit weights, for each pass
+    dequantize: float = 0.0  # of 4-bit weights, in each pass
     recompute: float = 0.0
-    host: float = 0.0  # the GPU waits for kernels to be started
+    host: float = 0.0  # time in which the GPU waits for kernel launches
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
@@ -41,7 +41,7 @@ class StepParts(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Duration of the step."""
         return sum(self)
 
     @property
@@ -50,41 +50,41 @@ class StepParts(NamedTuple):
         return float(sum(getattr(self, name) for name in COMMUNICATION))
 
 
-# DRAM traffic that a CPU optimizer reaches: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and
-# eight ranks share the 150-300 GB/s of a two-socket server.
+# DRAM traffic of an optimizer on a CPU: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and eight
+# ranks share the 150-300 GB/s of a two-socket server.
 ADAM_THREAD_BYTES_PER_SECOND = 5.5e9
 ADAM_RANK_BYTES_PER_SECOND = 20e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Question):
-    """A run with what its ranks compute with; layer costs are cached over the layouts tried.
+    """A run together with the rates of its ranks; costs of layers are cached over the evaluated layouts.
 
-    A job on Kubernetes is `planner.kubernetes.job.JobSpec`.
+    Not to be confused with a Kubernetes Job, `planner.kubernetes.job.JobSpec`.
     """
 
     rates: Rates
     constants: Constants = DEFAULT
     host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
-    # A job made by dataclasses.replace starts with empty caches: fields without init are not copied.
+    # dataclasses.replace starts with empty caches, because fields without init are not copied.
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict, init=False)
     _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict, init=False)
 
     def sequence(self, micro_batch: int) -> float:
-        """Tokens per sequence that are computed: packed to the full length, or padded to a micro-batch's longest."""
+        """Return the computed tokens per sequence: full length if packed, else padded to the micro-batch's longest."""
         if self.train.length_histogram and not self.train.packing:
             return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
         return float(self.train.sequence_length)
 
     def attended(self, micro_batch: int) -> float:
-        """Tokens per sequence as attention sees it: packed samples look at themselves only, where the stack says so."""
+        """Return the tokens per sequence that attention sees; if the stack supports it, packed samples are separate."""
         train = self.train
         if train.packing and train.length_histogram and self.engine.splits_documents and train.attention != "eager":
             return document_length(train.length_histogram, train.sequence_length)
         return self.sequence(micro_batch)
 
     def real_tokens(self, micro_batch: int) -> float:
-        """Tokens per sequence that are not padding."""
+        """Return the tokens per sequence that are not padding."""
         if self.train.length_histogram and not self.train.packing:
             return mean_length(self.train.length_histogram, self.train.sequence_length)
         return self.sequence(micro_batch)
@@ -115,15 +115,15 @@ class Job(Question):
         return cost
 
 
-def _overlap(first: float, second: float, loss: float) -> float:
-    """Seconds of two things that run at once and share the machine."""
+def _overlap_seconds(first: float, second: float, loss: float) -> float:
+    """Return the seconds of two tasks that run concurrently and compete for the hardware."""
     return max(first, second) + loss * min(first, second)
 
 
 def strides(layout: Layout) -> tuple[int, int, int, int]:
-    """Rank distance of neighbours in the cp, dp_shard, dp_replicate and pp groups; tp's is 1.
+    """Return the rank distance of neighbours in the cp, dp_shard, dp_replicate and pp groups; for tp it is 1.
 
-    Those that shard together are the cp and dp_shard groups as one, with cp's distance.
+    Ranks that shard together form one group of cp and dp_shard, with cp's distance.
     """
     cp = layout.tp
     shard = cp * layout.cp
@@ -131,13 +131,13 @@ def strides(layout: Layout) -> tuple[int, int, int, int]:
     return cp, shard, replicate, replicate * layout.dp_replicate
 
 
-def _over_groups(
-    collective: Callable[[float, int, int, float], float], step: _Step, each: float, count: float, routed: float,
+def _time_over_groups(
+    collective: Callable[[float, int, int, float], float], step: _StepInputs, each: float, count: float, routed: float,
     messages: float, *, ranks: int,
 ) -> float:  # fmt: skip
-    """Seconds of a collective over `ranks` data-parallel ranks, of `each` bytes per weight; experts' among their own.
+    """Return the seconds of a collective over `ranks` data-parallel ranks, `each` bytes per weight.
 
-    Ranks that hold the same experts stand `ep` apart, and there are fewer of them.
+    Weights of experts use smaller groups: ranks with the same experts are `ep` apart.
     """
     layout = step.layout
     seconds = collective(each * (count - routed), ranks, layout.tp, messages)
@@ -148,20 +148,20 @@ def _over_groups(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """What the parts of one layout's step follow from."""
+class _StepInputs:
+    """The inputs from which the components of one layout's step are computed."""
 
     job: Job
-    layout: Layout  # as the engine runs it
+    layout: Layout  # as run by the engine
     count: Weights
-    share: Share  # of the fullest stage
-    tokens: float  # of a micro-batch on one rank
+    share: Share  # of the largest stage
+    tokens: float  # per micro-batch and rank
     cost: LayerCost
-    on_cpu: bool  # starting an operator and running it share one thread: nothing hides it
+    on_cpu: bool  # launching and running an operator share one thread, so launches are not hidden
 
     @property
     def layers(self) -> float:
-        """Layers of the fullest stage."""
+        """Layers of the largest stage."""
         return self.share.layers
 
     @property
@@ -176,34 +176,34 @@ class _Step:
 
     @property
     def hidden_bytes(self) -> float:
-        """The hidden states of a micro-batch, whole."""
+        """Bytes of the full hidden states of a micro-batch."""
         return self.share.element * self.tokens * self.job.model.hidden
 
     @property
     def exchanged_bytes(self) -> tuple[float, float]:
-        """A layer's queries, keys and values, and attention's results, of this rank's tokens."""
+        """Bytes of a layer's queries, keys and values, and of its attention output, for this rank's tokens."""
         model = self.job.model
         each = self.share.element * self.tokens * model.head_dim
         return each * (model.heads + 2.0 * model.kv_heads), each * model.heads
 
     @property
     def exchanges(self) -> float:
-        """How often context parallelism exchanges them: both ways, and what is made again once more."""
+        """Number of exchanges in context parallelism: both passes, plus one for recomputation."""
         return 2.0 + (self.layout.checkpointing != "none")
 
     @property
     def gathered_bytes(self) -> float:
-        """Weights of the fullest stage, as they travel when they are gathered; adapters beside frozen ones."""
+        """Bytes of the largest stage's weights when gathered; adapters in addition to frozen weights."""
         share, qlora = self.share, self.job.train.method == "qlora"
         layers = (NF4_BYTES if qlora else self.share.element) * (share.local - share.ends)
         return layers + self.share.element * (share.ends + (0.0 if self.full else share.trained))
 
     @property
     def stored_bytes(self) -> float:
-        """Of these, what a backward pass does not gather again: FSDP2's last unit, with the head, is still there.
+        """Part of gathered_bytes that a backward pass does not gather again: FSDP2's last unit (with the head) remains.
 
-        So is a frozen embedding from the second micro-batch on: FSDP gathers it ahead of a backward pass that it does
-        not have, and nothing gives it back.
+        A frozen embedding also remains from the second micro-batch on: FSDP gathers it for a backward pass that it does
+        not have, so nothing frees it.
         """
         if not self.job.engine.ends_apart or self.layout.pp > 1:
             return 0.0
@@ -215,23 +215,23 @@ class _Step:
 
     @property
     def head_bytes(self) -> float:
-        """The head's weight, gathered."""
+        """Bytes of the gathered weight of the head."""
         return self.share.element * (self.count.head or self.count.embedding) / self.layout.tp
 
     @property
     def message_bytes(self) -> float:
-        """What a pipeline's stage hands to the next."""
+        """Bytes that a pipeline stage sends to the next."""
         split = self.layout.sequence_parallel or self.job.engine.sends_parts
         return self.hidden_bytes / (self.layout.tp if split else 1)
 
     @property
     def ends(self) -> float:
-        """FSDP units beside the layers."""
+        """FSDP units in addition to the layers."""
         return (2.0 if self.job.engine.ends_apart else 1.0) if self.sharded else 0.0
 
     @property
     def accumulation(self) -> float:
-        """Seconds of a micro-batch in which its gradients are added to those before: two read, one written."""
+        """Seconds per micro-batch to accumulate gradients: two reads and one write."""
         engine, share = self.job.engine, self.share
         micro_batches = self.layout.gradient_accumulation
         if engine.adds_in_products:
@@ -247,32 +247,32 @@ class _Step:
         return self.job.constants.unit_kernels * self.job.rates.launch_seconds if hooked else 0.0
 
 
-class _Layer(NamedTuple):
+class _LayerTimes(NamedTuple):
     """Seconds of one layer and micro-batch on one rank."""
 
     forward: float
     backward: float
     recompute: float
-    dequantize: float  # in all passes
+    dequantize: float  # for all passes
     host: float
     tensor_parallel: float
     context_parallel: float
     expert_parallel: float
 
 
-class _Micro(NamedTuple):
-    """Seconds of one micro-batch on the stage that sets the pace: the fullest, or the last, which has the head."""
+class _MicroBatchTimes(NamedTuple):
+    """Seconds of one micro-batch on the slowest stage: the largest, or the last, which has the head."""
 
     layers: float
     forward: float
-    backward: float  # with the head, both ways
+    backward: float  # including both passes of the head
     head: float
     head_gemm: float
     head_loss: float
 
 
-class _Exchange(NamedTuple):
-    """What data parallelism adds to a step: seconds that show, and seconds of copies of each micro-batch."""
+class _ExchangeTimes(NamedTuple):
+    """Time that data parallelism adds to a step: exposed seconds, and seconds of copies per micro-batch."""
 
     gather: float = 0.0
     reduce: float = 0.0
@@ -280,17 +280,17 @@ class _Exchange(NamedTuple):
 
 
 def step_parts(job: Job, layout: Layout) -> StepParts:
-    """Forecast one layout."""
-    step = _step(job, job.engine.as_run(layout))
+    """Forecast the step time of one layout."""
+    step = _prepare_step(job, job.engine.as_run(layout))
     layout, cost = step.layout, step.cost
-    layer = _layer(step)
-    micro = _micro_batch(step, layer)
-    exchange = _sharded(step, micro) if step.sharded else _replicated(step, micro)
-    bubble, send = _pipeline(step, micro, exchange.gather)
-    optimizer, offload = _optimizer(step)
+    layer = _time_layer(step)
+    micro = _time_micro_batch(step, layer)
+    exchange = _time_sharded(step, micro) if step.sharded else _time_replicated(step, micro)
+    bubble, send = _time_pipeline(step, micro, exchange.gather)
+    optimizer, offload = _time_optimizer(step)
     m, layers = layout.gradient_accumulation, micro.layers
-    passes = 3.0 if step.full else 2.0  # over a product: forward, for its input, and for its weights where they train
-    host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # beside a GPU, the head's product hides them
+    passes = 3.0 if step.full else 2.0  # passes of a product: forward, input gradient, and weight gradient if trained
+    host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # on a GPU, the head's product hides them
     return StepParts(
         gemm=m * (layers * (cost.gemm * passes + cost.merged) + micro.head_gemm * passes),
         attention=m * layers * cost.attention * 3.5,
@@ -298,7 +298,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
         dequantize=m * layers * layer.dequantize,
         recompute=m * layers * layer.recompute,
         host=m * (layers * layer.host + host_ends),
-        tensor_parallel=m * (layers * layer.tensor_parallel + _tensor_parallel(step, ends=True)),
+        tensor_parallel=m * (layers * layer.tensor_parallel + _time_tensor_parallel(step, ends=True)),
         context_parallel=m * layers * layer.context_parallel,
         expert_parallel=m * layers * layer.expert_parallel,
         gather=exchange.gather,
@@ -311,20 +311,20 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
 
 
 def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str], float]:
-    """Bytes of the collectives of one step that the seconds are made of, on a rank of the first pipeline stage.
+    """Return the bytes of the collectives in one step, on a rank of the first pipeline stage.
 
-    Or of the `last`.
+    With `last`, on a rank of the last stage. Keys: (mesh dimension, kind of collective).
 
-    By mesh dimension and kind; of each collective the whole, its larger side. Tensor parallelism's all-gathers and
-    reduce-scatters count as half an all-reduce. Left out: what is no wider than a number per token.
+    Each collective counts with its larger side; a tensor-parallel all-gather or reduce-scatter is half an all-reduce.
+    Collectives of at most one number per token are left out.
     """
-    step = _step(job, job.engine.as_run(layout))
+    step = _prepare_step(job, job.engine.as_run(layout))
     layout, share, engine, m = step.layout, step.share, job.engine, step.layout.gradient_accumulation
     reduced, found = engine.reduced_bytes(job.train, layout), {}
     if step.sharded:
         gathers, again = engine.gathers(layout), engine.gathers_again(layout)
         stored = again * step.stored_bytes
-        if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays from the first forward pass on
+        if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays gathered after the first forward pass
             stored = (gathers + again - 1) * step.head_bytes
         found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
@@ -342,10 +342,10 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
     return found
 
 
-def _step(job: Job, layout: Layout) -> _Step:
+def _prepare_step(job: Job, layout: Layout) -> _StepInputs:
     tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
     on_cpu = job.rates.device == "CPU"
-    return _Step(
+    return _StepInputs(
         job=job,
         layout=layout,
         count=weights(job.model),
@@ -356,36 +356,36 @@ def _step(job: Job, layout: Layout) -> _Step:
     )
 
 
-def _layer(step: _Step) -> _Layer:
+def _time_layer(step: _StepInputs) -> _LayerTimes:
     cost = step.cost
     forward = cost.gemm + cost.attention + cost.elementwise
-    # Frozen weights get no gradient, but where they are merged with their adapters.
+    # Frozen weights have no gradient, unless they are merged with their adapters.
     backward = cost.gemm * (2.0 if step.full else 1.0) + cost.merged + cost.attention * 2.5 + cost.elementwise * 2.0
     gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
-    return _Layer(
+    return _LayerTimes(
         forward=forward,
         backward=backward,
         recompute=gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise,
         dequantize=cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0),
-        host=_host(step, forward, backward),
-        tensor_parallel=_tensor_parallel(step),
-        context_parallel=_context_parallel(step),
-        expert_parallel=_expert_parallel(step),
+        host=_time_launches(step, forward, backward),
+        tensor_parallel=_time_tensor_parallel(step),
+        context_parallel=_time_context_parallel(step),
+        expert_parallel=_time_expert_parallel(step),
     )
 
 
-def _host(step: _Step, forward: float, backward: float) -> float:
-    """Starting a layer's kernels, as far as their work does not hide it."""
+def _time_launches(step: _StepInputs, forward: float, backward: float) -> float:
+    """Return the seconds of kernel launches that are not hidden by the kernels themselves."""
     forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
     if not step.on_cpu:
-        # Routed tokens are counted on the GPU and the counts read by the host, which starts nothing until then.
+        # The host reads the token counts per expert from the GPU, and launches nothing until then.
         waits = 0.0 if step.job.model.experts and step.layout.ep > 1 else forward
         forward_host, backward_host = max(0.0, forward_host - waits), max(0.0, backward_host - backward)
     return forward_host * (2.0 if step.layout.checkpointing == "full" else 1.0) + backward_host
 
 
-def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
-    """All-reduces (or their two halves) after attention and after the MLP, forward and backward; or at the ends."""
+def _time_tensor_parallel(step: _StepInputs, *, ends: bool = False) -> float:
+    """Return the exposed seconds of all-reduces after attention and MLP, both passes; or of those outside layers."""
     layout, job = step.layout, step.job
     if layout.tp == 1:
         return 0.0
@@ -396,10 +396,10 @@ def _tensor_parallel(step: _Step, *, ends: bool = False) -> float:
     return rounds * exposed * job.links.all_reduce_seconds(step.hidden_bytes, layout.tp, 1)
 
 
-def _context_parallel(step: _Step) -> float:
-    """Keys and values go round the ring, under attention as far as it lasts; gathered, under that of a rank's own.
+def _time_context_parallel(step: _StepInputs) -> float:
+    """Return the exposed seconds of context parallelism. A ring overlaps with attention; a gather with the own part.
 
-    Or tokens are exchanged for heads, which nothing hides.
+    If tokens are exchanged for heads instead, no overlap is possible.
     """
     layout, model, attention = step.layout, step.job.model, step.cost.attention
     if layout.cp == 1:
@@ -415,17 +415,17 @@ def _context_parallel(step: _Step) -> float:
     return max(0.0, ring - hidden) + max(0.0, 2.0 * ring - 2.5 * hidden) + 0.3 * ring
 
 
-def _expert_parallel(step: _Step) -> float:
-    """Tokens go to their experts and back, forward and backward; the mean over the layers."""
+def _time_expert_parallel(step: _StepInputs) -> float:
+    """Return the seconds to send tokens to their experts and back, both passes; mean over the layers."""
     layout, model = step.layout, step.job.model
     if layout.ep == 1:
         return 0.0
     links, copies, spread = step.job.links, float(model.experts_per_token), None
     if step.job.engine.sends_tokens_once:
         domains = layout.ep / max(links.island_size, links.ranks_per_node)
-        copies = each = _receivers(model, float(layout.ep))
+        copies = each = _count_receivers(model, float(layout.ep))
         if domains > 1:
-            copies = _receivers(model, domains)
+            copies = _count_receivers(model, domains)
             spread = each / copies
     sent = step.share.element * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
@@ -435,16 +435,16 @@ def _expert_parallel(step: _Step) -> float:
     return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1, spread)
 
 
-def _receivers(model: ModelSpec, of: float) -> float:
-    """How many `of` so many receivers have one of a token's k experts, at random.
+def _count_receivers(model: ModelSpec, of: float) -> float:
+    """Return the expected number, out of `of` receivers, that have at least one of a token's k experts.
 
-    A model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437).
+    A model may restrict a token's experts to some groups (node-limited routing, arXiv 2412.19437).
     """
     among = max(1.0, of * model.expert_groups)
     return float(among * (1.0 - (1.0 - 1.0 / among) ** model.experts_per_token))
 
 
-def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
+def _time_micro_batch(step: _StepInputs, layer: _LayerTimes) -> _MicroBatchTimes:
     head_gemm, head_loss = step.job.head(step.layout, step.tokens)
     head = head_gemm * (2.0 + (1.0 if step.full else 0.0)) + head_loss
     tp, cp, ep = layer.tensor_parallel, layer.context_parallel, layer.expert_parallel
@@ -455,34 +455,34 @@ def _micro_batch(step: _Step, layer: _Layer) -> _Micro:
     last = last_stage(step.job.model, step.layout)
     added = step.accumulation
     if step.layers * (forward + backward) > last * (forward + backward) + head:
-        return _Micro(step.layers, step.layers * forward, step.layers * backward + added, 0.0, 0.0, 0.0)
-    return _Micro(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
+        return _MicroBatchTimes(step.layers, step.layers * forward, step.layers * backward + added, 0.0, 0.0, 0.0)
+    return _MicroBatchTimes(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
 
 
-def _sharded(step: _Step, micro: _Micro) -> _Exchange:
-    """Weights gathered ahead of each unit, gradients scattered behind it, and all-reduced between replicas."""
+def _time_sharded(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
+    """Return the time to gather weights before each unit, scatter gradients after it, and all-reduce over replicas."""
     job, layout, links, share, units = step.job, step.layout, step.job.links, step.share, step.layers + step.ends
     lost = {True: job.constants.overlap_loss_network, False: job.constants.overlap_loss}
     loss = lost[links.crosses(share.group, layout.tp) is links.network]
     each_reduced = job.engine.reduced_bytes(job.train, layout)
     gathered, reduced = step.gathered_bytes, each_reduced * share.trained
-    each = gathered / share.local  # the mean
-    gather_once = _over_groups(links.ring_seconds, step, each, share.local, share.routed, units, ranks=share.group)
+    each = gathered / share.local  # mean
+    gather_once = _time_over_groups(links.ring_seconds, step, each, share.local, share.routed, units, ranks=share.group)
     again = gather_once * (1.0 - step.stored_bytes / gathered) if layout.reshard_after_forward else 0.0
-    scatter = _over_groups(
+    scatter = _time_over_groups(
         links.scatter_seconds, step, each_reduced, share.trained, share.routed_trained, units, ranks=share.group
     )
     gathers, scatters = job.engine.gathers(layout), job.engine.scatters(job.train, layout)
     copied = 0.0
-    if step.on_cpu:  # fully_shard waits for gloo's collectives where it starts them (torch _fsdp_collectives.py)
+    if step.on_cpu:  # fully_shard waits for each gloo collective where it launches it (torch _fsdp_collectives.py)
         ahead, behind, late = gather_once, again, scatter
-        # A gather copies the shard in and everything out again; so does a scatter.
+        # A gather copies the shard into a buffer and the result out again; a scatter does the same.
         once_copied = (2.0 + 2.0 / share.group) / job.rates.hbm
         passes = gathers + job.engine.gathers_again(layout)
         copied = once_copied * (gathered * passes + reduced * scatters) / layout.gradient_accumulation
     else:
-        ahead = _overlap(micro.forward, gather_once, loss) - micro.forward + gather_once / max(1.0, step.layers)
-        shown = _overlap(micro.backward, again + scatter, loss) - micro.backward
+        ahead = _overlap_seconds(micro.forward, gather_once, loss) - micro.forward + gather_once / max(1.0, step.layers)
+        shown = _overlap_seconds(micro.backward, again + scatter, loss) - micro.backward
         late = shown * scatter / (again + scatter) if scatter else 0.0
         behind = shown - late
         late += scatter / max(1.0, step.layers)
@@ -491,16 +491,16 @@ def _sharded(step: _Step, micro: _Micro) -> _Exchange:
         trained = share.part(share.trained, share.routed_trained, sharded=True)
         across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, strides(layout)[2])
         loss = lost[links.crosses(layout.dp_replicate, strides(layout)[2]) is links.network]
-        reduce += _overlap(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
-    return _Exchange(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
+        reduce += _overlap_seconds(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
+    return _ExchangeTimes(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
 
 
-def _replicated(step: _Step, micro: _Micro) -> _Exchange:
-    """Gradients reduced over ranks that hold all weights; of ZeRO-1 and 2 the updated weights come back."""
+def _time_replicated(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
+    """Return the time to reduce gradients over ranks with all weights; ZeRO-1 and 2 also gather updated weights."""
     job, layout, share = step.job, step.layout, step.share
-    ranks = layout.data_parallel * layout.cp  # ranks of context parallelism see other tokens of the same sequences
+    ranks = layout.data_parallel * layout.cp  # context-parallel ranks process other tokens of the same sequences
     if ranks == 1:
-        return _Exchange()
+        return _ExchangeTimes()
 
     reduced = share.trained * job.engine.reduced_bytes(job.train, layout)
     bucket = max(job.engine.reduce_bucket, job.engine.reduce_bucket_per_rank * ranks)
@@ -508,38 +508,38 @@ def _replicated(step: _Step, micro: _Micro) -> _Exchange:
 
     def one(each: float) -> float:
         ring = job.links.ring_seconds
-        return _over_groups(ring, step, each, share.trained, share.routed_trained, messages, ranks=ranks)
+        return _time_over_groups(ring, step, each, share.trained, share.routed_trained, messages, ranks=ranks)
 
     back_way = one_way = one(job.engine.reduced_bytes(job.train, layout))
     if layout.sharding in ("zero1", "zero2"):
-        back_way = one(step.share.element)  # as computed with
-    reduce = _reduction(step, micro, one_way, back_way) if job.engine.dp_overlap else one_way + back_way
+        back_way = one(step.share.element)  # in the type of computation
+    reduce = _time_reduction(step, micro, one_way, back_way) if job.engine.dp_overlap else one_way + back_way
     if job.engine.reduce_every_micro_batch and layout.sharding == "zero2":
         reduce *= layout.gradient_accumulation
-    return _Exchange(reduce=reduce)
+    return _ExchangeTimes(reduce=reduce)
 
 
-def _reduction(step: _Step, micro: _Micro, one_way: float, back_way: float) -> float:
-    """What shows of a reduction under the backward pass."""
+def _time_reduction(step: _StepInputs, micro: _MicroBatchTimes, one_way: float, back_way: float) -> float:
+    """Return the seconds of a reduction that the backward pass does not hide."""
     layout, count = step.layout, step.count
-    # gloo's threads and the compute share the cores of one host; what waits for a network is hidden
+    # gloo's threads share the cores of a host with compute; waiting for a network is hidden
     loss = 1.0 if step.on_cpu and step.job.links.network is None else step.job.constants.overlap_loss
     last = one_way / max(2.0, step.layers)
-    if layout.pp == 1 and step.full:  # the embedding's gradient comes last and is one bucket
+    if layout.pp == 1 and step.full:  # the embedding's gradient comes last, in one bucket
         last = max(last, one_way * count.embedding / count.total)
     if layout.sharding == "ddp":
-        return _overlap(micro.backward, 2.0 * (one_way - last), loss) - micro.backward + 2.0 * last
-    # Updated weights are gathered under the next forward pass.
-    reduce = _overlap(micro.backward, one_way - last, loss) - micro.backward + last
-    return reduce + (_overlap(micro.forward, back_way, loss) - micro.forward)
+        return _overlap_seconds(micro.backward, 2.0 * (one_way - last), loss) - micro.backward + 2.0 * last
+    # Updated weights are gathered during the next forward pass.
+    reduce = _overlap_seconds(micro.backward, one_way - last, loss) - micro.backward + last
+    return reduce + (_overlap_seconds(micro.forward, back_way, loss) - micro.forward)
 
 
-def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
-    """The schedule's bubble and its sends.
+def _time_pipeline(step: _StepInputs, micro: _MicroBatchTimes, gather: float) -> tuple[float, float]:
+    """Return the seconds of the schedule's bubble, and of its sends.
 
-    Each boundary: activations forward, gradients back. In 1F1B a stage waits for both exchanges with its neighbour
-    (Megatron-LM's send_forward_recv_backward and its mirror, torch's Schedule1F1B); interleaved, they run under the
-    compute of other chunks, but once per chunk it waits for one.
+    Each stage boundary carries activations forward and gradients back. In 1F1B a stage waits for both exchanges
+    (Megatron-LM's send_forward_recv_backward and its mirror, torch's Schedule1F1B). In an interleaved schedule they
+    overlap with the compute of other chunks, except for one per chunk.
     """
     layout = step.layout
     if layout.pp == 1:
@@ -553,8 +553,8 @@ def _pipeline(step: _Step, micro: _Micro, gather: float) -> tuple[float, float]:
     return bubble, send
 
 
-def _optimizer(step: _Step) -> tuple[float, float]:
-    """Seconds of the optimizer on the device, or of what is offloaded."""
+def _time_optimizer(step: _StepInputs) -> tuple[float, float]:
+    """Return the seconds of the optimizer on the device, or of an offloaded optimizer."""
     job, layout, wide = step.job, step.layout, step.share.element
     share = step.share
     trained = share.part(share.trained, share.routed_trained, sharded=layout.sharding != "ddp")
@@ -564,7 +564,7 @@ def _optimizer(step: _Step) -> tuple[float, float]:
         return job.engine.step_bytes(share) * trained / job.rates.hbm, 0.0
     offload = job.engine.step_bytes(share) * trained / job.host_adam_bytes_per_second
     offload += (wide + 4.0) * trained / job.links.host.bytes_per_second
-    if layout.offload == "all":  # each micro-batch: weights in for both passes, as they lie, and gradients out
+    if layout.offload == "all":  # per micro-batch: load weights for both passes, store gradients
         moved = 2.0 * share.part(step.gathered_bytes, step.gathered_bytes / share.local * share.routed, sharded=True)
         moved += wide * share.part(share.trained, share.routed_trained, sharded=True)
         offload += moved * layout.gradient_accumulation / job.links.host.bytes_per_second

@@ -1,4 +1,4 @@
-"""Variables of an image: ENV of its stages, and what RUN, COPY, CMD and ENTRYPOINT write or set.
+"""Variables of an image: ENV of its stages, and what RUN and COPY write into files.
 
 Specification: Dockerfile reference (both forms of ENV, ARG, stages, `# escape=`); for here-documents BuildKit's
 frontend/dockerfile/parser: of RUN, COPY and ADD, each word outside of quotes that begins with `<<`.
@@ -6,13 +6,12 @@ frontend/dockerfile/parser: of RUN, COPY and ADD, each word outside of quotes th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from planner.lint.script import NAMED, OPEN, Assigned, Inner, Script, Unread, words
-from planner.lint.shell import read_assignment, read_shell, read_words
+from planner.lint.shell import read_assignment, read_shell
 
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
@@ -30,29 +29,28 @@ class _Stage(NamedTuple):
     name: str
     known: dict[str, str]  # ENV and ARG
     assigned: list[Assigned]
-    starts: dict[str, _Instruction]  # ENTRYPOINT and CMD
 
 
 def read_dockerfile(text: str) -> Script:
     """Read the variables that the last stage's containers have; those of stages that it is not built on are named."""
-    script, stage, named = Script(), _Stage("", {}, [], {}), dict[str, _Stage]()
+    script, stage, named = Script(), _Stage("", {}, []), dict[str, _Stage]()
     arguments = stage.known  # before the first stage
     for each in _instructions(text, script):
         if each.name == "FROM":
             rest = re.sub(r"\$\{?(\w+)\}?", lambda match: arguments.get(match[1]) or match[0], each.rest)
             words = [word.lower() for word in rest.split() if not word.startswith("--")]
-            base = named.get(words[0], _Stage("", {}, [], {})) if words else stage
+            base = named.get(words[0], _Stage("", {}, [])) if words else stage
             name = words[2] if len(words) > 2 else str(len(named))
-            stage = named[name] = _Stage(name, dict(base.known), list(base.assigned), dict(base.starts))
+            stage = named[name] = _Stage(name, dict(base.known), list(base.assigned))
         elif each.name in ("ENV", "ARG"):
             _variables(each, stage)
-        elif each.name in ("CMD", "ENTRYPOINT"):
-            stage.starts[each.name] = each
+        elif each.name in ("CMD", "ENTRYPOINT") and NAMED.search(each.rest):
+            script.unread.append(Unread(line=each.line, why=f"a variable in {each.name}"))
         elif each.name == "RUN":
             _run(each, stage.known, script)
         else:
             script.inner += [Inner(text=body, target=each.rest.split()[-1], line=line) for line, body in each.documents]
-    script.add(_start(stage))
+    script.always.update({each.name: each for each in stage.assigned})
     return script
 
 
@@ -72,26 +70,6 @@ def _variables(each: _Instruction, stage: _Stage) -> None:
             stage.known[found.name] = found.value
             if each.name == "ENV":
                 stage.assigned.append(found)
-
-
-def _start(stage: _Stage) -> Script:
-    """What the program of the image gets: ENTRYPOINT as a list goes on with CMD, any other command replaces it."""
-    words: list[str] = []
-    for each in (stage.starts.get(name) for name in ("ENTRYPOINT", "CMD")):
-        if each is None:
-            continue
-        try:
-            found = json.loads(each.rest) if each.rest.startswith("[") else None
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-            if words:
-                break
-            return read_shell(each.rest, known=stage.known, line=each.line, before=stage.assigned)
-        words += found
-    if not words:
-        return Script(always={each.name: each for each in stage.assigned})
-    return read_words(words, max(each.line for each in stage.starts.values()), stage.assigned)
 
 
 def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:

@@ -30,7 +30,6 @@ MOST_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
 MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
 _MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop counted; a few seconds
 
-_ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
 # The reserved word, which may stand before assignments, functions and `(`; the grammar takes it for a program.
 _TIME = re.compile(rb"((?:^|[;&|(){]|\b(?:then|do|else|if))[ \t]*)time(?:[ \t]+-p)?(?=[ \t]+[\w({])", re.MULTILINE)
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
@@ -124,9 +123,9 @@ def parse_lines(source: bytes) -> tuple[bytes, Node | None]:
     """The text as the grammar understands it, and its tree. No line changes its number.
 
     The word `time` is left out. Assignments that end their line get a `;`, because the grammar takes the first words of
-    the next line for their command. The `/` of `[ -d / ]` gets quotes, because the grammar takes `/ ]` for a division.
+    the next line for their command.
     """
-    source = _TIME.sub(lambda found: found[1].ljust(len(found[0])), _ROOT.sub(b'"/"', source))
+    source = _TIME.sub(lambda found: found[1].ljust(len(found[0])), source)
     for _ in range(_MOST_PASSES):
         root = _parse(source)
         ends = sorted({end for command in walk(root, "command") for end in _ends_of_lines(command, source)})

@@ -76,6 +76,7 @@ class Programs(Expander):
         self.started = 0  # programs, those included that get what one before them gets
         self._seen: set[tuple[str, bool, frozenset[tuple[str, str]]]] = set()
         self._sets = 0  # settings in the words of commands
+        self._same: dict[Assigned, Assigned] = {}  # one object for equal ones, so that shells are compared fast
 
     # -- what is said of the text
 
@@ -126,7 +127,7 @@ class Programs(Expander):
 
     def _put(self, given: Assigned) -> None:
         """Note what a variable is from here on."""
-        self.shell.variables[given.name] = given
+        self.shell.variables[given.name] = self._same.setdefault(given, given)
         if given.items is None and not given.unset:
             if given.exported:
                 self.exported.add(given.name)

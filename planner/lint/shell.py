@@ -20,7 +20,6 @@ from planner.lint.script import NAMED, OPEN, Assigned, Script, Word, is_judged, 
 
 _MOST_COMMANDS = 20_000  # that are followed, loops, ways and calls of functions counted each time
 _MOST_ROUNDS = 64  # of one loop
-_MOST_TURNS = 2000  # copies of the shell that go another way
 
 # What arithmetic changes
 _CHANGED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
@@ -76,7 +75,7 @@ class _Reader(Programs):
         super().__init__(known, before)
         self._texts: dict[tuple[str, int], tuple[bytes, Node | None]] = {}
         self._called: set[int] = set()  # functions, by their bodies
-        self._blocks = self._commands = self._turns = self._loops = 0
+        self._blocks = self._commands = self._loops = 0
         self._ways: set[tuple[int, bool]] = set()  # ends of conditions that were followed, by place
         self._tried: dict[str, int] = {}  # conditions that were followed both ways: how many turns came before
         self._only_assigns = True
@@ -144,10 +143,12 @@ class _Reader(Programs):
         for at, node in enumerate(nodes):
             if node.is_named and node.type != "comment":
                 here, gone = [each for each in shells if not each.left], [each for each in shells if each.left]
+                if not here:
+                    break
                 if at + 1 < len(nodes) and nodes[at + 1].type == "&":
                     for shell in here:
                         self._apart([node], shell)
-                elif here:
+                else:
                     here = self._visit(node, here)
                 shells = self._merged([*here, *gone])
         return shells
@@ -232,22 +233,18 @@ class _Reader(Programs):
                     shell.choices[key] = (bool(shell.likely), "")
                     if len(shell.turns) < self._tried.get(key, MOST_LEVELS):
                         self._tried[key] = len(shell.turns)
-                        self._turn(shell, key, label, node, ways)
+                        self._turn(shell, key, label, ways)
                 shell.status = shell.choices[key][0]
             ways[bool(shell.left or shell.status)].append(shell)
         for way, taken in ways.items():
             if undecided and not taken and (place, way) not in self._ways:
                 self.shell = undecided[0]
-                self._turn(self.shell, "\0".join([text, *map(self.parameter, used)]), label, node, ways)
+                self._turn(self.shell, "\0".join([text, *map(self.parameter, used)]), label, ways)
             self._ways.add((place, way))
         return ways[True], ways[False]
 
-    def _turn(self, shell: Shell, key: str, label: str, node: Node, ways: Mapping[bool, Shells]) -> None:
+    def _turn(self, shell: Shell, key: str, label: str, ways: Mapping[bool, Shells]) -> None:
         """Let a copy of the shell go the other way."""
-        self._turns += 1
-        if self._turns > _MOST_TURNS:
-            self.unread(self.line(node), "too many conditions")
-            return
         other, way = shell.copy(), not shell.choices[key][0]
         other.turns, other.status = (*shell.turns, key), way
         other.choices[key] = (way, label if way else f"else of {label}")

@@ -1,1 +1,1 @@
-"""The NCCL environment: a rule per variable."""
+"""Recommended NCCL environment: one rule per variable."""

@@ -1,4 +1,4 @@
-"""What a job is advised to set, and what its pods need beside it; settings as text that other tools read.
+"""The recommended environment of a job and other needs of its pods; formats settings for other tools.
 
 Specification: PyTorch docs notes/cuda (allocator), ProcessGroupNCCL.hpp (TORCH_NCCL_*), torch/distributed/run.py; NCCL
 docs/userguide/source/troubleshooting.rst (shared memory, memlock); Kubernetes EnvVar and extended resources; Multus
@@ -27,37 +27,33 @@ from probes.limits.probe import LimitsFacts
 
 
 class RenderError(ValueError):
-    """A setting that the format cannot carry; the message names it."""
+    """The format cannot represent a setting; the message names the setting."""
 
 
 def render_env(settings: Sequence[Setting]) -> str:
-    """An env file: values stand as they are, as `docker run --env-file` takes them, reasons as comments."""
+    """Format an env file: unquoted values, as `docker run --env-file` reads them, and reasons as comments."""
     return _render(settings, lambda each: f"{each.name}={each.value}")
 
 
 def render_shell(settings: Sequence[Setting]) -> str:
-    """Exports that a POSIX shell can source."""
+    """Format export commands for a POSIX shell."""
     return _render(settings, lambda each: f"export {each.name}={shlex.quote(each.value)}")
 
 
 def _render(settings: Sequence[Setting], line: Callable[[Setting], str]) -> str:
-    lines = [text for each in _checked(settings) for text in (f"# {each.reason.rule}", line(each))]
+    lines = [text for each in _check_values(settings) for text in (f"# {each.reason.rule}", line(each))]
     return "\n".join(text.replace("\n", " ") for text in lines or ("# nothing to set",)) + "\n"
 
 
-def k8s_env(settings: Sequence[Setting]) -> list[dict[str, str]]:
-    """The `env:` list of a container."""
-    return [{"name": each.name, "value": each.value} for each in _checked(settings)]
-
-
 def render_k8s(settings: Sequence[Setting]) -> str:
-    """The `env:` list as YAML; every value is a string, also where it looks like a number."""
+    """Format the `env:` list of a container as YAML. Every value is a string, even if it looks like a number."""
     import yaml
 
-    return yaml.safe_dump(k8s_env(settings), sort_keys=False, allow_unicode=True, width=10_000)
+    rows = [{"name": each.name, "value": each.value} for each in _check_values(settings)]
+    return yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _checked(settings: Sequence[Setting]) -> Sequence[Setting]:
+def _check_values(settings: Sequence[Setting]) -> Sequence[Setting]:
     for each in settings:
         if each.name in RESERVED:
             raise RenderError(f"{each.name}: reserved for the launcher, must not be set")
@@ -69,7 +65,7 @@ def _checked(settings: Sequence[Setting]) -> Sequence[Setting]:
 
 
 def allocator(case: Situation) -> Setting | None:
-    """PYTORCH_CUDA_ALLOC_CONF: segments that grow, so that unequal sequence lengths do not fragment the memory."""
+    """PYTORCH_CUDA_ALLOC_CONF: expandable segments, so that varying sequence lengths do not fragment the memory."""
     if not case.gpus:
         return None
     evidence = f"{case.gpus} CUDA GPUs; newer PyTorch also reads it as PYTORCH_ALLOC_CONF"
@@ -77,17 +73,17 @@ def allocator(case: Situation) -> Setting | None:
 
 
 def watchdog(case: Situation) -> Note | None:
-    """TORCH_NCCL_*: the defaults already abort a hung collective."""
+    """TORCH_NCCL_*: by default, a hung collective is already aborted."""
     if case.backend != "nccl":
         return None
     return note("watchdog")
 
 
 def omp_threads(case: Situation) -> Setting | Note | None:
-    """OMP_NUM_THREADS: torchrun sets 1 where several ranks share a node, and nothing for a rank that is alone."""
+    """OMP_NUM_THREADS: torchrun sets it to 1 if several ranks share a node, and does not set it for a single rank."""
     if case.amd:
         return None
-    shares = [share for node in case.nodes if (share := _cores_per_rank(case, node)) is not None]
+    shares = [share for node in case.nodes if (share := _count_cores_per_rank(case, node)) is not None]
     if not shares:
         return None
     share = min(shares, key=lambda share: share.threads)
@@ -102,32 +98,32 @@ def omp_threads(case: Situation) -> Setting | Note | None:
     return note("omp.gpu", f"{share.hostname}: {share.evidence}", threads=share.threads)
 
 
-class _Share(NamedTuple):
-    """What one rank has of its node's cores."""
+class _CoreShare(NamedTuple):
+    """CPU cores of a node that one rank can use."""
 
     hostname: str
     threads: int
     ranks: int
-    limited: bool  # by the cgroup, below the cores that it sees
+    limited: bool  # the cgroup allows fewer cores than are visible
     evidence: str
 
 
-def _cores_per_rank(case: Situation, node: NodeView) -> _Share | None:
-    info, limits = node.hostinfo(), _limits(node)
+def _count_cores_per_rank(case: Situation, node: NodeView) -> _CoreShare | None:
+    info, limits = node.hostinfo(), _get_limits(node)
     cores = info.cores or info.threads if info else None
     if cores is None:
         return None
-    quota = limits.cgroup_cpus if limits and not limits.of_agent else None  # the agent's own CPU limit is no job's
+    quota = limits.cgroup_cpus if limits and not limits.of_agent else None  # the agent's CPU limit does not limit jobs
     usable = min(cores, int(quota)) if quota else cores
     ranks = case.ranks_on(node)
     limited = bool(quota and quota < cores)
     by_cgroup = f", {quota:g} by cgroup" if limited else ""
     evidence = f"{cores} cores{by_cgroup}, {ranks} rank{'s' if ranks > 1 else ''}"
-    return _Share(node.hostname, max(usable // ranks, 1), ranks, limited, evidence)
+    return _CoreShare(node.hostname, max(usable // ranks, 1), ranks, limited, evidence)
 
 
 def cpu_binding(case: Situation) -> Note | None:
-    """Binding ranks to the NUMA node of their GPU."""
+    """Recommend to bind ranks to the NUMA node of their GPU."""
     if case.backend != "nccl":
         return None
     for node in case.nodes:
@@ -140,27 +136,27 @@ def cpu_binding(case: Situation) -> Note | None:
     return None
 
 
-# NCCL's troubleshooting page starts containers with --shm-size=1g; DataLoader workers hand their batches over in the
-# same file system, one set per rank. An emptyDir in memory costs only what is written to it.
+# NCCL's troubleshooting page starts containers with --shm-size=1g. DataLoader workers pass batches through the same
+# file system, one set per rank. A memory-backed emptyDir uses only as much memory as is written to it.
 _SHM_BYTES_PER_RANK = 1024**3
 
-# AWS EKS user guide, "Run machine learning training with EFA": the example pods ask for 5120Mi of 2 MiB pages.
+# AWS EKS user guide, "Run machine learning training with EFA": the example pods request 5120Mi of 2 MiB pages.
 _EFA_HUGEPAGES = "hugepages-2Mi: 5120Mi"
 
 
 def pod_needs(case: Situation) -> tuple[PodNeed, ...]:
-    """Everything a pod of this job must ask for; one entry per need, from the node that needs most."""
+    """Return all needs of a pod of this job; one entry per need, with the largest value of all nodes."""
     if not case.nodes:
         return ()
     found: dict[tuple[str, str], PodNeed] = {}
-    for each in _needs(case):
+    for each in _list_needs(case):
         found.setdefault((each.name, each.value), each)
     return tuple(found.values())
 
 
-def _needs(case: Situation) -> Iterator[PodNeed]:
+def _list_needs(case: Situation) -> Iterator[PodNeed]:
     largest = max(case.nodes, key=lambda node: node.gpu_count())
-    yield _shm(largest, case.ranks_on(largest))
+    yield _need_shm(largest, case.ranks_on(largest))
     if case.gpus:
         yield need(
             "pod.gpus", f"nvidia.com/gpu: {largest.gpu_count()}", f"{largest.hostname}: {largest.gpu_count()} GPUs"
@@ -170,26 +166,26 @@ def _needs(case: Situation) -> Iterator[PodNeed]:
     if joined := gpus.nvlink_between_nodes(case):
         yield need("pod.compute_domain", "resource.nvidia.com/v1beta1", joined)
     if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
-        yield from _locked_memory(case)
+        yield from _need_locked_memory(case)
     if case.efa:
-        yield from _efa(case)
+        yield from _need_efa(case)
     for node in case.nodes:
-        yield from _roce_in_pod(node)
+        yield from _need_roce(node)
 
 
 def _has_hcas(node: NodeView) -> bool:
-    """Whether a machine without a probe (from the catalogue or a matrix) is known to have RDMA devices."""
+    """Whether a node without probes (from the catalogue or a matrix) has RDMA devices."""
     nics = node.topology.nics if node.topology and not node.snapshot else ()
     return any(nic.kind in ("hca", "efa") for nic in nics)
 
 
-def _limits(node: NodeView) -> LimitsFacts | None:
-    """Limits of the process that read them."""
+def _get_limits(node: NodeView) -> LimitsFacts | None:
+    """Return the limits of the probing process."""
     return node.snapshot.facts(LimitsFacts) if node.snapshot else None
 
 
-def _shm(node: NodeView, ranks: int) -> PodNeed:
-    limits = _limits(node)
+def _need_shm(node: NodeView, ranks: int) -> PodNeed:
+    limits = _get_limits(node)
     have = limits.shm_size_bytes if limits and not limits.of_agent else None
     evidence = f"{node.hostname}: {ranks} ranks"
     if have is not None and limits is not None:
@@ -198,14 +194,14 @@ def _shm(node: NodeView, ranks: int) -> PodNeed:
     return need("pod.shm", str(ranks * _SHM_BYTES_PER_RANK), evidence, users=users)
 
 
-def _locked_memory(case: Situation) -> Iterator[PodNeed]:
-    yield need("pod.memlock", "unlimited", _memlock_evidence(case))
-    yield need("pod.ipc_lock", "IPC_LOCK", _memlock_evidence(case))
+def _need_locked_memory(case: Situation) -> Iterator[PodNeed]:
+    yield need("pod.memlock", "unlimited", _describe_memlock(case))
+    yield need("pod.ipc_lock", "IPC_LOCK", _describe_memlock(case))
 
 
-def _memlock_evidence(case: Situation) -> str:
+def _describe_memlock(case: Situation) -> str:
     for node in case.nodes:
-        limits = _limits(node)
+        limits = _get_limits(node)
         if limits is None or not limits.memlock_known:
             continue
         soft = limits.memlock_soft_bytes
@@ -214,29 +210,29 @@ def _memlock_evidence(case: Situation) -> str:
     return "memlock was not read"
 
 
-def _efa(case: Situation) -> Iterator[PodNeed]:
+def _need_efa(case: Situation) -> Iterator[PodNeed]:
     node = max(case.nodes, key=lambda each: each.efa_count())
     gpus, ranks = node.gpu_count(), case.ranks_on(node)
-    part = ranks < gpus  # the other GPUs' pods want theirs
+    part = ranks < gpus  # pods on the other GPUs need theirs
     count = -(-node.efa_count() * ranks // gpus) if part else node.efa_count()
     yield need(
         "pod.efa",
         f"vpc.amazonaws.com/efa: {count}",
         f"{node.hostname}: {node.efa_count()} EFA devices" + (f", for {ranks} of {gpus} GPUs" if part else ""),
     )
-    yield need("pod.hugepages", _EFA_HUGEPAGES, _hugepages(node))
+    yield need("pod.hugepages", _EFA_HUGEPAGES, _describe_hugepages(node))
 
 
-def _hugepages(node: NodeView) -> str:
-    limits = _limits(node)
+def _describe_hugepages(node: NodeView) -> str:
+    limits = _get_limits(node)
     pages = limits.hugepages if limits else None
     if not pages:
         return f"{node.hostname}: huge pages were not read"
     return f"{node.hostname}: " + ", ".join(f"{size}: {number}" for size, number in pages.items())
 
 
-def _roce_in_pod(node: NodeView) -> Iterator[PodNeed]:
-    """The secondary network and the RDMA resource that belongs to it."""
+def _need_roce(node: NodeView) -> Iterator[PodNeed]:
+    """Return the secondary network and the RDMA resource that belongs to it."""
     facts = node.interfaces()
     choice = choose_ports(node)
     for interface in facts.interfaces if facts else ():
@@ -255,12 +251,12 @@ def _roce_in_pod(node: NodeView) -> Iterator[PodNeed]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvAdvice:
-    """What to set, what was left alone on purpose, and what the pod needs besides."""
+    """Recommended settings, notes about variables that are not set on purpose, and other needs of the pod."""
 
     settings: tuple[Setting, ...]
     notes: tuple[Note, ...]
     needs: tuple[PodNeed, ...]
-    backend: str = "nccl"  # "gloo" where there is no GPU, "rccl" where the GPUs are AMD's: not judged
+    backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
 
 
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
@@ -295,20 +291,20 @@ RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
     omp_threads,
     cpu_binding,
 )
-"""In the order of the answer."""
+"""Rules, in the order of their answers."""
 
-_KEPT = ("NCCL_MNNVL_ENABLE", "NCCL_NET_GDR_LEVEL", "NCCL_NVLS_ENABLE")  # notes of needs, not of variables to set
+_KEPT = ("NCCL_MNNVL_ENABLE", "NCCL_NET_GDR_LEVEL", "NCCL_NVLS_ENABLE")  # kept: notes about needs
 
 
 def settings(case: Situation) -> EnvAdvice:
-    """The environment for a job."""
+    """Return the recommended environment of a job."""
     answers = [answer for rule in RULES if (answer := rule(case)) is not None]
     chosen = tuple(answer for answer in answers if isinstance(answer, Setting))
     notes = tuple(answer for answer in answers if isinstance(answer, Note))
     if not case.one_node and case.backend == "nccl":
-        chosen, notes = _with_published(case, chosen, notes)
+        chosen, notes = _add_published(case, chosen, notes)
     if platforms.has_vendor_script(case):
-        chosen, notes = _without_nccl(case, chosen, notes)
+        chosen, notes = _drop_nccl(case, chosen, notes)
     unknown = any(each.text.startswith("Unknown") or each.topic == "platform" for each in notes)
     if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):
         notes = (note("nccl.nothing"), *notes)
@@ -318,16 +314,16 @@ def settings(case: Situation) -> EnvAdvice:
 _Answers = tuple[tuple[Setting, ...], tuple[Note, ...]]
 
 
-def _with_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
-    """What the platform publishes beside what the rules chose; a note about such a variable gives way."""
+def _add_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
+    """Add the platform's published settings to those of the rules; they replace notes about the same variables."""
     named = {one.name for one in chosen}
     added = tuple(each for each in settings_as_published(case) if each.name not in named)
     published = {each.name for each in added}
     return (*chosen, *added), tuple(each for each in notes if each.topic not in published)
 
 
-def _without_nccl(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
-    """What is left where the vendor's own script or plugin sets NCCL's variables."""
+def _drop_nccl(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
+    """Drop NCCL variables, because a script or plugin of the vendor sets them."""
     if platforms.vendor_script(case) is not None:
         notes = tuple(each for each in notes if not each.topic.startswith("NCCL_") or each.topic in _KEPT)
     return tuple(each for each in chosen if not each.name.startswith("NCCL_")), notes

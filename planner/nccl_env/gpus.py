@@ -1,4 +1,4 @@
-"""What concerns GPUs and their links: mostly what NCCL decides by itself, with a note not to set it.
+"""Rules about GPUs and their links. Most variables have correct defaults, and a note says not to set them.
 
 Specification: NCCL docs/userguide/source/env.rst, src/graph/{topo,paths}.cc, src/transport/nvls.cc, src/mnnvl.cc.
 """
@@ -16,50 +16,50 @@ from topology.graph import PathClass
 
 
 def unread(case: Situation) -> Note | None:
-    """GPUs that could not be read: the advice stands on less."""
+    """Report GPUs that could not be read, so the advice is based on fewer facts."""
     failed = case.unread("gpu")
     return note("gpu.unread", failed) if failed else None
 
 
 def nvlink_between_nodes(case: Situation) -> str | None:
-    """What shows that NVLink joins nodes of this job (MNNVL); None: nothing does."""
+    """Return the evidence that NVLink connects nodes of this job (MNNVL); None if there is none."""
     if case.one_node:
         return None
     cliques: Counter[str] = Counter()
     for node in case.nodes:
         facts = node.gpu()
         cliques.update({gpu.fabric_clique for gpu in facts.gpus if gpu.fabric_clique} if facts else ())
-    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or _tray(case)]
-    racks = [node.hostname for node in case.nodes if not node.snapshot and _of_a_rack(node)]
+    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or _has_tray(case)]
+    racks = [node.hostname for node in case.nodes if not node.snapshot and _is_of_rack(node)]
     if shared:
         return f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)"
     return f"{racks[0]}: catalogue" if racks else None
 
 
 def mnnvl(case: Situation) -> Note | None:
-    """NCCL_MNNVL_ENABLE: automatic, but it needs IMEX."""
+    """NCCL_MNNVL_ENABLE: enabled automatically, but requires IMEX."""
     evidence = nvlink_between_nodes(case)
     if evidence is None:
         return None
     return note("mnnvl", evidence)
 
 
-def _of_a_rack(node: NodeView) -> bool:
-    """A machine of the catalogue whose NVLink domain spans several nodes."""
+def _is_of_rack(node: NodeView) -> bool:
+    """Whether a catalogue machine has an NVLink domain of several nodes."""
     sku = node.topology.sku if node.topology else None
     return any(row.name == sku and row.nvlink_nodes > 1 for row in catalogue())
 
 
-def _tray(case: Situation) -> bool:
-    """A node of at most 4 GPUs with a clique is a tray of a larger NVLink domain (GB200 NVL72), not an HGX board."""
+def _has_tray(case: Situation) -> bool:
+    """Whether a node with a clique and at most 4 GPUs is a tray of an NVLink domain (GB200 NVL72), not an HGX board."""
     return all(0 < node.gpu_count() <= 4 for node in case.nodes)
 
 
 def nvls(case: Situation) -> Note | None:
-    """NCCL_NVLS_ENABLE: automatic where the switches can reduce."""
+    """NCCL_NVLS_ENABLE: enabled automatically if the switches support reductions."""
     capable = [
         node.hostname
-        for node, capability in _capabilities(case)
+        for node, capability in _list_capabilities(case)
         if capability >= (9, 0) and node.gpu_count() > 2 and all_nvlink(node)
     ]
     if not capable:
@@ -68,7 +68,7 @@ def nvls(case: Situation) -> Note | None:
 
 
 def gdr_c2c(case: Situation) -> Note | None:
-    """NCCL_NET_GDR_C2C: on by default since 2.27; of a network's card, so nothing for one node."""
+    """NCCL_NET_GDR_C2C: on by default since 2.27; it only concerns NICs, so it does not apply to a single node."""
     if case.one_node:
         return None
     facts = [(node, gpus) for node in case.nodes if (gpus := node.gpu()) is not None]
@@ -83,7 +83,7 @@ def gdr_c2c(case: Situation) -> Note | None:
 
 
 def gdrdma(case: Situation) -> Note | None:
-    """GPUDirect RDMA that a log shows to be off: no variable turns it on."""
+    """GPUDirect RDMA is off according to a log; no variable enables it."""
     if case.evidence is None or case.evidence.gdrdma not in ("off", "partial") or case.one_node:
         return None
     state = f"an earlier run's channels: GPUDirect RDMA {case.evidence.gdrdma}"
@@ -91,10 +91,10 @@ def gdrdma(case: Situation) -> Note | None:
 
 
 def topo_file(case: Situation) -> Setting | Note | None:
-    """NCCL_TOPO_FILE: a VM that hides its PCIe tree needs the provider's file."""
+    """NCCL_TOPO_FILE: a VM that hides the PCIe tree needs the file of its provider."""
     topic = "NCCL_TOPO_FILE"
     for node in case.nodes:
-        why = (node.topology.virtual if node.topology else None) or _virtual_tree(node)
+        why = (node.topology.virtual if node.topology else None) or _get_virtual_tree(node)
         if why is None or node.gpu_count() < 2:
             continue
         info = node.hostinfo()
@@ -104,35 +104,35 @@ def topo_file(case: Situation) -> Setting | Note | None:
             return note("topo_file.nccl_conf", f"{evidence}; nccl.conf: {topic}={named}")
         if case.efa:
             return note("topo_file.efa", evidence)
-        path = _azure_file(node)
+        path = _find_azure_file(node)
         if path is not None:
             return setting("topo_file.azure", path, f"{evidence}; {path} is there")
-        if nvidia := [path for path in _topology_files(node) if path.startswith("/var/run/nvidia-topologyd/")]:
+        if nvidia := [path for path in _list_topology_files(node) if path.startswith("/var/run/nvidia-topologyd/")]:
             return note("topo_file.topologyd", f"{evidence}; {nvidia[0]}")
         return note("topo_file.absent", evidence)
     return None
 
 
-def _topology_files(node: NodeView) -> tuple[str, ...]:
+def _list_topology_files(node: NodeView) -> tuple[str, ...]:
     facts = node.pci()
     return facts.topology_files if facts else ()
 
 
-def _azure_file(node: NodeView) -> str | None:
-    """The file of this VM's series, where it is on the disk: Azure's HPC images name it in /etc/nccl.conf."""
-    series = next((found for name in node.gpu_names() if (found := _topology_series(name))), None)
+def _find_azure_file(node: NodeView) -> str | None:
+    """Return the existing file of this VM series; Azure's HPC images name it in /etc/nccl.conf."""
+    series = next((found for name in node.gpu_names() if (found := _find_topology_series(name))), None)
     wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
-    there = _topology_files(node)
+    there = _list_topology_files(node)
     return next((path for path in wanted if path in there), None)
 
 
-def _virtual_tree(node: NodeView) -> str | None:
+def _get_virtual_tree(node: NodeView) -> str | None:
     facts = node.pci()
     return facts.virtual_tree if facts else None
 
 
 def p2p_level(case: Situation) -> Note | None:
-    """NCCL_P2P_LEVEL: never advised; explained where the machine was given one."""
+    """NCCL_P2P_LEVEL: never recommended; explained if the machine already has it set."""
     topic = "NCCL_P2P_LEVEL"
     for node in case.nodes:
         info = node.hostinfo()
@@ -142,7 +142,7 @@ def p2p_level(case: Situation) -> Note | None:
     return None
 
 
-def _capabilities(case: Situation) -> Iterator[tuple[NodeView, tuple[int, int]]]:
+def _list_capabilities(case: Situation) -> Iterator[tuple[NodeView, tuple[int, int]]]:
     for node in case.nodes:
         gpus = node.topology.gpus if node.topology else ()
         known = [gpu.compute_capability for gpu in gpus if gpu.compute_capability]
@@ -153,18 +153,18 @@ def _capabilities(case: Situation) -> Iterator[tuple[NodeView, tuple[int, int]]]
             yield node, min(known)
 
 
-def _two_on_amd(node: NodeView) -> bool:
-    """NCCL 2.23 and later allows peer access at any distance on AMD CPUs with at most two GPUs (ncclTopoCheckP2p)."""
+def _is_two_on_amd(node: NodeView) -> bool:
+    """Whether the node has at most two GPUs and AMD CPUs, so that NCCL 2.23+ allows any P2P (ncclTopoCheckP2p)."""
     info = node.hostinfo()
     return info is not None and info.cpu_vendor == "AuthenticAMD" and node.gpu_count() <= 2
 
 
 def pcie_pairs(case: Situation) -> Note | None:
-    """PCIe-only GPUs: what NCCL does with them unasked."""
+    """Explain NCCL's default behaviour for GPUs connected by PCIe only."""
     if case.backend != "nccl":
         return None
     for node in case.nodes:
-        if node.topology is None or node.gpu_count() < 2 or all_nvlink(node) or _two_on_amd(node):
+        if node.topology is None or node.gpu_count() < 2 or all_nvlink(node) or _is_two_on_amd(node):
             continue
         far = [p for p in node.topology.pairs if p.a.startswith("GPU") and p.b.startswith("GPU") and p.path]
         beyond = [pair for pair in far if pair.path and pair.path > PathClass.PXB]
@@ -174,8 +174,8 @@ def pcie_pairs(case: Situation) -> Note | None:
     return None
 
 
-def _topology_series(gpu: str) -> str | None:
-    """Which of Azure's topology files is of machines with this GPU, as the driver names it; None: none is."""
+def _find_topology_series(gpu: str) -> str | None:
+    """Return the series of Azure's topology files for machines with this GPU; None if there is none."""
     wanted = gpu_named(gpu)
     with_file = (row for row in machines() if row.topology_file)
     return next((row.topology_file for row in with_file if wanted and gpu_named(row.gpu) == wanted), None)

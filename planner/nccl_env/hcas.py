@@ -1,6 +1,6 @@
-"""Which RDMA ports a job should use, and why the others are left out.
+"""Selects the RDMA ports for a job, with the reason for each port that is left out.
 
-Specification: NCCL src/transport/net_ib/init.cc (every ACTIVE port with link layer InfiniBand or Ethernet is taken).
+Specification: NCCL src/transport/net_ib/init.cc (uses every ACTIVE port with link layer InfiniBand or Ethernet).
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from probes.rdma.facts import is_link_local
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortChoice:
-    """The ports to use on one node; `dropped` says of each other ACTIVE port why not."""
+    """The ports to use on one node, and the reason that each other ACTIVE port is not used."""
 
     chosen: tuple[PortView, ...]
-    dropped: dict[str, str] = field(default_factory=dict)  # "mlx5_4:1" -> why NCCL must be kept from it
-    far: dict[str, str] = field(default_factory=dict)  # the same for ports NCCL passes over by itself
-    secondary: dict[str, str] = field(default_factory=dict)  # device -> the pod's interface on it
+    dropped: dict[str, str] = field(default_factory=dict)  # "mlx5_4:1" -> reason that NCCL must not use it
+    far: dict[str, str] = field(default_factory=dict)  # the same, for ports that NCCL does not use anyway
+    secondary: dict[str, str] = field(default_factory=dict)  # device -> interface of the pod on it
 
 
 def choose_ports(node: NodeView) -> PortChoice:
-    """Start from what NCCL takes unasked and leave out what a job must not use."""
+    """Start with the ports that NCCL uses by default, and drop those that a job must not use."""
     chosen = node.default_ports()
     dropped: dict[str, str] = {}
-    secondary = _secondary_devices(node)
+    secondary = _find_secondary_devices(node)
     far: dict[str, str] = {}
     for rule in _RULES:
         unfit = rule(node, chosen)
         chosen = tuple(view for view in chosen if view.name not in unfit)
-        (far if rule is _near_a_gpu else dropped).update(unfit)
+        (far if rule is _drop_far else dropped).update(unfit)
     return PortChoice(chosen=chosen, dropped=dropped, far=far, secondary=secondary)
 
 
-def _secondary_devices(node: NodeView) -> dict[str, str]:
-    """RoCE devices behind the pod's own networks. InfiniBand needs no network of the pod: its GIDs are the port's."""
+def _find_secondary_devices(node: NodeView) -> dict[str, str]:
+    """Return RoCE devices of the pod's networks. InfiniBand needs no pod network, because GIDs belong to the port."""
     facts = node.interfaces()
     roce = [view for view in node.default_ports() if view.port.link_layer == "Ethernet"]
     names = {view.device.name for view in roce}
@@ -52,16 +52,16 @@ def _secondary_devices(node: NodeView) -> dict[str, str]:
     return found
 
 
-def _hardware(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
-    """Soft-RoCE and soft-iWARP run on the CPU: not beside a real HCA."""
+def _drop_software(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """Drop Soft-RoCE and soft-iWARP, which run on the CPU, if there is a real HCA."""
     if all(map(is_software, ports)):
         return {}
     return {view.name: "RDMA in software (rxe, siw)" for view in ports if is_software(view)}
 
 
-def _of_this_pod(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
-    """RoCE needs a GID of this network namespace: only the devices behind the pod's own networks have one."""
-    secondary = _secondary_devices(node)
+def _drop_other_pods(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """Drop RoCE devices without a GID in this network namespace; only devices of the pod's networks have one."""
+    secondary = _find_secondary_devices(node)
     if not any(view.device.name in secondary for view in ports):
         return {}
     return {
@@ -71,8 +71,8 @@ def _of_this_pod(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     }
 
 
-def _one_link_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
-    """An InfiniBand port cannot talk to an Ethernet port: keep the layer that carries more."""
+def _drop_minor_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """Keep one link layer, the one with the higher total rate: InfiniBand and Ethernet ports cannot communicate."""
     rates: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for view in ports:
@@ -80,7 +80,7 @@ def _one_link_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str
         rates[layer] += view.port.rate_bytes_per_second or 0.0
         counts[layer] += 1
     if len(counts) < 2 or (len(set(counts.values())) == 1 and len(set(rates.values())) == 1):
-        return {}  # one layer, or two fabrics of one size: `undecided`
+        return {}  # one layer, or two fabrics of equal size: `undecided`
     main = max(counts, key=lambda layer: (rates[layer], counts[layer], layer == "InfiniBand"))
     return {
         view.name: f"{view.port.link_layer}, while the training fabric is {main}"
@@ -89,10 +89,10 @@ def _one_link_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str
     }
 
 
-def _one_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
-    """InfiniBand ports of another subnet prefix hang on another subnet manager: no packet goes from one to the other.
+def _drop_minor_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """Drop InfiniBand ports with another subnet prefix: they have another subnet manager and cannot be reached.
 
-    InfiniBand Architecture 4.1.1: the upper 64 bits of GID 0 are the subnet's prefix, fe80:: unless it was changed.
+    InfiniBand Architecture 4.1.1: the upper 64 bits of GID 0 are the subnet prefix, by default fe80::.
     """
     prefixes = {view.name: prefix for view in ports if (prefix := subnet_prefix(view))}
     counts = Counter(prefixes.values())
@@ -100,7 +100,7 @@ def _one_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
         return {}
     (main, most), (_, next_most) = counts.most_common(2)
     if most == next_most:
-        return {}  # two fabrics of one size: which of them is for training, nothing here says
+        return {}  # two fabrics of equal size, and no fact shows which one is for training
     return {
         name: f"InfiniBand subnet {prefix}, while {most} ports are in {main}"
         for name, prefix in prefixes.items()
@@ -109,15 +109,15 @@ def _one_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
 
 
 def subnet_prefix(view: PortView) -> str | None:
-    """The InfiniBand subnet a port is in, None for RoCE and where the table was not read."""
+    """Return the InfiniBand subnet of a port; None for RoCE and if the GID table was not read."""
     if view.port.link_layer != "InfiniBand" or not view.port.gids:
         return None
     first = gid_address(min(view.port.gids, key=lambda gid: gid.index))
     return first.exploded[:19] if first is not None and first.version == 6 else None
 
 
-def _addressed(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
-    """A RoCE port with nothing but link-local GIDs reaches no other node, and NCCL takes it all the same."""
+def _drop_unaddressed(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """Drop RoCE ports with only link-local GIDs: they reach no other node, but NCCL would use them."""
     bare = [view for view in ports if is_unaddressed(view)]
     if not bare or not any(gid_addresses(view) for view in ports):
         return {}
@@ -125,14 +125,14 @@ def _addressed(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
 
 
 def is_unaddressed(view: PortView) -> bool:
-    """Whether a RoCE port's table was read and holds link-local entries alone."""
+    """Whether a RoCE port's GID table was read and has only link-local entries."""
     return view.port.link_layer == "Ethernet" and view.port.gids_known and not gid_addresses(view, None)
 
 
-def _near_a_gpu(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
-    """Where every GPU has a NIC near it, NCCL's search ends there and never reaches a NIC that is near none.
+def _drop_far(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """Drop ports near no GPU, if every GPU has a near NIC: NCCL's search then never uses the others.
 
-    NCCL src/graph/search.cc, ncclTopoSelectNets: the nets of each GPU by path type, nearest first.
+    NCCL src/graph/search.cc, ncclTopoSelectNets: NICs of each GPU by path type, nearest first.
     """
     nearest = node.topology.nearest_nic if node.topology else ()
     names = {nic for entry in nearest for nic in entry.nics}
@@ -147,8 +147,8 @@ def _near_a_gpu(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     }
 
 
-def _not_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
-    """A slower port of another model, or the one the default route leaves by, serves storage or management."""
+def _drop_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """Drop slower ports of another model, and the port of the default route: they are for storage or management."""
     facts = node.interfaces()
     default_route = facts.default_route if facts else None
     rates = [view.port.rate_bytes_per_second or 0.0 for view in ports]
@@ -158,7 +158,7 @@ def _not_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]
     for view, rate in zip(ports, rates, strict=True):
         if not 0.0 < rate < fastest:
             continue
-        # A port of the same model that is slower has trained down: that is a fault to repair, not a port to hide.
+        # A slow port of the same model has a degraded link, which must be repaired and not hidden.
         other_model = view.device.model is not None and None not in models and view.device.model not in models
         leads_out = view.port.netdev is not None and view.port.netdev == default_route
         if other_model or leads_out:
@@ -167,8 +167,8 @@ def _not_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]
     return found
 
 
-def _no_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
-    """A port in the subnet of a mounted file system's server carries storage, where every GPU has another as near."""
+def _drop_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
+    """Drop ports in the subnet of a file server, if every GPU has another port at the same distance."""
     info = node.hostinfo()
     servers = [ipaddress.ip_address(text) for text in info.storage_servers] if info else []
     near = [set(entry.nics) for entry in node.topology.nearest_nic if entry.decidable] if node.topology else []
@@ -183,26 +183,27 @@ def _no_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     return found if found and spared else {}
 
 
-# In this order. NCCL itself does not use the ports of `_near_a_gpu`.
+# Applied in this order. NCCL itself ignores the ports that `_drop_far` drops.
 _RULES = (
-    _hardware, _of_this_pod, _one_link_layer, _one_subnet, _addressed, _near_a_gpu, _not_management, _no_storage,
+    _drop_software, _drop_other_pods, _drop_minor_layer, _drop_minor_subnet,
+    _drop_unaddressed, _drop_far, _drop_management, _drop_storage,
 )  # fmt: skip
 
 
 def is_software(view: PortView) -> bool:
-    """Whether the device is soft-RoCE or soft-iWARP: the CPU moves its data."""
+    """Whether the device is Soft-RoCE or soft-iWARP, in which the CPU moves the data."""
     return view.device.kind in ("rxe", "siw")
 
 
 def is_virtual_function(view: PortView) -> bool:
-    """Whether the device is an SR-IOV virtual function: its name is given in the order in which functions appear."""
+    """Whether the device is an SR-IOV virtual function, whose name depends on the order in which functions appear."""
     return bool(view.device.is_vf) or (view.device.model or "").endswith(" VF")
 
 
 def gid_index_problem(view: PortView, index: int) -> tuple[Status, str] | None:
-    """What is wrong with this fixed NCCL_IB_GID_INDEX on a RoCE port, in words that follow "entry N of mlx5_0:1".
+    """Return the problem of a fixed NCCL_IB_GID_INDEX on a RoCE port, as a text that follows "entry N of mlx5_0:1".
 
-    A link-local or RoCE v1 entry fails where the port has one that every subnet reaches: no router passes it on.
+    Link-local and RoCE v1 entries are not routable; they are wrong if the port also has a routable entry.
     """
     gid = next((gid for gid in view.port.gids if gid.index == index), None)
     if gid is None:

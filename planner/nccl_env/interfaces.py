@@ -1,7 +1,7 @@
-"""NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: the interface for bootstrap, and for data where there is no RDMA.
+"""NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: the interface for bootstrap and, without RDMA, for data.
 
-Specification: NCCL src/misc/socket.cc (order of choice), src/os/linux.cc (matching; only running interfaces);
-PyTorch ProcessGroupGloo (GLOO_SOCKET_IFNAME).
+Specification: NCCL src/misc/socket.cc (search order), src/os/linux.cc (matching; running interfaces only); PyTorch
+ProcessGroupGloo (GLOO_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from probes.interfaces.facts import Interface, InterfacesFacts
 
 
 def socket_ifname(case: Situation) -> Setting | Note | None:
-    """NCCL_SOCKET_IFNAME, where NCCL's own order of choice would miss the right interface."""
+    """NCCL_SOCKET_IFNAME, if NCCL would not select the right interface by default."""
     if case.backend != "nccl" or case.one_node:
         return None
     if case.cxi:
-        return _slingshot(case)
+        return _name_slingshot(case)
     judged = [(node, facts) for node in case.nodes if (facts := node.interfaces()) is not None]
     if not judged:
         return note("socket_ifname.unread", case.unread("interfaces"))
     choices = {
-        node.hostname: _choose_interface(node, facts, sockets_carry_data=not _fast_fabric(case))
+        node.hostname: _choose_interface(node, facts, sockets_carry_data=not (case.efa or case.rdma_ports))
         for node, facts in judged
     }
     if not any(choices.values()):
-        choices = _shared_subnet(judged)
+        choices = _find_shared_subnet(judged)
     if not any(choices.values()):
-        picks = by_host((node.hostname, _unasked(facts) or "none") for node, facts in judged)
+        picks = by_host((node.hostname, _get_default_choice(facts) or "none") for node, facts in judged)
         unread = case.unread_nodes(NodeView.interfaces)
         return note("socket_ifname.automatic", picks + (f"; not read on {some(unread)}" if unread else ""))
     named = {host: choice for host, choice in choices.items() if choice is not None}
-    fills = {node.hostname: tuple(filter(None, (_unasked(facts),))) for node, facts in judged}
+    fills = {node.hostname: tuple(filter(None, (_get_default_choice(facts),))) for node, facts in judged}
     names = {host: named[host][0] if host in named else fills[host] for host in choices}
-    value = _joined(names, judged)
+    value = _join_names(names, judged)
     if value is None:
         listed = by_host((host, ",".join(each)) for host, each in names.items())
         return note("socket_ifname.names_differ", listed=listed)
@@ -55,8 +55,8 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
     return setting(key, value, evidence, **fields)
 
 
-def _slingshot(case: Situation) -> Setting | Note:
-    """The interfaces of Slingshot's NICs by their common prefix: libfabric uses all of them, the bootstrap one."""
+def _name_slingshot(case: Situation) -> Setting | Note:
+    """Return the common prefix of Slingshot interfaces: libfabric uses all of them, the bootstrap one."""
     found = {node.hostname: node.cxi() for node in case.nodes if node.cxi()}
     known = {node.hostname: {each.name for each in facts.interfaces} for node in case.nodes if (
         facts := node.interfaces()
@@ -74,7 +74,7 @@ def _slingshot(case: Situation) -> Setting | Note:
 
 
 def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
-    """GLOO_SOCKET_IFNAME on hosts without GPUs: gloo otherwise takes whatever the host name resolves to."""
+    """GLOO_SOCKET_IFNAME on hosts without GPUs: by default, gloo uses the address of the host name."""
     if case.backend != "gloo":
         return None
     if case.one_node:
@@ -98,7 +98,7 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
 
 
 def nccl_takes(facts: InterfacesFacts) -> tuple[str, ...]:
-    """The interfaces NCCL takes for its socket transport with NCCL_SOCKET_IFNAME unset, in its order."""
+    """Return the interfaces that NCCL's sockets use by default, in NCCL's order."""
     names = [each.name for each in running_interfaces(facts)]
     groups = (
         [name for name in names if name.startswith("ib")],
@@ -111,24 +111,20 @@ def nccl_takes(facts: InterfacesFacts) -> tuple[str, ...]:
 
 
 def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:
-    """The list NCCL matches by prefix; with `=` where a prefix would also catch one of the others."""
+    """Return a list for NCCL, which matches prefixes; with `=` if a prefix would also match one of `others`."""
     caught = [other for other in others if other not in names and other.startswith(tuple(names))]
     return ("=" if caught else "") + ",".join(names)
 
 
-def _fast_fabric(case: Situation) -> bool:
-    return case.efa or case.rdma_ports
-
-
-def _unasked(facts: InterfacesFacts) -> str | None:
+def _get_default_choice(facts: InterfacesFacts) -> str | None:
     return facts.nccl_choice or next(iter(nccl_takes(facts)), None)
 
 
 _Choice = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the text, evidence, fields of the text
 
 
-def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[Interface, ...]:
-    """The usable interfaces that are as good as the best one: of its kind and its speed."""
+def _find_equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[Interface, ...]:
+    """Return the usable interfaces of the same kind and speed as the best one."""
     mark = rank_interface(node, facts, best)[:-1]
     return tuple(
         each for each in facts.interfaces if is_usable(each) and rank_interface(node, facts, each)[:-1] == mark
@@ -136,13 +132,13 @@ def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[In
 
 
 def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool) -> _Choice | None:
-    """The interfaces to name and why, where this node needs the variable."""
+    """Return the interfaces to set, with reason; None if this node does not need the variable."""
     best = best_interface(node)
-    unasked = _unasked(facts)
+    unasked = _get_default_choice(facts)
     if best is None or unasked is None:
         return None
-    current = _interface_of(node, unasked)
-    equals = _equals(node, facts, best) if sockets_carry_data else (best,)
+    current = _find_interface(node, unasked)
+    equals = _find_equals(node, facts, best) if sockets_carry_data else (best,)
     names = tuple(each.name for each in equals)
     if best.role == "secondary" and (current is None or current.role != "secondary"):
         network = f" ({best.multus_network})" if best.multus_network else ""
@@ -157,36 +153,36 @@ def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_d
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
         return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": what}
     defaults = nccl_takes(facts)
-    others = [each for name in defaults if name not in names and (each := _interface_of(node, name)) is not None]
+    others = [each for name in defaults if name not in names and (each := _find_interface(node, name)) is not None]
     if sockets_carry_data and others and best.name in defaults:
-        left = ", ".join(f"{each.name} ({each.role}{_speed(each)})" for each in others)
-        evidence = f"{', '.join(names)}: {best.role}{_speed(best)}; NCCL would add {left}"
+        left = ", ".join(f"{each.name} ({each.role}{_format_speed(each)})" for each in others)
+        evidence = f"{', '.join(names)}: {best.role}{_format_speed(best)}; NCCL would add {left}"
         return names, "socket_ifname.tcp", evidence, {}
     return None
 
 
-def _speed(interface: Interface) -> str:
+def _format_speed(interface: Interface) -> str:
     rate = interface.speed_bytes_per_second
     return f", {gigabits(rate)}" if rate else ""
 
 
-def _shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, _Choice | None]:
-    """Where the nodes' own choices share no subnet although other interfaces of all nodes do: those interfaces."""
-    chosen = [_subnets(facts, _unasked(facts)) for _, facts in judged]
-    common = set.intersection(*[_subnets(facts, None) for _, facts in judged])
+def _find_shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, _Choice | None]:
+    """Find interfaces with a subnet common to all nodes, if the nodes' own choices have none."""
+    chosen = [_list_subnets(facts, _get_default_choice(facts)) for _, facts in judged]
+    common = set.intersection(*[_list_subnets(facts, None) for _, facts in judged])
     if len(judged) < 2 or set.intersection(*chosen) or not common:
         return {}
     subnet = min(common)
     found: dict[str, _Choice | None] = {}
     for node, facts in judged:
-        name = next(each.name for each in facts.interfaces if subnet in _subnets(facts, each.name))
-        evidence = f"{name}: {subnet}; NCCL would take {_unasked(facts)}"
+        name = next(each.name for each in facts.interfaces if subnet in _list_subnets(facts, each.name))
+        evidence = f"{name}: {subnet}; NCCL would take {_get_default_choice(facts)}"
         found[node.hostname] = ((name,), "socket_ifname.shared_subnet", evidence, {})
     return found
 
 
-def _subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
-    """Subnets of one usable interface, or of all."""
+def _list_subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
+    """Return the subnets of one usable interface, or of all."""
     return {
         str(network)
         for each in facts.interfaces
@@ -195,8 +191,8 @@ def _subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
     }
 
 
-def _joined(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> str | None:
-    """One list for all nodes, or None where a node has an interface of another node's name that it must not use."""
+def _join_names(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> str | None:
+    """Return one list for all nodes; None if a name in it exists on another node that must not use it."""
     distinct = list(dict.fromkeys(name for each in sorted(names.values()) for name in each))
     present = {node.hostname: {each.name for each in facts.interfaces} for node, facts in judged}
     if any(present[host] & set(distinct) != set(own) for host, own in names.items()):
@@ -204,7 +200,7 @@ def _joined(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeVie
     return exact_if_needed(distinct, {name for there in present.values() for name in there})
 
 
-def _interface_of(node: NodeView, name: str) -> Interface | None:
-    """The interface of that name."""
+def _find_interface(node: NodeView, name: str) -> Interface | None:
+    """Return the interface with this name."""
     facts = node.interfaces()
     return next((each for each in facts.interfaces if each.name == name), None) if facts else None

@@ -1,8 +1,8 @@
-"""What data/ holds: the names that NCCL reads, the right name for a wrong one, and what platforms publish.
+"""The tables in data/: variables that NCCL reads, corrections of wrong names, and settings that platforms publish.
 
 Specification: `data/nccl_env_names.tsv`, from NCCL's source up to 2.30.7 and from the published libraries
-(bench/nccl_names.py); `data/plugin_env_names.tsv` for what plugins read; `data/platforms.toml`, row by row, for the
-environments that clouds and vendors publish.
+(bench/nccl_names.py); `data/plugin_env_names.tsv` for the variables of plugins; `data/platforms.toml` for environments
+that cloud providers and vendors publish, with a source per row.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Status = Literal["current", "removed", "other"]
 
 
 class NcclName(NamedTuple):
-    """One variable, who reads it and since when."""
+    """One variable: its reader, and the releases that read it."""
 
     name: str
     status: Status
-    first: Version | None  # None: since 2.3.5 or earlier
-    last: Version | None  # None: still read by the newest
-    doc_class: str  # "system", "debugging", "internal"; "" where other software reads it
-    kind: str  # "integer" (strtoll, base 0), "text"; "" unknown
+    first: Version | None  # None: 2.3.5 or earlier
+    last: Version | None  # None: the newest release still reads it
+    doc_class: str  # "system", "debugging", "internal"; "" if other software reads it
+    kind: str  # "integer" (strtoll, base 0), "text"; "" if unknown
     default: str
-    reader: str  # source file in NCCL, or the other software
+    reader: str  # source file in NCCL, or other software
 
 
-# Injected by the launcher; Kubeflow Trainer's webhook rejects a TrainJob that sets one (pkg/apply, reserved names).
+# Set by the launcher; Kubeflow Trainer's webhook rejects a TrainJob that sets one (pkg/apply, reserved names).
 RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 
 
 def parse_version(text: str) -> Version:
-    """A release as a tuple: "2.21.5+cuda12.4" is (2, 21, 5); missing parts are 0."""
+    """Parse a release to a tuple: "2.21.5+cuda12.4" becomes (2, 21, 5); missing parts become 0."""
     parts = re.split(r"[+-]|\.post", text.strip().lstrip("v"))[0].split(".")
     try:
         numbers = [int(part) for part in parts]
@@ -53,33 +53,33 @@ def parse_version(text: str) -> Version:
 
 
 def padded(version: Iterable[int]) -> Version:
-    """A release as a tuple of three numbers."""
+    """Pad a release to a tuple of three numbers."""
     first, second, third, *_ = (*version, 0, 0, 0)
     return first, second, third
 
 
 def version_text(version: Version | tuple[int, ...]) -> str:
-    """The release as NCCL prints it."""
+    """Format a release as NCCL prints it."""
     return ".".join(str(part) for part in version)
 
 
-def _rows(file: str) -> list[str]:
-    """The rows of a table in data/, without its comments."""
+def _read_rows(file: str) -> list[str]:
+    """Return the rows of a table in data/ without comments."""
     lines = (_DATA / file).read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 @cache
 def torch_names() -> frozenset[str]:
-    """The TORCH_NCCL_ names PyTorch reads."""
-    return frozenset(_rows("torch_nccl_names.txt"))
+    """Return the TORCH_NCCL_ variables that PyTorch reads."""
+    return frozenset(_read_rows("torch_nccl_names.txt"))
 
 
 @cache
 def names() -> Mapping[str, NcclName]:
-    """Every known name."""
+    """Return every known variable by name."""
     table: dict[str, NcclName] = {}
-    for row in _rows("nccl_env_names.tsv"):
+    for row in _read_rows("nccl_env_names.tsv"):
         name, status, *releases, doc_class, kind, default, reader = row.split("\t")
         if status not in ("current", "removed", "other"):
             raise ValueError(f"nccl_env_names.tsv: status {status!r} is not current, removed or other")
@@ -93,13 +93,13 @@ def names() -> Mapping[str, NcclName]:
 
 @cache
 def newest_read() -> Version:
-    """The newest release the table was extracted from: a newer NCCL may read names that are not in it."""
+    """Return the newest release in the table. A newer NCCL may read variables that are not in it."""
     text = (_DATA / "nccl_env_names.tsv").read_text(encoding="utf-8")
     return parse_version(text.partition("\n# newest: ")[2].partition("\n")[0])
 
 
 class PluginName(NamedTuple):
-    """A variable, or with `prefix` a family of them, that a plugin or other software reads."""
+    """A variable that a plugin or other software reads; with `prefix`, a family of variables."""
 
     plugin: str
     name: str
@@ -110,23 +110,23 @@ class PluginName(NamedTuple):
 
 @cache
 def plugin_names() -> tuple[PluginName, ...]:
-    """The table by plugin; whole names before prefixes."""
+    """Return the table by plugin; full names come before prefixes."""
     found = [
         PluginName(plugin=plugin, name=name.rstrip("*"), prefix=name.endswith("*"), reader=reader, source=source)
-        for plugin, name, reader, source in (row.split("\t") for row in _rows("plugin_env_names.tsv"))
+        for plugin, name, reader, source in (row.split("\t") for row in _read_rows("plugin_env_names.tsv"))
     ]
     return tuple(sorted(found, key=lambda each: (each.prefix, each.name)))
 
 
 def plugin_of(name: str) -> PluginName | None:
-    """The plugin that reads a name, where one does."""
+    """Return the plugin that reads a variable; None if there is none."""
     return next(
         (each for each in plugin_names() if name == each.name or (each.prefix and name.startswith(each.name))), None
     )
 
 
 def is_read(name: str) -> bool:
-    """Whether NCCL, PyTorch or a plugin reads the name, and not only scripts."""
+    """Whether NCCL, PyTorch or a plugin reads the variable, and not only scripts."""
     entry = names().get(name)
     plugin = plugin_of(name)
     read = name in torch_names() or (plugin is not None and plugin.plugin not in ("build", "nccl-tests"))
@@ -134,10 +134,10 @@ def is_read(name: str) -> bool:
 
 
 def nearest(name: str) -> tuple[str, ...]:
-    """Names that differ by a slip of the pen, best first; empty where none is near.
+    """Return known names that differ from `name` by a typing error, best first; empty if there are none.
 
-    Near are names of the same words where one word differs by a letter or two, or where only underscores differ:
-    another word (TIMEOUT for IFNAME) is another name, whatever the share of equal letters.
+    Such a name has the same words, with one or two different letters in one word, or different underscores. A different
+    word (TIMEOUT for IFNAME) means a different variable, however many letters are equal.
     """
     known = read_table(__file__, "data/right_names.toml")["known_wrong"].get(name)
     if known is not None:
@@ -148,12 +148,12 @@ def nearest(name: str) -> tuple[str, ...]:
         live: list[str] = sorted(torch_names())
     else:
         live = sorted(known for known, entry in names().items() if entry.status != "removed")
-    found = [(distance, known) for known in live if (distance := _slip(name, known)) is not None]
+    found = [(distance, known) for known in live if (distance := _count_typing_errors(name, known)) is not None]
     return tuple(known for _distance, known in sorted(found)[:2])
 
 
-def _slip(wrong: str, right: str) -> int | None:
-    """How many letters two names differ by, where that is a slip; None where they are different names."""
+def _count_typing_errors(wrong: str, right: str) -> int | None:
+    """Return the number of wrong letters, if two names differ by a typing error; None if they are different names."""
     if wrong.replace("_", "") == right.replace("_", ""):
         return 0
     ours, theirs = wrong.split("_"), right.split("_")
@@ -163,14 +163,14 @@ def _slip(wrong: str, right: str) -> int | None:
     if len(differing) != 1:
         return None
     one, other = differing[0]
-    if max(len(one), len(other)) <= 2:  # TC and SL: another word
+    if max(len(one), len(other)) <= 2:  # different words, such as TC and SL
         return None
-    distance = _letters(one, other)
+    distance = _count_letters(one, other)
     return distance if distance <= (1 if max(len(one), len(other)) < 6 else 2) else None
 
 
-def _letters(one: str, other: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours (optimal string alignment)."""
+def _count_letters(one: str, other: str) -> int:
+    """Count insertions, deletions, substitutions and swaps of neighbours (optimal string alignment)."""
     before: list[int] = []
     last = list(range(len(other) + 1))
     for row, letter in enumerate(one, start=1):
@@ -185,16 +185,16 @@ def _letters(one: str, other: str) -> int:
 
 
 def replacement(name: str) -> str | None:
-    """What took a removed name's place."""
+    """Return the variable that replaces a removed one."""
     new: str | None = read_table(__file__, "data/right_names.toml")["replaced_by"].get(name)
     return new
 
 
-# -- what platforms publish
+# Settings that platforms publish.
 
 
 class Source(NamedTuple):
-    """Where a recipe is written, and the date of the revision that was read."""
+    """Where a recipe is published, and the date of the revision that was used."""
 
     name: str
     date: str
@@ -202,18 +202,18 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What one source publishes."""
+    """Settings published by one source."""
 
     source: Source
     values: Mapping[str, str]
-    set: frozenset[str] = frozenset()  # advised as they stand where the platform is recognised
-    by: str = ""  # who sets them, where that is not the user
-    more: tuple[Source, ...] = ()  # that say the same
+    set: frozenset[str] = frozenset()  # recommended without change on a recognised platform
+    by: str = ""  # who sets them, if not the user
+    more: tuple[Source, ...] = ()  # further sources of the same values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """One row: the facts that recognise it, and its recipes."""
+    """One row of the table: facts that identify the platform, and its recipes."""
 
     name: str
     cloud: str | None = None
@@ -224,10 +224,10 @@ class Platform:
     amd: bool = False
     recognised: bool = True
     recipes: tuple[Recipe, ...] = ()
-    script: tuple[str, ...] = ()  # of the vendor, sourced before the job: the first that is there
+    script: tuple[str, ...] = ()  # scripts of the vendor to source before the job; the first existing one is used
     plugin: str = ""
     machine: str | None = None
-    catalogue: tuple[str, ...] = ()  # names that --machine knows it by
+    catalogue: tuple[str, ...] = ()  # names for --machine
 
     def values(self) -> dict[str, tuple[str, Recipe]]:
         """Every published variable with its recipe."""
@@ -238,12 +238,12 @@ class Platforms(NamedTuple):
     """The whole table."""
 
     rows: tuple[Platform, ...]
-    why: Mapping[str, str]  # variable -> why ours may differ from what is published
+    why: Mapping[str, str]  # variable -> why our value may differ from the published one
 
 
 @cache
 def platforms() -> Platforms:
-    """The table as written."""
+    """Read the table of platforms."""
     data = read_table(__file__, "data/platforms.toml")
     sources = {name: Source(**row) for name, row in data["source"].items()}
     recipes = {
@@ -261,7 +261,7 @@ def platforms() -> Platforms:
 
 
 def platform_of_plugin(environment: Mapping[str, str]) -> Platform | None:
-    """The platform whose vendor's network plugin an environment configures: by a family of names that only it reads."""
+    """Return the platform whose network plugin an environment configures, from variable families that only it reads."""
 
     def families(names: Iterable[str]) -> set[str]:
         return {each.plugin for name in names if (each := plugin_of(name)) is not None and each.prefix}

@@ -1,6 +1,6 @@
-"""One node as the rules of the NCCL environment see it: its probed facts, joined with its topology.
+"""One node as input for the rules of the NCCL environment: its probed facts together with its topology.
 
-Nothing is decided here; a fact that no probe read is None or empty, and the rule says so.
+This module decides nothing. A fact that no probe read is None or empty, and the rule reports it.
 """
 
 from __future__ import annotations
@@ -20,82 +20,82 @@ from probes.pci.facts import PciFacts, amd_gpus, is_cassini
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import NodeTopology, PathClass
 
-# Kinds of RDMA device that NCCL's own IB transport opens: src/transport/net_ib/init.cc takes every verbs device with an
-# ACTIVE port whose link layer is InfiniBand or Ethernet. EFA reports neither, so it is left to the plugin.
+# Kinds of RDMA devices that NCCL's IB transport uses: src/transport/net_ib/init.cc uses every verbs device with an
+# ACTIVE port of link layer InfiniBand or Ethernet. EFA reports neither, so only its plugin can use it.
 VERBS_KINDS = ("hca", "rxe", "siw", "other")
-RDMA_KINDS = ("hca", "efa")  # of a topology's NICs
-_HSN = re.compile(r"hsn\d+")  # how HPE's host software names Slingshot's interfaces
+RDMA_KINDS = ("hca", "efa")  # kinds of NICs in a topology
+_HSN = re.compile(r"hsn\d+")  # Slingshot interface names, given by HPE's host software
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortView:
-    """A port together with the device it belongs to."""
+    """A port together with its device."""
 
     device: RdmaDevice
     port: RdmaPort
 
     @property
     def name(self) -> str:
-        """As NCCL prints it: "mlx5_0:1"."""
+        """Name of the port as NCCL prints it: "mlx5_0:1"."""
         return f"{self.device.name}:{self.port.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """One node: what was probed and what follows from it."""
+    """One node: probed and derived facts."""
 
     hostname: str
     snapshot: Snapshot | None
     topology: NodeTopology | None
-    sockets: bool = False  # the job goes over TCP: RDMA devices, where there are any, are none of its
+    sockets: bool = False  # the job uses TCP, so RDMA devices are ignored
 
     def gpu(self) -> GpuFacts | None:
-        """NVML's facts."""
+        """Return the facts from NVML."""
         return self.snapshot.facts(GpuFacts) if self.snapshot else None
 
     def rdma(self) -> RdmaFacts | None:
-        """RDMA devices that the job may use."""
+        """Return the RDMA devices that the job may use."""
         facts = self.snapshot.facts(RdmaFacts) if self.snapshot else None
         return replace(facts, devices=()) if facts and self.sockets else facts
 
     def interfaces(self) -> InterfacesFacts | None:
-        """Network interfaces."""
+        """Return the network interfaces."""
         return self.snapshot.facts(InterfacesFacts) if self.snapshot else None
 
     def hostinfo(self) -> HostinfoFacts | None:
-        """The machine itself."""
+        """Return the facts about the machine."""
         return self.snapshot.facts(HostinfoFacts) if self.snapshot else None
 
     def pci(self) -> PciFacts | None:
-        """The PCIe tree."""
+        """Return the PCIe tree."""
         return self.snapshot.facts(PciFacts) if self.snapshot else None
 
     def gpu_count(self) -> int:
-        """GPUs of the node that NCCL serves."""
+        """Return the number of GPUs on the node that NCCL supports."""
         facts = self.gpu()
         if facts is not None:
             return len(facts.gpus)
         return len(self.topology.gpus) - len(self.amd_of_catalogue()) if self.topology else 0
 
     def gpu_names(self) -> tuple[str, ...]:
-        """Models of the node's GPUs, as far as they are known."""
+        """Return the known models of the node's GPUs."""
         facts = self.gpu()
         if facts is not None:
             return tuple(gpu.name for gpu in facts.gpus if gpu.name)
         return tuple(gpu.model for gpu in self.topology.gpus if gpu.model) if self.topology else ()
 
     def amd_gpus(self) -> tuple[str, ...]:
-        """Bus ids of AMD's GPUs, by PCI class and vendor; a CPU's own display next to NVIDIA's GPUs is left out."""
+        """Return bus ids of AMD GPUs, by PCI class and vendor, without the CPU's graphics next to NVIDIA GPUs."""
         facts = self.pci()
         return tuple(device.bus_id for device in amd_gpus(facts)) if facts is not None else self.amd_of_catalogue()
 
     def amd_of_catalogue(self) -> tuple[str, ...]:
-        """Names of the topology's GPUs that are AMD's: no probe brings one there."""
+        """Return the names of AMD GPUs in the topology; they can only come from the catalogue."""
         named = [(gpu.name, gpu_named(gpu.model)) for gpu in self.topology.gpus] if self.topology else []
         return tuple(name for name, gpu in named if gpu is not None and gpu.maker == "AMD")
 
     def cxi(self) -> tuple[str, ...]:
-        """HPE Slingshot's Cassini NICs by interface or bus id: no verbs device, reached through libfabric's cxi."""
+        """Return Slingshot NICs (Cassini) by interface or bus id; they have no verbs device and use libfabric cxi."""
         if self.sockets:
             return ()
         facts, links = self.pci(), self.interfaces()
@@ -105,19 +105,19 @@ class NodeView:
         found = [named.get(bus_id, bus_id) for bus_id in sorted(on_bus)]
         by_driver = [each.name for each in known if (each.driver or "").startswith("cxi") and each.name not in found]
         if not found and not by_driver and not self.verbs_ports():
-            # Slingshot 10 has the same names on ConnectX cards, which are verbs devices; without one it is 11.
+            # Slingshot 10 uses the same names for ConnectX cards with verbs devices; without a verbs device it is 11.
             by_driver = [each.name for each in known if _HSN.fullmatch(each.name) and not each.driver]
         return tuple(found + by_driver)
 
     def efa_count(self) -> int:
-        """EFA devices of the node."""
+        """Return the number of EFA devices."""
         facts = self.rdma()
         if facts is not None:
             return sum(device.kind == "efa" for device in facts.devices)
         return sum(nic.kind == "efa" for nic in self.topology.nics) if self.topology else 0
 
     def verbs_ports(self) -> tuple[PortView, ...]:
-        """Every port of a device that NCCL's IB transport could open, up or down."""
+        """Return every port of a device that NCCL's IB transport could use, up or down."""
         facts = self.rdma()
         devices = facts.devices if facts else ()
         return tuple(
@@ -128,7 +128,7 @@ class NodeView:
         )
 
     def default_ports(self) -> tuple[PortView, ...]:
-        """The ports NCCL takes with NCCL_IB_HCA unset: ACTIVE, InfiniBand or Ethernet."""
+        """Return the ports that NCCL uses without NCCL_IB_HCA: ACTIVE, InfiniBand or Ethernet."""
         return tuple(
             view
             for view in self.verbs_ports()
@@ -141,7 +141,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def gid_address(gid: Gid) -> Address | None:
-    """The IP address of a GID, IPv4 where it is mapped; None where the text is no GID."""
+    """Return the IP address of a GID, as IPv4 if it is mapped; None if the text is not a GID."""
     try:
         address = ipaddress.IPv6Address(gid.gid)
     except ValueError:
@@ -150,10 +150,10 @@ def gid_address(gid: Gid) -> Address | None:
 
 
 def gid_addresses(view: PortView, kind: str | None = "RoCE v2") -> tuple[Address, ...]:
-    """The addresses of a port's GIDs of one type, None of any: IPv6's link-local ones (fe80::) left out.
+    """Return addresses of a port's GIDs of one type (None: any type), without link-local IPv6 addresses (fe80::).
 
-    IPv4 first, each in the table's order, as NCCL looks for them (src/transport/net_ib/connect.cc, ncclIbGetGidIndex;
-    validGid there takes no fe80:: entry; 169.254.0.0/16 it takes, by which directly joined hosts reach each other).
+    IPv4 comes first, otherwise in table order, as in NCCL's search (src/transport/net_ib/connect.cc,
+    ncclIbGetGidIndex). Its validGid rejects fe80::, but accepts 169.254.0.0/16, which directly connected hosts use.
     """
     entries = (gid_address(gid) for gid in view.port.gids if kind is None or gid.type == kind)
     found = [a for a in entries if a is not None and not (a.version == 6 and a.is_link_local)]
@@ -161,9 +161,9 @@ def gid_addresses(view: PortView, kind: str | None = "RoCE v2") -> tuple[Address
 
 
 def port_subnet(node: NodeView, view: PortView) -> Network | None:
-    """The IP subnet that a RoCE port's traffic is in: that of its GID's address, else of its interface.
+    """Return the IP subnet of a RoCE port's traffic: that of its GID's address, else of its interface.
 
-    The address may be on a VLAN or a macvlan on the port's interface, or on the bond that the interface is a part of.
+    The address may belong to a VLAN or macvlan on the port's interface, or to the bond that contains the interface.
     """
     facts = node.interfaces()
     if facts is None:
@@ -181,7 +181,7 @@ def port_subnet(node: NodeView, view: PortView) -> Network | None:
 
 
 def addresses(interface: Interface) -> Iterator[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
-    """The addresses of an interface, link-local ones left out."""
+    """Yield the addresses of an interface, without link-local ones."""
     for text in interface.addresses:
         try:
             parsed = ipaddress.ip_interface(text)
@@ -192,14 +192,14 @@ def addresses(interface: Interface) -> Iterator[ipaddress.IPv4Interface | ipaddr
 
 
 def networks(interface: Interface) -> tuple[Network, ...]:
-    """The subnets an interface has an address in, link-local ones left out."""
+    """Return the subnets of an interface's addresses, without link-local ones."""
     return tuple(each.network for each in addresses(interface))
 
 
 def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | None:
-    """The RDMA device behind an interface.
+    """Return the RDMA device of an interface.
 
-    Inside a pod a macvlan's parent is out of sight; the GID table then tells, as it holds the interface's address.
+    In a pod, the parent of a macvlan is not visible. Then the GID table with the interface's address shows the device.
     """
     if interface.rdma_device:
         return interface.rdma_device
@@ -214,27 +214,27 @@ def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | Non
 
 
 UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
-"""Roles of interfaces that lead to no other node."""
+"""Roles of interfaces that do not lead to other nodes."""
 
 
 def running_interfaces(facts: InterfacesFacts) -> list[Interface]:
-    """Return the interfaces among which NCCL chooses: those that run and have an address."""
+    """Return the interfaces among which NCCL selects: running interfaces with an address."""
     return [each for each in facts.interfaces if runs(each) and each.addresses]
 
 
 def runs(interface: Interface) -> bool:
-    """Whether it is up and has a carrier, as far as that was read."""
+    """Whether the interface is up and has a carrier; unknown values count as yes."""
     return interface.running is not False and interface.up is not False
 
 
 def is_usable(interface: Interface) -> bool:
-    """Whether it may lead to other nodes."""
+    """Whether the interface may lead to other nodes."""
     fit = interface.role not in UNFIT_ROLES and interface.master is None
     return fit and runs(interface) and bool(networks(interface))
 
 
 def rank_interface(node: NodeView, facts: InterfacesFacts, interface: Interface) -> tuple[float, ...]:
-    """A key that sorts the interfaces that reach the other nodes best to the front."""
+    """Return a sort key that puts the interfaces with the best connection to other nodes first."""
     secondary = interface.role == "secondary"
     behind_hca = secondary and rdma_device_of(interface, node.default_ports()) is not None
     overlay = interface.role == "pod-default"
@@ -243,14 +243,14 @@ def rank_interface(node: NodeView, facts: InterfacesFacts, interface: Interface)
 
 
 def best_interface(node: NodeView) -> Interface | None:
-    """Return the interface that reaches the other nodes best; None where none does or the interfaces are unknown."""
+    """Return the interface with the best connection to other nodes; None if there is none or if unknown."""
     facts = node.interfaces()
     usable = [each for each in facts.interfaces if is_usable(each)] if facts else []
     return min(usable, key=lambda each: rank_interface(node, facts, each), default=None) if facts else None
 
 
 def p2p_level_effect(level: str, node: NodeView) -> str:
-    """What NCCL_P2P_LEVEL does on this node, in words."""
+    """Describe the effect of NCCL_P2P_LEVEL on this node."""
     gpus = node.gpu_count()
     if gpus == 1:
         key = "p2p_level.one_gpu"
@@ -262,7 +262,7 @@ def p2p_level_effect(level: str, node: NodeView) -> str:
 
 
 def all_nvlink(node: NodeView) -> bool:
-    """Whether NVLink joins every two usable GPUs of the node; False where that is unknown."""
+    """Whether NVLink connects every pair of usable GPUs on the node; False if unknown."""
     if node.topology is None:
         return False
     names = {gpu.name for gpu in node.topology.gpus if gpu.usable}

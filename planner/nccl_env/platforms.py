@@ -1,8 +1,8 @@
-"""Which platform a node is, and what follows: what is published for it, a vendor's own script or plugin, SHARP, RCCL.
+"""Recognises the platform of a node, and its consequences: published settings, vendor scripts or plugins, SHARP, RCCL.
 
-Recognised from facts on the machine alone: DMI, PCI devices and their drivers, files on the disk. No metadata service
-and no other host is asked. A platform that no fact tells is not recognised, and its recipe is not applied.
-Sources: data/platforms.toml, row by row; NCCL docs/userguide/source/{env,troubleshooting}.rst.
+Recognition uses only facts on the machine: DMI, PCI devices and their drivers, files on disk. No metadata service or
+other host is queried. If no fact identifies a platform, its recipe is not applied. Sources: data/platforms.toml, per
+row; NCCL docs/userguide/source/{env,troubleshooting}.rst.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from probes.hostinfo.probe import HostinfoFacts
 
 
 def amd(case: Situation) -> Note | None:
-    """AMD's GPUs are seen and not judged: NCCL's variables mean other things to RCCL, or nothing."""
+    """Report AMD GPUs, which are not checked: for RCCL, NCCL's variables have another meaning or none."""
     if not case.amd:
         return None
     seen = by_host((node.hostname, f"{len(found)} AMD GPUs ({found[0]})") for node in case.nodes if (
@@ -30,7 +30,7 @@ def amd(case: Situation) -> Note | None:
 
 
 def vendor_script(case: Situation) -> Note | None:
-    """Platforms whose vendor ships the environment with the plugin: nothing here may override it."""
+    """Report a platform whose vendor's plugin has its own environment, which must not be overridden."""
     if case.one_node or case.backend != "nccl":
         return None
     for node in case.nodes:
@@ -57,12 +57,12 @@ def vendor_script(case: Situation) -> Note | None:
 
 
 def has_vendor_script(case: Situation) -> bool:
-    """Whether a node's platform has its own script: then no NCCL_ variable is advised."""
+    """Whether a node's platform has its own script; then no NCCL_ variable is recommended."""
     return any((row := recognise(node)) is not None and row.plugin for node in case.nodes)
 
 
 def unknown_platform(case: Situation) -> Note | None:
-    """A cloud's machine that no row of the table knows: its provider may publish what no probe sees."""
+    """Report a cloud machine that is not in the table: its provider may publish settings that probes cannot see."""
     if case.one_node or case.backend != "nccl" or any(recognise(node) for node in case.nodes):
         return None
     for node in case.nodes:
@@ -71,16 +71,16 @@ def unknown_platform(case: Situation) -> Note | None:
         if info is None or not (cloud or info.virtual_machine):
             continue
         of = CLOUDS[cloud[0]] if cloud else info.virtual_machine
-        return note("platform.unknown", f"{node.hostname}: {of}", platform=_sentence(which_platform(case)))
+        return note("platform.unknown", f"{node.hostname}: {of}", platform=_make_sentence(which_platform(case)))
     return None
 
 
-def _sentence(text: str) -> str:
+def _make_sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
 def slingshot_protocol(case: Situation) -> Setting | Note | None:
-    """NCCL_PROTO on Slingshot with Grace Hopper: LL128 through GPUDirect was seen to give wrong data there."""
+    """NCCL_PROTO for Slingshot with Grace Hopper: LL128 over GPUDirect produced wrong data there."""
     if not case.cxi or case.one_node or case.backend != "nccl" or case.older_than((2, 27, 0)):
         return None
     coherent = [
@@ -88,28 +88,28 @@ def slingshot_protocol(case: Situation) -> Setting | Note | None:
     ]
     if not coherent:
         return None
-    return setting("proto.slingshot", "^LL128", f"{coherent[0]}: C2C links, {len(_cxi(case))} Cassini NICs")
+    return setting("proto.slingshot", "^LL128", f"{coherent[0]}: C2C links, {len(_list_cxi(case))} Cassini NICs")
 
 
 def slingshot_tuning(case: Situation) -> Note | None:
-    """What the sites with Slingshot do not agree on."""
+    """Report settings on which sites with Slingshot disagree."""
     if not case.cxi or case.one_node or case.backend != "nccl":
         return None
-    return note("cxi.sites_differ", f"{case.nodes[0].hostname}: {', '.join(_cxi(case)[:8])}")
+    return note("cxi.sites_differ", f"{case.nodes[0].hostname}: {', '.join(_list_cxi(case)[:8])}")
 
 
-def _cxi(case: Situation) -> tuple[str, ...]:
+def _list_cxi(case: Situation) -> tuple[str, ...]:
     return next((found for node in case.nodes if (found := node.cxi())), ())
 
 
 def collnet(case: Situation) -> Setting | Note | None:
-    """NCCL_COLLNET_ENABLE: SHARP in InfiniBand's switches, through nccl-rdma-sharp-plugins."""
+    """NCCL_COLLNET_ENABLE: SHARP in InfiniBand switches, through nccl-rdma-sharp-plugins."""
     if case.one_node or case.backend != "nccl" or published(case, "NCCL_COLLNET_ENABLE") is not None:
         return None
     infiniband = [
         node for node in case.nodes if any(view.port.link_layer == "InfiniBand" for view in node.default_ports())
     ]
-    plugin = {node.hostname: path for node in infiniband if (path := _sharp_plugin(node))}
+    plugin = {node.hostname: path for node in infiniband if (path := _find_sharp_plugin(node))}
     if not plugin or len(plugin) < len([node for node in case.nodes if node.snapshot]):
         return None
     evidence = by_host(plugin.items())
@@ -119,26 +119,26 @@ def collnet(case: Situation) -> Setting | Note | None:
     return note("collnet.plugin", evidence)
 
 
-def _sharp_plugin(node: NodeView) -> str | None:
+def _find_sharp_plugin(node: NodeView) -> str | None:
     info = node.hostinfo()
     return next((path for path in info.vendor_files if "sharp" in path), None) if info else None
 
 
 def gdr_prerequisites(case: Situation) -> Note | None:
-    """What keeps NICs from GPU memory on these hosts, before any run has shown it."""
+    """Report what prevents NICs from accessing GPU memory on these hosts, before a run shows it."""
     if case.one_node or case.backend != "nccl" or not (case.rdma_ports or case.efa or case.cxi):
         return None
     if case.evidence is not None and case.evidence.gdrdma in ("on", "off", "partial"):
-        return None  # a log says what these facts only let expect
+        return None  # a log shows what these facts only suggest
     found: list[tuple[str, str]] = []
     for node in case.nodes:
-        found += [(node.hostname, each) for each in _in_the_way(node)]
+        found += [(node.hostname, each) for each in _list_gdr_obstacles(node)]
     if not found:
         return None
     return note("gdrdma.prerequisites", by_host(together(found)))
 
 
-def _in_the_way(node: NodeView) -> list[str]:
+def _list_gdr_obstacles(node: NodeView) -> list[str]:
     facts = node.pci()
     if facts is None or not node.gpu_count():
         return []
@@ -154,16 +154,16 @@ def _in_the_way(node: NodeView) -> list[str]:
     return found
 
 
-# Chassis asset tags of clouds in DMI: cloud-init, tools/ds-identify (Azure), DataSourceOracle (OCI, bare metal too).
+# Chassis asset tags of clouds in DMI: cloud-init, tools/ds-identify (Azure), DataSourceOracle (OCI, also bare metal).
 _ASSET_TAGS = {"OracleCloud.com": "oci", "7783-7084-3265-9085-8269-3286-77": "azure"}
-_CLOUD_IDS = {"aws": "aws", "azure": "azure", "gce": "gcp", "oracle": "oci"}  # cloud-init's names of them
+_CLOUD_IDS = {"aws": "aws", "azure": "azure", "gce": "gcp", "oracle": "oci"}  # names used by cloud-init
 _VENDORS = (("Amazon EC2", "aws"), ("Google", "gcp"), ("Microsoft Corporation", "azure"), ("Oracle", "oci"))
-_SHAPE = re.compile(r"^(BM|VM)\.GPU")  # OCI names its shapes so
+_SHAPE = re.compile(r"^(BM|VM)\.GPU")  # OCI's names of shapes
 CLOUDS = {"aws": "AWS", "azure": "Azure", "gcp": "Google Cloud", "oci": "OCI"}
 
 
 def cloud_of(info: HostinfoFacts) -> tuple[str, str] | None:
-    """The cloud of a machine and the fact that shows it: "oci", "chassis asset tag OracleCloud.com"; else None."""
+    """Return the cloud of a machine, and the evidence: "oci", "chassis asset tag OracleCloud.com"; else None."""
     tag, vendor, product = info.chassis_asset_tag or "", info.vendor or "", info.product or ""
     if tag in _ASSET_TAGS:
         return _ASSET_TAGS[tag], f"chassis asset tag {tag}"
@@ -178,7 +178,7 @@ def cloud_of(info: HostinfoFacts) -> tuple[str, str] | None:
 
 
 def fabrics(node: NodeView) -> dict[str, int]:
-    """What could carry data between nodes, with the number of ports: "efa", "cxi", "infiniband", "roce", "ethernet"."""
+    """Count the ports of each possible network between nodes: "efa", "cxi", "infiniband", "roce", "ethernet"."""
     found = {"efa": node.efa_count(), "cxi": len(node.cxi())}
     for view in node.verbs_ports():
         layer = {"InfiniBand": "infiniband", "Ethernet": "roce"}.get(view.port.link_layer or "")
@@ -193,7 +193,7 @@ def fabrics(node: NodeView) -> dict[str, int]:
 
 
 def recognise(node: NodeView) -> Platform | None:
-    """The row whose facts all hold for a probed node, or that a machine of the catalogue is of; None where none is."""
+    """Return the platform whose facts all match a probed node, or of a catalogue machine; None if there is none."""
     info = node.hostinfo()
     if info is None:
         sku = node.topology.sku if node.topology and not node.snapshot else None
@@ -217,14 +217,14 @@ def recognise(node: NodeView) -> Platform | None:
 
 
 def which_platform(case: Situation) -> str:
-    """The platform of the nodes by name, or "unknown platform, because ..." with the facts that no row knows."""
+    """Return the name of the nodes' platform, or "unknown platform, because ..." with the unmatched facts."""
     for node in case.nodes:
         if (row := recognise(node)) is not None:
             return f"platform {row.name}"
-    return "unknown platform, because " + (_unknown(case) or "no node was probed")
+    return "unknown platform, because " + (_describe_unknown(case) or "no node was probed")
 
 
-def _unknown(case: Situation) -> str:
+def _describe_unknown(case: Situation) -> str:
     for node in case.nodes:
         info = node.hostinfo()
         if info is None:
@@ -238,7 +238,7 @@ def _unknown(case: Situation) -> str:
 
 
 def published(case: Situation, name: str) -> Setting | None:
-    """A variable's published value, where every node is of one platform that has it among those to set."""
+    """Return a variable's published value, if all nodes have one platform that recommends it."""
     probed = [node for node in case.nodes if node.snapshot] or list(case.nodes)
     rows = [recognise(node) for node in probed]
     row = rows[0] if rows and all(each == rows[0] for each in rows) else None
@@ -248,15 +248,15 @@ def published(case: Situation, name: str) -> Setting | None:
     if recipe is None or name not in recipe.set:
         return None
     if any(name in (info.nccl_conf or {}) for node in probed if (info := node.hostinfo())):
-        return None  # the machine's own file says it already, and may say it otherwise
-    evidence = "; ".join(dict.fromkeys(_evidence(node, row) for node in probed))
+        return None  # the machine's configuration file already sets it, possibly differently
+    evidence = "; ".join(dict.fromkeys(_describe_evidence(node, row) for node in probed))
     rule = f"Published for {row.name}. Nothing that a probe reads on a node can confirm the value"
     source = f"{recipe.source.name}, {recipe.source.date}"
     return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=source))
 
 
 def settings_as_published(case: Situation) -> Iterator[Setting]:
-    """Every variable that the nodes' platform publishes and that is advised as it stands."""
+    """Yield every variable that the nodes' platform publishes and that is recommended without change."""
     for name in dict.fromkeys(
         name for row in platforms().rows for recipe in row.recipes for name in sorted(recipe.set)
     ):
@@ -264,7 +264,7 @@ def settings_as_published(case: Situation) -> Iterator[Setting]:
             yield found
 
 
-def _evidence(node: NodeView, row: Platform) -> str:
+def _describe_evidence(node: NodeView, row: Platform) -> str:
     info = node.hostinfo()
     if info is None:
         return f"{node.hostname} is a machine of the catalogue; no node was probed"

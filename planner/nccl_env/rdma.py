@@ -1,4 +1,4 @@
-"""The RDMA devices: NCCL_IB_HCA, NCCL_CROSS_NIC, and NCCL_NET for EFA and Slingshot.
+"""Rules about RDMA devices: NCCL_IB_HCA, NCCL_CROSS_NIC, and NCCL_NET for EFA and Slingshot.
 
 Specification: NCCL docs/userguide/source/env.rst, src/transport/net_ib/init.cc; aws-ofi-nccl.
 """
@@ -26,50 +26,50 @@ from topology.graph import NicNode
 
 
 def ib_hca(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_HCA, where NCCL unasked would also take a port that the job must not use."""
+    """NCCL_IB_HCA, if NCCL would otherwise use a port that the job must not use."""
     if case.backend != "nccl" or case.one_node:
         return None
     if not case.rdma_ports:
-        return _no_hca(case)
+        return _note_no_hca(case)
     choices = {node.hostname: choose_ports(node) for node in case.nodes if node.default_ports()}
-    if (unsure := _undecided(choices)) is not None:
+    if (unsure := _note_undecided(choices)) is not None:
         return unsure
-    needed = [(host, choice) for host, choice in choices.items() if choice.dropped or _not_of_this_pod(case, host)]
+    needed = [(host, choice) for host, choice in choices.items() if choice.dropped or _list_other_pods(case, host)]
     if not needed:
-        return _found_by_itself(case, choices)
-    values = {host: hca_value(_view(case, host), choice) for host, choice in choices.items()}
+        return _note_automatic(case, choices)
+    values = {host: hca_value(_get_view(case, host), choice) for host, choice in choices.items()}
     host, choice = needed[0]
     if None in values.values():
-        return note("hca.virtual_functions", _hca_evidence(choice, ()))
+        return note("hca.virtual_functions", _describe_choice(choice, ()))
     if len(set(values.values())) > 1:
         listed = by_host((host, str(value)) for host, value in values.items())
         return note("hca.names_differ", listed=listed)
     value = str(next(iter(values.values())))
     marks = {"^": ("hca.left_out",), "=": ("hca.exact",)}
-    evidence = _hca_evidence(choice, _returning(_view(case, host), choice))
+    evidence = _describe_choice(choice, _list_returning(_get_view(case, host), choice))
     count = len(choice.secondary)
     key = "hca.every_port" if not count else "hca.of_the_pod" if count == 1 else "hca.of_the_pods_networks"
     return setting(key, value, evidence, *marks.get(value[:1], ()), count=count)
 
 
-def _undecided(choices: dict[str, PortChoice]) -> Note | None:
-    """Where the ports alone do not say which fabric is for training, or whether one is."""
+def _note_undecided(choices: dict[str, PortChoice]) -> Note | None:
+    """Report ports that do not show which fabric is for training, or whether one is."""
     for host, choice in choices.items():
-        if fabrics := _fabrics(choice.chosen):
+        if fabrics := _list_fabrics(choice.chosen):
             listed = "; ".join(f"{fabric}: {', '.join(names)}" for fabric, names in fabrics.items())
             return note("hca.two_fabrics", by_host([(host, listed)]))
     software = [
-        (host, _names(choice.chosen)) for host, choice in choices.items() if all(map(is_software, choice.chosen))
+        (host, _join(choice.chosen)) for host, choice in choices.items() if all(map(is_software, choice.chosen))
     ]
     if software:
         return note("hca.software", by_host(software))
     return None
 
 
-def _fabrics(ports: Sequence[PortView]) -> dict[str, list[str]]:
-    """Fabrics of one size that do not reach each other, each with its ports; empty where there is one fabric.
+def _list_fabrics(ports: Sequence[PortView]) -> dict[str, list[str]]:
+    """Return fabrics of equal size that cannot reach each other, with their ports; empty if there is one fabric.
 
-    Ports that are each alone in their InfiniBand subnet are rails, as are RoCE ports each in an IP subnet of its own.
+    Ports that are each in their own InfiniBand or IP subnet are rails, not fabrics.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for view in ports:
@@ -81,13 +81,13 @@ def _fabrics(ports: Sequence[PortView]) -> dict[str, list[str]]:
 
 
 def _missing_ports(node: NodeView) -> tuple[PortView, ...]:
-    """Ports that NCCL ignores without a message because they are not ACTIVE."""
+    """Return ports that NCCL ignores without a message because they are not ACTIVE."""
     return tuple(view for view in node.verbs_ports() if view.port.state is not None and view.port.state != "ACTIVE")
 
 
-def _not_of_this_pod(case: Situation, host: str) -> tuple[PortView, ...]:
-    """Ports that are down and that no network of this pod is on: up again, NCCL would take them and fail."""
-    node = _view(case, host)
+def _list_other_pods(case: Situation, host: str) -> tuple[PortView, ...]:
+    """Return ports that are down and on no network of this pod: once up, NCCL would use them and fail."""
+    node = _get_view(case, host)
     choice = choose_ports(node)
     if not choice.secondary or any(is_virtual_function(view) for view in choice.chosen):
         return ()
@@ -95,9 +95,9 @@ def _not_of_this_pod(case: Situation, host: str) -> tuple[PortView, ...]:
 
 
 def hca_value(node: NodeView, choice: PortChoice) -> str | None:
-    """NCCL_IB_HCA for one node; None where the ports to use are virtual functions that no lasting name tells apart.
+    """Return NCCL_IB_HCA for one node; None if it would have to name virtual functions, whose names are not stable.
 
-    Of virtual functions only a prefix is given, or the physical functions to leave out: both hold in every pod.
+    For virtual functions it is a prefix, or a list of excluded physical functions: both are valid in every pod.
     """
     if not any(is_virtual_function(view) for view in choice.chosen):
         return hca_list(node, choice)
@@ -112,25 +112,25 @@ def hca_value(node: NodeView, choice: PortChoice) -> str | None:
     return "^=" + ",".join(dict.fromkeys(view.device.name for view in excluded))
 
 
-def _found_by_itself(case: Situation, choices: dict[str, PortChoice]) -> Note:
-    """Nothing needs leaving out; whether all ports lead to the training fabric one node cannot tell."""
-    count = by_host((host, _names(choice.chosen)) for host, choice in choices.items())
+def _note_automatic(case: Situation, choices: dict[str, PortChoice]) -> Note:
+    """Report that no port needs to be excluded. A single node cannot show whether all ports are on one fabric."""
+    count = by_host((host, _join(choice.chosen)) for host, choice in choices.items())
     far = {f"{name} ({why})": host for host, choice in choices.items() for name, why in choice.far.items()}
     host = next(iter(far.values()), next(iter(choices)))
-    node, choice = _view(case, host), choices[host]
+    node, choice = _get_view(case, host), choices[host]
     if far:
         return note(
             "hca.nearest", f"{count}; not used: {', '.join(far)}", pinned=hca_value(node, choice) or "inside each pod"
         )
     more = ["hca.other_names"] if choice.secondary and any(map(is_virtual_function, choice.chosen)) else []
-    if len(choice.chosen) > 1 and not _fits_a_known_machine(node, choice):
+    if len(choice.chosen) > 1 and not _is_known_machine(node, choice):
         more.append("hca.storage_unknown")
-        count += _setting_apart(node, choice)
+        count += _describe_differences(node, choice)
     return note("hca.automatic", count, *more)
 
 
-def _fits_a_known_machine(node: NodeView, choice: PortChoice) -> bool:
-    """A recognised machine with as many RDMA devices as its maker gives it for the training fabric."""
+def _is_known_machine(node: NodeView, choice: PortChoice) -> bool:
+    """Whether this is a known machine with exactly the vendor's number of RDMA devices for training."""
     count = len({view.device.name for view in choice.chosen})
     row = reference_of(node.topology) if node.topology else None
     if row is not None and row.nics == count:
@@ -140,8 +140,8 @@ def _fits_a_known_machine(node: NodeView, choice: PortChoice) -> bool:
     return any((each.nics, each.gpus) == (count, node.gpu_count()) for each in known)
 
 
-def _setting_apart(node: NodeView, choice: PortChoice) -> str:
-    """What may answer the question: ports that share a GPU, subnets, neighbours on the wire."""
+def _describe_differences(node: NodeView, choice: PortChoice) -> str:
+    """Describe facts that may show the storage ports: ports that share a GPU, subnets, neighbours (LLDP)."""
     parts = []
     near: dict[tuple[str, ...], list[str]] = {}
     for entry in node.topology.nearest_nic if node.topology else ():
@@ -156,7 +156,7 @@ def _setting_apart(node: NodeView, choice: PortChoice) -> str:
     ends: dict[str | None, list[str]] = {}
     for each in facts.interfaces if facts else ():
         if each.neighbour:
-            ends.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has its members' wires
+            ends.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has the links of its ports
     wires = [
         f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := ends.get(view.port.netdev))
     ]
@@ -165,14 +165,14 @@ def _setting_apart(node: NodeView, choice: PortChoice) -> str:
     return "".join(f"; {part}" for part in parts)
 
 
-def _no_hca(case: Situation) -> Note:
+def _note_no_hca(case: Situation) -> Note:
     if case.cxi:
         return note("hca.slingshot", by_host((n.hostname, ", ".join(n.cxi())) for n in case.nodes))
     if case.efa:
-        return note("hca.efa", _efa_devices(case))
+        return note("hca.efa", _describe_efa(case))
     if failed := case.unread("rdma"):
         return note("hca.unread", failed)
-    nics = [(node.hostname, nic.name) for node in case.nodes if not node.snapshot for nic in _nics(node)]
+    nics = [(node.hostname, nic.name) for node in case.nodes if not node.snapshot for nic in _get_nics(node)]
     if nics:
         return note("hca.not_probed", by_host(together(nics)))
     if case.sockets:
@@ -187,43 +187,43 @@ def _no_hca(case: Situation) -> Note:
     return note("hca.no_port")
 
 
-def _efa_devices(case: Situation) -> str:
+def _describe_efa(case: Situation) -> str:
     return by_host((node.hostname, f"{node.efa_count()} EFA devices") for node in case.nodes)
 
 
-def _nics(node: NodeView) -> Sequence[NicNode]:
+def _get_nics(node: NodeView) -> Sequence[NicNode]:
     return node.topology.nics if node.topology else ()
 
 
-def _hca_evidence(choice: PortChoice, down: Sequence[PortView]) -> str:
+def _describe_choice(choice: PortChoice, down: Sequence[PortView]) -> str:
     parts = [f"{interface} is on {device}" for device, interface in choice.secondary.items()]
-    parts += [f"{_names(choice.chosen)}: {_fabric(choice.chosen)}"]
+    parts += [f"{_join(choice.chosen)}: {_describe_fabric(choice.chosen)}"]
     parts += [f"left out {name}: {why}" for name, why in (choice.dropped | choice.far).items()]
     parts += [f"{view.name} is {view.port.state}: NCCL ignores it until it is repaired" for view in down]
     return "; ".join(parts)
 
 
-def _fabric(ports: Sequence[PortView]) -> str:
+def _describe_fabric(ports: Sequence[PortView]) -> str:
     layers = sorted({view.port.link_layer or "?" for view in ports})
     rates = sorted({gigabits(view.port.rate_bytes_per_second or 0) for view in ports})
     return f"{'/'.join(layers)} {'/'.join(rates)}"
 
 
-def _names(ports: Sequence[PortView]) -> str:
+def _join(ports: Sequence[PortView]) -> str:
     return ", ".join(view.name for view in ports)
 
 
-def _view(case: Situation, hostname: str) -> NodeView:
+def _get_view(case: Situation, hostname: str) -> NodeView:
     return next(node for node in case.nodes if node.hostname == hostname)
 
 
 def hca_list(node: NodeView, choice: PortChoice) -> str:
-    """The value of NCCL_IB_HCA: device names, a port number only where another port of the device is left out.
+    """Return the value of NCCL_IB_HCA: device names, with port numbers only if another port is excluded.
 
-    A port of the same kind that is down is named too: NCCL passes over it now and takes it again once it is repaired.
+    Ports of the same kind that are down are included: NCCL ignores them now, and uses them once they are repaired.
     """
     ports = node.verbs_ports()
-    chosen = {view.name for view in (*choice.chosen, *_returning(node, choice))}
+    chosen = {view.name for view in (*choice.chosen, *_list_returning(node, choice))}
     excluded = {view.device.name for view in ports if view.name not in chosen}
     entries: list[str] = []
     for view in ports:
@@ -235,7 +235,7 @@ def hca_list(node: NodeView, choice: PortChoice) -> str:
     return ("=" if exact else "") + ",".join(entries)
 
 
-def _returning(node: NodeView, choice: PortChoice) -> list[PortView]:
+def _list_returning(node: NodeView, choice: PortChoice) -> list[PortView]:
     models = {view.device.model for view in choice.chosen} - {None}
     if choice.secondary:
         return []
@@ -243,7 +243,7 @@ def _returning(node: NodeView, choice: PortChoice) -> list[PortView]:
 
 
 def silent_ports(case: Situation) -> Note | None:
-    """A port that is down costs a rail and no message: NCCL never lists it."""
+    """Report a port that is down: NCCL loses a rail without a message."""
     if case.backend != "nccl" or case.one_node or not case.rdma_ports:
         return None
     down = [(node.hostname, f"{view.name} {view.port.state}") for node in case.nodes for view in _missing_ports(node)]
@@ -253,7 +253,7 @@ def silent_ports(case: Situation) -> Note | None:
 
 
 def cross_nic(case: Situation) -> Setting | Note | None:
-    """NCCL_CROSS_NIC=0, where each rail is a network of its own."""
+    """NCCL_CROSS_NIC=0, if every rail is a separate network."""
     if case.backend != "nccl" or case.one_node or not case.rdma_ports:
         return None
     for node in case.nodes:
@@ -273,35 +273,35 @@ def cross_nic(case: Situation) -> Setting | Note | None:
 
 
 def net_plugin(case: Situation) -> Setting | Note | None:
-    """NCCL_NET, where NCCL would fall back, or has fallen back, to TCP without a message: above all on EFA."""
+    """NCCL_NET, if NCCL would fall back to TCP, or did, without a message; mainly for EFA."""
     fell_back = case.evidence is not None and case.evidence.inter_node_transport == "Socket"
     if case.backend != "nccl" or case.one_node:
         return None
     if case.sockets:
         return setting("net.tcp_job", "Socket", "network between the nodes: TCP")
-    if case.cluster.inter_node_transport in ("rdma", "efa") and not (case.rdma_ports or _any_rdma_nic(case)):
+    if case.cluster.inter_node_transport in ("rdma", "efa") and not (case.rdma_ports or _has_rdma_nic(case)):
         return note("net.assumed")
-    if (unseen := _efa_unseen(case)) is not None:
+    if (unseen := _note_unseen_efa(case)) is not None:
         return unseen
     if not (case.efa or case.cxi or (fell_back and case.rdma_ports)):
         return None
     if case.cxi:
-        return _libfabric_on_slingshot(case)
+        return _set_libfabric(case)
     if not case.efa:
-        ports = by_host((node.hostname, _names(node.default_ports())) for node in case.nodes if node.default_ports())
+        ports = by_host((node.hostname, _join(node.default_ports())) for node in case.nodes if node.default_ports())
         return setting("net.fell_back", "IB", f"the log shows channels over Socket; {ports}")
     if not (case.multi_node or fell_back):
         return note("net.efa_one_node")
-    evidence = _efa_devices(case) + ("; the log shows channels over Socket" if fell_back else "")
+    evidence = _describe_efa(case) + ("; the log shows channels over Socket" if fell_back else "")
     return setting("net.efa", "AWS Libfabric", evidence)
 
 
-def _any_rdma_nic(case: Situation) -> bool:
-    return case.efa or case.cxi or any(nic.kind in RDMA_KINDS for node in case.nodes for nic in _nics(node))
+def _has_rdma_nic(case: Situation) -> bool:
+    return case.efa or case.cxi or any(nic.kind in RDMA_KINDS for node in case.nodes for nic in _get_nics(node))
 
 
-def _efa_unseen(case: Situation) -> Note | None:
-    """An instance type that has EFA, seen from where there is none: a pod that did not ask for the devices."""
+def _note_unseen_efa(case: Situation) -> Note | None:
+    """Report an instance type with EFA but without visible EFA devices: the pod did not request them."""
     for node in case.nodes:
         row, info = recognise(node), node.hostinfo()
         if row is None or row.cloud != "aws" or info is None or node.efa_count() or case.unread("rdma"):
@@ -310,6 +310,6 @@ def _efa_unseen(case: Situation) -> Note | None:
     return None
 
 
-def _libfabric_on_slingshot(case: Situation) -> Setting:
+def _set_libfabric(case: Situation) -> Setting:
     evidence = by_host((node.hostname, f"Cassini NICs {', '.join(node.cxi())}") for node in case.nodes if node.cxi())
     return setting("net.slingshot", "AWS Libfabric", evidence)

@@ -1,4 +1,4 @@
-"""The variables of RoCE: which GID, which traffic class, which service level. InfiniBand needs none of them.
+"""Rules about RoCE: GID, traffic class and service level. InfiniBand needs none of these variables.
 
 Specification: NCCL docs/userguide/source/env.rst, src/transport/net_ib/connect.cc (ncclIbGetGidIndex).
 """
@@ -14,37 +14,37 @@ from planner.nccl_env.nodes import NodeView, PortView, gid_address, gid_addresse
 from planner.nccl_env.platforms import published, which_platform
 from planner.nccl_env.situation import Note, Setting, Situation, by_host, note, setting, together
 
-_DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX needs no setting since 2.21
+_DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX is not needed since 2.21
 
-# The class of priority 3 that NVIDIA's RoCE configuration of its cards and switches defaults to: DSCP 26, which is 106
-# in the traffic class field with the ECN bit set. No other priority has a default: sites choose its code points.
+# Default class of priority 3 in NVIDIA's RoCE configuration of cards and switches: DSCP 26, which is 106 in the traffic
+# class field with the ECN bit. Other priorities have no default; each site chooses its code points.
 _NVIDIA_PRIORITY, _NVIDIA_CLASS = 3, 106
 
 
 def ib_gid_index(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_GID_INDEX: only before 2.21, where NCCL would take index 0."""
-    roce = _roce(case)
+    """NCCL_IB_GID_INDEX: only needed before 2.21, where NCCL would use index 0."""
+    roce = _list_roce_ports(case)
     if not roce:
         return None
     bare = [(host, view) for host, view in roce if is_unaddressed(view)]
     if bare:
         return note("gid_index.link_local", _list_ports(bare, lambda view: view.name))
     older = case.older_than(_DYNAMIC_GID)
-    if several := _in_several_subnets(case):
+    if several := _find_several_subnets(case):
         lever = (
             "NCCL_IB_GID_INDEX, the entry's index" if older is True else "NCCL_IB_ADDR_RANGE, a range that covers it"
         )
         return note("gid_index.several_subnets", by_host(together(several)), lever=lever)
-    known = {_v2_ipv4_index(view) for _, view in roce}
+    known = {_find_v2_ipv4_index(view) for _, view in roce}
     found = None not in known
-    listed = _list_ports(roce, lambda view: f"{view.name} index {_v2_ipv4_index(view)}")
+    listed = _list_ports(roce, lambda view: f"{view.name} index {_find_v2_ipv4_index(view)}")
     unread = [(host, view) for host, view in roce if not view.port.gids_known]
     if unread:
         return note("gid_index.unread", _list_ports(unread, lambda view: view.name))
     if older is False and found:
         return note("gid_index.automatic", f"NCCL {version_text(case.nccl_version or ())}")
     if not found and older is not True:
-        return None  # the address family, or RoCE v1: the rules below
+        return None  # the address family or RoCE v1: handled by the rules below
     if older is None:
         return note("gid_index.version_unknown", f"NCCL version unknown; RoCE v2 IPv4 GID: {listed}")
     if not found:
@@ -56,8 +56,8 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
 
 
 def ib_addr_family(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_ADDR_FAMILY, where the fabric has IPv6 addresses and not on every port IPv4, which NCCL looks for."""
-    roce = [(host, view) for host, view in _roce(case) if view.port.gids and not is_unaddressed(view)]
+    """NCCL_IB_ADDR_FAMILY, if not every port has the IPv4 address that NCCL looks for, but the fabric has IPv6."""
+    roce = [(host, view) for host, view in _list_roce_ports(case) if view.port.gids and not is_unaddressed(view)]
     without = [(host, view) for host, view in roce if not _has_family(view, 4)]
     if not without or case.older_than(_DYNAMIC_GID) is True:
         return None
@@ -68,8 +68,8 @@ def ib_addr_family(case: Situation) -> Setting | Note | None:
 
 
 def ib_roce_version(case: Situation) -> Setting | None:
-    """NCCL_IB_ROCE_VERSION_NUM, where the ports know RoCE v1 only."""
-    roce = [(host, view) for host, view in _roce(case) if any(gid.type for gid in view.port.gids)]
+    """NCCL_IB_ROCE_VERSION_NUM, if the ports only support RoCE v1."""
+    roce = [(host, view) for host, view in _list_roce_ports(case) if any(gid.type for gid in view.port.gids)]
     if not roce or case.older_than(_DYNAMIC_GID) is True:
         return None
     if any(gid.type == "RoCE v2" for _, view in roce for gid in view.port.gids):
@@ -78,16 +78,16 @@ def ib_roce_version(case: Situation) -> Setting | None:
 
 
 def _needs_dynamic_gid(case: Situation) -> tuple[str, ...]:
-    """The text that follows where the release is not known: the variable is read since `_DYNAMIC_GID`."""
+    """Return the text for an unknown NCCL release: the variable is read since `_DYNAMIC_GID`."""
     return ("gid_index.read_since",) if case.nccl_version is None else ()
 
 
 def ib_traffic_class(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_TC: data must ride in the class that the fabric protects; unset it is 0, best effort.
+    """NCCL_IB_TC: data must use the traffic class that the fabric protects; the default is 0, best effort.
 
-    Which class that is only the fabric's configuration says: a published value, the ports' own, or a note.
+    The class depends on the fabric's configuration: use a published value, or that of the ports, or add a note.
     """
-    roce = _roce(case)
+    roce = _list_roce_ports(case)
     if not roce:
         return None
     if (known := published(case, "NCCL_IB_TC")) is not None:
@@ -95,20 +95,20 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     classes = {view.port.traffic_class for _, view in roce if view.port.traffic_class}
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
     pfc_configs = {view.port.pfc_priorities for _, view in roce if view.port.pfc_priorities is not None}
-    if _by_pcp(roce):
-        return None  # the class is not looked at: `ib_service_level`
+    if _uses_pcp(roce):
+        return None  # the class is not used: `ib_service_level`
     if len(classes) == 1:
         evidence = _list_ports(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
         (found,) = classes
         priority, more = found >> 5, []  # DSCP >> 3
         if lossless and priority not in lossless:
-            more, evidence = ["traffic_class.unprotected"], f"{evidence}; {_list_ports(roce, _protected)}"
-        protected = _numbers(lossless)
+            more, evidence = ["traffic_class.unprotected"], f"{evidence}; {_list_ports(roce, _describe_protected)}"
+        protected = _join_numbers(lossless)
         return setting("traffic_class.one", str(found), evidence, *more, priority=priority, protected=protected)
     if len(pfc_configs) > 1 and not classes:
-        return note("traffic_class.pfc_differs", _list_ports(roce, _protected))
+        return note("traffic_class.pfc_differs", _list_ports(roce, _describe_protected))
     if len(lossless) == 1 and not classes:
-        return _class_of_priority(case, lossless.pop(), roce)
+        return _choose_class(case, lossless.pop(), roce)
     if classes or lossless:
         evidence = f"traffic classes {sorted(classes)}, PFC priorities {sorted(lossless)}"
         return note("traffic_class.classes_differ", evidence)
@@ -117,37 +117,37 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     return note("traffic_class.lossy")
 
 
-def _class_of_priority(case: Situation, priority: int, roce: Sequence[tuple[str, PortView]]) -> Setting | Note:
-    evidence = _list_ports(roce, _protected)
+def _choose_class(case: Situation, priority: int, roce: Sequence[tuple[str, PortView]]) -> Setting | Note:
+    evidence = _list_ports(roce, _describe_protected)
     if priority == _NVIDIA_PRIORITY and all(_is_nvidia(view) for _, view in roce):
         return setting("traffic_class.nvidia", str(_NVIDIA_CLASS), evidence, priority=priority)
     mapped = sorted({code for _, view in roce for code, to in view.port.dscp_priorities or () if to == priority})
     if mapped:
-        evidence += f"; the ports map DSCP {_numbers(mapped)} to priority {priority}"
+        evidence += f"; the ports map DSCP {_join_numbers(mapped)} to priority {priority}"
     return note("traffic_class.dscp_unknown", evidence, priority=priority, platform=which_platform(case))
 
 
 def ib_service_level(case: Situation) -> Setting | Note | None:
-    """NCCL_IB_SL, where the ports classify by the priority bits of the VLAN tag and not by DSCP."""
-    roce = _roce(case)
+    """NCCL_IB_SL, if the ports classify by the priority bits of the VLAN tag instead of by DSCP."""
+    roce = _list_roce_ports(case)
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
-    if not _by_pcp(roce) or not lossless or published(case, "NCCL_IB_TC") is not None:
+    if not _uses_pcp(roce) or not lossless or published(case, "NCCL_IB_TC") is not None:
         return None
-    evidence = _list_ports(roce, lambda view: f"{_protected(view)}, trust pcp")
+    evidence = _list_ports(roce, lambda view: f"{_describe_protected(view)}, trust pcp")
     if len(lossless) > 1:
         return note("service_level.several", evidence)
     priority = lossless.pop()
-    tagged = all(_tagged(node, view) for node in case.nodes for view in choose_ports(node).chosen)
+    tagged = all(_is_tagged(node, view) for node in case.nodes for view in choose_ports(node).chosen)
     if not tagged:
         return note("service_level.no_vlan", evidence, priority=priority)
     return setting("service_level.of_priority", str(priority), evidence, priority=priority)
 
 
-def _by_pcp(roce: Sequence[tuple[str, PortView]]) -> bool:
+def _uses_pcp(roce: Sequence[tuple[str, PortView]]) -> bool:
     return bool(roce) and all(view.port.trust == "pcp" for _, view in roce)
 
 
-def _tagged(node: NodeView, view: PortView) -> bool:
+def _is_tagged(node: NodeView, view: PortView) -> bool:
     names = {gid.netdev for gid in view.port.gids if gid.netdev and gid.type == "RoCE v2"} | {view.port.netdev}
     facts = node.interfaces()
     links = facts.interfaces if facts else ()
@@ -159,19 +159,19 @@ def _is_nvidia(view: PortView) -> bool:
     return view.device.driver == "mlx5_core" or model.startswith(("ConnectX", "BlueField", "MT4"))
 
 
-def _protected(view: PortView) -> str:
+def _describe_protected(view: PortView) -> str:
     priorities = view.port.pfc_priorities
     if priorities is None:
         return f"{view.name} does not report its flow control"
-    return f"{view.name} flow control on {f'priority {_numbers(priorities)}' if priorities else 'no priority'}"
+    return f"{view.name} flow control on {f'priority {_join_numbers(priorities)}' if priorities else 'no priority'}"
 
 
-def _numbers(priorities: Iterable[int]) -> str:
+def _join_numbers(priorities: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(priorities)))
 
 
-def _roce(case: Situation) -> list[tuple[str, PortView]]:
-    """The RoCE ports the job will use, with their hosts."""
+def _list_roce_ports(case: Situation) -> list[tuple[str, PortView]]:
+    """Return the RoCE ports that the job will use, with their hosts."""
     if case.backend != "nccl" or case.one_node:
         return []
     return [
@@ -191,7 +191,7 @@ def _families(view: PortView) -> str:
     return f"{view.name} {' and '.join(f'IPv{version}' for version in versions) or 'none of RoCE v2'}"
 
 
-def _v2_ipv4_index(view: PortView) -> int | None:
+def _find_v2_ipv4_index(view: PortView) -> int | None:
     found = [
         gid.index
         for gid in view.port.gids
@@ -201,13 +201,13 @@ def _v2_ipv4_index(view: PortView) -> int | None:
 
 
 def _has_family(view: PortView, version: int) -> bool:
-    """Whether NCCL finds an address of the IP version: of RoCE v2, or of v1 where the port knows no other."""
+    """Whether NCCL finds an address of this IP version: for RoCE v2, or v1 if the port supports only v1."""
     v2 = any(gid.type == "RoCE v2" for gid in view.port.gids)
     return any(address.version == version for address in gid_addresses(view, "RoCE v2" if v2 else None))
 
 
-def _in_several_subnets(case: Situation) -> list[tuple[str, str]]:
-    """Ports whose RoCE v2 IPv4 addresses are in more than one subnet of the host's interfaces."""
+def _find_several_subnets(case: Situation) -> list[tuple[str, str]]:
+    """Return ports whose RoCE v2 IPv4 addresses are in several subnets of the host's interfaces."""
     found = []
     for node in case.nodes:
         facts = node.interfaces()

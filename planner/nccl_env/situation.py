@@ -1,7 +1,7 @@
-"""What the rules of the NCCL environment ask, and the form of what they answer.
+"""The input of the rules of the NCCL environment, and the types of their answers.
 
-They ask for the nodes, what is known of the job, and NCCL's release. Nothing is decided here; a fact that no probe read
-is None or empty, and the rule says so. They answer with settings, needs of a pod and notes, with the texts of
+The input is the nodes, the known facts about the job, and NCCL's release. This module decides nothing. A fact that no
+probe read is None or empty, and the rule reports it. Answers are settings, needs of a pod and notes, with texts from
 data/advice.toml.
 """
 
@@ -17,51 +17,51 @@ from planner.nccl_env.nodes import RDMA_KINDS, NodeView
 from probes.api import Failed, Snapshot
 from topology.graph import ClusterTopology, NodeTopology
 
-if TYPE_CHECKING:  # a question without a log does not wait for its reader
+if TYPE_CHECKING:  # not imported for a question without a log
     from collectives.nccl_log.transport import Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """All that one advice rests on."""
+    """All input of one recommendation."""
 
     nodes: tuple[NodeView, ...]
     cluster: ClusterTopology
     nccl_version: Version | None
-    multi_node: bool | None  # None: not said and not to be seen; the job may come to span nodes
+    multi_node: bool | None  # None: unknown; the job may use several nodes
     evidence: Evidence | None
-    ranks_per_node: int | None = None  # None: one per GPU, or two without any
+    ranks_per_node: int | None = None  # None: one per GPU, or two without GPUs
 
     @property
     def gpus(self) -> int:
-        """GPUs of all nodes."""
+        """Number of GPUs on all nodes."""
         return max(sum(node.gpu_count() for node in self.nodes), 0 if self.amd else self.cluster.world_size)
 
     @property
     def amd(self) -> bool:
-        """Whether the GPUs are AMD's, which RCCL serves."""
+        """Whether the GPUs are from AMD, which RCCL supports."""
         return not any(node.gpu_count() for node in self.nodes if node.snapshot) and any(
             node.amd_gpus() for node in self.nodes
         )
 
     @property
     def cxi(self) -> bool:
-        """Whether any node has NICs of HPE Slingshot."""
+        """Whether any node has HPE Slingshot NICs."""
         return any(node.cxi() for node in self.nodes)
 
     @property
     def backend(self) -> str:
-        """What carries the collectives: "nccl", "rccl" (not judged), or "gloo" where there is no GPU."""
+        """Collective library: "nccl", "rccl" (not checked), or "gloo" without GPUs."""
         if self.amd:
             return "rccl"
         return "nccl" if self.gpus or self.unread("gpu") else "gloo"
 
     def unread_nodes(self, wanted: Callable[[NodeView], object | None]) -> tuple[str, ...]:
-        """The nodes of which these facts are not known, for whatever reason."""
+        """Return the nodes of which these facts are unknown, for any reason."""
         return tuple(node.hostname for node in self.nodes if wanted(node) is None)
 
     def unread(self, probe: str) -> str:
-        """Why a probe could not finish on some node; empty where it answered or found nothing to read."""
+        """Return why a probe failed on some node; empty if it succeeded or found nothing to read."""
         for node in self.nodes:
             outcome = node.snapshot.outcomes.get(probe) if node.snapshot else None
             if isinstance(outcome, Failed):
@@ -75,25 +75,25 @@ class Situation:
 
     @property
     def sockets(self) -> bool:
-        """Whether the job is to go over TCP though nodes have RDMA."""
+        """Whether the job must use TCP although nodes have RDMA."""
         return any(node.sockets for node in self.nodes)
 
     @property
     def rdma_ports(self) -> bool:
-        """Whether any node has a port that NCCL's IB transport would take."""
+        """Whether any node has a port that NCCL's IB transport would use."""
         return any(node.default_ports() for node in self.nodes)
 
     def ranks_on(self, node: NodeView) -> int:
-        """Ranks of the job on this node; two without GPUs, the least that makes a collective."""
+        """Return the number of ranks on this node; without GPUs two, the minimum for a collective."""
         return self.ranks_per_node or node.gpu_count() or len(node.amd_gpus()) or 2
 
     @property
     def one_node(self) -> bool:
-        """Whether the job certainly stays on one node."""
+        """Whether the job certainly runs on a single node."""
         return self.multi_node is False
 
     def older_than(self, release: Version) -> bool | None:
-        """Whether the NCCL in use is older; None where its version is unknown."""
+        """Whether the NCCL in use is older than `release`; None if its version is unknown."""
         return None if self.nccl_version is None else self.nccl_version < release
 
 
@@ -106,53 +106,53 @@ def situation(
     evidence: Evidence | None = None,
     ranks_per_node: int | None = None,
 ) -> Situation:
-    """Join snapshots and topology by host name; several nodes are multi-node unless it is denied.
+    """Join snapshots and topology by host name. Several nodes mean a multi-node job, unless `multi_node` is False.
 
-    `multi_node` None with one snapshot means that the job may come to span nodes: the network is then advised on too.
-    `ranks_per_node` None: one per GPU, or two without any. `evidence` of an earlier run supplies the NCCL version and
-    tells where NCCL fell back to TCP.
+    If `multi_node` is None with one snapshot, the job may use several nodes, so network settings are included.
+    `ranks_per_node` None: one per GPU, or two without GPUs. `evidence` of an earlier run provides the NCCL version and
+    shows whether NCCL fell back to TCP.
     """
-    nodes = tuple(_nodes(snapshots, cluster))
+    nodes = tuple(_list_nodes(snapshots, cluster))
     if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
         multi_node = True
-    version = _version(nccl_version, evidence)
+    version = _parse_known_version(nccl_version, evidence)
     if multi_node is not False and cluster.inter_node_transport == "tcp" and any(_offers_rdma(node) for node in nodes):
-        nodes = tuple(replace(node, sockets=True, topology=_without_rdma(node.topology)) for node in nodes)
+        nodes = tuple(replace(node, sockets=True, topology=_drop_rdma(node.topology)) for node in nodes)
     return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node, evidence=evidence,
                      ranks_per_node=ranks_per_node)  # fmt: skip
 
 
 def _offers_rdma(node: NodeView) -> bool:
-    """Whether NCCL, or its plugin for EFA, would take RDMA here without being asked."""
+    """Whether NCCL, or its EFA plugin, would use RDMA on this node by default."""
     if node.snapshot:
         return bool(node.efa_count() or node.default_ports())
     return node.topology is not None and any(nic.kind in RDMA_KINDS for nic in node.topology.nics)
 
 
-def _without_rdma(node: NodeTopology | None) -> NodeTopology | None:
+def _drop_rdma(node: NodeTopology | None) -> NodeTopology | None:
     return node and replace(node, nics=tuple(nic for nic in node.nics if nic.kind not in RDMA_KINDS), nearest_nic=())
 
 
-def _version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
+def _parse_known_version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
     if version is not None:
         return padded(version)
     if evidence is not None and evidence.nccl_version:
         try:
             return parse_version(evidence.nccl_version)
         except ValueError:
-            return None  # RCCL and vendor builds print other texts, so the version is unknown
+            return None  # RCCL and vendor builds print other versions, so the version is unknown
     return None
 
 
-def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
-    """Every probed node, and of the nodes that were not probed one of each kind: the others would answer the same.
+def _list_nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
+    """Yield every probed node, and one node of each kind that was not probed: others would give equal answers.
 
-    Nodes are of one kind where they share their parts; what was probed of one node holds for all nodes of its kind.
+    Nodes are of one kind if they share their parts; the facts of a probed node apply to all nodes of its kind.
     """
     topologies = {node.hostname: node for node in cluster.nodes}
     probed = {snapshot.hostname for snapshot in snapshots}
     if len(snapshots) == 1 and topologies and not probed & set(topologies):
-        # One host planned several times over, under made-up names.
+        # one host planned several times, under generated names
         yield NodeView(hostname=snapshots[0].hostname, snapshot=snapshots[0], topology=cluster.nodes[0])
         return
     for snapshot in snapshots:
@@ -165,7 +165,7 @@ def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[
 
 
 def by_host(texts: Iterable[tuple[str, str]]) -> str:
-    """(host, text) pairs as one text, hosts that say the same named together."""
+    """Format (host, text) pairs as one text; hosts with the same text are listed together."""
     hosts: dict[str, list[str]] = {}
     for host, text in texts:
         hosts.setdefault(text, []).append(host)
@@ -173,28 +173,25 @@ def by_host(texts: Iterable[tuple[str, str]]) -> str:
 
 
 def together(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """One entry per host, its texts joined."""
+    """Return one entry per host, with its texts joined."""
     hosts: dict[str, list[str]] = {}
     for host, text in pairs:
         hosts.setdefault(host, []).append(text)
     return [(host, ", ".join(texts)) for host, texts in hosts.items()]
 
 
-_NAMED_HOSTS = 3  # of a group: enough to find one, short enough to read
+_NAMED_HOSTS = 3  # per group: enough to find one, short enough to read
 
 
 def some(names: Sequence[str]) -> str:
-    """A few of the names, and how many more there are."""
+    """Return the first names, and the number of further ones."""
     more = len(names) - _NAMED_HOSTS
     return ", ".join(names[:_NAMED_HOSTS]) + (f" and {more} more" if more > 0 else "")
 
 
-# What the rules answer.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why: the rule, the probed fact it rests on, and where the rule is written."""
+    """The reason of an answer: the rule, the probed fact, and the source of the rule."""
 
     rule: str
     evidence: str
@@ -203,7 +200,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One environment variable, never without its reason."""
+    """One environment variable with its reason."""
 
     name: str
     value: str
@@ -212,7 +209,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodNeed:
-    """Something the job needs that is no environment variable: shm size, memlock, a resource, an annotation."""
+    """A need of the job other than a variable: shm size, memlock, a resource, an annotation."""
 
     name: str  # "shm_bytes", "memlock", "resource", "network", "capability", "compute_domain"
     value: str
@@ -221,7 +218,7 @@ class PodNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something left alone on purpose, or to be known: "NCCL finds the HCAs by itself: set nothing"."""
+    """Information about a variable that is not set on purpose, or about a risk."""
 
     topic: str
     text: str
@@ -229,28 +226,28 @@ class Note:
 
 
 def texts() -> Mapping[str, Mapping[str, str]]:
-    """The table as written: "name", "text", and "source" of what is set or needed."""
+    """Read the table: "name", "text", and "source" of settings and needs."""
     return read_table(__file__, "data/advice.toml")
 
 
 def note(key: str, evidence: str = "", /, *more: str, **fields: object) -> Note:
-    """Fill in a note's text; `more` are keys of texts that follow it."""
-    return Note(topic=texts()[key]["name"], text=_filled((key, *more), fields), evidence=evidence)
+    """Create a note with its text filled in; `more` are keys of texts to append."""
+    return Note(topic=texts()[key]["name"], text=_fill_texts((key, *more), fields), evidence=evidence)
 
 
 def setting(key: str, value: str, evidence: str, /, *more: str, **fields: object) -> Setting:
-    """Fill in a setting's reason; `more` are keys of texts that follow its rule."""
-    return Setting(name=texts()[key]["name"], value=value, reason=_reason(key, evidence, more, fields))
+    """Create a setting with its reason filled in; `more` are keys of texts to append to its rule."""
+    return Setting(name=texts()[key]["name"], value=value, reason=_make_reason(key, evidence, more, fields))
 
 
 def need(key: str, value: str, evidence: str, /, *more: str, **fields: object) -> PodNeed:
-    """Fill in the reason of something that a pod needs."""
-    return PodNeed(name=texts()[key]["name"], value=value, reason=_reason(key, evidence, more, fields))
+    """Create a need of a pod with its reason filled in."""
+    return PodNeed(name=texts()[key]["name"], value=value, reason=_make_reason(key, evidence, more, fields))
 
 
-def _reason(key: str, evidence: str, more: Iterable[str], fields: Mapping[str, object]) -> Reason:
-    return Reason(rule=_filled((key, *more), fields), evidence=evidence, source=texts()[key]["source"])
+def _make_reason(key: str, evidence: str, more: Iterable[str], fields: Mapping[str, object]) -> Reason:
+    return Reason(rule=_fill_texts((key, *more), fields), evidence=evidence, source=texts()[key]["source"])
 
 
-def _filled(keys: Iterable[str], fields: Mapping[str, object]) -> str:
+def _fill_texts(keys: Iterable[str], fields: Mapping[str, object]) -> str:
     return "".join(texts()[key]["text"].format(**fields) for key in keys)

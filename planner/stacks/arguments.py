@@ -1,4 +1,4 @@
-"""What a trainer's command line says of its job: the launcher's ranks, and the script's arguments as settings.
+"""Reads a trainer's command line: the number of ranks from the launcher, and the script's arguments as settings.
 
 Surface: torchrun (torch 2.13 torch/distributed/run.py), `accelerate launch` and its file (accelerate 1.15
 ClusterConfig), `deepspeed`, `trl sft`; scripts with TrlParser or HfArgumentParser (`--name value`, `--config FILE`),
@@ -17,71 +17,71 @@ from typing import Any
 from contracts.job_config import ConfigError, known_settings, parse_mapping, with_overrides
 from contracts.tables import read_table
 
-Files = Callable[[str], str | None]  # the text of a file that the command names; None where it cannot be read here
+Files = Callable[[str], str | None]  # returns the text of a file named in the command; None if it cannot be read
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "trl")
 _NODES = ("nnodes", "num_machines", "num_nodes")
 _RANKS = ("nproc_per_node", "num_gpus")
 _REDIRECTION = re.compile(r"\d*[<>]")
-# trl's trainers that keep a second model, rows in pairs, or generate
+# TRL trainers that use a second model, pairs of rows, or generation
 _OTHER_LOSS = re.compile(r"(?:^|[/_.-])(?:[a-z]?[dgpr]po|[os]rpo|kto|rloo|gkd|reward|distill\w*)(?=[_.-]|$)", re.I)
-# Words of a name that memory or step time hangs on: a script's own setting with one of them leaves both unknown.
+# Words in a script's own options that affect memory or step time; an option with such a word leaves both unknown.
 _TELLING = re.compile(
     r"(?:^|[_.])(?:lora|peft|qlora|bits?|[48]bit|quant|quantization|length|len|tokens|batch|micro|accumulation|parallel"
     r"|[tpce]p|zero|offload|offloading|checkpointing|recompute|freeze|packing)(?=[_.]|$)", re.I)  # fmt: skip
 _NOT_OF_STEPS = re.compile(r"(?:^|[_.])(?:eval|test|generation|prompt|new|dropout|alpha)(?=[_.]|$)", re.I)
-# HF Trainer's own, which a job that says nothing has (transformers 5 TrainingArguments)
+# Defaults of HF Trainer (transformers 5 TrainingArguments)
 _TRAINER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
 
 @dataclass(slots=True, kw_only=True)
 class CommandSettings:
-    """What a command says; None and empty: it does not."""
+    """Settings found in a command. None and empty mean that the command does not specify them."""
 
     launcher: str = ""  # "torchrun", "accelerate", ...
     script: str = ""
     nodes: int | None = None
     ranks_per_node: int | None = None
-    settings: dict[str, Any] = field(default_factory=dict)  # by TRL's and transformers' names
-    unknown: list[str] = field(default_factory=list)  # what could not be read, and what follows from it
+    settings: dict[str, Any] = field(default_factory=dict)  # under the names of TRL and transformers
+    unknown: list[str] = field(default_factory=list)  # parts that could not be read, and the consequences
     notes: list[str] = field(default_factory=list)
 
 
 def read_command(words: Sequence[str], files: Files) -> CommandSettings:
-    """The command of a container, or of a shell; a command in which nothing is known is said to be unknown."""
+    """Parse the command of a container, or of a shell. A command without known parts is reported as unknown."""
     parsed = CommandSettings()
-    line = next((each for each in _simple_commands(words) if _is_launch(each)), None)
+    line = next((each for each in _split_commands(words) if _is_launch(each)), None)
     if line is None:
         parsed.unknown.append("the command starts no torchrun, accelerate, deepspeed or script that is read")
         return parsed
     line = line[next(i for i, word in enumerate(line) if os.path.basename(word) in _LAUNCHERS) :]  # noqa: PTH119 - text
     parsed.launcher = os.path.basename(line[0])  # noqa: PTH119
-    at = _script_at(line)
+    at = _find_script(line)
     if at is None:
         parsed.unknown.append(f"{parsed.launcher}: which script it starts")
         return parsed
     parsed.script = line[at]
-    options = _options(line[1:at])
+    options = _parse_options(line[1:at])
     if parsed.launcher.startswith("python") and "torch.distributed.run" in line[:at]:
         parsed.launcher = "torchrun"
     parsed.nodes, parsed.ranks_per_node = _count(options, _NODES), _count(options, _RANKS)
     if parsed.launcher == "accelerate":
-        _accelerate(options, files, parsed)
+        _read_accelerate(options, files, parsed)
     redirected = next((i for i, word in enumerate(line) if i > at and _REDIRECTION.match(word)), len(line))
     words = line[at + 1 : redirected]
-    options = _options(words)
+    options = _parse_options(words)
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    if first and words[0].endswith((".yaml", ".yml", ".json")):  # HfArgumentParser's: the file alone, or before others
+    if first and words[0].endswith((".yaml", ".yml", ".json")):  # HfArgumentParser: a file alone or before others
         options.setdefault("config", words[0])
     parsed.unknown += [f"{word}: what the shell's variable holds" for word in words[:first] if "$" in word]
     if _OTHER_LOSS.search(parsed.script):
         parsed.unknown.append(f"{parsed.script}: what its loss takes: the forecast is of supervised fine-tuning")
-    _script(options, files, parsed)
+    _read_script(options, files, parsed)
     return parsed
 
 
-def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
-    """The commands of a shell's line, each as its words; of a list of words that one."""
+def _split_commands(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the words of each command in a line of shell; for a list of words, that list."""
     script = next((words[i + 1] for i in range(len(words) - 1) if words[i].startswith("-") and words[i].endswith("c")
                    and os.path.basename(words[0]) in ("bash", "sh", "ash", "dash", "zsh")), None)  # noqa: PTH119  # fmt: skip
     if script is None:
@@ -90,7 +90,7 @@ def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
     for row in script.replace("\\\n", " ").splitlines():
         try:
             lexer = shlex.shlex(row, posix=True, punctuation_chars=";&|")
-            lexer.whitespace_split, lexer.commenters = True, ""  # a # within a word is no comment: owner/data#100
+            lexer.whitespace_split, lexer.commenters = True, ""  # a # within a word is not a comment: owner/data#100
             found: list[str] = []
             for word in lexer:
                 if word.startswith("#"):
@@ -101,23 +101,23 @@ def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
                 else:
                     found.append(word)
             yield found
-        except ValueError:  # quotes over several lines: no launcher's line
+        except ValueError:  # quotes over several lines: not a launcher
             continue
 
 
 def _is_launch(line: Sequence[str]) -> bool:
-    """A launcher, perhaps behind `exec`, `env` or variables; of Python only what names a script or a module."""
+    """Whether this is a launcher, possibly after `exec`, `env` or variables; Python needs a script or module."""
     for word in line:
-        name = os.path.basename(word)  # noqa: PTH119 - a word of a text
+        name = os.path.basename(word)  # noqa: PTH119 - not a path
         if name in _LAUNCHERS:
-            return not name.startswith("python") or _script_at(list(line)) is not None
+            return not name.startswith("python") or _find_script(list(line)) is not None
         if name not in ("exec", "env", "time", "nohup") and "=" not in word:
             return False
     return False
 
 
-def _script_at(line: Sequence[str]) -> int | None:
-    """Where the script stands, or the module after -m."""
+def _find_script(line: Sequence[str]) -> int | None:
+    """Return the index of the script, or of the module after -m."""
     if line[0] == "trl" and len(line) > 1:
         return 1
     for i, word in enumerate(line):
@@ -129,8 +129,8 @@ def _script_at(line: Sequence[str]) -> int | None:
     return None
 
 
-def _options(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value`, `--name=value`, `--flag`, `--name a b`; values as YAML reads them, names with underscores."""
+def _parse_options(words: Sequence[str]) -> dict[str, Any]:
+    """Parse `--name value`, `--name=value`, `--flag`, `--name a b`; values as in YAML, names with underscores."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in words:
@@ -145,12 +145,12 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
         if name.startswith("no_") and not values:
             made[name.removeprefix("no_")] = False
         else:
-            made[name] = True if not values else _value(values[0]) if len(values) == 1 else values
+            made[name] = True if not values else _parse_value(values[0]) if len(values) == 1 else values
     return made
 
 
-def _value(text: str) -> Any:
-    if ":" in text:  # 1:4, which YAML 1.1 takes for 64
+def _parse_value(text: str) -> Any:
+    if ":" in text:  # such as 1:4, which YAML 1.1 parses as 64
         return text
     try:
         return with_overrides({}, [f"value={text}"])["value"]
@@ -166,28 +166,28 @@ def _count(options: dict[str, Any], names: Iterable[str]) -> int | None:
     return None
 
 
-def _script(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
-    """The script's own settings: its file's, and the arguments over them."""
+def _read_script(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
+    """Read the script's own settings: from its file, overridden by arguments."""
     named = options.pop("config", None)
     settings: dict[str, Any] = dict(parsed.settings)
-    if isinstance(named, str) and (inside := _file(named, files, parsed)) is not None:
+    if isinstance(named, str) and (inside := _read_settings_file(named, files, parsed)) is not None:
         settings |= inside
     settings |= options
     for name in ("deepspeed", "fsdp_config"):
         if isinstance(settings.get(name), str) and settings[name]:
-            inside = _file(settings.pop(name), files, parsed)
+            inside = _read_settings_file(settings.pop(name), files, parsed)
             if inside is not None:
                 settings[name] = inside
-    settings = _by_usual_names(settings, parsed)
+    settings = _rename_settings(settings, parsed)
     if strange := sorted(set(settings) - known_settings()):
         parsed.notes.append(f"settings of the script itself, which the forecast ignores: {', '.join(strange)}")
     parsed.unknown += [f"{name}={settings[name]!r}: what the script's own setting does to memory and step time"
-                       for name in strange if _telling(name, settings[name])]  # fmt: skip
+                       for name in strange if _is_telling(name, settings[name])]  # fmt: skip
     parsed.settings = {name: value for name, value in settings.items() if name not in strange}
 
 
-def _by_usual_names(settings: dict[str, Any], parsed: CommandSettings) -> dict[str, Any]:
-    """The settings by TRL's names, and with the script's own defaults, where scripts.toml knows the script."""
+def _rename_settings(settings: dict[str, Any], parsed: CommandSettings) -> dict[str, Any]:
+    """Return the settings under TRL's names, with the script's own defaults, if scripts.toml knows the script."""
     rows = read_table(__file__, "scripts.toml")["script"]
     fits = (one for one in rows if re.search(one["pattern"], parsed.script) and {*one["needs"]} & {*settings})
     row: dict[str, Any] = next(fits, {})
@@ -200,12 +200,12 @@ def _by_usual_names(settings: dict[str, Any], parsed: CommandSettings) -> dict[s
     return found
 
 
-def _telling(name: str, value: Any) -> bool:
+def _is_telling(name: str, value: Any) -> bool:
     is_set = value is not None and value is not False and value != ""
     return is_set and bool(_TELLING.search(name)) and not _NOT_OF_STEPS.search(name)
 
 
-def _file(name: str, files: Files, parsed: CommandSettings) -> dict[str, Any] | None:
+def _read_settings_file(name: str, files: Files, parsed: CommandSettings) -> dict[str, Any] | None:
     text = files(name)
     if text is None:
         parsed.unknown.append(f"{name}: what the file says, which is not here")
@@ -220,11 +220,11 @@ def _file(name: str, files: Files, parsed: CommandSettings) -> dict[str, Any] | 
 _ACCELERATE_KINDS = (None, "NO", False, "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")  # YAML reads NO as false
 
 
-def _accelerate(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
-    """accelerate's file and options as settings of transformers' Trainer, which they decide for."""
+def _read_accelerate(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
+    """Convert accelerate's file and options to settings of transformers' Trainer, which they override."""
     config: dict[str, Any] = {}
     if isinstance(options.get("config_file"), str):
-        config = _file(options["config_file"], files, parsed) or {}
+        config = _read_settings_file(options["config_file"], files, parsed) or {}
     config |= options
     machines = _count(config, ("num_machines",)) or 1
     processes = _count(config, ("num_processes",))
@@ -242,16 +242,16 @@ def _accelerate(options: dict[str, Any], files: Files, parsed: CommandSettings) 
         inside = {**(config.get("fsdp_config") or {}), **inside}
         parsed.settings |= {"fsdp": True, "fsdp_config": inside}
     elif kind == "DEEPSPEED" or config.get("use_deepspeed"):
-        _accelerate_deepspeed({**(config.get("deepspeed_config") or {}), **options}, parsed)
+        _read_accelerate_deepspeed({**(config.get("deepspeed_config") or {}), **options}, parsed)
     if config.get("parallelism_config"):
         parsed.settings["parallelism_config"] = config["parallelism_config"]
 
 
-def _accelerate_deepspeed(config: dict[str, Any], parsed: CommandSettings) -> None:
+def _read_accelerate_deepspeed(config: dict[str, Any], parsed: CommandSettings) -> None:
     if isinstance(config.get("deepspeed_config_file"), str):
-        parsed.settings["deepspeed"] = config["deepspeed_config_file"]  # read with the script's own
+        parsed.settings["deepspeed"] = config["deepspeed_config_file"]  # read together with the script's own
         return
-    zero: dict[str, Any] = {"stage": config.get("zero_stage", 2)}  # accelerate's default
+    zero: dict[str, Any] = {"stage": config.get("zero_stage", 2)}  # default of accelerate
     for name in ("offload_optimizer", "offload_param"):
         if device := config.get(f"{name}_device"):
             zero[name] = {"device": device}
@@ -261,19 +261,19 @@ def _accelerate_deepspeed(config: dict[str, Any], parsed: CommandSettings) -> No
 
 
 def as_run(parsed: CommandSettings) -> dict[str, Any]:
-    """The settings as the trainer runs them: what nothing says is its own default, and a note says so."""
+    """Return the settings that the trainer uses, with its defaults for missing ones, and a note about them."""
     elsewhere = ("report_to", "output_dir", "push_to_hub")
     made = {name: value for name, value in parsed.settings.items() if name not in elsewhere}
     assumed: dict[str, Any] = {name: value for name, value in _TRAINER.items() if name not in made}
     if not {"fsdp", "fsdp_config", "deepspeed", "parallelism_config", "layout"} & set(made):
         assumed["fsdp"] = False  # DDP
     if not {"gradient_checkpointing", "activation_checkpointing"} & set(made):
-        assumed["gradient_checkpointing"] = True  # TRL 1.x SFTConfig; transformers' own Trainer has False
+        assumed["gradient_checkpointing"] = True  # TRL 1.x SFTConfig; False in transformers' own Trainer
     if not {"bf16", "fp16"} & set(made):
         assumed["bf16"] = True  # TRL 1.x SFTConfig
     of_trl = parsed.launcher == "trl" or parsed.script.endswith("trl/scripts/sft.py")
     if of_trl and not {"dtype", "torch_dtype", "load_in_4bit"} & set(made):
-        assumed["dtype"] = "float32"  # TRL 1.x ModelConfig; from_pretrained itself has the type of the file
+        assumed["dtype"] = "float32"  # TRL 1.x ModelConfig; from_pretrained itself uses the type of the file
     if assumed:
         words = ", ".join(f"{name}={str(value).lower()}" for name, value in assumed.items())
         parsed.notes.append(f"not set, so the defaults of TRL 1.x and transformers 5 apply: {words}")

@@ -9,15 +9,15 @@ from contracts.layout import EIGHT_BITS, Layout
 from planner.advice import ExportRequest, Formats, from_template, refuse
 from planner.forecast.engine import Engine, Share, StateBytes
 
-# sub_group_size: so many weights of ZeRO-3 are stepped at a time, each with its gradient in fp32 (zero/config.py)
+# sub_group_size: ZeRO-3 updates this many weights at a time, each with an fp32 gradient (zero/config.py)
 _SUB_GROUP = 1e9
 
 
 class DeepSpeed(Engine):
-    """ZeRO-1 and 2 cast all of a rank's gradients to fp32 for the step, ZeRO-3 those of a group of weights."""
+    """In a step, ZeRO-1 and 2 cast all gradients of a rank to fp32, ZeRO-3 those of one group of weights."""
 
     def state_bytes(self, share: Share) -> StateBytes:
-        """The optimizer's fp32 gradients, as far as they exist at once."""
+        """Add the optimizer's fp32 gradients, as many as exist at the same time."""
         stored = super().state_bytes(share)
         if share.zero < 3 or share.in_fp32 or share.train.optimizer != "adamw":
             return stored
@@ -25,7 +25,7 @@ class DeepSpeed(Engine):
         return stored._replace(optimizer=12.0 + 4.0 * min(1.0, _SUB_GROUP / here))
 
     def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
-        """Each rank reads the model; under zero.Init one of its files at a time (transformers writes 5 GB each)."""
+        """Each rank reads the model; with zero.Init, one of its files at a time (transformers writes 5 GB each)."""
         return ranks * (min(file_bytes, 5e9) if layout.sharding == "zero3" else file_bytes)
 
 
@@ -39,9 +39,9 @@ ENGINE = DeepSpeed(
     liger=True,
     loads_quantised=True,  # PEFT
     reshard=False,
-    states=StateBytes(2.0, 2.0, 16.0, copy=4.0),  # half-precision gradients; the fp32 copy is the optimizer's
-    logits_bytes=14.0,  # transformers', as in trl
-    bucket_bytes=1e9,  # reduce_bucket_size, 5e8 half-precision values by default
+    states=StateBytes(2.0, 2.0, 16.0, copy=4.0),  # half-precision gradients; the fp32 copy belongs to the optimizer
+    logits_bytes=14.0,  # as in transformers, see trl
+    bucket_bytes=1e9,  # reduce_bucket_size, by default 5e8 half-precision values
     reduce_bucket=1e9,
     gradient_buffer=True,
     merges_expert_adapters=True,
@@ -52,7 +52,7 @@ ENGINE = DeepSpeed(
 
 
 def deepspeed_json(request: ExportRequest) -> str:
-    """DeepSpeed's JSON; batch sizes are "auto", so that transformers fills in its own arguments."""
+    """Export DeepSpeed's JSON; batch sizes are "auto", so that transformers inserts its own arguments."""
     layout = request.layout
     degrees = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep))
     refuse("DeepSpeed", {

@@ -16,14 +16,14 @@ ENGINE = Engine(
     copies_kv_heads=True,
     fused=True,
     attention="flash3",
-    # The arguments below ask for --grad-reduce-in-bf16, as NVIDIA's performance recipes do (ddp.grad_reduce_in_fp32 =
-    # False): without it --bf16 sets --accumulate-allreduce-grads-in-fp32 (megatron/training/arguments.py).
+    # The arguments below include --grad-reduce-in-bf16, as NVIDIA's performance recipes do (ddp.grad_reduce_in_fp32 =
+    # False); otherwise --bf16 sets --accumulate-allreduce-grads-in-fp32 (megatron/training/arguments.py).
     states=StateBytes(2.0, 2.0, 12.0, copy=4.0),
-    # 40 million weights, or a million for each rank (DistributedDataParallel of megatron/core/distributed)
+    # 40 million weights, or one million per rank (DistributedDataParallel in megatron/core/distributed)
     reduce_bucket=80e6,
     reduce_bucket_per_rank=2e6,
-    sends_tokens_once=True,  # and for the dispatcher that does: --moe-token-dispatcher-type flex with DeepEP
-    # Measured of Qwen3-30B on 16 H100 (NVIDIA-NeMo/Megatron-Bridge, perf-moe-comm-overlap).
+    sends_tokens_once=True,  # with --moe-token-dispatcher-type flex and DeepEP
+    # Measured with Qwen3-30B on 16 H100 (NVIDIA-NeMo/Megatron-Bridge, perf-moe-comm-overlap).
     hidden_experts=0.37,
     logits_bytes=8.0,
     gradient_buffer=True,
@@ -35,7 +35,7 @@ ENGINE = Engine(
 
 
 def megatron_arguments(request: ExportRequest) -> str:
-    """One argument per line; data, tokenizer, learning rate and checkpoints are the user's to set."""
+    """Export one argument per line; the user adds data, tokenizer, learning rate and checkpoints."""
     layout, train, model = request.layout, request.train, request.model
     own_biases = ("gpt2", "qwen2", "qwen2_moe")
     refuse("Megatron-LM", {

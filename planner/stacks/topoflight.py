@@ -1,6 +1,6 @@
-"""The fine-tune job that ships: its traits and terms, its YAML, the torchrun line, and a pod's environment.
+"""The built-in fine-tune job: its traits and terms, its YAML, the torchrun command, and a pod's environment.
 
-Surface: contracts.job_config (names of the YAML), torchrun's options, Kubernetes' EnvVar and ResourceRequirements.
+Surface: contracts.job_config (names in the YAML), torchrun's options, Kubernetes' EnvVar and ResourceRequirements.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from planner.rules import engine_lacks, method_lacks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topoflight(Fsdp):
-    """The fine-tune job that ships: fully_shard, torch's tensor-parallel plans and torch.distributed.pipelining."""
+    """The built-in fine-tune job: fully_shard, torch's tensor-parallel plans and torch.distributed.pipelining."""
 
     def splits_sequence(self, train: TrainSpec) -> bool:
-        """Its adapters need whole sequences, and so does the mask of eager attention."""
+        """Whether tensor-parallel ranks split the sequence; adapters and the mask of eager attention need it whole."""
         return train.method == "full" and train.attention != "eager"
 
     def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-        """Models that it does not train, and what its plans and schedules do not split."""
+        """Return why a layout is unsupported: models it cannot train, or parts its plans and schedules cannot split."""
         if model.family not in TRAINED:
             return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
         if unknown := set(model.rope_types) - set(ROPE_TYPES):
@@ -35,7 +35,7 @@ class Topoflight(Fsdp):
             return f"topoflight does not support {what} experts, which are stacked in one tensor"
         if model.experts and len({"gate_proj", "up_proj"} & set(train.lora_targets)) == 1 and train.method != "full":
             return "topoflight adapts gate_proj and up_proj of experts only together"
-        if layout.cp > 1 and (why := self._refuses_context(model, train, layout)):
+        if layout.cp > 1 and (why := self._find_context_refusal(model, train, layout)):
             return why
         if layout.pp > 1 and model.tied_embeddings:
             return "topoflight does not support PP with tied embeddings: two stages would each train a copy"
@@ -43,8 +43,8 @@ class Topoflight(Fsdp):
             return "topoflight does not support sequence parallelism with adapters or with eager attention"
         return "topoflight does not support fp16" if layout.precision == "fp16" else None
 
-    def _refuses_context(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-        """Why the sequence cannot be split, whose ranks split the heads for attention."""
+    def _find_context_refusal(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+        """Return why the sequence cannot be split. Context-parallel ranks split the heads during attention."""
         if layout.tp > 1 or layout.pp > 1:
             return "topoflight combines CP with data parallelism only, not with TP or PP"
         if model.heads % layout.cp or model.kv_heads % layout.cp:
@@ -62,21 +62,21 @@ class Topoflight(Fsdp):
         return None
 
     def layer_activations(self, share: Share) -> float:
-        """Under CP the output projection's input is another tensor than attention's result."""
+        """With CP the input of the output projection is a separate tensor, not the attention output."""
         more = share.model.heads * share.model.head_dim if share.layout.cp > 1 else 0
         return super().layer_activations(share) + share.tokens * share.element * more
 
     def shards_gradients(self, share: Share) -> bool:
-        """Not an adapter's when it accumulates."""
+        """Whether gradients are sharded; gradients of adapters are not during accumulation."""
         accumulates = share.adapters and share.layout.gradient_accumulation > 1
         return not accumulates and super().shards_gradients(share)
 
     def in_units(self, share: Share) -> bool:
-        """Beside TP and PP it replicates by FSDP units over one rank."""
+        """Whether weights are gathered by unit; with TP and PP, replicas are FSDP units over one rank."""
         return share.sharded or share.layout.tp * share.layout.pp > 1
 
     def casts(self, share: Share) -> float:
-        """It recomputes without autocast's cache, and nothing else keeps them: what one layer, or the head, casts.
+        """Full recomputation disables autocast's cache, so casts exist only for one layer, or for the head.
 
         Measured on a CPU: 2.0 bytes per weight less than with the cache.
         """
@@ -86,29 +86,29 @@ class Topoflight(Fsdp):
         return whole
 
     def selective_activations(self, share: Share, boundary: float) -> float:
-        """The layer's input and the result of every product and of attention (finetune/parallel.py, KEPT)."""
+        """Count the layer's input, and the output of every product and of attention (finetune/parallel.py, KEPT)."""
         model = share.model
         products = attention_columns(model) + model.hidden + (2.0 if model.gated_mlp else 1.0) * mlp_width(model)
         stored = products + model.hidden
-        if model.experts:  # the results of a token's experts, before they are summed
+        if model.experts:  # outputs for a token's experts before they are summed
             stored += (model.experts_per_token - 1.0) * model.hidden * (1.0 - model.dense_layers / model.layers)
         return boundary + share.tokens * share.element * stored / share.layout.tp
 
     def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
-        """Selectively: what lies between the products it keeps."""
+        """With selective checkpointing, recompute only what is between the kept products."""
         return (0.0, 0.0, 1.0) if checkpointing == "selective" else super().recomputed(checkpointing)
 
     def tensor_parallel_rounds(self, layout: Layout) -> float:
-        """Each column-split projection sends its input's gradient by itself; what is made again is sent again."""
+        """Each column-split projection reduces its own input gradient; recomputation repeats its traffic."""
         again = layout.checkpointing != "none"
         if layout.sequence_parallel:
             return 5.5 if again else 4.0
         return 9.0 if again else 7.0
 
     def tensor_parallel_ends(self, train: TrainSpec, layout: Layout, *, last: bool) -> float:
-        """The head takes the whole sequence, and gives its gradient back by an all-reduce.
+        """The head gets the full sequence, so its gradient needs an all-reduce.
 
-        Beside a frozen embedding the first layer's three projections of it send no gradient.
+        With a frozen embedding, the three projections at the start of the first layer send no input gradient.
         """
         rounds = super().tensor_parallel_ends(train, layout, last=last)
         if layout.sequence_parallel and (last or layout.pp == 1):
@@ -116,17 +116,17 @@ class Topoflight(Fsdp):
         return rounds - (3.0 if train.method != "full" and not (last and layout.pp > 1) else 0.0)
 
     def gathered(self, share: Share) -> float:
-        """Beside them, in a layer that is made again, its experts with their adapters added."""
+        """Add the experts merged with their adapters, in a layer that is recomputed."""
         made = self.adapts_experts(share.train, share.model) and share.layout.checkpointing == "selective"
         again = share.element * weights(share.model).routed_per_layer if made else 0.0
         return super().gathered(share) + again
 
     def gathers(self, layout: Layout) -> int:
-        """What it keeps gathered, it keeps until the step is over."""
+        """Weights that stay gathered remain so until the end of the step."""
         return layout.gradient_accumulation if layout.reshard_after_forward else 1
 
     def scatters(self, train: TrainSpec, layout: Layout) -> int:
-        """A whole model's after each micro-batch, adapters' and a pipeline's after the last."""
+        """Reduce a full model after each micro-batch; adapters, and pipelines, after the last one."""
         return 1 if train.method != "full" else super().scatters(train, layout)
 
 
@@ -138,18 +138,18 @@ ENGINE = Topoflight(
     ends_apart=True,
     merges_expert_adapters=True,
     splits_heads=True,
-    # torch's own loss, as a TorchDispatchMode counts its bytes; Liger's kernel, where it is installed, moves fewer
+    # of torch's own loss, counted with a TorchDispatchMode; Liger's kernel, if installed, uses fewer
     loss_bytes=(62.0, 44.0),
     loss_again=True,
 )
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
-# Written under other names in the YAML of the job, or given by the number of ranks that are started.
+# Have other names in the job's YAML, or follow from the number of started ranks.
 _NAMED = ("micro_batch", "gradient_accumulation", "fused_cross_entropy", "compile", "world_size")
 
 
 def finetune_yaml(request: ExportRequest) -> str:
-    """The job's YAML; data set and output folder are the user's to set."""
+    """Export the job's YAML; the user adds data set and output folder."""
     layout, train, name = request.layout, request.train, request.model.name
     broken = (
         engine_lacks(ENGINE, request.model, train, layout, has_gpu=request.on_gpu),
@@ -163,7 +163,7 @@ def finetune_yaml(request: ExportRequest) -> str:
 
 
 def torchrun_line(request: ExportRequest) -> str:
-    """The command; with several nodes run it on each, MASTER_ADDR naming the first."""
+    """Export the command; with several nodes, run it on each with MASTER_ADDR set to the first."""
     words = ["torchrun", f"--nproc-per-node={request.ranks_per_node}", f"--nnodes={request.nodes}"]
     if request.nodes > 1:
         tail = '--rdzv-backend=c10d --rdzv-endpoint="${MASTER_ADDR}:${MASTER_PORT:-29500}"'
@@ -173,16 +173,15 @@ def torchrun_line(request: ExportRequest) -> str:
 
 
 def pod_env(request: ExportRequest) -> str:
-    """The container's part of a pod spec."""
+    """Export the container's part of a pod spec."""
     limits = {"nvidia.com/gpu": str(request.ranks_per_node)} if request.on_gpu else {}
     resources = (need.value.rpartition(": ") for need in request.needs if need.name == "resource")
     limits |= {name: count for name, _, count in resources if name and "*" not in name}  # the user replaces a wildcard
-    env = [{"name": setting.name, "value": setting.value} for setting in request.settings]
-    return yaml_from_template("pod.yaml", request, env=env, limits=limits)
+    return yaml_from_template("pod.yaml", request, limits=limits)
 
 
 FORMATS: Formats = {
     "finetune": ("the YAML of the fine-tune job that ships", finetune_yaml),
     "torchrun": ("the torchrun line", torchrun_line),
-    "pod": ("env and resources of a pod's container, YAML", pod_env),
+    "pod": ("env and resources of a pod's container, and its volume, YAML", pod_env),
 }

@@ -11,17 +11,17 @@ from planner.forecast.engine import Fsdp, Share
 
 
 class Torchtitan(Fsdp):
-    """Its selective checkpointing keeps every second product of a layer, and attention's result.
+    """Selective checkpointing keeps every second product of a layer, and the attention output.
 
     Only the compiler's async TP hides tensor-parallel traffic (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md).
     """
 
     def hides_tensor_parallel(self, layout: Layout) -> bool:
-        """Where it is compiled, which the export then asks for."""
+        """Whether the layout is compiled; the export then enables async TP."""
         return layout.compile and super().hides_tensor_parallel(layout)
 
     def selective_activations(self, share: Share, boundary: float) -> float:
-        """The layer's input; of q, k, v, o, w1, w3 and w2 the results of the first, third, fifth and seventh."""
+        """Count the layer's input, and the outputs of the first, third, fifth and seventh of q, k, v, o, w1, w3, w2."""
         model = share.model
         if model.experts or model.kv_rank or model.linear_layers or not model.gated_mlp:
             return super().selective_activations(share, boundary)
@@ -37,21 +37,20 @@ ENGINE = Torchtitan(
     eight_bits=("fp8",),
     compile=True,
     fused_cross_entropy=False,
-    # The logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each. A compiled loss takes 4 in all, but which
-    # release is used no question tells: at the end of 2024 only the layers were compiled
+    # Logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each. A compiled loss needs 4 in total, but the
+    # release in use is unknown, and at the end of 2024 only the layers were compiled
     # (benchmarks/llama3_h100_202412_torchtitan.md).
     logits_bytes=14.0,
     ends_apart=True,
     tp_overlap=True,
-    gathers_context=True,  # torch's context_parallel by default (_RotateMethod.ALL_GATHER)
+    gathers_context=True,  # default of torch's context_parallel (_RotateMethod.ALL_GATHER)
 )
 
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 _MODELS = {"llama": "llama3", "qwen3": "qwen3"}
 
 
 def torchtitan_toml(request: ExportRequest) -> str:
-    """The configuration; tokenizer, data set and checkpoints are the user's to set."""
+    """Export the configuration; the user adds tokenizer, data set and checkpoints."""
     layout, train, model = request.layout, request.train, request.model
     refuse("torchtitan", {
         f"{layout.sharding}: its FSDP2 shards weights, gradients and optimizer":
@@ -65,7 +64,7 @@ def torchtitan_toml(request: ExportRequest) -> str:
         f"stages of {layout.stage_layers}: it makes first and last stage lighter, no other":
             len(set(layout.stage_layers)) > 2,
     })  # fmt: skip
-    return from_template("torchtitan.toml", request, names=_MODELS, schedules=_SCHEDULES)
+    return from_template("torchtitan.toml", request, names=_MODELS)
 
 
 FORMATS: Formats = {"torchtitan": ("torchtitan's job configuration (TOML)", torchtitan_toml)}

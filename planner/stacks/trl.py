@@ -1,4 +1,4 @@
-"""TRL and accelerate: their traits, accelerate's file and TRL's YAML.
+"""TRL and accelerate: their traits, accelerate's configuration file and TRL's YAML.
 
 Surface: accelerate 1.15 ClusterConfig, FullyShardedDataParallelPlugin (FSDP2) and ParallelismConfig; transformers 5
 TrainingArguments.
@@ -15,74 +15,74 @@ from planner.forecast.models import hub_id
 from planner.forecast.specs import TrainSpec
 
 
-def _sharded(layout: Layout) -> bool:
+def _is_sharded(layout: Layout) -> bool:
     return layout.dp_shard > 1 and layout.sharding == "zero3"
 
 
-def _wrapped(layout: Layout) -> bool:
-    return _sharded(layout) or layout.tp > 1 or layout.cp > 1
+def _is_wrapped(layout: Layout) -> bool:
+    return _is_sharded(layout) or layout.tp > 1 or layout.cp > 1
 
 
-def _loaded_in_half(train: TrainSpec, layout: Layout) -> bool:
-    """Whether what trains lies in the two bytes that it was loaded in: weights, gradients and AdamW's states.
+def _is_loaded_in_half(train: TrainSpec, layout: Layout) -> bool:
+    """Whether trained weights, gradients and AdamW's states use the two-byte type in which the model was loaded.
 
-    FSDP's trainable weights become fp32 (accelerate's fsdp2_prepare_model); nothing else changes their type. fp16 must
-    be loaded in fp32: torch's GradScaler refuses fp16 gradients.
+    FSDP converts trainable weights to fp32 (accelerate's fsdp2_prepare_model); nothing else changes their type. For
+    fp16 the model must be loaded in fp32, because torch's GradScaler rejects fp16 gradients.
     """
     full = train.method == "full" and train.dtype != "float32"
-    return full and layout.precision == "bf16" and not _wrapped(layout)
+    return full and layout.precision == "bf16" and not _is_wrapped(layout)
 
 
 class Trl(Fsdp):
-    """accelerate's FSDP, with fsdp_cpu_ram_efficient_loading: one rank reads the model and sends the others theirs.
+    """accelerate's FSDP with fsdp_cpu_ram_efficient_loading: one rank reads the model and sends it to the others.
 
-    Without FSDP weights stay as loaded.
+    Without FSDP, weights keep the type in which they were loaded.
     """
 
     def state_bytes(self, share: Share) -> StateBytes:
-        """As loaded, or FSDP's."""
-        half = not share.in_fp32 and _loaded_in_half(share.train, share.layout)
+        """Return the bytes of the loaded type, or those of FSDP."""
+        half = not share.in_fp32 and _is_loaded_in_half(share.train, share.layout)
         return Fsdp.state_bytes(replace(self, states=IN_HALF) if half else self, share)
 
     def loaded_bytes(self, share: Share) -> float:
-        """Frozen weights too stay as loaded, under FSDP as well."""
+        """Frozen weights keep the loaded type, even with FSDP."""
         return 4.0 if share.train.dtype == "float32" else super().loaded_bytes(share)
 
     def casts(self, share: Share) -> float:
-        """None of weights in half precision already; of frozen ones autocast keeps what a product has saved."""
+        """Half-precision weights need no casts; of frozen weights, autocast keeps casts that a product saved."""
         if share.adapters and share.train.dtype == "float32" and not (share.in_fp32 or self.in_units(share)):
             return 2.0 * (share.largest if share.layout.checkpointing == "full" else share.local)
-        return 0.0 if _loaded_in_half(share.train, share.layout) else super().casts(share)
+        return 0.0 if _is_loaded_in_half(share.train, share.layout) else super().casts(share)
 
     def reduced_bytes(self, train: TrainSpec, layout: Layout) -> float:
-        """DDP's gradients are of their weights' type."""
-        return 2.0 if _loaded_in_half(train, layout) else super().reduced_bytes(train, layout)
+        """DDP's gradients have the type of their weights."""
+        return 2.0 if _is_loaded_in_half(train, layout) else super().reduced_bytes(train, layout)
 
     def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
-        """The whole model in one rank's memory; without FSDP in each one's."""
-        return file_bytes if _sharded(layout) else file_bytes * ranks
+        """The full model is in the memory of one rank; without FSDP, of every rank."""
+        return file_bytes if _is_sharded(layout) else file_bytes * ranks
 
 
 ENGINE = Trl(
     name="trl",
     can=frozenset({"ddp", "zero3", "hsdp", "tp", "cp"}),
-    without_gpu=frozenset({"ddp"}),  # accelerate 1.15: MULTI_CPU never becomes FSDP
+    without_gpu=frozenset({"ddp"}),  # accelerate 1.15: MULTI_CPU never selects FSDP
     together=frozenset({"tp+dp"}),
     checkpointing=("none", "full"),
     offloads=("all",),
     interleaved=False,
     liger=True,
     loads_quantised=True,  # PEFT
-    # transformers' ForCausalLMLoss: the logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each
+    # transformers' ForCausalLMLoss: logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each
     logits_bytes=14.0,
     merges_expert_adapters=True,
-    splits_documents=True,  # packed rows carry positions, which flash attention takes for lengths
-    gradient_bytes=2,  # accelerate's FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype as param_dtype
-    ddp_bucket_copies=True,  # accelerate leaves gradient_as_bucket_view at torch's default, which is off
+    splits_documents=True,  # packed rows have positions, from which flash attention gets the lengths
+    gradient_bytes=2,  # accelerate's FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype is param_dtype
+    ddp_bucket_copies=True,  # accelerate keeps torch's default gradient_as_bucket_view=False
 )
 
 
-def _refusals(request: ExportRequest) -> dict[str, bool]:
+def _list_refusals(request: ExportRequest) -> dict[str, bool]:
     layout = request.layout
     return {
         f"PP={layout.pp}: accelerate has no pipeline parallelism for training": layout.pp > 1,
@@ -94,11 +94,11 @@ def _refusals(request: ExportRequest) -> dict[str, bool]:
         "offload=optimizer: FSDP2 offloads weights, gradients and optimizer together": layout.offload == "optimizer",
         f"{layout.precision} needs a recipe (te, ao or msamp) that this export does not choose":
             layout.precision in EIGHT_BITS,
-        "FSDP without a GPU: accelerate silently runs DDP there": not request.on_gpu and _sharded(layout),
+        "FSDP without a GPU: accelerate silently runs DDP there": not request.on_gpu and _is_sharded(layout),
     }  # fmt: skip
 
 
-def _dtype(request: ExportRequest) -> str:
+def _get_dtype(request: ExportRequest) -> str:
     train, precision = request.train, request.layout.precision
     if train.dtype == "float32" or (train.method == "full" and precision == "fp16"):
         return "float32"
@@ -106,17 +106,17 @@ def _dtype(request: ExportRequest) -> str:
 
 
 def accelerate_yaml(request: ExportRequest) -> str:
-    """accelerate's default_config.yaml for one machine; machine_rank differs on each."""
-    refuse("accelerate", _refusals(request))
-    return yaml_from_template("accelerate.yaml", request, wrapped=_wrapped(request.layout))
+    """Export accelerate's default_config.yaml for one machine; machine_rank differs per machine."""
+    refuse("accelerate", _list_refusals(request))
+    return yaml_from_template("accelerate.yaml", request, wrapped=_is_wrapped(request.layout))
 
 
 def trl_yaml(request: ExportRequest) -> str:
-    """Arguments of TRL's SFT script; launch it with the accelerate file where degrees other than FSDP's are used."""
-    refuse("TRL", _refusals(request))
+    """Export arguments for TRL's SFT script; launch it with the accelerate file if not only FSDP is used."""
+    refuse("TRL", _list_refusals(request))
     name = hub_id(request.model.name) or request.model.name
-    sharded = _sharded(request.layout)
-    return yaml_from_template("trl.yaml", request, model_name=name, dtype=_dtype(request), sharded=sharded)
+    sharded = _is_sharded(request.layout)
+    return yaml_from_template("trl.yaml", request, model_name=name, dtype=_get_dtype(request), sharded=sharded)
 
 
 FORMATS: Formats = {

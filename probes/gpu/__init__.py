@@ -1,1 +1,1 @@
-"""GPUs through NVML."""
+"""Probe of NVIDIA GPUs (NVML)."""

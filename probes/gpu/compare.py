@@ -1,9 +1,9 @@
-"""Rules that compare the GPUs of one host: models, twins, NVLinks, fabric, P2P, and what this process may use.
+"""Rules that compare the GPUs of one host: models, settings, NVLinks, fabric, P2P, and GPUs missing from this process.
 
-sysfs shows every GPU of the machine, in a container too; NVML lists those whose device node this process may open. So a
-GPU that NVML does not list is a fault only if its node can be opened, or if nothing restricts the GPUs of this process.
-In a container that requested all GPUs a missing node proves nothing: the toolkit creates nodes only for GPUs that NVML
-listed.
+sysfs shows every GPU of the machine, even in a container, but NVML lists only GPUs whose device node this process may
+open. So a GPU that NVML does not list is a fault only if its node can be opened, or if nothing restricts this process.
+In a container that requested all GPUs, a missing node proves nothing, because the toolkit creates nodes only for GPUs
+that NVML listed.
 
 Sources: NVML API reference, nvmlDeviceGetCount_v2; NVIDIA Container Toolkit (device nodes, and in its legacy mode the
 folders of /proc/driver/nvidia/gpus, for the assigned GPUs only).
@@ -18,29 +18,29 @@ from dataclasses import replace
 from typing import Any
 
 from contracts.finding import Finding, Status, by_loss
-from hardware.gpus import clock_share, gpu_named, refuses_peers, soldered
+from hardware.gpus import compute_clock_share, gpu_named, refuses_peers, soldered
 from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
 from probes.gpu.health import WORDS, finding, subject_of
 from probes.pci.facts import DEVICES
 
 
 def compare(facts: GpuFacts) -> Iterator[Finding]:
-    """Yield all findings from the comparison of GPUs."""
+    """Yield all findings from comparing the GPUs of a host."""
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
-    yield from _hidden(facts)
-    yield from _mixed(answering)
-    yield from _unlike_twins(answering)
-    yield from _split(answering)
-    yield from _nvlink_counts(answering)
-    yield from _p2p(facts)
+    yield from _check_visible(facts)
+    yield from _check_models(answering)
+    yield from _check_twins(answering)
+    yield from _check_cliques(answering)
+    yield from _check_nvlinks(answering)
+    yield from _check_p2p(facts)
 
 
 def visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
-    """(GPUs that CUDA_VISIBLE_DEVICES leaves to this process, what is wrong with the value).
+    """Return (number of GPUs that CUDA_VISIBLE_DEVICES leaves to this process, error in its value).
 
-    None where the value names MIG slices. CUDA reads numbers and the beginnings of UUIDs, ends at the first entry that
-    names no GPU, and uses none where an entry is repeated: CUDA C++ Programming Guide, "CUDA Environment Variables",
-    and torch.cuda._parse_visible_devices.
+    The number is None if the value names MIG slices. CUDA accepts indices and UUID prefixes, stops at the first entry
+    that matches no GPU, and uses no GPU if an entry is repeated: CUDA C++ Programming Guide, "CUDA Environment
+    Variables", and torch.cuda._parse_visible_devices.
     """
     total = len(facts.gpus)
     if facts.visible is None:
@@ -49,7 +49,7 @@ def visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
         return None, ""
     found: list[int] = []
     for entry in (part.strip() for part in facts.visible.split(",")):
-        index = _visible_index(facts, entry)
+        index = _find_visible_index(facts, entry)
         if index is None:
             return len(found), f"{entry!r} names no GPU of this host, and CUDA ignores what follows it" if entry else ""
         if index in found:
@@ -58,14 +58,14 @@ def visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
     return len(found), ""
 
 
-def _visible_index(facts: GpuFacts, entry: str) -> int | None:
-    if number := re.match(r"\d{1,4}", entry):  # as strtol: what follows the digits is ignored
+def _find_visible_index(facts: GpuFacts, entry: str) -> int | None:
+    if number := re.match(r"\d{1,4}", entry):  # like strtol, ignores text after the digits
         return int(number[0]) if int(number[0]) < len(facts.gpus) else None
     named = [gpu.index for gpu in facts.gpus if gpu.uuid and entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
     return named[0] if len(named) == 1 else None
 
 
-def _hidden(facts: GpuFacts) -> Iterator[Finding]:
+def _check_visible(facts: GpuFacts) -> Iterator[Finding]:
     count, wrong = visible_gpus(facts)
     total = len(facts.gpus)
     if facts.granted and count is not None:
@@ -83,27 +83,27 @@ def _hidden(facts: GpuFacts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
+def _check_models(gpus: list[Gpu]) -> Iterator[Finding]:
     names = Counter(gpu.name for gpu in gpus if gpu.name)
     if len(names) > 1:
         what = ", ".join(f"{count} x {name}" for name, count in names.most_common())
-        # Between generations dense rates differ by two and more, within one by little (hardware/gpus.toml).
+        # Dense rates differ by a factor of 2 or more between generations, and little within one (hardware/gpus.toml).
         generations = {gpu.compute_capability[0] for gpu in gpus if gpu.compute_capability}
         yield finding("gpu.device.mixed", "", Status.FAIL if len(generations) > 1 else Status.WARN, what=what)
 
 
-# what is left of the twins' rate, by (own, twins' value)
+# Fraction of the other GPUs' rate that remains, from (own value, value of the other GPUs).
 _LEFT: dict[str, Callable[[float, float], float]] = {
     "ratio": lambda own, twins: own / twins,
-    "generation": lambda own, twins: 2.0 ** (own - twins),  # each has twice the rate of the one before: PCI Express
-    "power": clock_share,
-    "same": lambda *_: 0.95,  # what RDMA can map at once is less, at the same rate
+    "generation": lambda own, twins: 2.0 ** (own - twins),  # PCI Express doubles the rate in each generation
+    "power": compute_clock_share,
+    "same": lambda *_: 0.95,  # RDMA can map less memory at a time; the rate is the same
 }
 
 
-def _unlike_twins(gpus: list[Gpu]) -> Iterator[Finding]:
-    """A GPU that differs from most GPUs of its model. Of two GPUs it is unknown which one is right: a warning."""
-    for twins in _by_model(gpus):
+def _check_twins(gpus: list[Gpu]) -> Iterator[Finding]:
+    """Find GPUs that differ from most GPUs of their model. With two GPUs it is unknown which one is wrong: WARN."""
+    for twins in _group_by_model(gpus):
         for fact, row in WORDS["twin"].items():
             values = {gpu.index: getattr(gpu, fact) for gpu in twins if getattr(gpu, fact)}
             counts = Counter(values.values())
@@ -111,10 +111,10 @@ def _unlike_twins(gpus: list[Gpu]) -> Iterator[Finding]:
             for gpu in twins:
                 own = values.get(gpu.index, usual)
                 if usual and abs(own - usual) > row["tolerance"] * usual:
-                    yield _unlike(gpu, row, own, usual, others=counts[usual])
+                    yield _report_twin(gpu, row, own, usual, others=counts[usual])
 
 
-def _unlike(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: int) -> Finding:
+def _report_twin(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: int) -> Finding:
     share, text = min(1.0, _LEFT[row["left"]](own, usual)), row["says"]
     cost = f" {row['cost'].format(share=share)}" if own < usual else " One of them is not what it should be."
     made = finding(
@@ -126,8 +126,8 @@ def _unlike(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: 
     return replace(made, code=row["code"])
 
 
-def _by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
-    """GPUs of one name together; MIG turns NVLink off and takes memory, so a GPU with MIG is not compared."""
+def _group_by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
+    """Group GPUs by name. GPUs in MIG mode are left out, because MIG disables NVLink and partitions memory."""
     found: dict[str | None, list[Gpu]] = defaultdict(list)
     for gpu in gpus:
         if not gpu.mig_enabled:
@@ -135,8 +135,8 @@ def _by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
     return list(found.values())
 
 
-def _split(gpus: list[Gpu]) -> Iterator[Finding]:
-    """GPUs of one host that the fabric put into different NVLink domains, or left out of the one the others are in."""
+def _check_cliques(gpus: list[Gpu]) -> Iterator[Finding]:
+    """Find GPUs of one host in different NVLink domains, or outside the domain of the other GPUs."""
     cliques = Counter(gpu.fabric_clique for gpu in gpus if gpu.fabric_state == "completed")
     if len(cliques) > 1:
         what = ", ".join(f"{count} in {clique or 'none'}" for clique, count in cliques.most_common())
@@ -147,39 +147,39 @@ def _split(gpus: list[Gpu]) -> Iterator[Finding]:
 
 
 def active_links(gpu: Gpu) -> int:
-    """NVLinks with a partner."""
+    """Count the NVLinks that are connected to a peer."""
     return sum(link.active is True for link in gpu.nvlinks)
 
 
-def _nvlink_counts(gpus: list[Gpu]) -> Iterator[Finding]:
-    """A GPU is compared with its twins on the same host, and with the links that its own board has."""
-    for twins in _by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
+def _check_nvlinks(gpus: list[Gpu]) -> Iterator[Finding]:
+    """Compare the active NVLinks of a GPU with other GPUs of its model in this host, and with its board."""
+    for twins in _group_by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
         name, most = twins[0].name, max(active_links(gpu) for gpu in twins)
         if most == 0 and len(twins) > 1 and name and soldered(name):
             yield finding("gpu.nvlink.none", subject_of(twins), count=len(twins), name=name)
         for gpu in twins:
             unread = sum(link.active is None for link in gpu.nvlinks)
-            if active_links(gpu) + unread < max(most, _fitted(gpu)):
-                yield _short_of_links(gpu, most)
+            if active_links(gpu) + unread < max(most, _count_fitted_links(gpu)):
+                yield _report_missing_links(gpu, most)
 
 
-def _fitted(gpu: Gpu) -> int:
-    """NVLinks that the board has, where one of them is active: a card may have no bridge.
+def _count_fitted_links(gpu: Gpu) -> int:
+    """Return the number of NVLinks on the board; 0 if none is active, because a PCIe card may have no bridge.
 
-    A driver may not list links that failed in training; of a soldered board the data sheet's number counts then.
+    The driver may omit links that failed in training. For soldered boards the number on the data sheet is the minimum.
     """
     known = gpu_named(gpu.name) if gpu.name and soldered(gpu.name) else None
-    of_board = known.links if known and known.interconnect == "NVSwitch" else 0  # a mesh may be fitted with fewer
+    of_board = known.links if known and known.interconnect == "NVSwitch" else 0  # a mesh may use fewer links
     return max(len(gpu.nvlinks), of_board) if active_links(gpu) else 0
 
 
-def _short_of_links(gpu: Gpu, most: int) -> Finding:
-    """By what the GPU has less than its twins, or else than its board.
+def _report_missing_links(gpu: Gpu, most: int) -> Finding:
+    """Report missing NVLinks relative to GPUs of the same model, or relative to the board.
 
-    All links of a switched board lead to the switch. Where links lead from GPU to GPU and the twins have no more, a
-    bridge may not be fitted, or a peer not given to this machine: a warning on a soldered board, a note on a card.
+    On boards with NVSwitch all links lead to the switch. With direct links, if no GPU of this model has more, a bridge
+    may not be installed or a peer may not be assigned to this VM: WARN on a soldered board, INFO on a PCIe card.
     """
-    active, whole = active_links(gpu), max(most, _fitted(gpu))
+    active, whole = active_links(gpu), max(most, _count_fitted_links(gpu))
     down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
     direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
     if active < most:
@@ -202,14 +202,14 @@ def _short_of_links(gpu: Gpu, most: int) -> Finding:
 # P2P ----------------------------------------------------------------------------------------------------------------
 
 
-def _p2p(facts: GpuFacts) -> Iterator[Finding]:
-    """One finding per reason, not per pair. What a product does not offer is a note: GeForce, a mesh of NVLinks."""
+def _check_p2p(facts: GpuFacts) -> Iterator[Finding]:
+    """Report one finding per reason, not per pair. A limitation by design (GeForce, partial NVLink mesh) is INFO."""
     by_index = {gpu.index: gpu for gpu in facts.gpus}
     refused: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
     for pair in facts.pairs:
         if pair.p2p_read not in (None, "ok"):
             near = pair.ancestor in ("INTERNAL", "PIX", "PXB") or pair.p2p_nvlink == "ok"
-            why = _by_design(pair, by_index.get(pair.a), by_index.get(pair.b))
+            why = _explain_by_design(pair, by_index.get(pair.a), by_index.get(pair.b))
             refused[str(pair.p2p_read), why, near].append(f"GPU{pair.a}-GPU{pair.b}")
     for (reason, why, near), pairs in refused.items():
         which = ", ".join(pairs[:4]) + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
@@ -221,8 +221,8 @@ def _p2p(facts: GpuFacts) -> Iterator[Finding]:
         remedy = "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords)."
         if reason != "disabled_by_regkey":
             remedy = "Look for IOMMU, ACS and the NVreg P2P settings of the driver."
-        # Host memory in place of a switch or NVLink costs 29 % of a step (docs/decisions/0020); a pair whose
-        # way leads through the CPU anyway loses less.
+        # P2P through host memory instead of a switch or NVLink costs 29 % of a step (docs/decisions/0020). Pairs whose
+        # path crosses the CPU anyway lose less.
         yield finding(
             "gpu.p2p.refused", "", Status.INFO if why else Status.FAIL if near else Status.WARN, which=which,
             reason=reason.replace("_", " "), why=why, way=way, seen=evidence, remedy="" if why else remedy,
@@ -233,8 +233,8 @@ _MESH = ", which the board's mesh does not join by an NVLink"
 _PRODUCT = ": this product has no P2P over PCIe"
 
 
-def _by_design(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> str:
-    """Why a pair has no P2P although nothing is wrong; empty where that is a fault or unknown."""
+def _explain_by_design(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> str:
+    """Return why a pair has no P2P by design; empty if its absence is a fault or unexplained."""
     if pair.p2p_read in ("unknown", "disabled_by_regkey"):
         return ""
     if _is_outside_mesh(pair, a, b):
@@ -244,7 +244,7 @@ def _by_design(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> str:
 
 
 def _is_outside_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:
-    """Whether both GPUs have direct NVLinks to others and none to each other: DGX-1 joins 16 of its 28 pairs."""
+    """Whether two GPUs have NVLinks to others but not to each other: a DGX-1 connects 16 of its 28 pairs."""
     if a is None or b is None or pair.p2p_nvlink in ("ok", None):
         return False
     ends = [{link.remote_bus_id for link in gpu.nvlinks if link.active and link.remote_kind == "gpu"} for gpu in (a, b)]
@@ -255,10 +255,10 @@ def _is_outside_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:
 
 
 def check_bus(bus: GpuBus | None, listed: set[str], count: int, granted: int | None = None) -> Iterator[Finding]:
-    """GPUs of the bus under NVIDIA's driver that NVML does not list; `listed` are its addresses, `count` its number.
+    """Find GPUs bound to NVIDIA's driver that NVML does not list; NVML lists `count` GPUs, at the addresses `listed`.
 
-    `granted`: GPUs that Slurm gave the job; None outside a job.
-    Where NVML gives fewer addresses than GPUs (a lost one, a virtual machine that hides them) only the number counts.
+    `granted`: number of GPUs that Slurm allocated to the job; None outside a job. If NVML reports fewer addresses than
+    GPUs (a lost GPU, or a VM that hides addresses), only the number is compared.
     """
     if bus is None:
         return
@@ -270,54 +270,54 @@ def check_bus(bus: GpuBus | None, listed: set[str], count: int, granted: int | N
     assigned = {gpu: _is_assigned(gpu, bus, count, granted) for gpu in absent}
     missing = [gpu for gpu in absent if assigned[gpu]]
     if len(missing) > unplaced:
-        yield _missing(missing, bound, count, unplaced)
+        yield _report_missing(missing, bound, count, unplaced)
     if others := [gpu for gpu in absent if not assigned[gpu]]:
-        yield _not_assigned(others, bound, count, bus, doubtful=None in (assigned[gpu] for gpu in others))
+        yield _report_hidden(others, bound, count, bus, doubtful=None in (assigned[gpu] for gpu in others))
 
 
 def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int, granted: int | None) -> bool | None:
-    """Whether the GPU is assigned to this process; None if that is unknown.
+    """Return whether the GPU is assigned to this process; None if unknown.
 
-    A GPU that a container or a device cgroup hides from this process is not assigned to it.
+    A GPU that a container or a device cgroup hides is not assigned.
     """
     if gpu.node_exists:
-        return bool(gpu.node_usable)  # a device cgroup (Slurm, a container engine) refuses the node
+        return bool(gpu.node_usable)  # a device cgroup (Slurm, container engine) denies access to the node
     if granted is not None and granted <= count:
         return False
     if bus.container is None and bus.requested is None and not bus.all_requested:
-        return True  # without a container all GPUs of the host are
+        return True  # without a container, all GPUs of the host are assigned
     if bus.requested is not None:
         return bus.requested > count
-    # The container has no node of the GPU, or the toolkit hides the GPU in /proc. It is then assigned to another
+    # The container has no node of this GPU, or the toolkit hides the GPU in /proc. Then it is assigned to another
     # container, unless there are nodes that NVML does not use, or all GPUs were requested.
     return True if bus.nodes > count else None if bus.all_requested else False
 
 
-def _missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
+def _report_missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
     names = ", ".join(gpu.bus_id for gpu in gpus)
     which = names if not unplaced else f"{len(gpus) - unplaced} of {names}"
     one = len(gpus) == 1
-    seen = (f"nvmlDeviceGetCount = {count}", *map(_bound_evidence, gpus[:8]))
+    seen = (f"nvmlDeviceGetCount = {count}", *map(_describe_bound, gpus[:8]))
     return finding(
         "gpu.device.missing", ", ".join(gpu.bus_id for gpu in gpus[:8]), evidence=seen, count=count, bound=len(bound),
         which=which, are="is" if one else "are", them="it" if one else "them",
     )  # fmt: skip
 
 
-def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
+def _report_hidden(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
     names = ", ".join(gpu.bus_id for gpu in others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     place = f"this {bus.container} container" if bus.container else "this process"
-    # without any visible GPU nothing was read, so the state of the GPUs is unknown
+    # if no GPU is visible, nothing was read and the state of the GPUs is unknown
     known = bool(count) and not doubtful
     why = " NVIDIA_VISIBLE_DEVICES=all requests them. Whether the driver or another container has them is unknown."
     return finding(
         "gpu.device.not_given" + " unknown" * (not known), ", ".join(gpu.bus_id for gpu in others[:8]),
-        evidence=tuple(map(_bound_evidence, others[:8])),
+        evidence=tuple(map(_describe_bound, others[:8])),
         count=len(others), bound=len(bound), place=place, names=names, why=why if doubtful else "",
     )  # fmt: skip
 
 
-def _bound_evidence(gpu: BusGpu) -> str:
+def _describe_bound(gpu: BusGpu) -> str:
     bound = f"{DEVICES}/{gpu.bus_id}/driver: nvidia; "
     if gpu.minor is None:
         return f"{bound}{PROC}/{gpu.bus_id}: not there"

@@ -1,10 +1,10 @@
-"""Rules about one GPU: its links, modes, memory, heat, power and what the driver logged; part of `probes.gpu.probe`.
+"""Rules for one GPU: links, modes, memory, heat, power and errors logged by the driver; part of `probes.gpu.probe`.
 
-Xid numbers, and whose error each is: NVIDIA, "Xid Errors", the Xid catalogue
-(docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), by its columns of immediate and investigatory action,
-and the older listing for boards before Ampere. A number that it answers with a reset, a restart of the host, a look at
-links or a repair is of the GPU; one that it answers with a look at the program is of the program; the others name
-neither. What the catalogue does not use has no cause that is known.
+Xid numbers and their causes: NVIDIA, "Xid Errors", the Xid catalogue
+(docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), columns immediate and investigatory action, and the
+older listing for boards before Ampere. If the action is a GPU reset, a restart of the host, a link check or a repair,
+the cause is "gpu". If the action is to check the application, it is "program"; otherwise it is "driver". The cause of
+an Xid that the catalogue does not use is unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
-from hardware.gpus import clock_share, gpu_named
+from hardware.gpus import compute_clock_share, gpu_named
 from probes import api
 from probes.gpu.facts import Gpu, GpuFacts
 
@@ -23,20 +23,20 @@ TEXTS = read_table(__file__, "findings.toml")
 WORDS = read_table(__file__, "words.toml")
 
 Cause = Literal["gpu", "program", "driver"]
-"""The GPU, its memory or its links; the program that ran; or an engine, firmware or driver, the cause being open."""
+""""gpu": the GPU, its memory or links; "program": the application; "driver": an engine, firmware or the driver."""
 
 
-XID_CAUSES: tuple[Cause, ...] = ("gpu", "driver", "program")  # gravest first
+XID_CAUSES: tuple[Cause, ...] = ("gpu", "driver", "program")  # most serious first
 
 
 def xid_cause(xid: int) -> Cause:
-    """Whose error it is; a number of no catalogue is not the program's."""
-    table = read_table(__file__, "xids.toml")  # with the first Xid
+    """Return the cause of an Xid. An Xid that is in no catalogue is not attributed to the program."""
+    table = read_table(__file__, "xids.toml")  # read only when an Xid was found
     return "gpu" if str(xid) in table["gpu"] else "program" if str(xid) in table["program"] else "driver"
 
 
 def named_xids(xids: Iterable[int], of: Cause) -> str:
-    """Those of one cause in words: "Xid 74 (NVLink error, 2 times), Xid 79 (GPU has fallen off the bus, once)"."""
+    """Describe the Xids of one cause: "Xid 74 (NVLink error, 2 times), Xid 79 (GPU has fallen off the bus, once)"."""
     counts = Counter(xid for xid in xids if xid_cause(xid) == of)
     words = read_table(__file__, "xids.toml")[of] if counts else {}
     return ", ".join(
@@ -48,34 +48,34 @@ def named_xids(xids: Iterable[int], of: Cause) -> str:
 HOT_CELSIUS = (
     84.0  # clocks begin to fall between 84 and 90 C: stas00/ml-engineering, compute/accelerator, "Temperature"
 )
-REMAPPED_ROWS_MAX = 512  # of one GPU: NVIDIA GPU Memory Error Management, "Row-remapping", RMA criteria
+REMAPPED_ROWS_MAX = 512  # per GPU: NVIDIA GPU Memory Error Management, "Row-remapping", RMA criteria
 THERMAL = {"sw_thermal", "hw_thermal"}
 
 BUSY_RATIO = 0.5
-"""Utilisation from which a GPU counts as busy: below, its clocks and its PCIe link may rest between two kernels."""
+"""A GPU with at least this utilization is busy. Below it, clocks and PCIe link may be lowered between kernels."""
 
-# A busy GPU without any reason to slow down stays near its highest clock: it gives up a step of some 15 MHz for a few
-# degrees. A quarter less is no such step; compute then takes a third longer. The power limit may hold a healthy board
-# at six or seven tenths (H100 at 700 W in large GEMMs), not at less than half.
+# A busy GPU without a reported throttle reason runs near its maximum clock and drops by steps of about 15 MHz as it
+# warms up. A clock 25 % lower is not such a step, and compute then takes a third longer. The power limit may hold a
+# healthy GPU at 60 to 70 % (H100 at 700 W in large GEMMs), but not below 50 %.
 LOW_CLOCK_RATIO = 0.75
 LOW_CLOCK_RATIO_CAPPED = 0.5
 
-# What a driver keeps for itself: some 600 MiB on an H100, about as much for each 40 GiB of larger boards.
+# Memory that the driver reserves: about 600 MiB on an H100, and about as much per 40 GiB on larger boards.
 RESERVED_BYTES = 1 << 30
 RESERVED_RATIO = 0.015
-HELD_RATIO = 0.1  # of the memory, by others: a forecast of a layout is off by more than its own margin
-FULL_RATIO = 0.9  # what is left holds no model that was meant for the board
+HELD_RATIO = 0.1  # fraction of memory in use by others at which a memory forecast is off by more than its margin
+FULL_RATIO = 0.9  # above this, no model sized for the board fits
 
 
 def subject_of(gpus: Gpu | Iterable[Gpu]) -> str:
-    """ "GPU3", or "GPU0, GPU1"."""
+    """Return "GPU3", or "GPU0, GPU1"."""
     return f"GPU{gpus.index}" if isinstance(gpus, Gpu) else ", ".join(f"GPU{gpu.index}" for gpu in gpus)
 
 
 def finding(
     key: str, about: Gpu | str, status: Status | None = None, evidence: tuple[str, ...] = (), **values: object
 ) -> Finding:
-    """The finding of a row of `findings.toml` about a GPU, whose facts its texts may name, or about another subject."""
+    """Create a finding from `findings.toml`. If its subject is a GPU, the text may refer to the GPU's facts."""
     if isinstance(about, Gpu):
         return api.finding(TEXTS, key, status, subject_of(about), evidence, gpu=about, **values)
     return api.finding(TEXTS, key, status, about, evidence, **values)
@@ -85,7 +85,7 @@ Rule = Callable[[Gpu], Iterator[Finding]]
 
 
 def _when(key: str, is_so: Callable[[Gpu], object]) -> Rule:
-    """The rule that raises a row of `findings.toml` which needs no more than the GPU's facts."""
+    """Return a rule that reports a row of `findings.toml` if a condition on the GPU's facts holds."""
 
     def rule(gpu: Gpu) -> Iterator[Finding]:
         if is_so(gpu):
@@ -97,18 +97,18 @@ def _when(key: str, is_so: Callable[[Gpu], object]) -> Rule:
 # Links and modes ----------------------------------------------------------------------------------------------------
 
 
-def _pcie(gpu: Gpu) -> Iterator[Finding]:
+def _check_pcie(gpu: Gpu) -> Iterator[Finding]:
     width, most = gpu.pcie_width, gpu.pcie_width_max
-    # Where sysfs shows the link, the pci probe judges the same width, with the slot's side of it.
+    # If sysfs shows this link, the pci probe checks its width, because it also knows the slot.
     if width and most and width < most and not gpu.link_in_sysfs:
         yield finding("gpu.pcie.width", gpu, share=width / most)
     now, best = gpu.pcie_generation, gpu.pcie_generation_max
-    # A GPU that is not busy trains its link down: no finding.
+    # An idle GPU lowers its link speed, so only a busy GPU is checked.
     if now and best and now < best and (gpu.utilization_ratio or 0.0) >= BUSY_RATIO:
         yield finding("gpu.pcie.generation", gpu)
 
 
-def _nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
+def _check_nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
     bad = {link.link: {k: n for k, n in link.errors.items() if n} for link in gpu.nvlinks if link.errors}
     bad = {link: errors for link, errors in bad.items() if errors}
     if bad:
@@ -116,7 +116,7 @@ def _nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
         yield finding("gpu.nvlink.errors", gpu, count=len(bad), what=what)
 
 
-def _fabric(gpu: Gpu) -> Iterator[Finding]:
+def _check_fabric(gpu: Gpu) -> Iterator[Finding]:
     if gpu.fabric_state in ("not_started", "in_progress") or gpu.fabric_status:
         state = f"{gpu.fabric_state}, status {gpu.fabric_status}" if gpu.fabric_status else gpu.fabric_state
         key = "gpu.fabric.incomplete" + " in_progress" * (gpu.fabric_state == "in_progress")
@@ -128,13 +128,13 @@ def _fabric(gpu: Gpu) -> Iterator[Finding]:
         faults.append(f"summary {gpu.fabric_summary}")
         words = words or [f"NVML sums its health up as {gpu.fabric_summary.replace('_', ' ')}"]
     if faults:
-        # Routes that were learnt stay without the manager, and less capacity is no fault of this GPU's links alone.
+        # Learned routes remain without the manager, and reduced capacity is not caused by this GPU's links alone.
         mild = set(faults) <= {"fabric_manager_disconnected", "summary limited_capacity"}
         status = Status.WARN if mild else Status.FAIL
         yield finding("gpu.fabric.unhealthy", gpu, status, words="; ".join(words), faults=", ".join(faults))
 
 
-def _mig(gpu: Gpu) -> Iterator[Finding]:
+def _check_mig(gpu: Gpu) -> Iterator[Finding]:
     if gpu.mig_enabled:
         kinds = Counter(one.profile or "an unknown profile" for one in gpu.mig_slices or ())
         cut = ", ".join(f"{count} of {profile}" for profile, count in kinds.items())
@@ -147,7 +147,7 @@ def _mig(gpu: Gpu) -> Iterator[Finding]:
         yield finding("gpu.mig.enabled pending", gpu)
 
 
-def _recovery(gpu: Gpu) -> Iterator[Finding]:
+def _check_recovery(gpu: Gpu) -> Iterator[Finding]:
     action, remedies = gpu.recovery_action, WORDS["recovery"]
     if action not in (None, "none"):
         remedy = remedies.get(action, remedies["another"])
@@ -157,7 +157,7 @@ def _recovery(gpu: Gpu) -> Iterator[Finding]:
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
-def _ecc(gpu: Gpu) -> Iterator[Finding]:
+def _check_ecc(gpu: Gpu) -> Iterator[Finding]:
     if gpu.sram_threshold_exceeded or gpu.sram_uncorrected:
         yield finding("gpu.ecc.sram" + " threshold" * bool(gpu.sram_threshold_exceeded), gpu)
     if gpu.ecc_uncorrected_lifetime or gpu.sram_uncorrected_lifetime:
@@ -172,17 +172,17 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
 
 
 def held_bytes(gpu: Gpu) -> int | None:
-    """Memory that others hold: used, without what a driver keeps for itself. None if NVML does not report it."""
+    """Return the memory that processes use, without the driver's reservation. None if NVML does not report it."""
     if not gpu.memory_bytes or gpu.memory_used_bytes is None:
         return None
     reserved = max(RESERVED_BYTES, int(RESERVED_RATIO * gpu.memory_bytes))
     return max(0, min(gpu.memory_used_bytes, gpu.memory_bytes) - reserved)
 
 
-def _held(gpu: Gpu) -> Iterator[Finding]:
-    """A job that runs holds its memory too: a note, as its processes are. What holds it and rests is in the way.
+def _check_held_memory(gpu: Gpu) -> Iterator[Finding]:
+    """Report memory in use. If the GPU is busy, a job is running: INFO. Memory held on an idle GPU blocks the next job.
 
-    For the job that a gate is about, full memory fails, whichever process uses it: `agent.checks.verdict.for_next_job`.
+    In the gate before a job, full memory fails even on a busy GPU: `agent.checks.verdict.for_next_job`.
     """
     held, size = held_bytes(gpu), gpu.memory_bytes or 0
     if held is None or held < HELD_RATIO * size:
@@ -204,29 +204,29 @@ FREE_MEMORY = "End the processes that hold it (fuser -v /dev/nvidia*), or wait u
 
 
 def is_full(gpu: Gpu) -> bool:
-    """Whether so much of the memory is in use that no job fits that was meant for the board."""
+    """Whether so much memory is in use that no job sized for this board fits."""
     return bool(gpu.memory_bytes) and (gpu.memory_used_bytes or 0) >= FULL_RATIO * (gpu.memory_bytes or 0)
 
 
 # Heat, clocks and power ---------------------------------------------------------------------------------------------
 
 HW_SLOWDOWN_LOSS = 0.5
-"""Of the clock, at least: nvml.h, the reasons HwSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown."""
+"""Minimum fraction of the clock that is lost: nvml.h, HwSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown."""
 
 
 FULL_CLOCK_RATIO = 0.9
-"""Of the highest clock: what is above lies within the steps that a healthy GPU gives up for a few degrees."""
+"""At this fraction of the maximum clock or above, the drop is normal for a healthy GPU as it warms up."""
 
 
-def _clock_loss(gpu: Gpu, least: float) -> float:
-    """The share of its highest clock that a GPU has lost: `least` if its clock does not show it, as of one at rest."""
+def _get_clock_loss(gpu: Gpu, least: float) -> float:
+    """Return the lost fraction of the maximum clock; `least` if the clock does not show it, e.g. on an idle GPU."""
     if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
         return least
     return max(least, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)
 
 
-def _slowed(gpu: Gpu, why: str) -> str:
-    """What a reason to slow down does to this GPU now, as its clock and its load tell."""
+def _describe_slow(gpu: Gpu, why: str) -> str:
+    """Describe the current effect of a throttle reason, based on the GPU's clock and utilization."""
     now, most, name = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, subject_of(gpu)
     clock = f" {now / 1e6:.0f}" + (f" of {most / 1e6:.0f}" if most else "") + " MHz" if now else ""
     if now and most and now >= FULL_CLOCK_RATIO * most:
@@ -238,16 +238,16 @@ def _slowed(gpu: Gpu, why: str) -> str:
     return f"{name} is slowed down{to} by {why}. Every rank waits for this GPU."
 
 
-def _heat(gpu: Gpu) -> Iterator[Finding]:
+def _check_heat(gpu: Gpu) -> Iterator[Finding]:
     reasons = set(gpu.throttle_reasons or ())
     now, slowdown = gpu.temperature_celsius, gpu.temperature_slowdown_celsius
     limit = min(HOT_CELSIUS, slowdown or HOT_CELSIUS)
     if now is not None and now >= limit:
         cut = f", and again at {slowdown:.0f} °C" if slowdown else ""
         yield finding("gpu.thermal.hot", gpu, limit=limit, cut=cut)
-    held: list[tuple[str, float, str]] = []  # code, the least that the clock loses, why
+    held: list[tuple[str, float, str]] = []  # (code, minimum fraction of the clock that is lost, reason)
     if "hw_slowdown" in reasons and not reasons & (THERMAL | {"hw_power_brake"}):
-        # nvml.h: core clocks reduced by a factor of two or more, for heat, the power brake or too fast a rise of power.
+        # nvml.h: core clocks are halved or lower due to heat, the power brake or a too fast increase in power draw.
         why = "a hardware slowdown (heat, the power brake or a peak of power: the driver does not say)"
         held.append(("gpu.clocks.slowdown", HW_SLOWDOWN_LOSS, why))
     if hot := sorted(reasons & THERMAL):
@@ -257,14 +257,14 @@ def _heat(gpu: Gpu) -> Iterator[Finding]:
         held.append(("gpu.power.brake", HW_SLOWDOWN_LOSS, "the power brake of its supply (hw_power_brake)"))
     named = ", ".join(gpu.throttle_reasons or ())
     for code, least, why in held:
-        yield finding(code, gpu, by_loss(_clock_loss(gpu, least)), slowed=_slowed(gpu, why), reasons=named)
+        yield finding(code, gpu, by_loss(_get_clock_loss(gpu, least)), slowed=_describe_slow(gpu, why), reasons=named)
 
 
-_NAMED_ELSEWHERE = THERMAL | {"hw_slowdown", "hw_power_brake"}  # each has a finding of its own
+_NAMED_ELSEWHERE = THERMAL | {"hw_slowdown", "hw_power_brake"}  # each has its own finding
 
 
-def _clocks(gpu: Gpu) -> Iterator[Finding]:
-    """A busy GPU far below its highest clock, which nothing else explains."""
+def _check_clocks(gpu: Gpu) -> Iterator[Finding]:
+    """Report a busy GPU whose clock is far below maximum without a reason that another rule reports."""
     now, most, busy = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, gpu.utilization_ratio
     reasons = set(gpu.throttle_reasons or ())
     if not now or not most or busy is None or busy < BUSY_RATIO or gpu.throttle_reasons is None:
@@ -278,7 +278,7 @@ def _clocks(gpu: Gpu) -> Iterator[Finding]:
 
 
 def _free_clocks(gpu: Gpu, reasons: set[str]) -> str:
-    """What lifts the limit that the driver names; locked clocks are only one of them."""
+    """Return the command that removes the limit named by the driver; locked clocks are only one such limit."""
     default = f" {gpu.power_limit_default_watts:.0f}" if gpu.power_limit_default_watts else ""
     what = next((name for name in ("sw_power_cap", "sync_boost") if name in reasons), "another")
     which = "-rac" if reasons & {"applications_clocks", "display_clocks"} else "-rgc"
@@ -286,19 +286,19 @@ def _free_clocks(gpu: Gpu, reasons: set[str]) -> str:
     return str(WORDS["clocks"][what]).format(index=gpu.index, restore=restore, which=which)
 
 
-def _power(gpu: Gpu) -> Iterator[Finding]:
+def _check_power(gpu: Gpu) -> Iterator[Finding]:
     limit, default = gpu.power_limit_watts, gpu.power_limit_default_watts
     if "sw_power_cap" in (gpu.throttle_reasons or ()):
         yield finding("gpu.power.capped", gpu, limit=limit or 0)
-    if limit and default and limit < default - 0.5:  # half a watt: both are rounded to milliwatts by the driver
-        yield finding("gpu.power.limit", gpu, by_loss(1.0 - clock_share(limit, default)))
+    if limit and default and limit < default - 0.5:  # the driver rounds both to milliwatts; 0.5 W is a safe margin
+        yield finding("gpu.power.limit", gpu, by_loss(1.0 - compute_clock_share(limit, default)))
 
 
 # Xids ---------------------------------------------------------------------------------------------------------------
 
 
 def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
-    """Every Xid that is known, in the kernel's log and as NVML's events, most of them are in both."""
+    """Return every known Xid, from the kernel log and from NVML events; most Xids are in both."""
     if gpu.xids is None or gpu.xid_events is None:
         return gpu.xids if gpu.xid_events is None else gpu.xid_events
     return tuple((Counter(gpu.xids) | Counter(gpu.xid_events)).elements())
@@ -307,7 +307,7 @@ def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
 _XID_CODES = {"gpu": "gpu.xid.hardware", "driver": "gpu.xid.driver", "program": "gpu.xid.application"}
 
 
-def _xids(gpu: Gpu) -> Iterator[Finding]:
+def _check_xids(gpu: Gpu) -> Iterator[Finding]:
     known = xids_of(gpu) or ()
     sources = [name for name, found in (("kernel log, NVRM", gpu.xids), ("NVML events", gpu.xid_events)) if found]
     for cause in XID_CAUSES:
@@ -321,25 +321,25 @@ _LOG_UNREAD = (
 
 
 def unjudged(facts: GpuFacts) -> dict[str, str]:
-    """Code -> reason of the checks of Xids that nothing was raised by, where the kernel's log was not read."""
+    """Return code -> reason for the Xid checks that could not run because the kernel log could not be read."""
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     if all(gpu.xids is not None for gpu in answering):
         return {}
-    raised = {found.code for gpu in answering for found in _xids(gpu)}
+    raised = {found.code for gpu in answering for found in _check_xids(gpu)}
     return {code: _LOG_UNREAD for code in _XID_CODES.values() if code not in raised}
 
 
 RULES: tuple[Rule, ...] = (
-    _pcie,
-    _nvlink_errors,
+    _check_pcie,
+    _check_nvlink_errors,
     _when("gpu.c2c.off", lambda gpu: gpu.c2c_enabled is False and bool((row := gpu_named(gpu.name)) and row.grace)),
-    _fabric,
+    _check_fabric,
     _when("gpu.fabric.degraded", lambda gpu: gpu.fabric_degraded),
-    _mig,
+    _check_mig,
     _when("gpu.device.vgpu", lambda gpu: gpu.virtualization == "vgpu"),
     _when("gpu.device.mode prohibited", lambda gpu: gpu.compute_mode == "prohibited"),
     _when("gpu.device.mode", lambda gpu: gpu.compute_mode in ("exclusive_process", "exclusive_thread")),
-    _recovery,
+    _check_recovery,
     _when("gpu.ecc.uncorrected", lambda gpu: gpu.ecc_uncorrected),
     _when(
         "gpu.memory.remap_failed",
@@ -348,10 +348,10 @@ RULES: tuple[Rule, ...] = (
     _when("gpu.memory.remap_pending", lambda gpu: gpu.remapping_pending),
     _when("gpu.memory.remap_exhausted", lambda gpu: gpu.remap_banks_exhausted),
     _when("gpu.memory.retired", lambda gpu: gpu.retired_pages),
-    _ecc,
-    _held,
-    _heat,
-    _clocks,
-    _power,
-    _xids,
+    _check_ecc,
+    _check_held_memory,
+    _check_heat,
+    _check_clocks,
+    _check_power,
+    _check_xids,
 )

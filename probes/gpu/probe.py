@@ -1,11 +1,11 @@
-"""GPUs through NVML: links, health, and what each could do with its neighbours; what of it is exported.
+"""Probe of NVIDIA GPUs (NVML): links, health, and the connection of every pair of GPUs; also its exported metrics.
 
-Exported are links, the matrix and their limits; dcgm-exporter has the rest. The labels gpu, UUID and pci_bus_id are
-dcgm-exporter's, in its spelling, so that both can be joined.
+Metrics cover links, the GPU matrix and their limits; dcgm-exporter exports the rest. The labels gpu, UUID and
+pci_bus_id have the same spelling as in dcgm-exporter, so that queries can join both.
 
-Specification: NVML API reference; the module is `pynvml` of nvidia-ml-py. Every call is optional: a GPU that does
-not support one leaves None, and a lost GPU stays in the facts with its error. What was not read is not judged. The
-check that needs it reports it under its own code, because a check that raises nothing counts as passed.
+Specification: NVML API reference; the module is `pynvml` of nvidia-ml-py. Every NVML call may be unsupported, which
+leaves the fact None; a lost GPU stays in the facts with its error. A fact that was not read is not checked. The check
+that needs it reports this under its own code, because a check without findings counts as passed.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from probes.pci.facts import DEVICES
 
 
 def check(facts: GpuFacts) -> Iterator[Finding]:
-    """All findings, host-wide ones first."""
+    """Yield all findings; host-wide findings come first."""
     if facts.driver_error:
-        yield _driver(facts, facts.driver_error)
+        yield _report_driver(facts, facts.driver_error)
         return
     granted = facts.granted[1] if facts.granted else None
     yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus), granted)
-    yield from _fallen(facts)
+    yield from _report_fallen(facts)
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     for gpu in facts.gpus:
         if gpu.error is not None:
-            yield _refused(gpu)
+            yield _report_refused(gpu)
     yield from compare(facts)
     for gpu in answering:
         for rule in RULES:
             yield from rule(gpu)
-    yield from _notes(answering)
+    yield from _report_notes(answering)
     if facts.confidential:
         yield finding("gpu.device.confidential", subject_of(answering))
     yield from unread_findings(facts)
 
 
-# What NVML's start says of the driver itself; any other error leaves open what is wrong with it.
+# Errors of nvmlInit that describe the state of the driver. Any other error leaves the cause open.
 _NO_DRIVER = ("DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "GPU_IS_LOST", "RESET_REQUIRED")
 
 
-def _driver(facts: GpuFacts, error: str) -> Finding:
+def _report_driver(facts: GpuFacts, error: str) -> Finding:
     remedies = WORDS["driver"]
     remedy = remedies.get(error, remedies["unusable" if error in _NO_DRIVER else "another"])
     status = Status.FAIL if error in _NO_DRIVER else Status.UNKNOWN
@@ -56,10 +56,10 @@ def _driver(facts: GpuFacts, error: str) -> Finding:
     return finding("gpu.driver.unusable", "", status, error=error, symbol=symbol, count=count, remedy=remedy)
 
 
-def _fallen(facts: GpuFacts) -> Iterator[Finding]:
-    """Report GPUs that are no longer on the bus, but for which the kernel's log has a fault.
+def _report_fallen(facts: GpuFacts) -> Iterator[Finding]:
+    """Report GPUs that are no longer on the bus and that have a fault in the kernel log.
 
-    For a while NVML still counts a lost GPU, without its address. `_refused` reports as many of them.
+    NVML may still count a lost GPU for a while, without its address. `_report_refused` reports those GPUs.
     """
     gone = [(place, what) for place, xids in facts.xids_off_bus if (what := named_xids(xids, "gpu"))]
     if len(gone) > sum(gpu.bus_id is None for gpu in facts.gpus):
@@ -67,8 +67,8 @@ def _fallen(facts: GpuFacts) -> Iterator[Finding]:
             yield finding("gpu.device.missing gone", place, what=what, bus=DEVICES)
 
 
-def _refused(gpu: Gpu) -> Finding:
-    """A GPU that NVML counts and does not give: broken, or refused for a reason that says nothing of it."""
+def _report_refused(gpu: Gpu) -> Finding:
+    """Report a GPU that NVML counts but does not open: it is broken, or access was denied for another reason."""
     where = f" at {gpu.bus_id}" if gpu.bus_id else ""
     xids = f"; kernel log: Xid {', '.join(map(str, gpu.xids))}" if gpu.xids else ""
     if gpu.broken:
@@ -78,8 +78,8 @@ def _refused(gpu: Gpu) -> Finding:
     return finding(code, gpu, where=where, xids=xids)
 
 
-def _notes(gpus: list[Gpu]) -> Iterator[Finding]:
-    """What is worth knowing once, for all GPUs it holds for."""
+def _report_notes(gpus: list[Gpu]) -> Iterator[Finding]:
+    """Report notes, each once for all GPUs that it applies to."""
     small = [gpu for gpu in gpus if gpu.bar1_bytes and gpu.memory_bytes and gpu.bar1_bytes < gpu.memory_bytes]
     if small:
         yield finding("gpu.bar1.small", subject_of(small), gpu=small[0], size=(small[0].bar1_bytes or 0) >> 20)
@@ -94,19 +94,19 @@ def _notes(gpus: list[Gpu]) -> Iterator[Finding]:
 # What was not read --------------------------------------------------------------------------------------------------
 
 IDENTITY = "gpu.device.unread"
-"""What no other check rests on: who the GPU is and where, its clocks, its affinity."""
+"""Finding code for facts that no other check needs: identity and location of the GPU, clocks, affinity."""
 
 EVIDENCE_MAX = 16
 _ROOT_ONLY = "nvmlDeviceGetSramEccErrorStatus"  # nvml.h: "Requires root/admin permissions"
 
 
 def codes_of_question(question: str) -> tuple[str, ...]:
-    """The codes of the checks that rest on a question of `unread`."""
+    """Return the codes of the checks that need the result of a failed NVML call."""
     return tuple(row_of(question).get("codes", ())) or (IDENTITY,)
 
 
 def unread_findings(facts: GpuFacts) -> Iterator[Finding]:
-    """One for each check that could not be judged, with every question that was not answered."""
+    """Yield one finding for each check that could not run, with every NVML call that failed."""
     asked = [("", facts.unread)]
     asked += [(subject_of(gpu), gpu.unread) for gpu in facts.gpus if gpu.error is None]
     asked += [(f"GPU{pair.a}", pair.unread) for pair in facts.pairs]
@@ -118,10 +118,10 @@ def unread_findings(facts: GpuFacts) -> Iterator[Finding]:
             for code in codes_of_question(question):
                 found.setdefault((code, status), {}).setdefault(subject, []).append(question)
     for (code, status), subjects in found.items():
-        yield _unjudged(code, status, subjects)
+        yield _report_unread(code, status, subjects)
 
 
-def _unjudged(code: str, status: Status, subjects: dict[str, list[str]]) -> Finding:
+def _report_unread(code: str, status: Status, subjects: dict[str, list[str]]) -> Finding:
     questions = [f"{subject}: {q}" if subject else q for subject, queries in subjects.items() for q in queries]
     # "nvmlDeviceGetTemperature(0) = TIMEOUT" without the arguments
     reasons = list(dict.fromkeys(re.sub(r"\([^=]*\)", "", query) for queries in subjects.values() for query in queries))
@@ -146,13 +146,13 @@ def _unjudged(code: str, status: Status, subjects: dict[str, list[str]]) -> Find
 
 
 def samples(facts: GpuFacts) -> Iterator[Sample]:
-    """Values that are known; an unknown one has no sample."""
+    """Yield samples of known values; an unknown value has no sample."""
     reasons = tuple(read_table(__file__, "names.toml")["throttle_bit"].values())
     for gpu in facts.gpus:
         labels = (str(gpu.index), gpu.uuid or "", nvml_bus_id(gpu.bus_id))
-        yield from known_samples(_values(gpu), labels)
+        yield from known_samples(_list_values(gpu), labels)
         yield Sample(metric="gpu_info", value=1.0, labels=(*labels, gpu.name or ""))
-        yield from _links(gpu, labels)
+        yield from _sample_links(gpu, labels)
         for reason in reasons if gpu.throttle_reasons is not None else ():
             active = reason in (gpu.throttle_reasons or ())
             yield Sample(metric="gpu_throttling", value=float(active), labels=(*labels, reason))
@@ -163,14 +163,14 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
 
 
 def nvml_bus_id(sysfs_: str | None) -> str:
-    """The bus id as NVML and dcgm-exporter spell it: "00000000:1B:00.0"; empty where unknown."""
+    """Return the bus id as NVML and dcgm-exporter write it: "00000000:1B:00.0"; empty if unknown."""
     if not sysfs_:
         return ""
     domain, _, rest = sysfs_.partition(":")
     return f"{int(domain, 16):08X}:{rest.upper()}"
 
 
-def _values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:
+def _list_values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:
     fabric = gpu.fabric_state not in (None, "not_supported")
     return (
         ("gpu_up", float(gpu.error is None) if gpu.error is None or gpu.broken else None),
@@ -187,7 +187,7 @@ def _values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:
     )
 
 
-def _links(gpu: Gpu, labels: tuple[str, ...]) -> Iterator[Sample]:
+def _sample_links(gpu: Gpu, labels: tuple[str, ...]) -> Iterator[Sample]:
     for link in gpu.nvlinks:
         if link.active is not None:
             yield Sample(metric="gpu_nvlink_up", value=float(link.active), labels=(*labels, str(link.link)))

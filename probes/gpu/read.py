@@ -1,13 +1,13 @@
-"""Asks NVML about every GPU and every pair of GPUs, and translates the answers; see `probes.gpu.probe`.
+"""Queries NVML about every GPU and every pair of GPUs, and translates the answers; see `probes.gpu.probe`.
 
-Specification: NVML API reference (nvml.h): return codes of each function, enumerations, NvLink methods and
-NVML_FI_DEV_NVLINK_* fields. NOT_SUPPORTED is an answer: the board has no such thing. A function or a structure that
-this driver does not have is the same. Every other error leaves the fact unknown and is kept in `unread`, and so does a
-number that `questions.toml` calls impossible.
+Specification: NVML API reference (nvml.h): return codes of each function, enumerations, NvLink functions and
+NVML_FI_DEV_NVLINK_* fields. NOT_SUPPORTED means that the board lacks the feature. A function or structure version that
+this driver lacks is treated the same way. Any other error leaves the fact unknown and is recorded in `unread`, as is a
+number outside the range that `questions.toml` allows.
 
-NVLinks: state 0 is a link without a partner, a bridge that is not fitted or a broken one. INVALID_ARGUMENT is a link
-that the board does not have, NOT_SUPPORTED on link 0 a board without NVLink. Any other error says nothing of the link:
-its state, or where it ends, is unknown.
+NVLinks: state 0 means that no peer is connected (no bridge installed, or a broken one). INVALID_ARGUMENT means that the
+board does not have this link; NOT_SUPPORTED on link 0 means a board without NVLink. After any other error, the state of
+the link, or its remote end, is unknown.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from probes.host.protocol import GpuHandle, Host, NvmlError
 from probes.pci.facts import DEVICES
 from probes.pci.read import read_bus
 
-GPUS_MAX = 64  # NVML lists GPUs, not MIG slices; no host has more
-MEMORY_MAX = 1 << 42  # 4 TiB: the largest boards sold so far have 288 GiB
+GPUS_MAX = 64  # NVML lists GPUs, not MIG slices; no host has more GPUs
+MEMORY_MAX = 1 << 42  # 4 TiB: today's largest boards have 288 GiB
 PIDS_MAX = 1 << 22  # PID_MAX_LIMIT of Linux
-AFFINITY_WORDS = 32  # of 64 CPUs each: Linux' largest NR_CPUS on x86 is 8192, the largest server has under 2048
+AFFINITY_WORDS = 32  # of 64 CPUs each: Linux' largest NR_CPUS on x86 is 8192; the largest server has fewer than 2048
 LOST = frozenset({"GPU_IS_LOST", "RESET_REQUIRED"})
 _NOT_THERE = frozenset({"NOT_SUPPORTED", "VGPU_ECC_NOT_SUPPORTED", "FREQ_NOT_SUPPORTED", "NO_DATA"})
-"""The board, its mode or its InfoROM has none: nothing is left to know."""
+"""The board, its mode or its InfoROM lacks the feature, so no information is missing."""
 
 _OLD_DRIVER = frozenset({"FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "DEPRECATED"})
-"""The driver is older (R470) or newer than this function or the form of its structure: it cannot tell."""
+"""The driver is older (R470) or newer than this function or structure version, and cannot answer."""
 
 _NO_DRIVER = {"LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH"}
 _MODULE, _CONTROL = "/sys/module/nvidia/version", "/dev/nvidiactl"
@@ -46,43 +46,43 @@ _C2C_LINK_COUNT = 170  # NVML_FI_DEV_C2C_LINK_COUNT
 # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, _BANK_REMAPPER_HISTOGRAM_NONE, _PENDING_BANK_REMAPPING, _NVLINK_LINK_COUNT
 _RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT = 230, 306, 307, 91
 
-_Found = dict[str, Any]  # fields of `Gpu`
+_Found = dict[str, Any]  # keyword arguments for `Gpu`
 
 
-def _names() -> dict[str, dict[str, Any]]:
+def _read_names() -> dict[str, dict[str, Any]]:
     return read_table(__file__, "names.toml")
 
 
 def named(kind: str, number: Any) -> Any:
-    """What a number of an NVML enumeration stands for, by `names.toml`; None for one that it does not have."""
-    return _names()[kind].get(str(number)) if isinstance(number, int) else None
+    """Translate a number of an NVML enumeration with `names.toml`; None if the table does not have it."""
+    return _read_names()[kind].get(str(number)) if isinstance(number, int) else None
 
 
 def does_not_apply(error: NvmlError) -> bool:
-    """Whether the error says that this board or this driver has no such thing."""
-    if (error.symbol, error.name) == (MIG_SLICE, "NOT_FOUND"):  # an empty place
+    """Whether the error means that the board or driver lacks the feature."""
+    if (error.symbol, error.name) == (MIG_SLICE, "NOT_FOUND"):  # no MIG slice at this index
         return True
     return error.name in _NOT_THERE or (error.name in _OLD_DRIVER and error.symbol != _LINK_STATE)
 
 
 def question_of(symbol: str, arguments: Sequence[GpuHandle | int | str]) -> str:
-    """The question as it is shown: "nvmlDeviceGetTemperature(0)"."""
+    """Format an NVML call for reports: "nvmlDeviceGetTemperature(0)"."""
     words = ", ".join(f"GPU{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments[:3])
     words += f", {len(arguments) - 3} more" if len(arguments) > 3 else ""
     return f"{symbol}({words})" if words else symbol
 
 
-class Asker:
-    """One GPU's questions: what it does not answer, or answers with nonsense, is None."""
+class NvmlCalls:
+    """NVML calls for one GPU. A failed call or an invalid answer becomes None."""
 
     def __init__(self, host: Host, handle: GpuHandle) -> None:
         self.host, self.handle = host, handle
         self.lost: str | None = None
-        self.link_count: int | None = None  # NVLinks of the board, where the driver counts them
-        self.unread: dict[str, None] = {}  # "nvmlDeviceGetTemperature(0) = TIMEOUT", once each
+        self.link_count: int | None = None  # NVLinks of the board, if the driver reports the number
+        self.unread: dict[str, None] = {}  # failed calls without duplicates: "nvmlDeviceGetTemperature(0) = TIMEOUT"
 
     def __call__(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
-        """The answer; None where there is none, and `unread` or `lost` says why."""
+        """Return the answer. If there is none, return None and record the reason in `unread` or `lost`."""
         try:
             return self.ask(symbol, *arguments)
         except NvmlError as error:
@@ -91,26 +91,26 @@ class Asker:
             return None
 
     def ask(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
-        """The answer, in which an impossible number is None and noted. Raises NvmlError."""
-        return self._possible(question_of(symbol, arguments), self.host.nvml(symbol, self.handle, *arguments))
+        """Return the answer, with out-of-range numbers replaced by None and recorded. Raises NvmlError."""
+        return self._drop_impossible(question_of(symbol, arguments), self.host.nvml(symbol, self.handle, *arguments))
 
-    def _possible(self, question: str, answer: Any) -> Any:
-        """The answer with None in place of each number that is out of its range."""
+    def _drop_impossible(self, question: str, answer: Any) -> Any:
+        """Return the answer with None in place of each number that is out of range."""
         row = row_of(question)
         if "range" in row:
-            return self._in_range(question, answer, row["range"])
+            return self._check_range(question, answer, row["range"])
         if "items" in row and isinstance(answer, list) and len(answer) >= len(row["items"]):
-            return [self._in_range(question, one, limits) for one, limits in zip(answer, row["items"], strict=False)]
+            return [self._check_range(question, one, limits) for one, limits in zip(answer, row["items"], strict=False)]
         if "fields" in row and isinstance(answer, dict):
             fields = row["fields"]
             return answer | {
-                name: self._in_range(question, answer[name], fields[name]) for name in fields if name in answer
+                name: self._check_range(question, answer[name], fields[name]) for name in fields if name in answer
             }
         if "items" in row or "fields" in row:
-            return self._in_range(question, answer, (1, 0))
+            return self._check_range(question, answer, (1, 0))
         return answer
 
-    def _in_range(self, question: str, number: Any, limits: Sequence[int]) -> Any:
+    def _check_range(self, question: str, number: Any, limits: Sequence[int]) -> Any:
         if isinstance(number, int) and limits[0] <= number <= limits[1]:
             return number
         if number is not None:
@@ -118,14 +118,14 @@ class Asker:
         return None
 
     def _leaves_unread(self, error: NvmlError) -> bool:
-        """Whether something is left to know; a lost GPU is reported once."""
+        """Whether the error leaves a fact unknown. The loss of a GPU is recorded once, in `lost`."""
         if error.name in LOST:
             self.lost = f"{error.name} ({error.symbol})"
             return False
         return not does_not_apply(error)
 
     def either(self, first: tuple[Any, ...], second: tuple[Any, ...]) -> Any:
-        """The answer to the first spelling of a question, else to the second; each (symbol, arguments...)."""
+        """Return the answer of the first call, or if it fails of the second; each is (symbol, arguments...)."""
         known = dict(self.unread)
         answer = self(*first)
         if answer is None and (answer := self(*second)) is not None:
@@ -133,44 +133,44 @@ class Asker:
         return answer
 
     def note(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], why: str) -> None:
-        """Keep that a question was not answered."""
+        """Record that a call was not answered."""
         self.unread[f"{question_of(symbol, arguments)} = {why}"] = None
 
     def number(self, symbol: str, *arguments: int | str, scale: float = 1.0) -> float | None:
-        """A number in base units."""
+        """Return a number in base units."""
         answer = self(symbol, *arguments)
         return None if answer is None else answer * scale
 
     def field(self, symbol: str, name: str) -> Any:
-        """One field of a structure."""
+        """Return one field of a structure."""
         answer = self(symbol)
         return answer.get(name) if isinstance(answer, dict) else None
 
     def numbers(self, symbol: str, count: int) -> Sequence[int | None]:
-        """An answer of so many numbers, each None where it is not known."""
+        """Return a list of `count` numbers; unknown numbers are None."""
         answer = self(symbol)
         return answer if isinstance(answer, list) and len(answer) == count else [None] * count
 
     def fields(self, *fields: int | str) -> list[int | None]:
-        """Values of nvmlDeviceGetFieldValues in the same order; each field has a return code of its own."""
+        """Return the values of nvmlDeviceGetFieldValues in order; each field has its own return code."""
         try:
             values = self.host.nvml(_FIELDS, self.handle, *fields)
         except NvmlError as error:
             if self._leaves_unread(error):
                 for number in (field for field in fields if isinstance(field, int)):
-                    self.note(_FIELDS, (number,), error.name)  # each has checks of its own that rest on it
+                    self.note(_FIELDS, (number,), error.name)  # other checks depend on each of these fields
                 if of_links := tuple(field for field in fields if isinstance(field, str)):
                     self.note(_FIELDS, of_links, error.name)
             return [None] * len(fields)
         if not isinstance(values, list) or len(values) != len(fields):
             return [None] * len(fields)
-        return [self._field(field_id, value) for field_id, value in zip(fields, values, strict=True)]
+        return [self._read_field(field_id, value) for field_id, value in zip(fields, values, strict=True)]
 
-    def _field(self, field_id: int | str, value: Any) -> int | None:
-        if isinstance(value, str):  # the name of an error
+    def _read_field(self, field_id: int | str, value: Any) -> int | None:
+        if isinstance(value, str):  # name of an NVML error
             self.note(_FIELDS, (field_id,), value)
             return None
-        number = self._possible(question_of(_FIELDS, (field_id,)), value)
+        number = self._drop_impossible(question_of(_FIELDS, (field_id,)), value)
         return number if isinstance(number, int) else None
 
 
@@ -178,13 +178,13 @@ class Asker:
 
 
 def read(host: Host) -> GpuFacts:
-    """Ask everything. Raises UnavailableError where there is neither a driver nor an NVIDIA GPU."""
+    """Read all facts. Raises UnavailableError if the host has neither a driver nor an NVIDIA GPU."""
     bus = read_bus(host)
     addresses = None if bus is None else tuple(gpu.bus_id for gpu in bus.gpus)
     on_bus = None if addresses is None else len(addresses)
     unread: tuple[str, ...] = ()
     try:
-        count = host.nvml("nvmlDeviceGetCount")  # the first call: it loads and initialises the library
+        count = host.nvml("nvmlDeviceGetCount")  # the first call loads and initialises the library
     except NvmlError as error:
         if error.name in _NO_DRIVER and not on_bus:
             raise UnavailableError(f"no NVIDIA GPU of this host on the PCI bus, and no driver ({error})") from None
@@ -197,28 +197,28 @@ def read(host: Host) -> GpuFacts:
         )  # fmt: skip
         if symbol == INIT or not on_bus:
             return unusable
-        unread, count = (f"nvmlDeviceGetCount = {error.name}",), on_bus  # the GPUs may answer all the same
+        unread, count = (f"nvmlDeviceGetCount = {error.name}",), on_bus  # the GPUs may still answer
     if not isinstance(count, int) or not 0 <= count <= GPUS_MAX:
         raise ValueError(f"nvmlDeviceGetCount = {count!r}: not a number of GPUs between 0 and {GPUS_MAX}")
-    xids = _xids(host)
-    gpus = _gpus([Asker(host, GpuHandle(index)) for index in range(count)])
+    xids = _read_xids(host)
+    gpus = _read_gpus([NvmlCalls(host, GpuHandle(index)) for index in range(count)])
     if unread and all(gpu.error is not None for gpu in gpus):
         return unusable
-    events, why = _xid_events(host, count)
+    events, why = _read_xid_events(host, count)
     gpus = tuple(
-        replace(gpu, xids=_of(xids, gpu.bus_id), xid_events=None if events is None else events.get(gpu.index))
+        replace(gpu, xids=_select_xids(xids, gpu.bus_id), xid_events=None if events is None else events.get(gpu.index))
         for gpu in gpus
     )
-    confidential, secret = _confidential(host)
-    driver, cuda = (_of_system(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
+    confidential, secret = _read_confidential(host)
+    driver, cuda = (_ask_system(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
     return GpuFacts(
         driver_version=None if driver is None else str(driver),
         cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if isinstance(cuda, int) else None,
-        gpus=_placed(gpus, addresses or (), xids),
-        pairs=_pairs(host, [gpu.index for gpu in gpus if gpu.error is None]),
+        gpus=_locate(gpus, addresses or (), xids),
+        pairs=_read_pairs(host, [gpu.index for gpu in gpus if gpu.error is None]),
         pci_gpus=on_bus,
         bus=bus,
-        xids_off_bus=_off_bus(host, xids or {}),
+        xids_off_bus=_find_off_bus(host, xids or {}),
         visible=host.environment().get("CUDA_VISIBLE_DEVICES"),
         granted=_granted(host.environment()),
         confidential=confidential,
@@ -226,35 +226,35 @@ def read(host: Host) -> GpuFacts:
     )
 
 
-def _confidential(host: Host) -> tuple[bool | None, tuple[str, ...]]:
-    """(Whether confidential computing is on, what was left unread)."""
+def _read_confidential(host: Host) -> tuple[bool | None, tuple[str, ...]]:
+    """Return (whether confidential computing is on, calls that failed)."""
     symbol = "nvmlSystemGetConfComputeState"
-    answer, unread = _of_system(host, symbol)
+    answer, unread = _ask_system(host, symbol)
     if answer is None:
         return None, unread
     state = answer["ccFeature"]
     return (bool(state), ()) if state in (0, 1) else (None, (f"{symbol} = {state!s:.24}, which is impossible",))
 
 
-def _placed(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, list[int]] | None) -> tuple[Gpu, ...]:
-    """A lost GPU does not report its address; if it is the only one, it is at the address that is left over."""
+def _locate(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, list[int]] | None) -> tuple[Gpu, ...]:
+    """Assign addresses to lost GPUs, which do not report one: a single lost GPU has the one address that is left."""
     lost = [gpu for gpu in gpus if gpu.bus_id is None]
     left = set(addresses) - {gpu.bus_id for gpu in gpus}
     if len(lost) != 1 or len(left) != 1:
         return gpus
     bus_id = left.pop()
-    found = replace(lost[0], bus_id=bus_id, xids=_of(xids, bus_id))
+    found = replace(lost[0], bus_id=bus_id, xids=_select_xids(xids, bus_id))
     return tuple(found if gpu is lost[0] else gpu for gpu in gpus)
 
 
-def _of(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple[int, ...] | None:
+def _select_xids(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple[int, ...] | None:
     return None if xids is None or bus_id is None else tuple(xids.get(bus_id.partition(".")[0], ()))
 
 
 def _granted(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """GPUs of this node that Slurm gave the step or the job; None outside a job, and in a prolog, which sees all.
+    """Return the number of GPUs of this node that Slurm allocated; None outside a job and in a prolog, which sees all.
 
-    srun(1) and sbatch(1), output environment variables: lists of indices, or a number.
+    srun(1) and sbatch(1), output environment variables: a list of indices, or a number.
     """
     if "SLURM_SCRIPT_CONTEXT" in environment:
         return None
@@ -265,8 +265,8 @@ def _granted(environment: Mapping[str, str]) -> tuple[str, int] | None:
     return (f"SLURM_GPUS_ON_NODE={number}", int(number)) if re.fullmatch(r"\d{1,4}", number) else None
 
 
-def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Xids of places where sysfs shows no device, of whatever driver; none if sysfs does not show it."""
+def _find_off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return Xids at addresses where sysfs shows no device of any driver; nothing if sysfs is not available."""
     try:
         present = {name.rpartition(".")[0].lower() for name in host.list_dir(DEVICES)} if xids else set()
     except OSError:
@@ -274,16 +274,16 @@ def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[i
     return tuple((place, tuple(numbers)) for place, numbers in xids.items() if present and place not in present)
 
 
-def _of_system(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[str, ...]]:
-    """(The answer, what was left unread)."""
+def _ask_system(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[str, ...]]:
+    """Return (answer, calls that failed)."""
     try:
         return host.nvml(symbol, *arguments), ()
     except NvmlError as error:
         return None, () if does_not_apply(error) else (f"{error.symbol} = {error.name}",)
 
 
-def _xids(host: Host) -> dict[str, list[int]] | None:
-    """By bus id without the function, in the order of the kernel's log; None where it is not readable."""
+def _read_xids(host: Host) -> dict[str, list[int]] | None:
+    """Return Xids by bus id without function, in kernel log order; None if the log cannot be read."""
     try:
         lines = host.kernel_log("NVRM: Xid")
     except OSError:
@@ -295,9 +295,9 @@ def _xids(host: Host) -> dict[str, list[int]] | None:
     return found
 
 
-def _xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | None, tuple[str, ...]]:
-    """(Xids by GPU that NVML reported since it was first asked; None where it reports none, what was left unread)."""
-    answer, unread = _of_system(host, XIDS, count)
+def _read_xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | None, tuple[str, ...]]:
+    """Return (Xids by GPU index since NVML events were first requested, or None if unsupported; calls that failed)."""
+    answer, unread = _ask_system(host, XIDS, count)
     if answer is None:
         return None, unread
     found: dict[int, tuple[int, ...]] = dict.fromkeys(answer["watched"], ())
@@ -306,32 +306,32 @@ def _xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | No
     return found, ()
 
 
-def _gpus(asks: list[Asker]) -> tuple[Gpu, ...]:
-    """Every GPU; one that the driver does not give is asked no more."""
-    found: list[_Found] = [_identity(ask) for ask in asks]
+def _read_gpus(asks: list[NvmlCalls]) -> tuple[Gpu, ...]:
+    """Read every GPU. If the driver refuses access to a GPU, no further calls are made for it."""
+    found: list[_Found] = [_read_identity(ask) for ask in asks]
     readable = [(ask, facts) for ask, facts in zip(asks, found, strict=True) if "error" not in facts]
     states: dict[int, LinkStates] = {}
     by_model: dict[Any, list[LinkStates]] = defaultdict(list)
     for ask, facts in readable:
-        facts.update(_faults(ask))
+        facts.update(_read_faults(ask))
         states[ask.handle.index] = link_states(ask)
         by_model[facts["name"]].append(states[ask.handle.index])
     for twins in by_model.values():
         for one in twins:
-            settle(one, twins)
+            reconcile_links(one, twins)
     for ask, facts in readable:
         mine, bus_id = states[ask.handle.index], facts["bus_id"]
         facts.update(nvlinks_known=mine.known, nvlinks=nvlinks(ask, mine.states, facts["compute_capability"]))
-        for stage in (_load, _fabric, _ecc, _rest):
+        for stage in (_read_load, _read_fabric, _read_ecc, _read_rest):
             facts.update(stage(ask))
-        facts.update(numa_node=_numa_node(ask, bus_id), link_in_sysfs=_width_in_sysfs(ask.host, bus_id), error=ask.lost)
+        facts.update(numa_node=_read_numa(ask, bus_id), link_in_sysfs=_width_in_sysfs(ask.host, bus_id), error=ask.lost)
     return tuple(
         Gpu(index=ask.handle.index, unread=tuple(ask.unread), **facts) for ask, facts in zip(asks, found, strict=True)
     )
 
 
-def _identity(ask: Asker) -> _Found:
-    """Who the GPU is; "error" where the driver does not give it."""
+def _read_identity(ask: NvmlCalls) -> _Found:
+    """Read the identity of a GPU; "error" if the driver refuses access."""
     refused = None
     bus_id = None
     try:
@@ -358,22 +358,22 @@ def _identity(ask: Asker) -> _Found:
         "memory_used_bytes": used,
         "compute_capability": None if major is None or minor is None else (major, minor),
     }
-    # Older recordings hold a refused handle as the answer to the first question alone.
+    # Older recordings contain a refused handle only as the answer to the first call.
     if refused and found["uuid"] is None and found["name"] is None:
         return {"bus_id": None, "error": refused}
     return found
 
 
-def _faults(ask: Asker) -> _Found:
+def _read_faults(ask: NvmlCalls) -> _Found:
     _, rows, waiting, failed = ask.numbers("nvmlDeviceGetRemappedRows", 4)
     banks: dict[str, Any] = {}
-    if rows is not None:  # the histogram knows no NOT_SUPPORTED
+    if rows is not None:  # the histogram never returns NOT_SUPPORTED
         banks = ask("nvmlDeviceGetRowRemapperHistogram") or {}
     action, exhausted, pending, ask.link_count = ask.fields(_RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT)
     split, split_later = (flag(mode) for mode in ask.numbers("nvmlDeviceGetMigMode", 2))
-    # The older spelling is answered by every driver so far, but it is the one to go.
+    # All drivers so far answer the older function, but it will be removed.
     mask = ask.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
-    bits = _names()["throttle_bit"].items()
+    bits = _read_names()["throttle_bit"].items()
     return {
         "recovery_action": recovery_action(action),
         "ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", 1, 0),
@@ -385,12 +385,12 @@ def _faults(ask: Asker) -> _Found:
         "mig_pending": split_later,
         "mig_slices": mig_slices(ask) if split else () if split is False else None,
         "throttle_reasons": None if mask is None else tuple(name for bit, name in bits if mask >> int(bit) & 1),
-        # of the die (sensor 0); CUDA 14 drops the first spelling
+        # of the die (sensor 0); CUDA 14 removes the older function
         "temperature_celsius": ask.either(("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0)),
     }
 
 
-def _load(ask: Asker) -> _Found:
+def _read_load(ask: NvmlCalls) -> _Found:
     busy = ask.field("nvmlDeviceGetUtilizationRates", "gpu")
     return {
         "sm_clock_hertz": ask.number("nvmlDeviceGetClockInfo", 1, scale=1e6),
@@ -401,7 +401,7 @@ def _load(ask: Asker) -> _Found:
     }
 
 
-def _fabric(ask: Asker) -> _Found:
+def _read_fabric(ask: NvmlCalls) -> _Found:
     fabric = ask("nvmlDeviceGetGpuFabricInfoV") or ask("nvmlDeviceGetGpuFabricInfo") or {}
     return {
         "fabric_state": named("fabric_state", fabric.get("state")),
@@ -413,7 +413,7 @@ def _fabric(ask: Asker) -> _Found:
     }
 
 
-def _ecc(ask: Asker) -> _Found:
+def _read_ecc(ask: NvmlCalls) -> _Found:
     enabled, pending = ask.numbers("nvmlDeviceGetEccMode", 2)
     default = None if enabled is None else ask.numbers("nvmlDeviceGetDefaultEccMode", 1)[0]
     sram = ask("nvmlDeviceGetSramEccErrorStatus") or {}
@@ -423,18 +423,18 @@ def _ecc(ask: Asker) -> _Found:
         "ecc_default": flag(default),
         "ecc_uncorrected_lifetime": ask("nvmlDeviceGetTotalEccErrors", 1, 1),
         "sram_threshold_exceeded": flag(sram.get("bThresholdExceeded")),
-        "sram_uncorrected": _sum(sram, "volatileUncParity", "volatileUncSecDed"),
-        "sram_uncorrected_lifetime": _sum(sram, "aggregateUncParity", "aggregateUncSecDed"),
-        "retired_pages": _retired_pages(ask),
+        "sram_uncorrected": _add_fields(sram, "volatileUncParity", "volatileUncSecDed"),
+        "sram_uncorrected_lifetime": _add_fields(sram, "aggregateUncParity", "aggregateUncSecDed"),
+        "retired_pages": _count_retired_pages(ask),
     }
 
 
-def _sum(answer: dict[str, Any], *names: str) -> int | None:
+def _add_fields(answer: dict[str, Any], *names: str) -> int | None:
     values = [answer.get(name) for name in names]
     return None if None in values else sum(cast("list[int]", values))
 
 
-def _rest(ask: Asker) -> _Found:
+def _read_rest(ask: NvmlCalls) -> _Found:
     numa = ask("nvmlDeviceGetNumaNodeId")
     return {
         "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
@@ -455,9 +455,9 @@ def _rest(ask: Asker) -> _Found:
     }
 
 
-def _pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
-    """What joins two GPUs, for all pairs, before what their P2P can do in detail."""
-    asks = {(a, b): Asker(host, GpuHandle(a)) for a in answering for b in answering if a < b}
+def _read_pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
+    """Read the common ancestor of every pair of GPUs first, then the details of their P2P support."""
+    asks = {(a, b): NvmlCalls(host, GpuHandle(a)) for a in answering for b in answering if a < b}
     found: dict[tuple[int, int], list[Any]] = {pair: [] for pair in asks}
     for (_, b), ask in asks.items():
         found[ask.handle.index, b].append(ask("nvmlDeviceGetTopologyCommonAncestor", GpuHandle(b)))
@@ -480,14 +480,14 @@ def _pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
 
 
 def _width_in_sysfs(host: Host, bus_id: str | None) -> bool:
-    """Whether the pci probe can judge the link: a file may be there and say nothing (0, 255 or "Unknown")."""
+    """Whether the pci probe can check this link. The file may exist without a valid width (0, 255 or "Unknown")."""
     folder = f"{DEVICES}/{bus_id}"
     widths = [sysfs.number(host, f"{folder}/{end}_link_width") for end in ("current", "max")] if bus_id else []
     return bool(widths) and all(width is not None and 0 < width <= 32 for width in widths)
 
 
-def _numa_node(ask: Asker, bus_id: str | None) -> int | None:
-    """Sysfs knows best; where it says -1 (a VM), NVML's mask counts if it has one node."""
+def _read_numa(ask: NvmlCalls, bus_id: str | None) -> int | None:
+    """Prefer sysfs. If it has -1 (in a VM), use NVML's memory affinity mask if it names a single node."""
     node = sysfs.number(ask.host, f"{DEVICES}/{bus_id}/numa_node")
     if node is not None and node >= 0:
         return node
@@ -495,8 +495,8 @@ def _numa_node(ask: Asker, bus_id: str | None) -> int | None:
     return int(nodes) if nodes and nodes.isdecimal() else None
 
 
-def _retired_pages(ask: Asker) -> int | None:
-    """Pages retired for single-bit (cause 0) and double-bit (1) errors; Ampere and later remap rows instead."""
+def _count_retired_pages(ask: NvmlCalls) -> int | None:
+    """Count pages retired for single-bit (cause 0) and double-bit (1) errors; Ampere and later remap rows instead."""
     by_cause = [ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
     if not all(isinstance(pages, list) for pages in by_cause):
         return None
@@ -513,7 +513,7 @@ _ERRORS = ("replay", "recovery", "crc_flit", "crc_data")  # nvmlNvLinkErrorCount
 
 @dataclass(slots=True)
 class LinkStates:
-    """Up, down or unread (None) by link; `known` if the driver reported links, or that there are none."""
+    """State of each link: up, down or unread (None). `known`: the driver reported links, or that there are none."""
 
     known: bool
     states: dict[int, bool | None] = field(default_factory=dict)
@@ -521,12 +521,12 @@ class LinkStates:
     unlisted: set[int] = field(default_factory=set)  # INVALID_ARGUMENT: no such link
 
 
-def link_states(ask: Asker) -> LinkStates:
-    """Ask every link that a board may have for its state."""
+def link_states(ask: NvmlCalls) -> LinkStates:
+    """Query the state of every link that a board may have."""
     found = LinkStates(known=True)
     for link in range(LINKS_MAX):
         if ask.link_count and len(found.states) >= ask.link_count:
-            break  # the others are not there, and a slow driver need not say so one by one
+            break  # all links were found; a slow driver is not queried about links that do not exist
         try:
             state = ask.ask(_LINK_STATE, link)
         except NvmlError as error:
@@ -543,10 +543,10 @@ def link_states(ask: Asker) -> LinkStates:
     return found
 
 
-def settle(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
-    """Take the number of links from all GPUs of one model: beyond it an unread link is none, below it none is left out.
+def reconcile_links(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
+    """Correct the set of links with the GPUs of the same model: a link exists if any of them reported its state.
 
-    Where no GPU of the model tells a link's state, nothing is known of that link, not even that it exists.
+    A link whose state no GPU of the model reported is dropped, because it may not exist.
     """
     known_links = {link for twin in of_twins for link, state in twin.states.items() if state is not None}
     found.states = {link: state for link, state in found.states.items() if state is not None or link in known_links}
@@ -556,20 +556,20 @@ def settle(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
     found.known = found.known and (not known_links or bool(found.states) or found.absent)
 
 
-def nvlinks(ask: Asker, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
-    """The links that exist. A link whose partner is missing is there and not active; an unread one is None."""
+def nvlinks(ask: NvmlCalls, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
+    """Return the existing links. A link without a peer is inactive; a link whose state could not be read is None."""
     up = [link for link, active in states.items() if active]
-    errors = _errors(ask, up)
+    errors = _read_errors(ask, up)
     version = named("nvlink_generation", _ask(ask, "nvmlDeviceGetNvLinkVersion", up[0])) if up else None
     if version == 5 and capability is not None and capability[0] == 9:
-        version = 4  # H100 answers 7 (5.0) for its fourth generation
+        version = 4  # H100 reports 7 (5.0) for its fourth-generation NVLink
     return tuple(
-        _active(ask, link, version, errors.get(link)) if active else NvLink(link=link, active=active)
+        _read_active_link(ask, link, version, errors.get(link)) if active else NvLink(link=link, active=active)
         for link, active in states.items()
     )
 
 
-def _active(ask: Asker, link: int, version: int | None, errors: dict[str, int] | None) -> NvLink:
+def _read_active_link(ask: NvmlCalls, link: int, version: int | None, errors: dict[str, int] | None) -> NvLink:
     remote = _ask(ask, "nvmlDeviceGetNvLinkRemotePciInfo", link)
     kind = _ask(ask, "nvmlDeviceGetNvLinkRemoteDeviceType", link)
     return NvLink(
@@ -582,26 +582,26 @@ def _active(ask: Asker, link: int, version: int | None, errors: dict[str, int] |
     )
 
 
-def _errors(ask: Asker, links: list[int]) -> dict[int, dict[str, int]]:
-    """Error counters by link: all of them in one call, else one by one as drivers before Hopper want it."""
+def _read_errors(ask: NvmlCalls, links: list[int]) -> dict[int, dict[str, int]]:
+    """Return error counters by link: in one call, or link by link for drivers that require it (before Hopper)."""
     found: dict[int, dict[str, int]] = {}
-    fields = _names()["nvlink_error_field"]
+    fields = _read_names()["nvlink_error_field"]
     if links:
         wanted = [(number, link) for link in links for number in fields]
         values = ask.fields(*(f"{number}:{link}" for number, link in wanted))
         for (number, link), value in zip(wanted, values, strict=True):
             if value is not None:
                 found.setdefault(link, {})[fields[number]] = value
-    return found or {link: counters for link in links if (counters := _old_errors(ask, link))}
+    return found or {link: counters for link in links if (counters := _read_old_errors(ask, link))}
 
 
-def _old_errors(ask: Asker, link: int) -> dict[str, int]:
+def _read_old_errors(ask: NvmlCalls, link: int) -> dict[str, int]:
     counters = {name: _ask(ask, "nvmlDeviceGetNvLinkErrorCounter", link, i) for i, name in enumerate(_ERRORS)}
     return {name: value for name, value in counters.items() if isinstance(value, int)}
 
 
-def _ask(ask: Asker, symbol: str, *arguments: int) -> Any:
-    """The answer; None where a hypervisor or the board has none, UNREAD where the driver failed to say."""
+def _ask(ask: NvmlCalls, symbol: str, *arguments: int) -> Any:
+    """Return the answer; None if a hypervisor or the board hides it, UNREAD if the driver failed to report it."""
     try:
         answer = ask.ask(symbol, *arguments)
         return UNREAD if answer is None else answer
@@ -616,14 +616,14 @@ def _ask(ask: Asker, symbol: str, *arguments: int) -> Any:
 
 
 def cpu_list(words: Any) -> str | None:
-    """A bit mask of 64-bit words as "0-47,96-143"; None where it is empty."""
+    """Format a bit mask of 64-bit words as "0-47,96-143"; None if it is empty."""
     if not words:
         return None
     cpus = [64 * i + bit for i, word in enumerate(words) if word for bit in range(64) if word >> bit & 1]
-    return _runs(cpus) or None
+    return _format_runs(cpus) or None
 
 
-def _runs(numbers: list[int]) -> str:
+def _format_runs(numbers: list[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -634,9 +634,9 @@ def _runs(numbers: list[int]) -> str:
 
 
 def fabric_clique(fabric: dict[str, Any]) -> str | None:
-    """None for the all-zero cluster id of a single NVSwitch host: two such hosts share no domain.
+    """Return None for the all-zero cluster id of a single NVSwitch host: two such hosts share no domain.
 
-    The status counts in state "completed" only, and a clique of a probe that failed is none (NCCL: src/mnnvl.cc).
+    The status is valid only in state "completed", and a failed probe has no clique (NCCL: src/mnnvl.cc).
     """
     cluster = bytes(fabric.get("clusterUuid") or ())
     if fabric.get("state") != 3 or fabric.get("status") or not any(cluster):
@@ -645,7 +645,7 @@ def fabric_clique(fabric: dict[str, Any]) -> str | None:
 
 
 def fabric_status(fabric: dict[str, Any]) -> str | None:
-    """The error with which the fabric's probe of the GPU completed; None where it succeeded, or is not done."""
+    """Return the error with which the GPU's fabric probe completed; None if it succeeded or is still running."""
     status = fabric.get("status")
     if fabric.get("state") != 3 or not isinstance(status, int) or status == 0:
         return None
@@ -653,27 +653,27 @@ def fabric_status(fabric: dict[str, Any]) -> str | None:
 
 
 def fabric_degraded(mask: int | None) -> bool | None:
-    """Bits 0 and 1 of the health mask: 1 degraded, 2 not, 0 unknown."""
+    """Decode bits 0 and 1 of the health mask: 1 degraded, 2 not degraded, 0 unknown."""
     return {1: True, 2: False}.get(mask & 3) if mask is not None else None
 
 
 def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
-    """The other fields of the health mask that tell of a fault; None where the mask tells nothing.
+    """Return the faults in the other fields of the health mask; None if the mask has no information.
 
-    nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_* and _WIDTH_*. In a field of two bits 1 is the fault and 2 its absence,
-    but for the partition and the fabric manager, where 1 is well. Of the configuration 1 is correct.
+    nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_* and _WIDTH_*. In a two-bit field, 1 is a fault and 2 is no fault, except
+    for the partition and the fabric manager, where 1 is good. For the configuration, 1 is correct.
     """
     if not mask:
         return None
-    faults = [name for name, (shift, bad) in _names()["fabric_fault"].items() if mask >> shift & 3 == bad]
+    faults = [name for name, (shift, bad) in _read_names()["fabric_fault"].items() if mask >> shift & 3 == bad]
     wrong = mask >> 8 & 0xF
     if wrong > 1:
         faults.append(named("fabric_configuration", wrong) or f"incorrect_configuration_{wrong}")
     return tuple(faults)
 
 
-def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
-    """Of a GPU with MIG on, in NVML's order; None where the driver did not tell of each."""
+def mig_slices(ask: NvmlCalls) -> tuple[MigSlice, ...] | None:
+    """Return the slices of a GPU in MIG mode, in NVML's order; None if the driver did not report all of them."""
     most = ask("nvmlDeviceGetMaxMigDeviceCount")
     if most is None:
         return None
@@ -692,8 +692,8 @@ def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
 _PROFILE = re.compile(r"\bMIG ((?:\d+c\.)?\d+g\.\d+gb(?:\+[\w.,+-]+)?)", re.ASCII)
 
 
-def processes(ask: Asker) -> tuple[GpuProcess, ...] | None:
-    """Compute processes; a process of another container has no memory figure."""
+def processes(ask: NvmlCalls) -> tuple[GpuProcess, ...] | None:
+    """Return the compute processes. For a process in another container the memory is unknown."""
     symbol = "nvmlDeviceGetComputeRunningProcesses"
     answer = ask(symbol)
     if not isinstance(answer, list):
@@ -707,25 +707,25 @@ def processes(ask: Asker) -> tuple[GpuProcess, ...] | None:
 
 
 def recovery_action(number: int | None) -> str | None:
-    """nvmlDeviceGpuRecoveryAction_t; an action that no header names yet is one all the same."""
+    """Decode nvmlDeviceGpuRecoveryAction_t; a number without a name in the header is kept as an action."""
     return None if number is None else named("recovery_action", number) or f"action_{number}"
 
 
 def flag(value: Any) -> bool | None:
-    """Translate NVML's 0 and 1."""
+    """Convert NVML's 0 and 1 to bool."""
     return None if value is None else bool(value)
 
 
-# "NVRM: Xid (PCI:0000:1b:00): 79, ...", "NVRM: Xid (0000:03:00): 14, ..." of older drivers, "(PCI:0000:3b:00 GPU-I:05)"
-# of a MIG slice.
+# "NVRM: Xid (PCI:0000:1b:00): 79, ..."; older drivers: "NVRM: Xid (0000:03:00): 14, ..."; MIG slice: "(PCI:0000:3b:00
+# GPU-I:05)".
 _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-f:]{7,16})[^)]{0,40}\): (\d{1,4})\b", re.ASCII | re.IGNORECASE)
 _RECOVERED = re.compile(r"changed from .* to (?:0x0\b|.*\(None\))", re.IGNORECASE)
 
 
 def xid_of_line(line: str) -> tuple[str, int] | None:
-    """(bus id without the function, Xid) of a line of the kernel's log; None where it tells of no error.
+    """Return (bus id without function, Xid) of a kernel log line; None if the line is not an error.
 
-    Xid 154 names the recovery action that the driver wants from now on: one that becomes "None" is no error.
+    Xid 154 reports a change of the recovery action. A change to "None" is not an error.
     """
     found = _LINE.search(line)
     if found is None or (found[2] == "154" and _RECOVERED.search(line)):

@@ -1,1 +1,1 @@
-"""What a probe may ask of a machine: live, recorded, recording."""
+"""The interface between a probe and a host, with three implementations: live, recorded, recording."""

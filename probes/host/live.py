@@ -1,6 +1,6 @@
-"""The machine this process runs on, asked through files, NVML, netlink, verbs and getrlimit.
+"""The live host: reads files, NVML, netlink, libibverbs and getrlimit of the machine that runs this process.
 
-What is heavy to import is imported when asked for. Specification of the kernel's log: syslog(2), klogctl(3).
+Modules that are slow to import are imported on first use. Specification of the kernel log: syslog(2), klogctl(3).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from probes.host import netlink
 from probes.host.nvml import Nvml
 from probes.host.protocol import GpuHandle, Json
 
-LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS: path_resolution(7)
-TEXT_LIMIT_BYTES = 1 << 20  # /proc and /sys files are far smaller; a bigger one is not what a probe asks for
+LINKS_FOLLOWED = 40  # MAXSYMLINKS of the kernel: path_resolution(7)
+TEXT_LIMIT_BYTES = 1 << 20  # files in /proc and /sys are far smaller; a probe does not need a larger one
 ENVIRONMENT = re.compile(
     r"(NCCL|TORCH_NCCL|GLOO|FI|OFI|UCX|NVIDIA)_"
     r"|(CUDA_VISIBLE_DEVICES|TOPOFLIGHT_NETWORK_STATUS|TOPOFLIGHT_ROLE|container)$"
@@ -31,31 +31,31 @@ ENVIRONMENT = re.compile(
 SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-_ATTRIBUTE_BYTES = 4096  # sysfs gives an attribute one page
+_ATTRIBUTE_BYTES = 4096  # a sysfs attribute has at most one page
 
 
 class LiveHost:
-    """This machine; every path is looked up below `root`, symbolic links included."""
+    """The live machine. Every path, and every symbolic link in it, is resolved below `root`."""
 
     def __init__(self, root: str = "/") -> None:
-        self._prefix = os.path.realpath(root).rstrip("/")  # "" is this machine's own root
-        self._texts: dict[str, str] | None = None  # of the scan under way, by path
-        self._places: dict[str, str] | None = None  # where each path leads, of the scan under way
+        self._prefix = os.path.realpath(root).rstrip("/")  # "" is the root of this machine
+        self._texts: dict[str, str] | None = None  # path -> content, for the current scan
+        self._places: dict[str, str] | None = None  # path -> resolved path, for the current scan
         self._nvml = Nvml()
-        self._log: dict[str, deque[str]] = {}  # word -> lines of the kernel's log, also those that it has overwritten
+        self._log: dict[str, deque[str]] = {}  # word -> kernel log lines, including lines since overwritten
 
     def begin_scan(self) -> None:
-        """Look at everything again. Within one scan, what two probes ask is read once."""
+        """Clear the caches. Within one scan, each file is read only once, even if two probes need it."""
         self._texts, self._places = {}, {}
 
     # Files -----------------------------------------------------------------------------------------------------
 
-    def _below_root(self, path: str) -> str:
-        """Where the path lies on this machine."""
+    def _map_path(self, path: str) -> str:
+        """Return the path on this machine, below the root."""
         return f"{self._prefix}{self.resolve(path)}" if self._prefix else path
 
     def read_text(self, path: str) -> str:
-        """Content of a small file."""
+        """Return the content of a small file."""
         if self._texts is None:
             return self._text(path)
         if path not in self._texts:
@@ -66,38 +66,38 @@ class LiveHost:
         return self.read_bytes(path, TEXT_LIMIT_BYTES).decode(errors="replace")
 
     def read_bytes(self, path: str, limit: int) -> bytes:
-        """First `limit` bytes of a file; never waits for a device or a pipe."""
-        descriptor = os.open(self._below_root(path), _READ)
+        """Return the first `limit` bytes of a file; never blocks on a device or a pipe."""
+        descriptor = os.open(self._map_path(path), _READ)
         try:
             chunks: list[bytes] = []
             while limit > 0 and (chunk := os.read(descriptor, min(limit, 1 << 16))):
                 chunks.append(chunk)
                 limit -= len(chunk)
                 if len(chunk) < _ATTRIBUTE_BYTES and path.startswith("/sys/"):
-                    break  # an attribute of sysfs comes whole in one read; /proc may come in pieces
+                    break  # one read returns a whole sysfs attribute; /proc may need several
             return b"".join(chunks)
         finally:
             os.close(descriptor)
 
     def list_dir(self, path: str) -> tuple[str, ...]:
-        """Names in a folder, sorted."""
-        return tuple(sorted(os.listdir(self._below_root(path))))  # noqa: PTH208 - names, no Path objects
+        """Return the sorted names in a folder."""
+        return tuple(sorted(os.listdir(self._map_path(path))))  # noqa: PTH208 - names are needed, not Path objects
 
     def exists(self, path: str) -> bool:
-        """Whether the path exists, links followed."""
+        """Whether the path exists, after following symbolic links."""
         try:
-            return os.path.exists(self._below_root(path))  # noqa: PTH110 - a third of Path.exists' time
+            return os.path.exists(self._map_path(path))  # noqa: PTH110 - takes a third of the time of Path.exists
         except OSError:
             return False
 
     def resolve(self, path: str) -> str:
-        """The path with every link followed, never leaving the root. Raises OSError where a part is missing."""
+        """Resolve all symbolic links without leaving the root. Raises OSError if a component is missing."""
         if not self._prefix:
             return os.path.realpath(path, strict=True)
         return self._resolve(path, 0, {} if self._places is None else self._places) or "/"
 
     def _resolve(self, path: str, links: int, places: dict[str, str]) -> str:
-        """`places` holds what is known; most paths of a scan lie below the same few hundred folders."""
+        """`places` caches resolved paths: most paths of a scan are in the same few hundred folders."""
         if path in places:
             return places[path]
         folder, _, name = path.rpartition("/")
@@ -108,9 +108,9 @@ class LiveHost:
             found = above.rpartition("/")[0]
         else:
             try:
-                target = os.readlink(f"{self._prefix}{above}/{name}")  # noqa: PTH115 - the busiest place, no Path objects
+                target = os.readlink(f"{self._prefix}{above}/{name}")  # noqa: PTH115 - hottest code, so no Path
             except OSError as error:
-                if error.errno != errno.EINVAL:  # EINVAL: there, and not a link
+                if error.errno != errno.EINVAL:  # EINVAL: exists and is not a link
                     raise
                 found = f"{above}/{name}"
             else:
@@ -121,18 +121,18 @@ class LiveHost:
         return found
 
     def usable(self, path: str) -> bool:
-        """Whether this process may open the path for reading and writing."""
-        return os.access(self._below_root(path), os.R_OK | os.W_OK)
+        """Whether this process has read and write access to the path."""
+        return os.access(self._map_path(path), os.R_OK | os.W_OK)
 
     def statvfs(self, path: str) -> tuple[int, int]:
-        """(size, available) of the filesystem in bytes."""
-        answer = os.statvfs(self._below_root(path))
+        """Return (size, available space) of the filesystem in bytes."""
+        answer = os.statvfs(self._map_path(path))
         return answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize
 
     # This process ----------------------------------------------------------------------------------------------
 
     def limit(self, name: str) -> tuple[int | None, int | None]:
-        """(soft, hard) of RLIMIT_<NAME>; None is unlimited."""
+        """Return (soft, hard) of RLIMIT_<NAME>; None means unlimited."""
         number = getattr(resource, f"RLIMIT_{name.upper()}", None)
         if number is None:
             raise OSError(errno.EINVAL, f"no such limit: RLIMIT_{name.upper()}")
@@ -140,11 +140,11 @@ class LiveHost:
         return soft, hard
 
     def environment(self) -> dict[str, str]:
-        """What NCCL, gloo, libfabric and UCX read, where the networks' annotation lies; nothing that looks secret."""
+        """Return variables of NCCL, gloo, libfabric, UCX and Slurm, and Multus' annotation path; without secrets."""
         return {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k) and not SECRET.search(k)}
 
     def identity(self) -> dict[str, Json]:
-        """Keys: hostname, pid, uid, kernel, architecture, time (Unix seconds), home."""
+        """Return a dict with hostname, pid, uid, kernel, architecture, time (Unix seconds), home."""
         return {
             "hostname": host_name(),
             "pid": os.getpid(),
@@ -156,7 +156,7 @@ class LiveHost:
         }
 
     def cpu(self) -> dict[str, Json]:
-        """Keys: logical, physical, load_average (three floats), memory_bytes."""
+        """Return a dict with logical, physical, load_average (three floats), memory_bytes."""
         import psutil
 
         return {
@@ -167,8 +167,8 @@ class LiveHost:
         }
 
     def kernel_log(self, word: str) -> tuple[str, ...]:
-        """Lines of the kernel's log with the word, of earlier looks too; a container sees the kernel's as well."""
-        lines = _log_lines(word)
+        """Return kernel log lines with the word, including lines of earlier scans. A container sees the host's log."""
+        lines = _read_log_lines(word)
         newest = self._log.setdefault(word, deque(maxlen=LINES_MAX))
         append_new_lines(newest, lines)
         return tuple(newest)
@@ -176,7 +176,7 @@ class LiveHost:
     # Drivers and the kernel's sockets --------------------------------------------------------------------------
 
     def name_driver_calls_in(self, descriptor: int) -> None:
-        """Name each NVML call in this file while it is under way (see `probes.host.nvml`)."""
+        """Set the file in which each NVML call is named while it is in progress (see `probes.host.nvml`)."""
         self._nvml.call_file = descriptor
 
     def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
@@ -184,34 +184,34 @@ class LiveHost:
         return self._nvml.call(symbol, *arguments)
 
     def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """ "links", "addresses" or "routes" of this network namespace."""
+        """Return the "links", "addresses" or "routes" of this network namespace."""
         return netlink.ask_route(what)
 
     def port_link(self, netdev: str) -> dict[str, Json]:
-        """Fastest mode and priority flow control of a network device."""
+        """Return the fastest link mode and the priority flow control of a network device."""
         return dict(netlink.ask_port(netdev))
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """ "devices", "ports" or "system" through NETLINK_RDMA."""
+        """Return the "devices", "ports" or "system" settings from NETLINK_RDMA."""
         return netlink.ask_rdma(what)
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
-        """A question to libibverbs."""
+        """Query libibverbs."""
         return _ask_verbs(what, *arguments)
 
 
-_READ_ALL, _SIZE_BUFFER = 3, 10  # SYSLOG_ACTION_*; reading all leaves the log as it is
-_LEAST_BYTES, _MOST_BYTES = 1 << 17, 1 << 24  # what kernels keep; the newest part where it is more
-LINES_MAX = 256  # a failing GPU repeats itself
+_READ_ALL, _SIZE_BUFFER = 3, 10  # SYSLOG_ACTION_*; neither changes the log
+_LEAST_BYTES, _MOST_BYTES = 1 << 17, 1 << 24  # usual sizes of the log; of a larger one, only the newest part is read
+LINES_MAX = 256  # a failing GPU logs the same error repeatedly
 
 
 def append_new_lines(newest: deque[str], lines: Iterable[str]) -> None:
-    """Add the lines that are not in `kept`. Each line is unique, since it has the kernel's time stamp."""
+    """Add the lines that are not in `newest`. Each line is unique, since it has the kernel's time stamp."""
     newest.extend([line for line in lines if line not in newest])
 
 
-def _log_lines(word: str) -> tuple[str, ...]:
-    """The newest lines of the kernel's log with the word, oldest first. Raises OSError where it may not be read."""
+def _read_log_lines(word: str) -> tuple[str, ...]:
+    """Return the newest kernel log lines with the word, oldest first. Raises OSError if access is denied."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = min(max(libc.klogctl(_SIZE_BUFFER, None, 0), _LEAST_BYTES), _MOST_BYTES)
     content = ctypes.create_string_buffer(size)
@@ -222,19 +222,19 @@ def _log_lines(word: str) -> tuple[str, ...]:
     return tuple([line for line in lines if word in line][-LINES_MAX:])
 
 
-# libibverbs through pyverbs, where the distribution's python3-pyverbs is installed. Specification: ibv_reg_mr(3),
-# ibv_query_device(3), ibv_query_port(3); memory is registered for local access only and given back at once.
+# libibverbs through pyverbs, if the distribution's python3-pyverbs is installed. Specification: ibv_reg_mr(3),
+# ibv_query_device(3), ibv_query_port(3). Memory is registered for local access only and deregistered at once.
 
-_LOCAL_WRITE = 1  # IBV_ACCESS_LOCAL_WRITE; pyverbs moved its enumerations between releases
+_LOCAL_WRITE = 1  # IBV_ACCESS_LOCAL_WRITE; the module of pyverbs' enumerations differs between releases
 
 
 def _ask_verbs(what: str, *arguments: int | str) -> Json:
-    """ "version", "port" with a device's name and a port, "register" with a name and a number of bytes."""
+    """Query "version", "port" (device name, port number) or "register" (device name, number of bytes)."""
     if what == "version":
-        return _version()
+        return _read_version()
     if what == "register":
         device, length = arguments
-        return _register(str(device), int(length))
+        return _register_memory(str(device), int(length))
     if what == "port":
         device, number = arguments
         return _port(str(device), int(number))
@@ -243,7 +243,7 @@ def _ask_verbs(what: str, *arguments: int | str) -> Json:
 
 @contextmanager
 def _as_oserror() -> Iterator[None]:
-    """Pyverbs' own errors carry an errno, -1 where the kernel has no RDMA at all."""
+    """Convert pyverbs errors, which carry an errno, to OSError; it is -1 if the kernel has no RDMA support."""
     from pyverbs.pyverbs_error import PyverbsError
 
     try:
@@ -253,15 +253,15 @@ def _as_oserror() -> Iterator[None]:
         raise OSError(number if number > 0 else errno.ENODEV, str(error).split("\n")[0]) from error
 
 
-def _version() -> str:
+def _read_version() -> str:
     import pyverbs
-    import pyverbs.device  # the part that loads libibverbs, which may be missing where the binding is not
+    import pyverbs.device  # loads libibverbs, which may be missing although pyverbs is installed
 
     return str(getattr(pyverbs, "__version__", "unknown"))
 
 
 def _port(device: str, number: int) -> Json:
-    """The codes of ibv_port_attr as they are: IBV_MTU_256 is 1, IBV_MTU_4096 is 5."""
+    """Return codes of ibv_port_attr unchanged: IBV_MTU_256 is 1, IBV_MTU_4096 is 5."""
     from pyverbs.device import Context
 
     with _as_oserror(), Context(name=device) as context:
@@ -269,7 +269,7 @@ def _port(device: str, number: int) -> Json:
         return {"active_mtu": int(port.active_mtu)}
 
 
-def _register(device: str, length: int) -> Json:
+def _register_memory(device: str, length: int) -> Json:
     from pyverbs.device import Context
     from pyverbs.mr import MR
     from pyverbs.pd import PD

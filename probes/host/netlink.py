@@ -1,8 +1,8 @@
-"""Questions to the kernel's netlink: links, addresses and routes, a port's own word, and RDMA devices.
+"""Netlink queries: links, addresses and routes; link modes and flow control of a port; RDMA devices.
 
-rtnetlink(7) is read by pyroute2. What pyroute2 does not know is asked here, message by message: RDMA devices
-(RDMA_NL_NLDEV) and priority flow control (DCB); so are the link modes of ethtool, which pyroute2 decodes for
-milliseconds a port. None of it needs a privilege, and every answer is waited for a few seconds only.
+pyroute2 reads rtnetlink(7). Messages that pyroute2 does not support are sent here: RDMA devices (RDMA_NL_NLDEV) and
+priority flow control (DCB). So are ethtool's link modes, because pyroute2 needs milliseconds per port to decode them.
+No query needs privileges, and each has a timeout of a few seconds.
 
 Specification: netlink(7), rtnetlink(7); Linux include/uapi/rdma/rdma_netlink.h; include/uapi/linux/dcbnl.h
 (DCB_CMD_IEEE_GET, struct ieee_pfc); Documentation/networking/ethtool-netlink.rst (ETHTOOL_MSG_LINKMODES_GET, bit sets
@@ -27,18 +27,18 @@ _TABLE = read_table(__file__, "netlink.toml")
 _TIMEOUT_SECONDS = 3.0
 _REQUEST, _DUMP, _DONE, _ERROR = 0x1, 0x300, 3, 2
 _ATTRIBUTE = struct.Struct("=HH")
-_TYPE, _NESTED = 0x3FFF, 0x8000  # a type without NLA_F_NESTED and NLA_F_NET_BYTEORDER; NLA_F_NESTED
+_TYPE, _NESTED = 0x3FFF, 0x8000  # mask that removes NLA_F_NESTED and NLA_F_NET_BYTEORDER from a type; NLA_F_NESTED
 
 # rtnetlink ------------------------------------------------------------------------------------------------------
 
-_TRIES = 4  # of a list that changes while it is made
+_TRIES = 4  # if the list changes during the dump
 
 
 def ask_route(what: str) -> tuple[dict[str, Json], ...]:
-    """ "links", "addresses" or "routes" of this network namespace: one flat dict each, under pyroute2's names.
+    """Return the "links", "addresses" or "routes" of this network namespace: one flat dict each, with pyroute2's names.
 
-    Each list is asked on a socket of its own, so that one that overran, or was given up, leaves nothing behind. Raises
-    OSError where netlink is refused, broken, or gives no answer in time.
+    Each list is read on its own socket, so that an overrun or a timeout does not affect later queries. Raises OSError
+    if netlink refuses or breaks, or does not answer in time.
     """
     if what not in _TABLE["lists"]:
         raise ValueError(f"netlink answers {sorted(_TABLE['lists'])}, not {what!r}")
@@ -68,14 +68,14 @@ async def _list(what: str) -> tuple[dict[str, Json], ...]:
             try:
                 async with AsyncIPRoute() as route:
                     listed = await getattr(route, about["method"])()
-                    return tuple([_entry(message, about["fields"], about["attributes"]) async for message in listed])
+                    return tuple([_decode(message, about["fields"], about["attributes"]) async for message in listed])
             except NetlinkDumpInterrupted:
-                continue  # something changed while it was listed
+                continue  # the list changed during the dump
     raise OSError(errno.EINTR, f"rtnetlink: {what} changed during each of {_TRIES} lists")
 
 
-def _entry(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> dict[str, Json]:
-    """The fields and attributes of one message that are known here; only these are decoded."""
+def _decode(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> dict[str, Json]:
+    """Return the known fields and attributes of one message; others are not decoded."""
     entry: dict[str, Json] = {name: message[name] for name in fields}
     for slot in message["attrs"]:
         if (name := slot[0]) in attributes:
@@ -83,8 +83,8 @@ def _entry(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> di
     return entry
 
 
-def _about_link(info: Any) -> dict[str, Json]:
-    """The kind; of a vxlan also what it stands on, which is one level deeper."""
+def _decode_link_info(info: Any) -> dict[str, Json]:
+    """Return the kind of a link; for a vxlan also its lower device, which is nested one level deeper."""
     kind = info.get_attr("IFLA_INFO_KIND")
     found: dict[str, Json] = {"IFLA_INFO_KIND": kind} if kind else {}
     if kind == "vxlan":
@@ -94,8 +94,8 @@ def _about_link(info: Any) -> dict[str, Json]:
 
 
 _INNER: dict[str, Callable[[Any], Json]] = {
-    "IFLA_LINKINFO": _about_link,
-    "RTA_MULTIPATH": lambda hops: [_entry(hop, ("oif",), ()) for hop in hops],
+    "IFLA_LINKINFO": _decode_link_info,
+    "RTA_MULTIPATH": lambda hops: [_decode(hop, ("oif",), ()) for hop in hops],
 }
 
 
@@ -107,18 +107,18 @@ _LINKMODES_GET, _HEADER, _OURS, _DEVICE_NAME = 4, 1, 3, 2
 _BITSET_BITS, _BITS_BIT, _BIT_NAME = 3, 1, 2
 _RTM_GETDCB, _IEEE_GET, _IFNAME, _IEEE, _IEEE_PFC = 78, 21, 1, 13, 2
 _IEEE_APP_TABLE, _IEEE_APP, _SELECTOR_DSCP = 3, 1, 5  # include/uapi/linux/dcbnl.h
-_SPEED = re.compile(r"(\d{2,7})base[A-Z]")  # "400000baseCR8/Full" is 400000 Mb/s; "FEC_RS", "FIBRE" are no speeds
+_SPEED = re.compile(r"(\d{2,7})base[A-Z]")  # "400000baseCR8/Full" is 400000 Mb/s; "FEC_RS" and "FIBRE" have no speed
 
 
 def ask_port(name: str) -> dict[str, int | list[int]]:
-    """Keys "speed_max_megabits", "pfc_classes" (how many may have PFC), "pfc_mask" and "app_dscp" (the port's map of
-    DSCP to priority, each entry 8 * DSCP + priority), as far as the driver answers.
+    """Return "speed_max_megabits", "pfc_classes" (how many classes may have PFC), "pfc_mask" and "app_dscp" (the port's
+    DSCP to priority map, each entry 8 * DSCP + priority). Keys that the driver does not report are missing.
 
-    Raises OSError where it answers nothing at all.
+    Raises OSError if it reports none of them.
     """
     answers: dict[str, int | list[int]] = {}
     refused: list[OSError] = []
-    for question in (_speed_max, _pfc):
+    for question in (_ask_speed, _ask_pfc):
         try:
             answers |= question(name)
         except OSError as error:
@@ -128,17 +128,17 @@ def ask_port(name: str) -> dict[str, int | list[int]]:
     return answers
 
 
-def _speed_max(name: str) -> dict[str, int]:
-    with _socket(_GENERIC) as link:
-        (about,) = _exchange(link, _CONTROL, _generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))
+def _ask_speed(name: str) -> dict[str, int]:
+    with _open_socket(_GENERIC) as link:
+        (about,) = _exchange_messages(link, _CONTROL, _encode_generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))
         family = dict(pieces(about[4:]))
         number = int.from_bytes(family.get(_FAMILY_ID, b""), sys.byteorder)
-        header = _attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
-        return parse_modes(_exchange(link, number, _generic(_LINKMODES_GET, header))[0])
+        header = _encode_attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
+        return parse_modes(_exchange_messages(link, number, _encode_generic(_LINKMODES_GET, header))[0])
 
 
 def parse_modes(body: bytes) -> dict[str, int]:
-    """The fastest of the named link modes in an answer to ETHTOOL_MSG_LINKMODES_GET."""
+    """Return the fastest link mode in an answer to ETHTOOL_MSG_LINKMODES_GET."""
     speeds = []
     for kind, bitset in pieces(body[4:]):
         bits = dict(pieces(bitset)).get(_BITSET_BITS, b"") if kind == _OURS else b""
@@ -149,15 +149,15 @@ def parse_modes(body: bytes) -> dict[str, int]:
     return {"speed_max_megabits": max(speeds)} if speeds else {}
 
 
-def _pfc(name: str) -> dict[str, int | list[int]]:
-    with _socket(_ROUTE) as link:
+def _ask_pfc(name: str) -> dict[str, int | list[int]]:
+    with _open_socket(_ROUTE) as link:
         body = struct.pack("=BBH", socket.AF_UNSPEC, _IEEE_GET, 0) + _text(_IFNAME, name)
-        return parse_pfc(_exchange(link, _RTM_GETDCB, body)[0])
+        return parse_pfc(_exchange_messages(link, _RTM_GETDCB, body)[0])
 
 
 def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
-    """The first two bytes of struct ieee_pfc, and the DSCP entries of the table of struct dcb_app (selector, priority,
-    protocol), in an answer to DCB_CMD_IEEE_GET; nothing where the driver has none.
+    """Parse an answer to DCB_CMD_IEEE_GET: the first two bytes of struct ieee_pfc, and the DSCP entries in the table of
+    struct dcb_app (selector, priority, protocol). The result is empty if the driver reports neither.
     """
     found = dict(pieces(dict(pieces(body[4:])).get(_IEEE, b"")))
     pfc, table = found.get(_IEEE_PFC, b""), found.get(_IEEE_APP_TABLE)
@@ -169,15 +169,15 @@ def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
     return answer
 
 
-def _socket(protocol: int) -> socket.socket:
+def _open_socket(protocol: int) -> socket.socket:
     link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
     link.bind((0, 0))
     link.settimeout(_TIMEOUT_SECONDS)
     return link
 
 
-def _exchange(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST) -> list[bytes]:
-    """The bodies of the answer's messages: one, or with _DUMP all that are listed. Raises OSError."""
+def _exchange_messages(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST) -> list[bytes]:
+    """Send a request and return the message bodies: one, or with _DUMP all of them. Raises OSError."""
     link.send(struct.pack("=IHHII", 16 + len(body), kind, flags, 1, 0) + body)
     answers: list[bytes] = []
     while True:
@@ -194,16 +194,16 @@ def _exchange(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST
             return answers[:1]
 
 
-def _generic(command: int, content: bytes) -> bytes:
+def _encode_generic(command: int, content: bytes) -> bytes:
     return struct.pack("=BBH", command, 1, 0) + content
 
 
-def _attribute(kind: int, value: bytes) -> bytes:
+def _encode_attribute(kind: int, value: bytes) -> bytes:
     return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
 
 
 def _text(kind: int, value: str) -> bytes:
-    return _attribute(kind, value.encode() + b"\0")
+    return _encode_attribute(kind, value.encode() + b"\0")
 
 
 # RDMA devices ---------------------------------------------------------------------------------------------------
@@ -216,11 +216,11 @@ Message = dict[str, int | str]
 
 
 def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
-    """ "devices", "ports" (each with its device's name) or "system"."""
-    with _socket(NETLINK_RDMA) as link:
+    """Return the "devices", "ports" (each with its device's name) or "system" settings."""
+    with _open_socket(NETLINK_RDMA) as link:
         if what == "system":
-            return tuple(map(attributes, _exchange(link, _NLDEV | _SYS_GET, b"")))
-        devices = tuple(map(attributes, _exchange(link, _NLDEV | _GET, b"", _REQUEST | _DUMP)))
+            return tuple(map(attributes, _exchange_messages(link, _NLDEV | _SYS_GET, b"")))
+        devices = tuple(map(attributes, _exchange_messages(link, _NLDEV | _GET, b"", _REQUEST | _DUMP)))
         if what == "devices":
             return devices
         if what != "ports":
@@ -228,14 +228,14 @@ def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
         return tuple(
             {"name": device["name"], **attributes(port)}
             for device in devices
-            for port in _exchange(
+            for port in _exchange_messages(
                 link, _NLDEV | _PORT_GET, struct.pack("=HHI", 8, 1, device["device_index"]), _REQUEST | _DUMP
             )
         )
 
 
 def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
-    """(type, body) of every netlink message in a datagram; a cut one ends it."""
+    """Yield (type, body) of every netlink message in a datagram; stops at a truncated one."""
     while len(datagram) >= 16:
         length, kind = struct.unpack_from("=IH", datagram)
         if not 16 <= length <= len(datagram):
@@ -245,7 +245,7 @@ def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """(type without its flags, value) of every attribute of a message; a cut one ends it."""
+    """Yield (type without flags, value) of every attribute of a message; stops at a truncated one."""
     while len(body) >= 4:
         length, kind = _ATTRIBUTE.unpack_from(body)
         if not 4 <= length <= len(body):
@@ -255,7 +255,7 @@ def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def attributes(body: bytes) -> Message:
-    """The attributes of one message that are known here, by name."""
+    """Return the known attributes of one message by name."""
     found: Message = {}
     for kind, value in pieces(body):
         if text := _TABLE["rdma_texts"].get(str(kind)):

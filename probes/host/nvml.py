@@ -1,6 +1,6 @@
-"""NVML through pynvml, one call at a time, answers made plain (numbers, strings, lists, dicts).
+"""NVML calls through pynvml, one at a time; answers are converted to numbers, strings, lists and dicts.
 
-Specification: NVML API reference (nvml.h); pynvml is NVIDIA's own binding. Nothing here knows what a call means.
+Specification: NVML API reference (nvml.h); pynvml is NVIDIA's own binding. This module does not interpret answers.
 """
 
 from __future__ import annotations
@@ -18,53 +18,52 @@ from probes.host.protocol import GpuHandle, Json, NvmlError
 
 _TABLE: dict[str, Any] = read_table(__file__, "nvml.toml")
 ERROR_CODES: dict[str, int] = _TABLE["errors"]
-"""nvmlReturn_t by name, NVML_ERROR_ left out."""
+"""nvmlReturn_t values by name, without the prefix NVML_ERROR_."""
 
 ERROR_NAMES = {code: name for name, code in ERROR_CODES.items()}
 
 NO_DEVICE_FILES = "NO_DEVICE_FILES"
-"""No word of NVML's: DRIVER_NOT_LOADED where the kernel has the driver and this container has no /dev/nvidiactl."""
+"""Not an NVML error: DRIVER_NOT_LOADED although the kernel has the driver, in a container without /dev/nvidiactl."""
 
 CALL_BYTES = 128
-"""Size of the file that names the call under way (`Nvml.call_file`); the rest after the name is zero."""
+"""Size of the file that holds the name of the call in progress (`Nvml.call_file`), padded with zeros."""
 
 LIBRARY = "libnvidia-ml.so.1"
 DRIVER_PATHS = "TOPOFLIGHT_DRIVER_PATHS"
-"""Environment: folders to look for the library in, before the known ones; separated by colons."""
+"""Environment variable with folders, separated by colons, that are searched for the library first."""
 
 INIT = "nvmlInit"
 HANDLE = "nvmlDeviceGetHandleByIndex"
 XIDS = "nvmlEventSetWait"
 MIG_SLICE = "nvmlDeviceGetMigDeviceHandleByIndex"
 
-_STALE_HANDLE = {1, 2, 15, 16}  # the driver went or the GPU did: ask for the handle again next time
+_STALE_HANDLE = {1, 2, 15, 16}  # the driver or the GPU is gone: request a new handle for the next call
 _XID_EVENT = 8  # nvmlEventTypeXidCriticalError
-_NO_FIELD = {2, 3}  # INVALID_ARGUMENT of a driver that is older than the field, NOT_SUPPORTED of the board
-_EVENTS_MAX = 1024  # kept of one driver's life, newest last
+_NO_FIELD = {2, 3}  # INVALID_ARGUMENT of a driver that is older than the field; NOT_SUPPORTED of the board
+_EVENTS_MAX = 1024  # limit per driver load; the newest are kept
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t -> union member
 
 
 def failure(symbol: str, name: str) -> NvmlError:
-    """The error NVML gives by that name."""
+    """Return the NvmlError with this name."""
     return NvmlError(symbol, ERROR_CODES.get(name, 999), name)
 
 
 class Nvml:
-    """A loaded and initialised NVML; its handles are kept between calls."""
+    """An initialised NVML library. Handles are cached between calls."""
 
     def __init__(self) -> None:
         self.call_file: int | None = None
-        """Descriptor of a file in which the call under way is named: the parent reads it if this process dies."""
+        """File descriptor of the file with the call in progress; the parent reads it if this process dies."""
         self._pynvml: Any = None
         self._handles: dict[int, Any] = {}
         self._functions: dict[str, Callable[..., Json]] = {}
-        self._events = _Events()
+        self._events = _EventLog()
 
     def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
-        """Call pynvml's function of that name; a `GpuHandle` is replaced by the driver's handle.
+        """Call the pynvml function of this name; each `GpuHandle` is replaced by the driver's handle.
 
-        Raises NvmlError, whose symbol is the function that failed: this one, or on the way to it nvmlInit or the
-        look-up of the handle.
+        Raises NvmlError. Its symbol is the function that failed: this one, nvmlInit, or the lookup of a handle.
         """
         try:
             return self._ask(symbol, arguments)
@@ -76,10 +75,10 @@ class Nvml:
             os.pwrite(self.call_file, call.encode()[:CALL_BYTES].ljust(CALL_BYTES, b"\0"), 0)
 
     def _ask(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
-        pynvml, failing = self._library(), HANDLE
-        function = self._functions.get(symbol) or self._function(symbol)
+        pynvml, failing = self._get_library(), HANDLE
+        function = self._functions.get(symbol) or self._get_function(symbol)
         try:
-            places = [self._handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments]
+            places = [self._get_handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments]
             failing = symbol
             of_gpu = next((f" of GPU{a.index}" for a in arguments if isinstance(a, GpuHandle)), "")
             self._name_call(f"{symbol}{of_gpu}")
@@ -94,24 +93,24 @@ class Nvml:
             raise NvmlError(failing, 999, "GARBLED_TEXT") from None
 
     def _forget_stale(self, code: int) -> None:
-        """Drop the handles that an error makes doubtful."""
+        """Drop handles that may be invalid after this error."""
         if code in _STALE_HANDLE:
             self._handles.clear()
         if code == ERROR_CODES["UNINITIALIZED"]:
-            self._pynvml, self._events = None, _Events()  # the next call begins anew
+            self._pynvml, self._events = None, _EventLog()  # the next call initialises NVML again
             self._functions.clear()
 
-    def _function(self, symbol: str) -> Callable[..., Json]:
-        library = self._library()
+    def _get_function(self, symbol: str) -> Callable[..., Json]:
+        library = self._get_library()
         function = _SPECIAL.get(symbol) or getattr(library, symbol, None)
         if symbol == XIDS:
-            function = partial(self._events.xids, library, self._handle)
+            function = partial(self._events.xids, library, self._get_handle)
         if function is None or not symbol.startswith("nvml"):
             raise failure(symbol, "FUNCTION_NOT_FOUND")
         self._functions[symbol] = function
         return function
 
-    def _library(self) -> Any:
+    def _get_library(self) -> Any:
         if self._pynvml is None:
             import pynvml
 
@@ -124,7 +123,7 @@ class Nvml:
             self._pynvml = pynvml
         return self._pynvml
 
-    def _handle(self, index: int) -> Any:
+    def _get_handle(self, index: int) -> Any:
         if index not in self._handles:
             self._name_call(f"{HANDLE} of GPU{index}")
             self._handles[index] = self._pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -132,32 +131,32 @@ class Nvml:
 
 
 def _load_library() -> None:
-    """Load NVML from where a node has it, where the loader has none: what has its soname already, pynvml then finds."""
+    """If the loader cannot find NVML, load it from known node paths; pynvml then finds its soname already loaded."""
     named = [folder for folder in os.environ.get(DRIVER_PATHS, "").split(":") if folder]
     known = [f"{root}{folder}" for root, folder in itertools.product(_TABLE["roots"], _TABLE["folders"])]
     for path in (LIBRARY, *(f"{folder}/{LIBRARY}" for folder in [*named, *known])):
         try:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-        except OSError:  # not there, or of another machine
+        except OSError:  # missing, or built for another architecture
             continue
         return
 
 
-class _Events:
-    """The Xids that the driver reported since it was first asked for them.
+class _EventLog:
+    """Xids that the driver reported since this process registered for NVML events.
 
-    Specification: NVML API reference, event handling. An event set holds what comes after a GPU was registered with it;
-    a wait of no time takes one event out of it, or answers TIMEOUT.
+    Specification: NVML API reference, event handling. An event set contains only events after a GPU was registered. A
+    wait with timeout 0 removes one event from the set, or returns TIMEOUT.
     """
 
     def __init__(self) -> None:
         self._set: Any = None
-        self._watched: dict[int, Any] = {}  # GPU -> its handle
-        self._refused: dict[int, str] = {}  # GPU -> why its events cannot be had
-        self._xids: list[list[int]] = []  # [GPU, Xid], oldest first
+        self._watched: dict[int, Any] = {}  # GPU index -> handle of a registered GPU
+        self._refused: dict[int, str] = {}  # GPU index -> reason that its events are not available
+        self._xids: list[list[int]] = []  # [GPU index, Xid], oldest first
 
     def xids(self, pynvml: Any, handle: Callable[[int], Any], count: int) -> Json:
-        """{"watched": GPUs below `count` whose events come, "xids": [[GPU, Xid], ...] since they are watched}."""
+        """Return {"watched": registered GPUs below `count`, "xids": [[GPU, Xid], ...] since their registration}."""
         if self._set is None:
             self._set = pynvml.nvmlEventSetCreate()
         for index in range(count):
@@ -190,7 +189,7 @@ class _Events:
 
 
 def plain(value: Any) -> Json:
-    """A number, a text, a ctypes structure or array, or one of pynvml's friendly objects, as plain data."""
+    """Convert a number, a text, a ctypes structure or array, or one of pynvml's own classes to plain data."""
     if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, bytes):
@@ -203,23 +202,23 @@ def plain(value: Any) -> Json:
 
 
 def sysfs_bus_id(nvml: str) -> str | None:
-    """NVML's "00000000:1B:00.0" as sysfs spells it; None for an empty or hidden ("FFFFFFFF:...") one."""
+    """Convert NVML's "00000000:1B:00.0" to the form of sysfs; None if it is empty or hidden ("FFFFFFFF:...")."""
     found = re.fullmatch(r"([0-9A-F]{4,8}):([0-9A-F]{2}):([0-9A-F]{2})\.([0-7])", nvml.strip().upper())
     if found is None or found[1].strip("F") == "":
         return None
     return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}.{found[4]}".lower()
 
 
-def _field_values(handle: Any, *fields: int | str) -> list[Json]:
-    """nvmlDeviceGetFieldValues; a field is a number, or "number:scope" (scope is a link, for example).
+def _read_field_values(handle: Any, *fields: int | str) -> list[Json]:
+    """Call nvmlDeviceGetFieldValues. A field is a number, or "number:scope" (the scope is a link, for example).
 
-    One value per field in the same order. Each has a return code of its own: None where the GPU, or its driver, has no
-    such field, else the error's name.
+    Returns one value per field, in order. Each field has its own return code: the value is None if the GPU or driver
+    does not have the field, and otherwise the name of the error.
     """
     import pynvml
 
     wanted = [tuple(map(int, field.split(":"))) if isinstance(field, str) else field for field in fields]
-    # The fields' own descriptors: pynvml's attribute access looks for text in every one and costs ten times as much.
+    # Use the descriptors of the ctypes fields: pynvml's attribute access decodes text and is ten times slower.
     fail, kind, value = (getattr(pynvml.c_nvmlFieldValue_t, n).__get__ for n in ("nvmlReturn", "valueType", "value"))
     return [
         (getattr(value(answer), _MEMBERS[kind(answer)]) if kind(answer) < len(_MEMBERS) else "GARBLED_VALUE")
@@ -231,8 +230,8 @@ def _field_values(handle: Any, *fields: int | str) -> list[Json]:
     ]
 
 
-def _bus_id_of(symbol: str) -> Callable[..., Json]:
-    """A function of NVML that gives a nvmlPciInfo_t, whose bus id says all that its other fields say."""
+def _make_bus_id_call(symbol: str) -> Callable[..., Json]:
+    """Return a function that calls NVML for an nvmlPciInfo_t and returns its bus id, from which the rest follows."""
 
     def ask(*arguments: Any) -> Json:
         import pynvml
@@ -242,8 +241,8 @@ def _bus_id_of(symbol: str) -> Callable[..., Json]:
     return ask
 
 
-def _processes(handle: Any) -> Json:
-    """nvmlDeviceGetComputeRunningProcesses; its version 3 is missing before driver 510."""
+def _read_processes(handle: Any) -> Json:
+    """Call nvmlDeviceGetComputeRunningProcesses; drivers before 510 do not have its version 3."""
     import pynvml
 
     try:
@@ -254,8 +253,8 @@ def _processes(handle: Any) -> Json:
     return plain(pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle))
 
 
-def _structure(symbol: str, *names: str) -> Callable[..., Json]:
-    """A function that has NVML fill a structure: the first of these, newest first, whose version the driver knows."""
+def _make_call(symbol: str, *names: str) -> Callable[..., Json]:
+    """Return a function that fills a structure: the first version in `names` (newest first) that the driver knows."""
 
     def ask(handle: Any) -> Json:
         import pynvml
@@ -274,8 +273,8 @@ def _structure(symbol: str, *names: str) -> Callable[..., Json]:
     return ask
 
 
-def _mig_slice(handle: Any, place: int) -> Json:
-    """nvmlDeviceGetMigDeviceHandleByIndex, and who that slice is: its handle stays here."""
+def _read_mig_slice(handle: Any, place: int) -> Json:
+    """Call nvmlDeviceGetMigDeviceHandleByIndex and return the slice's identity; the handle stays in this process."""
     import pynvml
 
     device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
@@ -287,15 +286,15 @@ def _mig_slice(handle: Any, place: int) -> Json:
 
 
 _SPECIAL: dict[str, Callable[..., Json]] = {
-    MIG_SLICE: _mig_slice,
-    "nvmlDeviceGetSramEccErrorStatus": _structure("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t"),
-    "nvmlDeviceGetComputeRunningProcesses": _processes,
-    "nvmlDeviceGetPciInfo": _bus_id_of("nvmlDeviceGetPciInfo"),
-    "nvmlDeviceGetNvLinkRemotePciInfo": _bus_id_of("nvmlDeviceGetNvLinkRemotePciInfo"),
-    "nvmlDeviceGetFieldValues": _field_values,
-    # the second version lacks the health summary
-    "nvmlDeviceGetGpuFabricInfoV": _structure(
+    MIG_SLICE: _read_mig_slice,
+    "nvmlDeviceGetSramEccErrorStatus": _make_call("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t"),
+    "nvmlDeviceGetComputeRunningProcesses": _read_processes,
+    "nvmlDeviceGetPciInfo": _make_bus_id_call("nvmlDeviceGetPciInfo"),
+    "nvmlDeviceGetNvLinkRemotePciInfo": _make_bus_id_call("nvmlDeviceGetNvLinkRemotePciInfo"),
+    "nvmlDeviceGetFieldValues": _read_field_values,
+    # version 2 has no health summary
+    "nvmlDeviceGetGpuFabricInfoV": _make_call(
         "nvmlDeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"
     ),
-    "nvmlDeviceGetGpuFabricInfo": _structure("nvmlDeviceGetGpuFabricInfo", "c_nvmlGpuFabricInfo_t"),  # before 535
+    "nvmlDeviceGetGpuFabricInfo": _make_call("nvmlDeviceGetGpuFabricInfo", "c_nvmlGpuFabricInfo_t"),  # before 535
 }

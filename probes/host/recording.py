@@ -1,6 +1,6 @@
-"""A host's answers in a file (`probes.wire`): captured on a customer's machine, replayed without the hardware.
+"""Recordings (`probes.wire`): capture all answers of a host to a file, and replay them without the hardware.
 
-A question without a recorded answer gets "not there", so that a newer probe reads an older recording.
+If a recording has no answer to a query, the answer is "not found", so that newer probes can read older recordings.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import errno
 import gzip
 import os
 import re
-import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,28 +23,29 @@ from probes.host.nvml import ERROR_CODES, failure
 from probes.host.protocol import GpuHandle, Host, NvmlError
 from probes.wire import KIND, METHODS, SCHEMA_VERSION, Json, RecordingError
 
-BUNDLE_LIMIT_BYTES = 512 << 20  # unpacked, of all hosts
-SIZE_LIMIT_BYTES = 32 << 20  # unpacked; a 16-GPU host takes about 1 MB, and parsed data some 20 times the text
-MOST_VALUES = 8_000_000  # of all recordings in a bundle; a host of 16 GPUs has some 20,000, each of up to 100 bytes
+BUNDLE_LIMIT_BYTES = 512 << 20  # decompressed, for all hosts
+PACKED_LIMIT_BYTES = 128 << 20
+SIZE_LIMIT_BYTES = 32 << 20  # decompressed; a host with 16 GPUs needs about 1 MB; parsed data takes about 20 times that
+MOST_VALUES = 8_000_000  # in all recordings of a bundle; a host with 16 GPUs has about 20,000, each up to 100 bytes
 _IN_BUNDLE = re.compile(r"[^/]+/recording\.json")
 
 T = TypeVar("T")
 
 
 def question(*arguments: GpuHandle | int | str) -> str:
-    """The key of a question in the file: its arguments, a GPU as "gpu3"."""
+    """Return the key of a query in the file: its arguments, with a GPU handle as "gpu3"."""
     return ",".join(f"gpu{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments)
 
 
 class RecordingHost:
-    """Passes every question on and keeps the answer, errors included, secrets left out."""
+    """Forwards every query to another host and keeps the answers, including errors, without secrets."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.answers: dict[str, dict[str, Json]] = {}
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Every question of `Host` is passed on in the same way."""
+        """Return a method that forwards any query of `Host`."""
         if method not in METHODS:
             raise AttributeError(method)
 
@@ -53,7 +53,7 @@ class RecordingHost:
             try:
                 answer = getattr(self.host, method)(*arguments)
             except (OSError, NvmlError, ImportError) as error:
-                self._record(method, arguments, _error_answer(error, arguments))
+                self._record(method, arguments, _encode_error(error, arguments))
                 raise
             packed = base64.b64encode(zlib.compress(answer, 9)).decode() if isinstance(answer, bytes) else answer
             self._record(method, arguments, without_secrets(packed))
@@ -62,7 +62,7 @@ class RecordingHost:
         return ask
 
     def _record(self, method: str, arguments: tuple[GpuHandle | int | str, ...], answer: Json) -> None:
-        """NVML answers stand below their symbol, the others below their method."""
+        """Store an answer: NVML answers below their symbol, others below their method."""
         if method == "nvml":
             symbols = self.answers.setdefault("nvml", {})
             symbols.setdefault(str(arguments[0]), {})[question(*arguments[1:])] = answer
@@ -70,43 +70,43 @@ class RecordingHost:
             self.answers.setdefault(method, {})[question(*arguments)] = answer
 
 
-def _answered(method: str, kind: Callable[[Any], T]) -> Callable[..., T]:
-    """The question of `Host` of that name, whose recorded answer is of one kind."""
+def _make_query(method: str, kind: Callable[[Any], T]) -> Callable[..., T]:
+    """Return the `Host` method of this name, whose recorded answer is converted with `kind`."""
 
     def ask(self: RecordedHost, *arguments: int | str) -> T:
-        return kind(self._answer(method, *arguments))
+        return kind(self._get_answer(method, *arguments))
 
     return ask
 
 
 class RecordedHost:
-    """Answers from a recording; what is not in it is "not there"."""
+    """Answers from a recording. A query without a recorded answer raises FileNotFoundError."""
 
     def __init__(self, content: dict[str, Json]) -> None:
         self.content = content
         self._answers: dict[str, dict[str, Json]] = content["answers"]
 
-    def _answer(self, method: str, *arguments: GpuHandle | int | str) -> Any:
+    def _get_answer(self, method: str, *arguments: GpuHandle | int | str) -> Any:
         answers, key = self._answers.get(method, {}), question(*arguments)
         if key not in answers:
             raise FileNotFoundError(errno.ENOENT, "not in the recording", f"{method}({key})")
-        return _raised(without_secrets(answers[key]), key)
+        return _raise_error(without_secrets(answers[key]), key)
 
-    read_text = _answered("read_text", str)
-    list_dir = _answered("list_dir", tuple)
-    resolve = _answered("resolve", str)
-    usable = _answered("usable", bool)
-    netlink = _answered("netlink", tuple)
-    port_link = _answered("port_link", dict)
-    rdma_netlink = _answered("rdma_netlink", tuple)
-    kernel_log = _answered("kernel_log", tuple)
+    read_text = _make_query("read_text", str)
+    list_dir = _make_query("list_dir", tuple)
+    resolve = _make_query("resolve", str)
+    usable = _make_query("usable", bool)
+    netlink = _make_query("netlink", tuple)
+    port_link = _make_query("port_link", dict)
+    rdma_netlink = _make_query("rdma_netlink", tuple)
+    kernel_log = _make_query("kernel_log", tuple)
 
     def read_bytes(self, path: str, limit: int) -> bytes:
-        """First bytes of a file."""
-        return _unpack(self._answer("read_bytes", path, limit), limit)
+        """Return the first bytes of a file."""
+        return _unpack(self._get_answer("read_bytes", path, limit), limit)
 
     def exists(self, path: str) -> bool:
-        """Whether the path exists; a path that answered another question does."""
+        """Whether the path exists: recorded directly, or implied by another recorded answer for this path."""
         known = self._answers.get("exists", {})
         if path in known:
             return bool(known[path])
@@ -114,46 +114,46 @@ class RecordedHost:
         return any(answer is not None and not _is_error(answer) for answer in others)
 
     def statvfs(self, path: str) -> tuple[int, int]:
-        """(size, available) in bytes."""
-        size, available = _numbers(self._answer("statvfs", path), path)
+        """Return (size, available space) in bytes."""
+        size, available = _parse_numbers(self._get_answer("statvfs", path), path)
         return size or 0, available or 0
 
     def limit(self, name: str) -> tuple[int | None, int | None]:
-        """(soft, hard) of the process that recorded."""
-        return _numbers(self._answer("limit", name), name)
+        """Return (soft, hard) of the process that made the recording."""
+        return _parse_numbers(self._get_answer("limit", name), name)
 
     def environment(self) -> dict[str, str]:
-        """The recorder's environment; empty where it was not recorded."""
+        """Return the environment of the recording process; empty if it was not recorded."""
         return dict(without_secrets(self._answers.get("environment", {}).get("", {})))
 
     def identity(self) -> dict[str, Json]:
-        """The recorded identity; at least hostname and time, from the file's own header."""
+        """Return the recorded identity; hostname and time are always present, from the file header."""
         header = {"hostname": self.content["hostname"], "time": self.content["captured_at"]}
         return {**header, **self._answers.get("identity", {}).get("", {})}
 
     def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
-        """One recorded NVML call."""
+        """Return the answer to one recorded NVML call."""
         symbols = self._answers.get("nvml")
         if not symbols:
             raise failure(symbol, "LIBRARY_NOT_FOUND")
         answers, key = symbols.get(symbol, {}), question(*arguments)
-        return _raised(without_secrets(answers.get(key, {"$nvml": "NOT_SUPPORTED"})), symbol)
+        return _raise_error(without_secrets(answers.get(key, {"$nvml": "NOT_SUPPORTED"})), symbol)
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
-        """One recorded question to libibverbs."""
-        return self._answer("verbs", what, *arguments)
+        """Return the answer to one recorded libibverbs query."""
+        return self._get_answer("verbs", what, *arguments)
 
     def cpu(self) -> dict[str, Json]:
-        """Recorded psutil numbers; empty where they were not recorded."""
+        """Return psutil's recorded numbers; empty if they were not recorded."""
         return dict(self._answers.get("cpu", {}).get("", {}))
 
 
-def _error_answer(error: Exception, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
+def _encode_error(error: Exception, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
     if isinstance(error, NvmlError):
         answer: dict[str, Json] = {"$nvml": error.name}
         if error.code != ERROR_CODES.get(error.name):
             answer["code"] = error.code
-        if arguments and error.symbol != arguments[0]:  # nvmlInit, or the look-up of the handle
+        if arguments and error.symbol != arguments[0]:  # nvmlInit, or the lookup of the handle
             answer["symbol"] = error.symbol
         return answer
     if isinstance(error, ImportError):
@@ -173,8 +173,8 @@ def _unpack(text: str, limit: int) -> bytes:
         raise OSError(errno.EIO, f"bytes in the recording cannot be unpacked: {error}") from None
 
 
-def _numbers(answer: Json, query: str) -> tuple[int | None, int | None]:
-    """Two whole numbers, or None for each; a recording may hold anything."""
+def _parse_numbers(answer: Json, query: str) -> tuple[int | None, int | None]:
+    """Return two integers, or None in place of an invalid one, because a recording may contain anything."""
     if not isinstance(answer, list) or len(answer) != 2 or not all(type(n) in (int, type(None)) for n in answer):
         raise OSError(errno.EIO, "the recording holds no two numbers", query)
     return answer[0], answer[1]
@@ -184,8 +184,8 @@ def _is_error(answer: Json) -> bool:
     return isinstance(answer, dict) and not answer.keys().isdisjoint(("$errno", "$nvml", "$import"))
 
 
-def _raised(answer: Json, query: str) -> Json:
-    """The answer, or the error that it stands for."""
+def _raise_error(answer: Json, query: str) -> Json:
+    """Return the answer, or raise the error that it represents."""
     if not _is_error(answer):
         return answer
     if "$nvml" in answer:
@@ -200,23 +200,22 @@ def _raised(answer: Json, query: str) -> Json:
 
 
 def load_all(path: str | Path) -> list[RecordedHost]:
-    """Every recording of a file: one, or those of a bundle (gzipped tar, each `HOST/recording.json`).
+    """Load every recording in a file: a single one, or a bundle (zip with `HOST/recording.json` entries).
 
     Raises RecordingError.
     """
     path = Path(path)
-    if not path.name.endswith((".tgz", ".tar.gz")):
+    if path.suffix != ".zip":
         return [load(path)]
     found, values = [], 0
     try:
-        with bounded.open_regular(path) as file, gzip.GzipFile(fileobj=file) as stream:
-            recordings = bounded.tar_files(stream, BUNDLE_LIMIT_BYTES, SIZE_LIMIT_BYTES, _IN_BUNDLE.fullmatch)
-            for _, content in recordings:
-                values += sum(content.count(mark) for mark in (b",", b"[", b"{"))
-                if values > MOST_VALUES:
-                    raise RecordingError(f"{path}: its recordings hold more than {MOST_VALUES} values")
-                found.append(RecordedHost(_checked(plain(content), path)))
-    except (tarfile.TarError, bounded.TooLargeError, EOFError, gzip.BadGzipFile, zlib.error, PlainError) as error:
+        raw = bounded.read(path, PACKED_LIMIT_BYTES)
+        for _, content in bounded.zip_files(raw, BUNDLE_LIMIT_BYTES, SIZE_LIMIT_BYTES, _IN_BUNDLE.fullmatch):
+            values += sum(content.count(mark) for mark in (b",", b"[", b"{"))
+            if values > MOST_VALUES:
+                raise RecordingError(f"{path}: its recordings hold more than {MOST_VALUES} values")
+            found.append(RecordedHost(_check_content(plain(content), path)))
+    except (bounded.ArchiveError, bounded.TooLargeError, PlainError) as error:
         raise RecordingError(f"{path}: not a bundle (topoflight bundle writes one): {error}") from None
     if not found:
         raise RecordingError(f"{path}: holds no recording (HOST/recording.json)")
@@ -224,7 +223,7 @@ def load_all(path: str | Path) -> list[RecordedHost]:
 
 
 def load(path: str | Path) -> RecordedHost:
-    """Read a recording, plain or gzip. Raises RecordingError that names the file and what is allowed."""
+    """Load a recording, plain or gzip. Raises RecordingError, which names the file and the allowed format."""
     path = Path(path)
     try:
         with bounded.open_regular(path) as file:
@@ -239,10 +238,10 @@ def load(path: str | Path) -> RecordedHost:
         data = plain(content)
     except PlainError as error:
         raise RecordingError(f"{path}: {error}") from None
-    return RecordedHost(_checked(data, path))
+    return RecordedHost(_check_content(data, path))
 
 
-def _checked(data: Json, path: Path) -> dict[str, Json]:
+def _check_content(data: Json, path: Path) -> dict[str, Json]:
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise RecordingError(f'{path}: not a recording: "kind" must be "{KIND}" (topoflight capture writes one)')
     version = data.get("schema_version")

@@ -1,7 +1,7 @@
-"""Small files of /sys and /proc, where every attribute is optional: one that cannot be read is None.
+"""Small files in /sys and /proc. Every attribute is optional: if it cannot be read, the result is None.
 
-Specification: Linux Documentation/filesystems/sysfs.rst (one value per file). A driver that lacks an attribute leaves
-the file out, or answers EINVAL, EOPNOTSUPP or EIO when it is read; all of these mean "unknown", never zero.
+Specification: Linux Documentation/filesystems/sysfs.rst (one value per file). If a driver lacks an attribute, the file
+is missing, or reading it returns EINVAL, EOPNOTSUPP or EIO. All of these mean "unknown", never zero.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import re
 from probes.host.protocol import Host
 
 NAME = re.compile(r"(?!\.{1,2}$)[\w.:@+-]{1,128}", re.ASCII)
-"""What may become part of a path: text from the machine never leads out of the folder it was found for."""
+"""Names from the machine that may become part of a path; they cannot lead out of the folder."""
 
 BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""A PCI function as sysfs spells it: "0000:1b:00.0"."""
+"""A PCI function in sysfs form: "0000:1b:00.0"."""
 
-_DECIMAL = re.compile(r"-?\d{1,20}", re.ASCII)  # as many digits as the largest 64-bit number
+_DECIMAL = re.compile(r"-?\d{1,20}", re.ASCII)  # digits of the largest 64-bit number
 _HEXADECIMAL = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 
 
 def text(host: Host, path: str) -> str | None:
-    """The file's content without surrounding white space; None where it cannot be read or is empty."""
+    """Return the file's content, stripped; None if it cannot be read or is empty."""
     try:
         return host.read_text(path).strip(" \t\r\n\0") or None
     except OSError:
@@ -29,12 +29,12 @@ def text(host: Host, path: str) -> str | None:
 
 
 def number(host: Host, path: str) -> int | None:
-    """The file's whole number, decimal or 0x."""
+    """Return the integer in a file, decimal or hexadecimal (0x)."""
     return parse_number(text(host, path))
 
 
 def parse_number(value: str | None) -> int | None:
-    """A whole number as the kernel prints one; None for anything else."""
+    """Parse an integer as the kernel prints it; None for any other text."""
     if value and _DECIMAL.fullmatch(value):
         return int(value)
     if value and _HEXADECIMAL.fullmatch(value):
@@ -43,7 +43,7 @@ def parse_number(value: str | None) -> int | None:
 
 
 def names(host: Host, path: str) -> tuple[str, ...]:
-    """Names in a folder that may be used in a path; none where it cannot be listed."""
+    """Return the names in a folder that are safe in a path; empty if the folder cannot be listed."""
     try:
         return tuple(name for name in host.list_dir(path) if NAME.fullmatch(name))
     except OSError:
@@ -51,7 +51,7 @@ def names(host: Host, path: str) -> tuple[str, ...]:
 
 
 def target(host: Host, path: str) -> str | None:
-    """Where a link leads, None where there is none."""
+    """Return the target of a symbolic link; None if there is none."""
     try:
         return host.resolve(path)
     except OSError:
@@ -59,13 +59,13 @@ def target(host: Host, path: str) -> str | None:
 
 
 def target_name(host: Host, path: str) -> str | None:
-    """The last part of where a link leads: the driver of .../driver, the group of .../iommu_group."""
+    """Return the last path component of a link's target: the driver of .../driver, the group of .../iommu_group."""
     found = target(host, path)
     return found.rpartition("/")[2] if found else None
 
 
 def usable(host: Host, path: str) -> bool | None:
-    """Whether this process may open a device node; None where that cannot be asked."""
+    """Whether this process may open a device node; None if that cannot be determined."""
     try:
         return host.usable(path)
     except OSError:
@@ -73,13 +73,13 @@ def usable(host: Host, path: str) -> bool | None:
 
 
 def bus_id(path: str | None) -> str | None:
-    """The PCI function nearest to the end of a /sys/devices path."""
+    """Return the last PCI function in a /sys/devices path."""
     found = [part for part in (path or "").split("/") if BUS_ID.fullmatch(part)]
     return found[-1] if found else None
 
 
 def fields(content: str | None, separator: str = ":") -> dict[str, str]:
-    """Lines of "key: value" as a dict; the first of equal keys counts."""
+    """Parse lines of "key: value"; if a key is repeated, its first value is used."""
     found: dict[str, str] = {}
     for line in (content or "").splitlines():
         key, colon, value = line.partition(separator)

@@ -1,1 +1,1 @@
-"""The machine itself."""
+"""Probe of the machine: CPU, NUMA, memory, kernel, virtualisation."""

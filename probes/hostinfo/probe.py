@@ -1,6 +1,6 @@
-"""The machine itself: CPU, NUMA, memory, kernel, virtualisation.
+"""Probe of the machine: CPU, NUMA, memory, kernel, virtualisation.
 
-The probe is not called host, because a `Host` is what a probe reads from.
+The probe is not called "host", because that is the name of the interface that probes read from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from probes.api import Sample, Source, finding, probe_of
 TEXTS = read_table(__file__, "findings.toml")
 
 ROLE = "TOPOFLIGHT_ROLE"
-"""A variable that is "agent" in the container of the resident agent, whose resources differ from those of a job."""
+"""Variable set to "agent" in the container of the resident agent, whose resources differ from those of a job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostinfoFacts:
-    """What kind of machine this is."""
+    """Properties of the machine."""
 
     hostname: str
     kernel: str | None = None
@@ -45,34 +45,34 @@ class HostinfoFacts:
     threads: int | None = None
     memory_bytes: int | None = None
     numa: tuple[NumaNode, ...] = ()
-    virtual_machine: str | None = None  # hypervisor's name; None bare metal or unknown
+    virtual_machine: str | None = None  # name of the hypervisor; None on bare metal or if unknown
     product: str | None = None  # DMI: "PowerEdge R760xa", "p4d.24xlarge"
     vendor: str | None = None
-    chassis_asset_tag: str | None = None  # DMI: how OCI and Azure mark their machines, bare metal included
+    chassis_asset_tag: str | None = None  # DMI: OCI and Azure mark their machines with it, including bare metal
     cloud_id: str | None = None  # /run/cloud-init/cloud-id: "aws", "azure", "gce", "oracle"
-    vendor_files: tuple[str, ...] = ()  # of `names.toml` those that are on this disk
-    storage_servers: tuple[str, ...] = ()  # addresses that network file systems are mounted from (/proc/self/mounts)
+    vendor_files: tuple[str, ...] = ()  # the files listed in `names.toml` that exist on this host
+    storage_servers: tuple[str, ...] = ()  # servers of mounted network file systems, from /proc/self/mounts
     boot_id: str | None = None
     load: float | None = None  # 1-minute load average
     nccl_environment: dict[str, str] | None = None  # NCCL_*, GLOO_*, TORCH_NCCL_*, FI_*, NVIDIA_VISIBLE_DEVICES
-    nccl_conf: dict[str, str] | None = None  # /etc/nccl.conf, ~/.nccl.conf
-    nccl_conf_files: tuple[str, ...] = ()  # the files nccl_conf came from, the winning one first
+    nccl_conf: dict[str, str] | None = None  # settings in /etc/nccl.conf and ~/.nccl.conf
+    nccl_conf_files: tuple[str, ...] = ()  # files that contributed to nccl_conf, highest priority first
     numa_balancing: bool | None = None  # /proc/sys/kernel/numa_balancing
 
     @property
     def nccl_variables(self) -> dict[str, str]:
-        """What NCCL of a job started here reads: its files, and over them the environment."""
+        """Settings that NCCL would use in a job started here: configuration files, overridden by the environment."""
         return {**(self.nccl_conf or {}), **(self.nccl_environment or {})}
 
 
 def check(facts: HostinfoFacts) -> Iterator[Finding]:
-    """Properties of the machine itself that hinder training or measuring."""
+    """Report properties of the machine that reduce training performance or distort measurements."""
     for node in facts.numa:
         if node.cpus and node.memory_bytes == 0:
             yield finding(TEXTS, "hostinfo.numa.memoryless", subject=f"NUMA{node.node}", node=node.node)
     if facts.numa_balancing and len(facts.numa) > 1:
-        # Linux Documentation/admin-guide/sysctl/kernel.rst, numa_balancing: to be disabled where the workload is
-        # already bound to NUMA nodes; NCCL and the launcher bind each rank to its GPU's node.
+        # Linux Documentation/admin-guide/sysctl/kernel.rst, numa_balancing: disable it if the workload is already bound
+        # to NUMA nodes. NCCL and the launcher bind each rank to the node of its GPU.
         yield finding(TEXTS, "hostinfo.numa.balancing")
     if facts.load is not None and facts.threads and facts.load > facts.threads:
         yield finding(TEXTS, "hostinfo.load.high", facts=facts)
@@ -83,7 +83,7 @@ def check(facts: HostinfoFacts) -> Iterator[Finding]:
 
 
 def samples(facts: HostinfoFacts) -> Iterator[Sample]:
-    """What node_exporter does not export of the machine: NUMA distances and the hypervisor."""
+    """Export what node_exporter does not: NUMA distances and the hypervisor."""
     if facts.virtual_machine:
         yield Sample(metric="hostinfo_virtual_machine_info", value=1, labels=(facts.virtual_machine,))
     for node in facts.numa:

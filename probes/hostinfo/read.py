@@ -1,4 +1,4 @@
-"""Reads the machine itself, and whether this process is in a container.
+"""Reads the properties of the machine, and detects whether this process runs in a container.
 
 Specification: proc(5); DMI; Linux Documentation/ABI/stable/sysfs-devices-node; NCCL user guide, nccl.conf; cloud-init,
 instance metadata (/run/cloud-init/cloud-id). Of containers: systemd's container interface (the variable `container`,
@@ -21,28 +21,28 @@ from probes.hostinfo.probe import ROLE, HostinfoFacts, NumaNode
 NAMES: dict[str, Any] = read_table(__file__, "names.toml")
 DMI = "/sys/class/dmi/id/"
 NODES = "/sys/devices/system/node/"
-_OF_THE_CONTAINER = ("container", ROLE)  # read below; NCCL does not read them
-NODES_MAX = 1024  # MAX_NUMNODES of the kernel's largest configuration
+_OF_THE_CONTAINER = ("container", ROLE)  # used below; not read by NCCL
+NODES_MAX = 1024  # MAX_NUMNODES of the largest kernel configuration
 
 _SERVER = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3})(?=[:@,]|$)", re.ASCII)
 SERVERS_MAX = 64
 
 
 def read(host: Host) -> HostinfoFacts:
-    """Read all facts; what is missing is None."""
+    """Read all facts; missing ones are None."""
     identity, cpu = host.identity(), host.cpu()
     cpuinfo = sysfs.text(host, "/proc/cpuinfo")
-    first = _processor(cpuinfo)
+    first = _parse_processor(cpuinfo)
     vendor, product = sysfs.text(host, DMI + "sys_vendor"), sysfs.text(host, DMI + "product_name")
     conf, conf_files = nccl_conf(host, str(identity.get("home") or ""))
     balancing = sysfs.number(host, "/proc/sys/kernel/numa_balancing")
     load = cpu.get("load_average")
     return HostinfoFacts(
         hostname=str(identity.get("hostname") or "unknown"),
-        kernel=_text(identity.get("kernel")),
+        kernel=_to_text(identity.get("kernel")),
         os=sysfs.fields(sysfs.text(host, "/etc/os-release"), "=").get("PRETTY_NAME", "").strip("\"'") or None,
-        architecture=_text(identity.get("architecture")),
-        cpu_vendor=_cpu_vendor(first),
+        architecture=_to_text(identity.get("architecture")),
+        cpu_vendor=_get_cpu_vendor(first),
         cpu_name=first.get("model name") or first.get("cpu"),
         cpu_family=sysfs.parse_number(first.get("cpu family")),
         cpu_model=sysfs.parse_number(first.get("model")),
@@ -65,18 +65,18 @@ def read(host: Host) -> HostinfoFacts:
         },
         nccl_conf=conf,
         nccl_conf_files=conf_files,
-        numa_balancing=None if balancing is None else balancing != 0,  # 1 and 2 (memory tiering) both scan
+        numa_balancing=None if balancing is None else balancing != 0,  # 1 and 2 (memory tiering) both scan pages
     )
 
 
 def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str | None:
-    """The hypervisor's name; None on bare metal, or if nothing shows one."""
+    """Return the name of the hypervisor; None on bare metal or if there is no evidence of one."""
     if processor is None:
-        processor = _processor(sysfs.text(host, "/proc/cpuinfo"))
+        processor = _parse_processor(sysfs.text(host, "/proc/cpuinfo"))
     vendor, product = sysfs.text(host, DMI + "sys_vendor") or "", sysfs.text(host, DMI + "product_name") or ""
     flags = processor.get("flags")
     if flags is not None and "hypervisor" not in flags.split():
-        return None  # x86 without the CPUID bit, whatever DMI says: a cloud's bare-metal instance
+        return None  # x86 without the CPUID hypervisor bit: a bare-metal cloud instance, whatever DMI contains
     if flags is None and "metal" in product:
         return None
     named = next((name for mark, name in NAMES["hypervisors"].items() if mark in f"{vendor} {product}"), None)
@@ -84,7 +84,7 @@ def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str 
 
 
 def storage_servers(mounts: str | None) -> tuple[str, ...]:
-    """IPv4 addresses that file systems are mounted from: "10.1.2.3:/data" of NFS, "10.1.2.3@o2ib:/fs" of Lustre."""
+    """Return the IPv4 servers of network file systems: "10.1.2.3:/data" (NFS), "10.1.2.3@o2ib:/fs" (Lustre)."""
     found: dict[str, None] = {}
     for line in (mounts or "").splitlines():
         words = line.split()
@@ -99,7 +99,7 @@ def storage_servers(mounts: str | None) -> tuple[str, ...]:
 
 
 def numa_nodes(host: Host) -> tuple[NumaNode, ...]:
-    """The nodes in the order of their numbers, which may have gaps (POWER9: 0 and 8)."""
+    """Return the NUMA nodes by number. Numbers may have gaps (POWER9: 0 and 8)."""
     numbers = sorted(int(name[4:]) for name in sysfs.names(host, NODES) if re.fullmatch(r"node\d{1,4}", name))
     nodes = []
     for number in numbers[:NODES_MAX]:
@@ -118,7 +118,7 @@ def numa_nodes(host: Host) -> tuple[NumaNode, ...]:
 
 
 def nccl_conf(host: Host, home: str) -> tuple[dict[str, str] | None, tuple[str, ...]]:
-    """Settings of the user's file ($NCCL_CONF_FILE, else ~/.nccl.conf), then of /etc/nccl.conf; the first one wins."""
+    """Read the user's file ($NCCL_CONF_FILE, else ~/.nccl.conf), then /etc/nccl.conf; a name's first value is used."""
     user = host.environment().get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home else "")
     settings: dict[str, str] = {}
     files = []
@@ -134,20 +134,20 @@ def nccl_conf(host: Host, home: str) -> tuple[dict[str, str] | None, tuple[str, 
     return (settings if files else None), tuple(files)
 
 
-def _processor(content: str | None) -> dict[str, str]:
-    """The first block of /proc/cpuinfo."""
+def _parse_processor(content: str | None) -> dict[str, str]:
+    """Parse the first block of /proc/cpuinfo."""
     return sysfs.fields(re.split(r"\n[ \t]*\n", (content or "").lstrip(), maxsplit=1)[0])
 
 
-def _cpu_vendor(processor: dict[str, str]) -> str | None:
+def _get_cpu_vendor(processor: dict[str, str]) -> str | None:
     if "vendor_id" in processor:
         return processor["vendor_id"]
     if processor.get("CPU implementer"):
-        return "ARM"  # the architecture; the implementer's number names the maker
+        return "ARM"  # the architecture; the implementer number would identify the vendor
     return "IBM" if processor.get("cpu", "").startswith("POWER") else None
 
 
-def _text(value: object) -> str | None:
+def _to_text(value: object) -> str | None:
     return str(value) if value else None
 
 
@@ -158,10 +158,10 @@ _POD_MOUNT = re.compile(r" (?:\S*/pods/[0-9a-f-]{36}/etc-hosts /etc/hosts|\S+ /d
 
 
 def container(host: Host) -> str | None:
-    """The kind of container that this process is in ("kubernetes", "podman", ...); None if nothing shows one.
+    """Return the kind of container of this process ("kubernetes", "podman", ...); None if there is no evidence of one.
 
-    The most reliable signs come first: those of a pod, which also has those of an engine; files of engines; cgroups;
-    mounts, container managers and the place of the root file system.
+    The most reliable evidence is checked first: evidence of a pod, which also shows evidence of its engine; files
+    created by engines; cgroups; then mounts, container managers and the path of the root file system.
     """
     groups = "\n".join(sysfs.text(host, path) or "" for path in ("/proc/self/cgroup", "/proc/1/cgroup"))
     named = next((kind for kind, sign in _GROUPS.items() if sign.search(groups)), None)
@@ -169,18 +169,18 @@ def container(host: Host) -> str | None:
     if (
         named == "kubernetes"
         or host.exists("/var/run/secrets/kubernetes.io/serviceaccount")
-        or hosts.startswith("# Kubernetes-managed hosts file")  # kubelet writes it into every pod, token or not
+        or hosts.startswith("# Kubernetes-managed hosts file")  # the kubelet writes this into every pod
     ):
         return "kubernetes"
     if host.exists("/run/.containerenv"):
         return "podman"
     if host.exists("/.dockerenv"):
         return "docker"
-    return named or next(_candidates(host), None)
+    return named or next(_find_candidates(host), None)
 
 
-def _candidates(host: Host) -> Iterator[str]:
-    """Yield kinds by the mounts of a pod, the container manager and the place of the root, in this order."""
+def _find_candidates(host: Host) -> Iterator[str]:
+    """Yield container kinds from pod mounts, the container manager and the path of the root file system, in order."""
     mounts = (sysfs.text(host, "/proc/self/mountinfo") or "").splitlines()
     if any(_POD_MOUNT.search(line) for line in mounts):
         yield "kubernetes"
@@ -198,5 +198,5 @@ def _candidates(host: Host) -> Iterator[str]:
 
 
 def of_agent(host: Host) -> bool:
-    """Whether this is the container of the resident agent, whose settings are not those of a job's pod."""
+    """Whether this is the container of the resident agent, whose settings differ from those of a job's pod."""
     return host.environment().get(ROLE) == "agent" and container(host) is not None

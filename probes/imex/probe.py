@@ -1,7 +1,7 @@
-"""IMEX channels: without one a process reaches no GPU of another host over NVLink, and NCCL takes the network instead.
+"""IMEX channels. Without one, a process cannot use NVLink to GPUs of other hosts, and NCCL uses the network instead.
 
-Specification: NVIDIA IMEX guide, "IMEX Channels" (the character device nvidia-caps-imex-channels, its nodes
-/dev/nvidia-caps-imex-channels/channelN) and "Getting Started" (the list of a domain's nodes).
+Specification: NVIDIA IMEX guide, "IMEX Channels" (the character device nvidia-caps-imex-channels, with nodes
+/dev/nvidia-caps-imex-channels/channelN) and "Getting Started" (the list of nodes in a domain).
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from probes.api import Source, finding, probe_of
 TEXTS = read_table(__file__, "findings.toml")
 DEVICE = "nvidia-caps-imex-channels"
 CHANNELS = f"/dev/{DEVICE}"
-NODES = "/etc/nvidia-imex/nodes_config.cfg"  # an address a line
+NODES = "/etc/nvidia-imex/nodes_config.cfg"  # one address per line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImexFacts:
-    """What this process sees of IMEX."""
+    """IMEX as visible to this process."""
 
     channels: tuple[str, ...]  # "channel0"
-    usable: tuple[str, ...]  # of these, what the process may open
-    nodes: int | None  # hosts of the domain; None where no list is to be seen, as in a container
-    of_agent: bool = False  # the resident agent's own pod, which is given no channel
+    usable: tuple[str, ...]  # the channels that this process may open
+    nodes: int | None  # hosts in the domain; None if the list is not visible, as in a container
+    of_agent: bool = False  # in the pod of the resident agent, which gets no channel
 
 
 def check(facts: ImexFacts) -> Iterator[Finding]:
-    """A host that shares NVLink with others, and a process that has no channel to them."""
+    """Report a process without channel on a host that shares NVLink with other hosts."""
     if (facts.nodes or 0) > 1 and not facts.usable and not facts.of_agent:
         lack = f"cannot open {', '.join(facts.channels[:4])}" if facts.channels else "has no IMEX channel"
-        # 191 of 721 GB/s reach another tray over its NICs (docs/decisions/0020)
+        # NICs reach another tray at 191 of 721 GB/s (docs/decisions/0020)
         listed = ", ".join(facts.channels) or "empty or not there"
         yield finding(TEXTS, "imex.channel.missing", facts=facts, file=NODES, lack=lack, folder=CHANNELS, listed=listed)
 
 
 def unjudged(facts: ImexFacts) -> dict[str, str]:
-    """Without the list it is not known whether the host shares NVLink with others: most that have the device do not."""
+    """Without the node list it is unknown whether the host shares NVLink; most hosts with the device do not."""
     if facts.usable or (facts.nodes is not None and not facts.of_agent):
         return {}
     why = "this is the agent's own pod" if facts.of_agent else f"{NODES} is not to be seen"

@@ -1,4 +1,4 @@
-"""Reads which IMEX channels this process has; see `probes.imex.probe`."""
+"""Reads the IMEX channels that this process can use; see `probes.imex.probe`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from probes.imex.probe import CHANNELS, DEVICE, NODES, ImexFacts
 
 
 def read(host: Host) -> ImexFacts:
-    """Channels and the domain's size. Raises UnavailableError where the driver has no IMEX."""
+    """Read the channels and the size of the domain. Raises UnavailableError if the driver has no IMEX support."""
     if not re.search(rf"^\s*\d+ {DEVICE}$", sysfs.text(host, "/proc/devices") or "", re.MULTILINE):
         raise UnavailableError(f"no driver registers {DEVICE} (/proc/devices)")
     channels = tuple(name for name in sysfs.names(host, CHANNELS) if re.fullmatch(r"channel\d+", name))

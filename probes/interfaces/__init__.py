@@ -1,1 +1,1 @@
-"""Network interfaces and their roles."""
+"""Probe of network interfaces and their roles."""

@@ -1,9 +1,9 @@
-"""Judges interfaces: would NCCL and gloo talk over the right one, and is that one whole.
+"""Checks of interfaces: would NCCL and gloo use the right interface, and does it work.
 
-Ports of RDMA devices on a host are compared with each other by the rdma probe, which knows their cards.
+The rdma probe compares ports of RDMA devices, because it knows which ports are on the same card.
 
-Sources: NCCL user guide, NCCL_SOCKET_IFNAME and Troubleshooting ("Networking issues"); gloo binds to the address that
-the host's name resolves to unless GLOO_SOCKET_IFNAME is set.
+Sources: NCCL user guide, NCCL_SOCKET_IFNAME and Troubleshooting ("Networking issues"). Unless GLOO_SOCKET_IFNAME is
+set, gloo binds to the address that the host name resolves to.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ TEXTS = read_table(__file__, "findings.toml")
 
 
 def check(facts: InterfacesFacts) -> Iterator[Finding]:
-    """The choice first, then each interface."""
+    """Check the selected interface first, then every interface."""
     if facts.network_status_error:
         seen, error = (str(facts.network_status_source),), facts.network_status_error
         yield finding(TEXTS, "interfaces.network_status.invalid", Status.UNKNOWN, "", seen, error=error)
     if not unjudged(facts):
-        yield from _choice(facts)
+        yield from _check_choice(facts)
     for name, network in facts.networks_missing.items():
         evidence = (f"{facts.network_status_source}: {network} on {name}", f"rtnetlink: no {name}")
         values = {"name": name, "network": network}
         yield finding(TEXTS, "interfaces.network.missing", Status.FAIL, name, evidence, **values)
     for interface in facts.interfaces:
-        yield from _down(interface)
-        yield from _address(facts, interface)
-        yield from _mtu(facts, interface)
-    yield from _siblings(facts)
-    yield from _slower_than_siblings(facts)
+        yield from _check_down(interface)
+        yield from _check_address(facts, interface)
+        yield from _check_mtu(facts, interface)
+    yield from _compare_mtus(facts)
+    yield from _compare_speeds(facts)
 
 
 def unjudged(facts: InterfacesFacts) -> dict[str, str]:
-    """What the agent's own pod cannot tell: which interface a job takes is set by the manifest of the job's pod."""
+    """Return the checks that the agent's pod cannot do: the manifest of a job's pod determines its interface."""
     if not facts.of_agent or all(interface.role != "pod-default" for interface in facts.interfaces):
         return {}
     why = "not judged: this is the agent's own pod, and the manifest of a job's pod names the interface"
@@ -52,8 +52,8 @@ def _fast(interface: Interface) -> tuple[bool, float]:
     return interface.rdma_device is not None, interface.speed_bytes_per_second or 0.0
 
 
-def _default_interface(facts: InterfacesFacts) -> str | None:
-    """The interface that the library of this host's collectives takes."""
+def _find_default_interface(facts: InterfacesFacts) -> str | None:
+    """Return the interface that this host's collective library (NCCL or gloo) would use."""
     if facts.backend == "gloo":
         usable = [i.name for i in facts.interfaces if usable_by_nccl(i)]
         if facts.gloo_ifname:
@@ -64,11 +64,11 @@ def _default_interface(facts: InterfacesFacts) -> str | None:
     return facts.nccl_choice
 
 
-def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
+def _check_choice(facts: InterfacesFacts) -> Iterator[Finding]:
     gloo = facts.backend == "gloo"
     value = facts.gloo_ifname if gloo else facts.socket_ifname
     setting, library = f"{'GLOO' if gloo else 'NCCL'}_SOCKET_IFNAME={value}", "gloo" if gloo else "NCCL"
-    name = _default_interface(facts)
+    name = _find_default_interface(facts)
     listed = [(i, ", ".join(i.addresses)) for i in facts.interfaces]
     if name is None and value and facts.nccl_choice is not None:
         seen = tuple(f"{i.name}: {addresses or 'no address'}" for i, addresses in listed[:16])
@@ -77,8 +77,8 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
         return
     chosen = next((i for i in facts.interfaces if i.name == name), None)
     others = [i for i in facts.interfaces if i is not chosen]
-    # A network card is there, and no interface but loopback can be used: no other node is reached. A host or container
-    # without any card has no network to lose.
+    # The host has a network card, but only loopback is usable, so other nodes cannot be reached. A host or container
+    # without a network card is not checked.
     cut_off = any(i.bus_id for i in others) and not any(usable_by_nccl(i) for i in others)
     if chosen is None or (chosen.role == "loopback" and cut_off):
         seen = tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16])
@@ -92,11 +92,11 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
     if chosen.role in ("docker", "bridge", "virtual", "loopback"):
         status, why = Status.FAIL, f"a {chosen.role} interface that other nodes cannot reach"
     elif _is_faster(better, chosen):
-        # On a host whose fast card does RDMA, sockets carry the start-up only, and gloo.
-        # So on Slingshot, where libfabric drives the fast card.
+        # If the fast card supports RDMA, sockets carry only the bootstrap, and gloo. The same holds for Slingshot,
+        # whose fast card is used through libfabric.
         fabric = better.rdma_device or (better.driver or "").startswith("cxi")
         started_only = chosen.role in ("host", "unknown") and fabric
-        status = Status.INFO if started_only else by_loss(_loss(chosen, better))
+        status = Status.INFO if started_only else by_loss(_compute_loss(chosen, better))
         why = f"a {chosen.role} interface{_speed(chosen)}"
     else:
         return
@@ -105,12 +105,12 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
         TEXTS, "interfaces.choice.wrong", status, chosen.name,
         tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
         library=library, chosen=chosen.name, how=f"because of {setting}" if value else "by default", why=why,
-        better=better.name, what=f"{better.role}{_speed(better)}{device}", remedy=_named(chosen, better, others),
+        better=better.name, what=f"{better.role}{_speed(better)}{device}", remedy=_advise(chosen, better, others),
     )  # fmt: skip
 
 
-def _named(chosen: Interface, better: Interface, others: list[Interface]) -> str:
-    """Every interface as fast as the best one: pinned to one of them, data would lose the others."""
+def _advise(chosen: Interface, better: Interface, others: list[Interface]) -> str:
+    """Name every interface as fast as the best one, because NCCL does not use interfaces that are not named."""
     alike = [i for i in others if _fast(i) == _fast(better) and (i.role, i.driver) == (better.role, better.driver)]
     names = ",".join(i.name for i in (alike if not better.rdma_device else [better]))
     prefixed = chosen.name.startswith(tuple(names.split(",")))
@@ -118,7 +118,7 @@ def _named(chosen: Interface, better: Interface, others: list[Interface]) -> str
 
 
 def _is_faster(better: Interface, chosen: Interface) -> bool:
-    """An overlay against a secondary network with a device of its own, or a slower wire against a faster one."""
+    """Whether `better` is faster: it has a higher link rate, or it is a secondary network and the other an overlay."""
     if chosen.rdma_device:
         return False
     if chosen.speed_bytes_per_second and better.speed_bytes_per_second:
@@ -126,10 +126,10 @@ def _is_faster(better: Interface, chosen: Interface) -> bool:
     return chosen.role == "pod-default" and better.role == "secondary"
 
 
-def _loss(chosen: Interface, better: Interface) -> float:
-    """The share of the better interface's rate that is lost.
+def _compute_loss(chosen: Interface, better: Interface) -> float:
+    """Return the lost fraction of the better interface's rate.
 
-    An overlay beside a secondary network has no rate to read: there the same fine-tune took 5 h and 2 h 30 (README.md).
+    The rate of an overlay is unknown. In the README a fine-tune took 5 h on it, 2 h 30 on a secondary network.
     """
     if chosen.speed_bytes_per_second and better.speed_bytes_per_second and chosen.role != "pod-default":
         return 1.0 - chosen.speed_bytes_per_second / better.speed_bytes_per_second
@@ -141,36 +141,36 @@ def _speed(interface: Interface) -> str:
     return f", {gigabits(rate)}" if rate else ""
 
 
-def _down(interface: Interface) -> Iterator[Finding]:
+def _check_down(interface: Interface) -> Iterator[Finding]:
     given = interface.role == "secondary" or interface.multus_network is not None
-    # The port of a host that has neither an address nor a bond may be without a cable by design.
-    used = interface.rdma_device is not None and bool(_routable(interface) or interface.master)
+    # A host interface that is down, without address or bond, may intentionally have no cable.
+    used = interface.rdma_device is not None and bool(_list_routable(interface) or interface.master)
     if (given or used) and (interface.up is False or interface.running is False):
         state = "down" if interface.up is False else "up without a carrier"
-        # a network that the pod was given: without it the job falls back to the pod network, half as fast or worse
+        # a network assigned to the pod; without it, the job uses the pod network at half the speed or less
         status = Status.FAIL if given else Status.WARN
         yield finding(TEXTS, "interfaces.link.down", status, interface.name, interface=interface, state=state)
 
 
-def _address(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
-    if interface.role == "secondary" and interface.running and not _ipv4(interface):
-        # Without another secondary network the job falls back to the pod's own. InfiniBand needs no address for RDMA.
-        others = any(i.role == "secondary" and i.running and _ipv4(i) for i in facts.interfaces)
-        mild = others or _routable(interface) or interface.kind in ("ipoib", "infiniband")
+def _check_address(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
+    if interface.role == "secondary" and interface.running and not _list_ipv4(interface):
+        # With no other secondary network, the job uses the pod network. InfiniBand needs no IP address for RDMA.
+        others = any(i.role == "secondary" and i.running and _list_ipv4(i) for i in facts.interfaces)
+        mild = others or _list_routable(interface) or interface.kind in ("ipoib", "infiniband")
         status, name = Status.WARN if mild else Status.FAIL, interface.name
         seen = f"rtnetlink: {name}: {', '.join(interface.addresses) or 'no address'}"
         yield finding(TEXTS, "interfaces.address.missing", status, name, (seen,), name=name)
 
 
-def _ipv4(interface: Interface) -> list[str]:
+def _list_ipv4(interface: Interface) -> list[str]:
     return [address for address in interface.addresses if ":" not in address]
 
 
-def _routable(interface: Interface) -> list[str]:
+def _list_routable(interface: Interface) -> list[str]:
     return [address for address in interface.addresses if not address.lower().startswith("fe80")]
 
 
-def _mtu(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
+def _check_mtu(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
     mtu, name, wanted = interface.mtu_bytes, interface.name, interface.multus_mtu_bytes
     parent = next((i for i in facts.interfaces if i.name == interface.parent), None)
     whose = "network-status"
@@ -183,8 +183,8 @@ def _mtu(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
         yield finding(TEXTS, "interfaces.mtu.mismatch", Status.WARN, name, seen, **values)
 
 
-def _siblings(facts: InterfacesFacts) -> Iterator[Finding]:
-    """Networks of a pod, of one kind, driver and speed, that differ in MTU."""
+def _compare_mtus(facts: InterfacesFacts) -> Iterator[Finding]:
+    """Report MTU differences between networks of one pod with the same kind, driver and speed."""
     groups: dict[tuple[object, ...], list[Interface]] = {}
     for i in facts.interfaces:
         if i.running and i.role == "secondary" and i.mtu_bytes:
@@ -203,8 +203,8 @@ def _siblings(facts: InterfacesFacts) -> Iterator[Finding]:
             yield finding(TEXTS, key, fail, odd.name, seen, count=count, wanted=wanted, **values)
 
 
-def _slower_than_siblings(facts: InterfacesFacts) -> Iterator[Finding]:
-    """Training interfaces without RDMA, or members of a bond, that differ in speed although one driver runs them."""
+def _compare_speeds(facts: InterfacesFacts) -> Iterator[Finding]:
+    """Report speed differences between training interfaces without RDMA, or members of a bond, with the same driver."""
     drivers: dict[str, list[Interface]] = {}
     wired = [i for i in facts.interfaces if i.running and i.speed_bytes_per_second and i.kind not in ON_A_WIRE]
     for interface in wired:
@@ -227,7 +227,7 @@ def _slower_than_siblings(facts: InterfacesFacts) -> Iterator[Finding]:
 
 
 def samples(facts: InterfacesFacts) -> Iterator[Sample]:
-    """What node_exporter cannot know: the role, what it stands on, and NCCL's choice."""
+    """Export what node_exporter does not: the interface's role, its lower device, and NCCL's choice."""
     for interface in facts.interfaces:
         labels = (
             interface.name,

@@ -1,13 +1,13 @@
-"""Reads links, addresses and routes through rtnetlink, and from /sys/class/net what it does not contain, and says what
-each interface is for as a training pod sees it.
+"""Reads links, addresses and routes from rtnetlink, and their missing attributes from /sys/class/net; determines the
+role of each interface in a training pod.
 
-Beside them two files that others left: the Multus annotation of the pod, written by the downward API (a fieldRef
-environment variable is fixed before the networks are attached, so a volume is the dependable way), and the switch port
-at the other end of a wire, as systemd-networkd heard it over LLDP.
+It also reads two files: the Multus annotation of the pod, mounted as a downward API volume (a fieldRef environment
+variable is set before the networks are attached, so only a volume is reliable), and the switch port at the other end of
+a link, as received by systemd-networkd over LLDP.
 
 Specification: rtnetlink(7); Linux Documentation/ABI/testing/sysfs-class-net; NetworkAttachmentDefinition de facto
 standard 1.3 (k8s.v1.cni.cncf.io/network-status); IEEE 802.1AB-2016 clause 8 (TLVs: type in 7 bits, length in 9);
-systemd src/network/networkd-lldp-rx.c (/run/systemd/netif/lldp/<ifindex>: per neighbour the frame's length, 64 bits
+systemd src/network/networkd-lldp-rx.c (/run/systemd/netif/lldp/<ifindex>: per neighbour the frame length, 64 bits
 little-endian, and the Ethernet frame).
 """
 
@@ -37,12 +37,12 @@ IFF_UP, IFF_RUNNING = 0x1, 0x40
 POD_KINDS = {"veth", "netkit", "ipvlan", "macvlan"}
 
 _DOCKER = re.compile(r"docker\d*$|docker_gwbridge$|br-[0-9a-f]{12}$|virbr\d|podman\d|lxcbr\d|lxdbr\d|cni-podman")
-_MULTUS_DEFAULT_NAME = re.compile(r"net\d+$")  # Multus names interfaces net1, net2, ... where nothing else is asked
+_MULTUS_DEFAULT_NAME = re.compile(r"net\d+$")  # Multus' default interface names: net1, net2, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One attached network."""
+    """One network that is attached to the pod."""
 
     network: str
     interface: str
@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkStatus:
-    """The annotation, and the file it was found in."""
+    """The network-status annotation, and the file that contains it."""
 
     source: str
     by_interface: dict[str, Entry] = field(default_factory=dict)
@@ -62,24 +62,24 @@ class NetworkStatus:
 
 
 def read(host: Host) -> InterfacesFacts:
-    """All interfaces with their roles. Raises OSError where netlink is refused: NCCL and gloo fail there too."""
+    """Read all interfaces with their roles. Raises OSError if netlink is refused; NCCL and gloo then fail too."""
     try:
         links = host.netlink("links")
-    except FileNotFoundError:  # a recording from before the question
+    except FileNotFoundError:  # a recording made before this query existed
         links = ()
     if not links:
         raise UnavailableError("rtnetlink lists no interface")
     names: dict[Any, str] = {
         link.get("index"): str(link.get("IFLA_IFNAME") or f"index{link.get('index')}") for link in links
     }
-    addresses = _addresses(host)
-    default = _default_route_of_proc(host)
-    if default not in names.values():  # none, or /proc of another namespace
-        default = _default_route(host, names)
+    addresses = _read_addresses(host)
+    default = _read_proc_route(host)
+    if default not in names.values():  # no default route, or /proc of another namespace
+        default = _find_default_route(host, names)
     status = read_network_status(host)
     entries = status.by_interface if status else {}
-    rdma = _rdma_map(host)
-    facts = {names[link.get("index")]: _interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
+    rdma = _map_rdma(host)
+    facts = {names[link.get("index")]: _read_interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
     wired = neighbours(host, {index: name for index, name in names.items() if name in facts and facts[name].bus_id})
     in_pod = status is not None or container(host) == "kubernetes"
     finished = []
@@ -91,7 +91,7 @@ def read(host: Host) -> InterfacesFacts:
                 role=role_of(interface, entry, default=default, in_pod=in_pod),
                 multus_network=entry.network if entry else None,
                 multus_mtu_bytes=entry.mtu_bytes if entry else None,
-                rdma_device=(entry.rdma_device if entry else None) or _rdma_device(interface, facts, rdma),
+                rdma_device=(entry.rdma_device if entry else None) or _find_rdma_device(interface, facts, rdma),
                 neighbour=wired.get(interface.name),
             )
         )
@@ -113,7 +113,7 @@ def read(host: Host) -> InterfacesFacts:
 
 
 def role_of(interface: Interface, entry: Entry | None, *, default: str | None, in_pod: bool) -> str:
-    """ "loopback", "pod-default", "secondary", "host", "docker", "bridge" or "virtual"."""
+    """Return "loopback", "pod-default", "secondary", "host", "docker", "bridge" or "virtual"."""
     if interface.name == "lo":
         return "loopback"
     if entry is not None:
@@ -122,7 +122,7 @@ def role_of(interface: Interface, entry: Entry | None, *, default: str | None, i
         return "docker"
     if interface.kind in ("bridge", "openvswitch"):
         return "bridge"
-    # In a host's own namespace the default route goes out of a card or a bond; through a veth it leaves a container.
+    # In the host's own namespace, the default route uses a card or a bond; a veth leads out of a container.
     if interface.name == default and interface.kind in POD_KINDS:
         return "pod-default"
     in_container = in_pod or interface.parent_elsewhere
@@ -138,7 +138,7 @@ def role_of(interface: Interface, entry: Entry | None, *, default: str | None, i
 
 
 def _is_for_userspace(host: Host, entry: Entry) -> bool:
-    """Whether the network is a PCI function that a VFIO driver holds: it has no interface by design."""
+    """Whether the network is a PCI function with a VFIO driver, which has no network interface by design."""
     driver = sysfs.target_name(host, f"{DEVICES}/{entry.bus_id}/driver") if entry.bus_id else None
     return "vfio" in (driver or "")
 
@@ -146,10 +146,10 @@ def _is_for_userspace(host: Host, entry: Entry) -> bool:
 # One link ------------------------------------------------------------------------------------------------------
 
 
-def _interface(
+def _read_interface(
     host: Host, link: dict[str, Json], names: dict[Any, str], addresses: dict[Any, tuple[str, ...]]
 ) -> Interface:
-    """What a message of netlink and sysfs say; a parent in another namespace is none of this one's indices."""
+    """Combine a netlink message and sysfs. A parent in another namespace has no index in this one."""
     name, mtu, flags = names[link.get("index")], link.get("IFLA_MTU"), link.get("flags")
     info = link.get("IFLA_LINKINFO")
     kind, data = (info.get("IFLA_INFO_KIND"), info.get("IFLA_INFO_DATA")) if isinstance(info, dict) else (None, None)
@@ -157,7 +157,7 @@ def _interface(
     if lower is None and isinstance(data, dict):
         lower = data.get("IFLA_VXLAN_LINK")
     foreign = link.get("IFLA_LINK_NETNSID") is not None
-    # The other end of a veth is its IFLA_LINK, not what it stands on.
+    # IFLA_LINK of a veth is its peer, not a lower device.
     parent = names.get(lower) if kind not in ("veth", "netkit") and not foreign else None
     flags = flags if isinstance(flags, int) else None
     folder = f"{NET}/{name}"
@@ -172,7 +172,7 @@ def _interface(
         role="unknown",
         kind=kind,
         up=bool(flags & IFF_UP) if flags is not None else None,
-        running=_running(host, folder, flags, readable),
+        running=_read_running(host, folder, flags, readable),
         addresses=addresses.get(link.get("index"), ()),
         mtu_bytes=mtu if isinstance(mtu, int) else None,
         speed_bytes_per_second=speed * 1e6 / 8 if speed is not None and 0 < speed < 1 << 31 else None,
@@ -186,8 +186,8 @@ def _interface(
     )
 
 
-def _running(host: Host, folder: str, flags: int | None, readable: bool) -> bool | None:
-    """Netlink computes IFF_RUNNING; the flags file of sysfs does not, operstate does."""
+def _read_running(host: Host, folder: str, flags: int | None, readable: bool) -> bool | None:
+    """Return IFF_RUNNING as computed by netlink. sysfs has no such flag, but operstate is equivalent."""
     if flags is None:
         return None
     if flags & IFF_RUNNING:
@@ -199,18 +199,18 @@ def _running(host: Host, folder: str, flags: int | None, readable: bool) -> bool
 # Addresses and routes ------------------------------------------------------------------------------------------
 
 
-def _addresses(host: Host) -> dict[Any, tuple[str, ...]]:
+def _read_addresses(host: Host) -> dict[Any, tuple[str, ...]]:
     found: dict[Any, list[str]] = {}
     for entry in host.netlink("addresses"):
-        # IFA_ADDRESS is the peer's on point-to-point links, IFA_LOCAL the own; IPv6 has only the former.
+        # On point-to-point links IFA_ADDRESS is the peer's address, IFA_LOCAL the own one; IPv6 only has IFA_ADDRESS.
         address = entry.get("IFA_LOCAL") or entry.get("IFA_ADDRESS")
         if address:
             found.setdefault(entry.get("index"), []).append(f"{address}/{entry.get('prefixlen')}")
     return {index: tuple(list_) for index, list_ in found.items()}
 
 
-def _default_route(host: Host, names: dict[Any, str]) -> str | None:
-    """The interface of the default route in the main table, the one of lowest metric, IPv4 before IPv6."""
+def _find_default_route(host: Host, names: dict[Any, str]) -> str | None:
+    """Return the interface of the default route in the main table with the lowest metric, IPv4 before IPv6."""
     candidates = []
     for entry in host.netlink("routes"):
         main = entry.get("RTA_TABLE", entry.get("table")) == 254  # RT_TABLE_MAIN
@@ -224,10 +224,10 @@ def _default_route(host: Host, names: dict[Any, str]) -> str | None:
     return min(candidates)[2] if candidates else None
 
 
-def _default_route_of_proc(host: Host) -> str | None:
-    """/proc/net/route, the main table: Iface Destination Gateway Flags RefCnt Use Metric Mask, in hexadecimal.
+def _read_proc_route(host: Host) -> str | None:
+    """Parse /proc/net/route (main table): Iface Destination Gateway Flags RefCnt Use Metric Mask, in hexadecimal.
 
-    A tenth of the work of a dump through netlink, which every scan would pay.
+    This takes a tenth of the time of a netlink dump, which would be part of every scan.
     """
     candidates = []
     for line in (sysfs.text(host, "/proc/net/route") or "").splitlines()[1:]:
@@ -240,11 +240,11 @@ def _default_route_of_proc(host: Host) -> str | None:
 # RDMA ----------------------------------------------------------------------------------------------------------
 
 
-def _rdma_map(host: Host) -> dict[str, str]:
-    """Netdev name, PCI address and IPv4 address -> RDMA device.
+def _map_rdma(host: Host) -> dict[str, str]:
+    """Map netdev names, PCI addresses and IPv4 addresses to RDMA devices.
 
-    A pod with a macvlan on an RDMA port does not see the port's netdev; but the port's GID table holds the macvlan's
-    address, and that address is the pod's own.
+    A pod with a macvlan on an RDMA port does not see the port's netdev. However, the port's GID table contains the
+    address of the macvlan, and the pod has that address.
     """
     found: dict[str, str] = {}
     for device in sysfs.names(host, "/sys/class/infiniband"):
@@ -261,8 +261,8 @@ def _rdma_map(host: Host) -> dict[str, str]:
     return found
 
 
-def _rdma_device(interface: Interface, all_: dict[str, Interface], rdma: dict[str, str]) -> str | None:
-    """By its own address, name or PCI function, then by those of what it stands on, or of its bond's members."""
+def _find_rdma_device(interface: Interface, all_: dict[str, Interface], rdma: dict[str, str]) -> str | None:
+    """Find the RDMA device by the interface's address, name or PCI function, else by its lower device or bond ports."""
     for address in interface.addresses:
         if device := rdma.get(address.partition("/")[0]):
             return device
@@ -283,7 +283,7 @@ ENTRIES_MAX = 256
 
 
 def read_network_status(host: Host) -> NetworkStatus | None:
-    """The first file that holds the annotation; None where none does."""
+    """Return the first file that contains the annotation; None if there is none."""
     configured = host.environment().get("TOPOFLIGHT_NETWORK_STATUS", "")
     first = [configured] if configured.startswith("/") and "\0" not in configured else []
     for path in (*first, *NAMES["status_files"]):
@@ -302,12 +302,12 @@ def read_network_status(host: Host) -> NetworkStatus | None:
 
 
 def annotation(content: str) -> str | None:
-    """The value in a downward-API file of all annotations: one key="Go-quoted string" a line."""
+    """Return the annotation's value in a downward API file of all annotations: one key="Go-quoted string" per line."""
     for line in content.splitlines():
         key, _, value = line.partition("=")
         if key in NAMES["status_keys"]:
             try:
-                found = json.loads(value)  # Go's %q of JSON text is a JSON string
+                found = json.loads(value)  # JSON text quoted with Go's %q is a valid JSON string
             except (ValueError, RecursionError):
                 return None
             return found if isinstance(found, str) else None
@@ -315,18 +315,18 @@ def annotation(content: str) -> str | None:
 
 
 def parse_network_status(content: str) -> dict[str, Entry]:
-    """Entries by interface; ValueError says what is wrong with the text."""
+    """Parse the entries by interface. Raises ValueError, which names the error."""
     try:
         listed = json.loads(content)
     except RecursionError as error:
         raise ValueError("network-status is nested too deeply") from error
     if not isinstance(listed, list):
         raise ValueError(f"network-status is a list of networks, not {type(listed).__name__}")
-    entries = [_entry(item) for item in listed[:ENTRIES_MAX] if isinstance(item, dict)]
+    entries = [_parse_entry(item) for item in listed[:ENTRIES_MAX] if isinstance(item, dict)]
     return {entry.interface: entry for entry in entries if entry.interface}
 
 
-def _entry(item: dict[str, Json]) -> Entry:
+def _parse_entry(item: dict[str, Json]) -> Entry:
     info = item.get("device-info")
     pci = info.get("pci") if isinstance(info, dict) else None
     pci = pci if isinstance(pci, dict) else {}
@@ -334,15 +334,15 @@ def _entry(item: dict[str, Json]) -> Entry:
     default = item.get("default") is True
     return Entry(
         network=str(item.get("name") or ""),
-        interface=str(item.get("interface") or ("eth0" if default else "")),  # the default network may omit it
+        interface=str(item.get("interface") or ("eth0" if default else "")),  # may be missing for the default network
         default=default,
         mtu_bytes=mtu if isinstance(mtu, int) and not isinstance(mtu, bool) else None,
-        bus_id=_text(pci.get("pci-address")),
-        rdma_device=_text(pci.get("rdma-device")),
+        bus_id=_to_text(pci.get("pci-address")),
+        rdma_device=_to_text(pci.get("rdma-device")),
     )
 
 
-def _text(value: Json) -> str | None:
+def _to_text(value: Json) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
@@ -353,12 +353,12 @@ _CHASSIS, _PORT, _SYSTEM_NAME = 1, 2, 5
 _TEXT = {
     _CHASSIS: (6, 7),
     _PORT: (1, 5, 7),
-}  # subtypes that are text: an interface's name or alias, or locally assigned
+}  # subtypes with text: interface name or alias, or locally assigned
 _NAME_MAX = 64
 
 
 def neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
-    """What each interface of these indices is wired to: "leaf1 Ethernet1/5". One that heard nothing is left out."""
+    """Return the neighbour of each interface: "leaf1 Ethernet1/5". An interface without LLDP is left out."""
     there = set(sysfs.names(host, LLDP_FOLDER))
     found = {}
     for index, name in indices.items():
@@ -368,13 +368,13 @@ def neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
             except OSError:
                 continue
             names = list(dict.fromkeys(filter(None, map(neighbour, frames(content)))))
-            if len(names) == 1:  # several: there is a hub or a bridge in between, so the neighbour is unknown
+            if len(names) == 1:  # several names: a hub or bridge is in between, so the neighbour is unknown
                 found[name] = names[0]
     return found
 
 
 def frames(content: bytes) -> Iterator[bytes]:
-    """The frames of one file; a last one that is cut short is left out."""
+    """Yield the frames in one file; a truncated last frame is left out."""
     at = 0
     while at + 8 <= len(content):
         size = int.from_bytes(content[at : at + 8], "little")
@@ -385,20 +385,20 @@ def frames(content: bytes) -> Iterator[bytes]:
 
 
 def neighbour(frame: bytes) -> str | None:
-    """The system's name and its port, as far as they are text; None where the frame names no system."""
+    """Return the system name and port, if they are text; None if the frame has no system name."""
     if frame[12:_FRAME_HEADER] != _ETHERTYPE:
         return None
     fields: dict[int, str] = {}
-    for kind, value in _tlvs(frame[_FRAME_HEADER:]):
+    for kind, value in _split_tlvs(frame[_FRAME_HEADER:]):
         if kind == _SYSTEM_NAME:
-            fields.setdefault(kind, _plain(value))
+            fields.setdefault(kind, _decode_text(value))
         elif kind in _TEXT and value and value[0] in _TEXT[kind]:
-            fields.setdefault(kind, _plain(value[1:]))
+            fields.setdefault(kind, _decode_text(value[1:]))
     system = fields.get(_SYSTEM_NAME) or fields.get(_CHASSIS)
     return " ".join(filter(None, (system, fields.get(_PORT)))) if system else None
 
 
-def _tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _split_tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at + 2 <= len(data):
         head = int.from_bytes(data[at : at + 2], "big")
@@ -409,5 +409,5 @@ def _tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
         at += 2 + size
 
 
-def _plain(value: bytes) -> str:
+def _decode_text(value: bytes) -> str:
     return "".join(c for c in value.decode("ascii", "replace") if " " < c <= "~")[:_NAME_MAX]

@@ -1,1 +1,1 @@
-"""Limits that break RDMA and shared memory."""
+"""Probe of limits that can break RDMA and shared memory."""

@@ -17,7 +17,7 @@ from probes.limits.probe import SHM, LimitsFacts
 
 IPC_LOCK_BIT, SYS_NICE_BIT = 14, 23  # capabilities(7), include/uapi/linux/capability.h
 CGROUPS = "/sys/fs/cgroup"
-UNLIMITED_V1 = 1 << 62  # cgroup v1 prints LONG_MAX rounded down to a page for "no limit"
+UNLIMITED_V1 = 1 << 62  # cgroup v1 reports "unlimited" as LONG_MAX, rounded down to a page
 SECCOMP = {"0": "disabled", "1": "strict", "2": "filter"}
 CGROUP_DEPTH_MAX = 32
 
@@ -29,8 +29,8 @@ def read(host: Host) -> LimitsFacts:
     status = sysfs.fields(sysfs.text(host, "/proc/self/status"))
     rights = status.get("CapEff", "")
     capabilities = int(rights, 16) if re.fullmatch(r"[0-9a-fA-F]{1,16}", rights) else None
-    memlock, nofile = _numbers(host.limit, "MEMLOCK"), _numbers(host.limit, "NOFILE")
-    shm = _numbers(host.statvfs, SHM)
+    memlock, nofile = _ask_limit(host.limit, "MEMLOCK"), _ask_limit(host.limit, "NOFILE")
+    shm = _ask_limit(host.statvfs, SHM)
     environment = host.environment()
     of_job = f", Slurm job {environment.get('SLURM_JOB_ID')}" if "SLURM_PROCID" in environment else ""
     where, agent = container(host), of_agent(host)
@@ -47,30 +47,30 @@ def read(host: Host) -> LimitsFacts:
         sys_nice=None if capabilities is None else bool(capabilities >> SYS_NICE_BIT & 1),
         shm_size_bytes=shm[0] if shm else None,
         shm_free_bytes=shm[1] if shm else None,
-        hugepages=_hugepages(host),
-        cgroup_memory_max_bytes=_cgroup_memory(host),
-        cgroup_cpus=_cgroup_cpus(host),
+        hugepages=_read_hugepages(host),
+        cgroup_memory_max_bytes=_read_cgroup_memory(host),
+        cgroup_cpus=_read_cgroup_cpus(host),
         container=where,
         of_agent=agent,
         seccomp=SECCOMP.get(status.get("Seccomp", "")),
-        elsewhere="" if of_job or where else _of_other_process(host, environment),
+        elsewhere="" if of_job or where else _explain_slurm_limit(host, environment),
         rdma_present=bool(sysfs.names(host, "/sys/class/infiniband")),
     )
 
 
 CONFIGURATION_FILES_MAX = 16
 _INCLUDE = re.compile(r"^[ \t]*Include[ \t]+([^\s#]+)", re.MULTILINE | re.IGNORECASE)  # slurm.conf(5)
-SLURM_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")  # the second: "configless" nodes
+SLURM_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")  # the second is for "configless" nodes
 
 
-def _of_other_process(host: Host, environment: Mapping[str, str]) -> str:
-    """Why a Slurm job gets another process's limit of locked memory; empty where it gets this one.
+def _explain_slurm_limit(host: Host, environment: Mapping[str, str]) -> str:
+    """Return the reason that a Slurm job has another process's locked memory limit; empty if it has this one.
 
-    slurm.conf(5), PropagateResourceLimits: the limits of the shell that submits (ALL, the default, or by name), or
-    slurmd's. A process is slurmd's where slurmd has named its node or its script to it.
+    slurm.conf(5), PropagateResourceLimits: a job has the limits of the submitting shell (ALL, the default, or by name),
+    or those of slurmd. A process belongs to slurmd if slurmd set its node name or script context in the environment.
     """
     files = (environment.get("SLURM_CONF", ""), *SLURM_CONFIGURATIONS)
-    path, text = next(((path, text) for path in files if path and (text := _with_included(host, path))), ("", ""))
+    path, text = next(((path, text) for path in files if path and (text := _read_with_included(host, path))), ("", ""))
     if not text:
         return ""
     rows = re.findall(r"^[ \t]*PropagateResourceLimits(Except)?[ \t]*=[ \t]*(\S+)", text, re.MULTILINE | re.IGNORECASE)
@@ -85,10 +85,10 @@ def _of_other_process(host: Host, environment: Mapping[str, str]) -> str:
     return f"not judged: a Slurm job gets the limit of locked memory of {whose}, by {line} in {path}"
 
 
-def _with_included(host: Host, path: str) -> str:
-    """The text of slurm.conf and of the files that it includes, whose names are relative to its folder."""
+def _read_with_included(host: Host, path: str) -> str:
+    """Return the text of slurm.conf and of its included files, whose names are relative to its folder."""
     names, texts = [path], []
-    for name in names:  # which grows
+    for name in names:  # the list grows during the loop
         texts.append(sysfs.text(host, name) or "")
         cluster = cluster_name(texts[0])
         included = (join(dirname(path), name.replace("%c", cluster)) for name in _INCLUDE.findall(texts[-1]))
@@ -99,15 +99,15 @@ def _with_included(host: Host, path: str) -> str:
 _Pair = tuple[int | None, int | None]
 
 
-def _numbers(question: Callable[[str], _Pair], name: str) -> _Pair | None:
-    """The host's answer; None where it has none."""
+def _ask_limit(question: Callable[[str], _Pair], name: str) -> _Pair | None:
+    """Return the host's answer; None if there is none."""
     try:
         return question(name)
     except OSError:
         return None
 
 
-def _hugepages(host: Host) -> dict[str, int] | None:
+def _read_hugepages(host: Host) -> dict[str, int] | None:
     root = "/sys/kernel/mm/hugepages"
     counts = {
         name.removeprefix("hugepages-"): sysfs.number(host, f"{root}/{name}/nr_hugepages")
@@ -117,8 +117,8 @@ def _hugepages(host: Host) -> dict[str, int] | None:
     return {size: count for size, count in counts.items() if count is not None} or None
 
 
-def _cgroup_folders(host: Host, controller: str) -> list[str]:
-    """The cgroup of this process and its parents, v2 or v1; a cgroup namespace shows its own root as "/"."""
+def _list_cgroup_folders(host: Host, controller: str) -> list[str]:
+    """Return the cgroup of this process and its parents, v2 or v1. In a cgroup namespace the root appears as "/"."""
     folders: list[str] = []
     for line in (sysfs.text(host, "/proc/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
@@ -131,10 +131,10 @@ def _cgroup_folders(host: Host, controller: str) -> list[str]:
     return folders
 
 
-def _cgroup_memory(host: Host) -> int | None:
-    """The smallest memory limit of the cgroup and its parents, in bytes."""
+def _read_cgroup_memory(host: Host) -> int | None:
+    """Return the smallest memory limit of the cgroup and its parents, in bytes."""
     found = []
-    for folder in _cgroup_folders(host, "memory"):
+    for folder in _list_cgroup_folders(host, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             value = sysfs.number(host, f"{folder}/{name}")
             if value is not None and 0 <= value < UNLIMITED_V1:
@@ -142,10 +142,10 @@ def _cgroup_memory(host: Host) -> int | None:
     return min(found, default=None)
 
 
-def _cgroup_cpus(host: Host) -> float | None:
-    """The smallest CPU quota of the cgroup and its parents, in CPUs."""
+def _read_cgroup_cpus(host: Host) -> float | None:
+    """Return the smallest CPU quota of the cgroup and its parents, in CPUs."""
     found = []
-    for folder in _cgroup_folders(host, "cpu"):
+    for folder in _list_cgroup_folders(host, "cpu"):
         quota, _, period = (sysfs.text(host, f"{folder}/cpu.max") or "").partition(" ")
         pair = (sysfs.parse_number(quota), sysfs.parse_number(period))
         if pair == (None, None):

@@ -1,1 +1,1 @@
-"""The PCIe tree."""
+"""Probe of the PCIe tree."""

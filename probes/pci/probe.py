@@ -1,7 +1,7 @@
-"""Judges the PCIe tree: links narrower than they could be, redirected peer traffic, no way for a NIC to GPU memory.
+"""Checks of the PCIe tree: degraded links, redirected peer-to-peer traffic, NICs that cannot reach GPU memory.
 
-Sources: NCCL user guide, Troubleshooting ("GPU Direct", "PCI Access Control Services", "IO Virtualization");
-Linux drivers/pci (an idle GPU lowers its link's speed, never its width).
+Sources: NCCL user guide, Troubleshooting ("GPU Direct", "PCI Access Control Services", "IO Virtualization"); Linux
+drivers/pci (an idle GPU lowers the speed of its link, never the width).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from probes.pci.facts import (
 EVIDENCE_MAX = 16
 INFINIBAND_CLASS = 0x0207
 _DISPLAY, _ACCELERATOR = 0x0380, 0x1200  # display controller without VGA; processing accelerator
-DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
+DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # default of NCCL_TOPO_FILE
 
 TEXTS = read_table(__file__, "findings.toml")
 
 
 def gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """NVIDIA GPUs of this host: none that a virtual machine holds, and no virtual function of one."""
+    """Return NVIDIA GPUs for use by this host: none passed to a virtual machine, and no virtual function of those."""
     return tuple(d for d in nvidia_gpus(facts) if not is_passed_through(d.driver) and d.physical_function is None)
 
 
 def passed_through(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """NVIDIA GPUs that a virtual machine holds, or may hold: nothing of them can be read here."""
+    """Return NVIDIA GPUs that are, or may be, passed to a virtual machine, so they cannot be read here."""
     return tuple(d for d in nvidia_gpus(facts) if is_passed_through(d.driver) and d.physical_function is None)
 
 
 def bare_metal_gpus(facts: PciFacts) -> int | None:
-    """NVIDIA GPUs that the bus shows, those that a virtual machine holds included; None in a container or a guest.
+    """Count NVIDIA GPUs on the bus, including GPUs passed to virtual machines; None in a container or VM.
 
-    There the bus may show fewer than the board has, and nothing is wrong with it.
+    A container or VM may see fewer GPUs than the board has, which is not a fault.
     """
     if facts.hypervisor is not None or facts.container is not None:
         return None
@@ -59,9 +59,9 @@ def bare_metal_gpus(facts: PciFacts) -> int | None:
 
 
 def foreign_accelerators(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """Accelerators of other vendors: processing accelerators, and AMD's display controllers without VGA (Instinct).
+    """Return other vendors' accelerators: processing accelerators, and AMD display controllers without VGA (Instinct).
 
-    A VGA controller of another vendor is a screen (a management controller, the CPU's own graphics) and is left out.
+    VGA controllers of other vendors are for screens (management controllers, integrated graphics) and are left out.
     """
     return tuple(
         d
@@ -74,50 +74,50 @@ def foreign_accelerators(facts: PciFacts) -> tuple[PciDevice, ...]:
 
 
 def hcas(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """Network functions made for RDMA, or that do it: InfiniBand, EFA, ConnectX and BlueField, whatever has a device.
+    """Return network functions made for RDMA (InfiniBand, EFA, ConnectX, BlueField) or with an RDMA device.
 
-    A virtual function that does no RDMA here may be Ethernet only or another pod's, and is left out.
+    A virtual function without an RDMA device may be Ethernet only, or belong to another pod. It is left out.
     """
     return tuple(
         d
         for d in facts.devices
-        if is_network(d.class_code) and not is_passed_through(d.driver) and (bool(d.rdma) or _made_for_rdma(d))
+        if is_network(d.class_code) and not is_passed_through(d.driver) and (bool(d.rdma) or _is_made_for_rdma(d))
     )
 
 
-def _made_for_rdma(device: PciDevice) -> bool:
+def _is_made_for_rdma(device: PciDevice) -> bool:
     if device.physical_function is not None:
         return False
     if device.class_code >> 8 == INFINIBAND_CLASS or is_efa(device.vendor_id, device.device_id):
         return True
-    # a virtual function seen in a guest has no link to its physical one, and may be Ethernet only
+    # a virtual function in a VM has no link to its physical function, and may be Ethernet only
     return device.vendor_id == MELLANOX and not is_virtual(device.vendor_id, device.device_id)
 
 
 def check(facts: PciFacts) -> Iterator[Finding]:
-    """Device by device, then the host's switches."""
+    """Check each device, then the host-wide settings."""
     for device in facts.devices:
-        yield from _device(device)
-        yield from _link(facts, device)
+        yield from _check_device(device)
+        yield from _check_link(facts, device)
     if facts.hypervisor is None:
-        yield from _acs(facts)
-        yield from _iommu(facts)
-    if found := amd_gpus(facts):  # seen on the bus, and nothing here reads them
+        yield from _check_acs(facts)
+        yield from _check_iommu(facts)
+    if found := amd_gpus(facts):  # visible on the bus; no probe reads AMD GPUs
         seen = tuple(
             f"{DEVICES}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
             for d in found[:EVIDENCE_MAX]
         )
         yield finding(TEXTS, "pci.gpu.unjudged", Status.UNKNOWN, "", seen, count=len(found))
-    yield from _no_rdma(facts)
-    yield from _peermem(facts)
-    yield from _virtual_tree(facts)
+    yield from _check_rdma(facts)
+    yield from _check_peermem(facts)
+    yield from _check_virtual_tree(facts)
 
 
-def _rdma_nics(facts: PciFacts) -> list[PciDevice]:
+def _list_rdma_nics(facts: PciFacts) -> list[PciDevice]:
     return [d for d in facts.devices if is_network(d.class_code) and d.rdma and d.physical_function is None]
 
 
-def _device(device: PciDevice) -> Iterator[Finding]:
+def _check_device(device: PciDevice) -> Iterator[Finding]:
     driver = device.driver
     keys = []
     if device.lost:
@@ -135,29 +135,29 @@ def _device(device: PciDevice) -> Iterator[Finding]:
         yield finding(TEXTS, key, subject=device.bus_id, where=f"{DEVICES}/{device.bus_id}", driver=driver)
 
 
-def _least(facts: PciFacts, device: PciDevice, fact: str) -> Any:
-    """The smaller value of the device and of what is above it; None where the device's own is not known."""
+def _get_smaller(facts: PciFacts, device: PciDevice, fact: str) -> Any:
+    """Return the smaller value of the device and its upstream bridge; None if the device's own value is unknown."""
     above = [getattr(d, fact) for d in facts.devices if d.bus_id == device.parent]
     own = getattr(device, fact)
     return min([own, *filter(None, above)]) if own else None
 
 
-def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
+def _check_link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA
-    # A bridge is judged only directly below a root port: there both ends of one link are known. Inside a switch,
-    # parent and child are no link. VFs have no link of their own.
+    # A bridge is only checked directly below a root port, because there both ends of one link are known. Inside a
+    # switch, parent and child are not connected by a link. VFs have no link of their own.
     uplink = is_bridge(device.class_code) and any(d.bus_id == device.parent and d.parent is None for d in facts.devices)
     if not (gpu or uplink or is_network(device.class_code)) or device.physical_function is not None:
         return
-    where, what = f"{DEVICES}/{device.bus_id}", _what(device)
-    width, possible = device.link_width, _least(facts, device, "link_width_max")
+    where, what = f"{DEVICES}/{device.bus_id}", _describe_device(device)
+    width, possible = device.link_width, _get_smaller(facts, device, "link_width_max")
     if width and possible and width < possible:
         status = Status.FAIL if gpu or device.rdma or uplink else Status.WARN
         seen = (f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}")
         values = {"width": width, "possible": possible, "share": width / possible}
         yield finding(TEXTS, "pci.link.width", status, device.bus_id, seen, what=what, **values)
-    speed, fastest = device.link_transfers_per_second, _least(facts, device, "link_transfers_per_second_max")
-    # GPUs lower their link's speed when idle, and so does the switch above them: no verdict from a scan at rest.
+    speed, fastest = device.link_transfers_per_second, _get_smaller(facts, device, "link_transfers_per_second_max")
+    # GPUs lower their link speed when idle, and the switch above does the same, so an idle link is not checked.
     if is_network(device.class_code) and speed and fastest and speed < fastest:
         most = (device.link_transfers_per_second_max or 0) / 1e9
         seen = (f"{where}/current_link_speed: {speed / 1e9:g} GT/s", f"{where}/max_link_speed: {most:g} GT/s")
@@ -165,17 +165,17 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
         yield finding(TEXTS, "pci.link.speed", Status.WARN, device.bus_id, seen, what=what, **rates)
 
 
-def _what(device: PciDevice) -> str:
+def _describe_device(device: PciDevice) -> str:
     if is_gpu(device.class_code):
         return "The GPU"
     return "The NIC" if is_network(device.class_code) else "The switch's uplink"
 
 
 def peer_ports(facts: PciFacts) -> set[str]:
-    """Ports that traffic between two GPUs, or a GPU and an RDMA NIC, crosses below the bridge they share."""
+    """Return the ports that traffic between two GPUs, or a GPU and an RDMA NIC, crosses below their common bridge."""
     parents = {d.bus_id: d.parent for d in facts.devices}
     ends = gpus(facts)
-    chains = {d.bus_id: ancestors(parents, d.bus_id) for d in (*ends, *_rdma_nics(facts))}
+    chains = {d.bus_id: ancestors(parents, d.bus_id) for d in (*ends, *_list_rdma_nics(facts))}
     ports: set[str] = set()
     for a, b in combinations(chains, 2):
         if all(d.bus_id not in (a, b) for d in ends):
@@ -186,11 +186,11 @@ def peer_ports(facts: PciFacts) -> set[str]:
     return ports
 
 
-def _acs(facts: PciFacts) -> Iterator[Finding]:
+def _check_acs(facts: PciFacts) -> Iterator[Finding]:
     ports = peer_ports(facts)
     judged = [d for d in facts.devices if d.bus_id in ports]
     redirecting = [d.bus_id for d in judged if d.acs_source_validation]
-    if redirecting:  # judged on the way between GPUs and their peers only
+    if redirecting:  # only ports on paths between GPUs and their peers are checked
         seen = tuple(f"{DEVICES}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:EVIDENCE_MAX])
         yield finding(TEXTS, "pci.acs.on", Status.FAIL, "", seen, count=len(redirecting))
     elif any(d.acs_source_validation is None for d in judged):
@@ -198,26 +198,26 @@ def _acs(facts: PciFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "pci.acs.unknown", Status.UNKNOWN, "", seen)
 
 
-def _iommu(facts: PciFacts) -> Iterator[Finding]:
-    ends = len(gpus(facts)) + len(_rdma_nics(facts))
+def _check_iommu(facts: PciFacts) -> Iterator[Finding]:
+    ends = len(gpus(facts)) + len(_list_rdma_nics(facts))
     if facts.iommu_mode == "translated" and gpus(facts) and ends > 1:
-        # Traffic of GPUs and peers that share a switch leaves it now; other traffic crossed the root complex before.
+        # Traffic of devices on one switch is then sent through the root complex. Other traffic takes this path anyway.
         status = Status.FAIL if peer_ports(facts) else Status.WARN
         seen = ("/sys/kernel/iommu_groups/*/type of GPUs and NICs: DMA",)
         yield finding(TEXTS, "pci.iommu.translated", status, "", seen)
 
 
-def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
-    """Cards made for RDMA without an RDMA device: their driver's RDMA half is not loaded or is switched off."""
+def _check_rdma(facts: PciFacts) -> Iterator[Finding]:
+    """Report RDMA cards without an RDMA device: the RDMA part of their driver is not loaded or is disabled."""
     for device in facts.devices:
         made_for_it = device.class_code >> 8 == INFINIBAND_CLASS or is_efa(device.vendor_id, device.device_id)
-        # a virtual function without an RDMA device may be a pod's, in a network namespace of its own
+        # the RDMA device of a virtual function may be in the network namespace of a pod
         theirs = device.physical_function is not None and not made_for_it
         if device.rdma is not False or theirs or is_passed_through(device.driver):
             continue
         if not (made_for_it or device.driver == "mlx5_core" or device in hcas(facts)):
             continue
-        # An Ethernet card may be there for storage or management, but not where nothing else of a GPU node does RDMA.
+        # Ethernet cards may serve storage or management, but not if a GPU node has no other card with RDMA.
         alone = bool(gpus(facts)) and not any(d.rdma for d in facts.devices if is_network(d.class_code))
         status = Status.FAIL if made_for_it or alone else Status.WARN
         where = " in this container, which may be another network namespace's" if facts.container else ""
@@ -226,7 +226,7 @@ def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "pci.nic.no_rdma", status, device.bus_id, seen, where=where)
 
 
-def _peermem(facts: PciFacts) -> Iterator[Finding]:
+def _check_peermem(facts: PciFacts) -> Iterator[Finding]:
     nics = [d for d in facts.devices if is_network(d.class_code) and d.rdma]
     if not gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
         return
@@ -238,20 +238,20 @@ def _peermem(facts: PciFacts) -> Iterator[Finding]:
     yield finding(TEXTS, "pci.peermem.missing" if known else "pci.peermem.unknown", loaded=loaded, opened=opened)
 
 
-def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
+def _check_virtual_tree(facts: PciFacts) -> Iterator[Finding]:
     if facts.virtual_tree is None or not gpus(facts):
         return
     files = facts.topology_files
     unasked = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
     seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files
-    # with one GPU and no NIC for RDMA there is no path to choose
-    alone = len(gpus(facts)) == 1 and not _rdma_nics(facts)
+    # with one GPU and no RDMA NIC there is only one path
+    alone = len(gpus(facts)) == 1 and not _list_rdma_nics(facts)
     key = "pci.tree.virtual" + (" unasked" if unasked else " alone" if alone else " files" * bool(files))
     yield finding(TEXTS, key, None, "", seen, why=facts.virtual_tree, files=", ".join(files))
 
 
 def samples(facts: PciFacts) -> Iterator[Sample]:
-    """The switches, and how much of its possible width each GPU and NIC has."""
+    """Export the host-wide settings, and the fraction of the maximum link width of each GPU and NIC."""
     switches = (("pci_peermem_loaded", facts.peermem_loaded), ("pci_dmabuf_possible", facts.dmabuf_possible))
     yield from known_samples(switches)
     if facts.iommu_mode:
@@ -260,7 +260,7 @@ def samples(facts: PciFacts) -> Iterator[Sample]:
     if acs:
         yield Sample(metric="pci_acs_source_validation_devices", value=float(sum(acs)))
     for device in facts.devices:
-        width, possible = device.link_width, _least(facts, device, "link_width_max")
+        width, possible = device.link_width, _get_smaller(facts, device, "link_width_max")
         if not is_bridge(device.class_code) and width and possible:
             yield Sample(metric="pci_link_width_ratio", value=width / possible, labels=(device.bus_id,))
 

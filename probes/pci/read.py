@@ -1,11 +1,11 @@
-"""Reads /sys/bus/pci, configuration space, and the host-wide switches of GPUDirect RDMA.
+"""Reads /sys/bus/pci, configuration space, and the host-wide settings that affect GPUDirect RDMA.
 
 Specification: Linux Documentation/ABI/testing/sysfs-bus-pci, sysfs-kernel-iommu_groups; NCCL user guide,
-Troubleshooting ("GPU Direct"); NCCL src/graph/topo.cc for the place of a virtual topology file; PCI Express Base
+Troubleshooting ("GPU Direct"); NCCL src/graph/topo.cc for the path of a virtual topology file; PCI Express Base
 Specification, chapter 7 (capability structures), linux/pci_regs.h for their offsets; NVIDIA driver README, "Device
-Minor" in /proc/driver/nvidia/gpus/*/information; Linux fs/namei.c, inode_permission: access(2) asks the device cgroup.
-A process without CAP_SYS_ADMIN gets the first 64 bytes of configuration space only, and then what is in the
-capabilities is unknown.
+Minor" in /proc/driver/nvidia/gpus/*/information; Linux fs/namei.c, inode_permission: access(2) checks the device
+cgroup. A process without CAP_SYS_ADMIN can read only the first 64 bytes of configuration space, so it cannot see
+capabilities.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 
 def read(host: Host) -> PciFacts:
-    """Read the tree and the switches."""
+    """Read the PCIe tree and the host-wide settings."""
     try:
         found = host.list_dir(DEVICES)
     except FileNotFoundError as error:
-        # Where sysfs is not mounted, or a recording never asked, what is on the bus is unknown, not absent. A recording
-        # older than the question for /sys/bus shows by its network interfaces that sysfs was there.
+        # If sysfs is not mounted, or if a recording has no such query, the devices are unknown, not absent. In a
+        # recording older than the query for /sys/bus, network interfaces show that sysfs was mounted.
         if not host.exists("/sys/bus") and not sysfs.names(host, "/sys/class/net"):
             raise
         raise UnavailableError(f"this machine has no PCI bus ({DEVICES}: {error.strerror or error})") from error
@@ -50,10 +50,10 @@ def read(host: Host) -> PciFacts:
     hypervisor = virtual_machine(host)
     return PciFacts(
         devices=devices,
-        iommu_mode=_iommu_mode(host, devices),
+        iommu_mode=_read_iommu_mode(host, devices),
         peermem_loaded=any(host.exists(path) for path in NAMES["peermem"]) if host.exists("/sys/module") else None,
         nvidia_open_module=opened,
-        dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
+        dmabuf_possible=_has_dmabuf(opened, str(host.identity().get("kernel") or "")),
         virtual_tree=virtual_tree(devices, hypervisor),
         hypervisor=hypervisor,
         container=container(host),
@@ -67,7 +67,7 @@ def read(host: Host) -> PciFacts:
 
 
 def read_device(host: Host, address: str) -> PciDevice | None:
-    """One device; None where its class is none of ours."""
+    """Read one device; None if its class is not relevant."""
     folder = f"{DEVICES}/{address}"
     code = sysfs.number(host, f"{folder}/class")
     if code is None or not (is_bridge(code) or is_gpu(code) or is_network(code)):
@@ -91,10 +91,10 @@ def read_device(host: Host, address: str) -> PciDevice | None:
         root=roots[-1] if roots else None,
         numa_node=node if node is not None and node >= 0 else None,
         driver=sysfs.target_name(host, f"{folder}/driver"),
-        link_transfers_per_second=_transfers(sysfs.text(host, f"{folder}/current_link_speed")),
-        link_transfers_per_second_max=_transfers(sysfs.text(host, f"{folder}/max_link_speed")),
-        link_width=_width(sysfs.number(host, f"{folder}/current_link_width")),
-        link_width_max=_width(sysfs.number(host, f"{folder}/max_link_width")),
+        link_transfers_per_second=_parse_transfers(sysfs.text(host, f"{folder}/current_link_speed")),
+        link_transfers_per_second_max=_parse_transfers(sysfs.text(host, f"{folder}/max_link_speed")),
+        link_width=_parse_width(sysfs.number(host, f"{folder}/current_link_width")),
+        link_width_max=_parse_width(sysfs.number(host, f"{folder}/max_link_width")),
         iommu_group=sysfs.parse_number(group),
         physical_function=None if is_bridge(code) else sysfs.target_name(host, f"{folder}/physfn"),
         rdma=bool(sysfs.names(host, f"{folder}/infiniband")) if is_network(code) else None,
@@ -102,16 +102,16 @@ def read_device(host: Host, address: str) -> PciDevice | None:
 
 
 def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
-    """Configuration space of GPUs, NICs and the bridges above them: a read goes to the device, microseconds a word."""
+    """Read configuration space of GPUs, NICs and the bridges above them: each word takes microseconds on the device."""
     parents = {device.bus_id: device.parent for device in devices}
     wanted = {device.bus_id for device in devices if not is_bridge(device.class_code)}
     for device in devices:
         if device.bus_id in wanted:
             wanted |= set(ancestors(parents, device.bus_id))
-    return tuple(_configured(host, device) if device.bus_id in wanted else device for device in devices)
+    return tuple(_read_config(host, device) if device.bus_id in wanted else device for device in devices)
 
 
-def _configured(host: Host, device: PciDevice) -> PciDevice:
+def _read_config(host: Host, device: PciDevice) -> PciDevice:
     try:
         config = host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES)
     except OSError:
@@ -119,26 +119,26 @@ def _configured(host: Host, device: PciDevice) -> PciDevice:
     return replace(device, **parse_config(config))
 
 
-def _transfers(value: str | None) -> float | None:
-    """ "16.0 GT/s PCIe" is 16e9; "Unknown" is None."""
+def _parse_transfers(value: str | None) -> float | None:
+    """Parse "16.0 GT/s PCIe" as 16e9; "Unknown" becomes None."""
     found = re.match(r"(\d{1,4}(?:\.\d{1,3})?) GT/s", value or "", re.ASCII)
     return float(found[1]) * 1e9 if found else None
 
 
-def _width(value: int | None) -> int | None:
-    """Lanes; the kernel prints 0 or 255 where there is no link."""
+def _parse_width(value: int | None) -> int | None:
+    """Return the number of lanes; the kernel prints 0 or 255 if there is no link."""
     return value if value is not None and 1 <= value <= 32 else None
 
 
-def _dmabuf(opened: bool | None, kernel: str) -> bool | None:
+def _has_dmabuf(opened: bool | None, kernel: str) -> bool | None:
     version = re.match(r"(\d{1,4})\.(\d{1,4})", kernel, re.ASCII)
     if opened is None or version is None:
         return None
     return opened and (int(version[1]), int(version[2])) >= DMABUF_KERNEL
 
 
-def _iommu_mode(host: Host, devices: tuple[PciDevice, ...]) -> str | None:
-    """By the domain type of the groups that hold GPUs and NICs, else by the kernel's command line."""
+def _read_iommu_mode(host: Host, devices: tuple[PciDevice, ...]) -> str | None:
+    """Return the mode from the domain type of GPUs' and NICs' IOMMU groups, else from the kernel command line."""
     ends = [d for d in devices if not is_bridge(d.class_code)]
     groups = sorted({d.iommu_group for d in ends if d.iommu_group is not None})
     types = {kind for group in groups if (kind := sysfs.text(host, f"{GROUPS}/{group}/type"))}
@@ -155,7 +155,7 @@ def _iommu_mode(host: Host, devices: tuple[PciDevice, ...]) -> str | None:
 
 
 def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str | None:
-    """Why the tree says nothing of nearness: a hypervisor gave every GPU and NIC a place of its own, or one for all."""
+    """Return the reason that the tree shows no distances: a hypervisor gave GPUs and NICs one root each, or all one."""
     ends = [d for d in devices if is_gpu(d.class_code) or is_network(d.class_code)]
     if hypervisor is None or len(ends) < 2 or any(d.root is None for d in ends):
         return None
@@ -172,33 +172,33 @@ def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str 
 
 # GPUs of the bus, for the gpu probe -----------------------------------------------------------------------------------
 
-NODES_MAX = 64  # as the gpu probe reads at most
+NODES_MAX = 64  # same limit as in the gpu probe
 
 
 def read_bus(host: Host) -> GpuBus | None:
-    """The bus as sysfs shows it; None without sysfs."""
+    """Read the GPUs of the bus from sysfs, for the gpu probe; None without sysfs."""
     try:
         addresses = [name for name in host.list_dir(DEVICES) if sysfs.BUS_ID.fullmatch(name)]
     except OSError:
         return None
-    found = tuple(gpu for address in addresses if (gpu := _gpu(host, address)) is not None)[:NODES_MAX]
+    found = tuple(gpu for address in addresses if (gpu := _read_gpu(host, address)) is not None)[:NODES_MAX]
     nodes = sum(sysfs.usable(host, f"/dev/nvidia{n}") or False for n in range(len(found)))
     visible = host.environment().get("NVIDIA_VISIBLE_DEVICES", "").strip()
     return GpuBus(
         gpus=found, container=container(host) if found else None, nodes=nodes,
-        requested=_requested(visible), all_requested=visible == "all",
+        requested=_count_requested(visible), all_requested=visible == "all",
     )  # fmt: skip
 
 
-def _requested(visible: str) -> int | None:
-    """How many GPUs the variable names, by index or UUID; "void" and "none" leave it to a device list (CDI) or none."""
+def _count_requested(visible: str) -> int | None:
+    """Count the GPUs that the variable names by index or UUID. "void" and "none" mean a CDI device list, or no GPU."""
     names = [name.strip() for name in visible.split(",") if name.strip()]
     if not names or names[0] in ("all", "void", "none") or any("MIG" in name or ":" in name for name in names):
         return None
     return len(set(names))
 
 
-def _gpu(host: Host, address: str) -> BusGpu | None:
+def _read_gpu(host: Host, address: str) -> BusGpu | None:
     folder = f"{DEVICES}/{address}"
     if sysfs.number(host, f"{folder}/vendor") != NVIDIA or (sysfs.number(host, f"{folder}/class") or 0) >> 16 != 0x03:
         return None
@@ -217,7 +217,7 @@ def _gpu(host: Host, address: str) -> BusGpu | None:
 CONFIG_BYTES = 4096
 
 _EXTENDED_START = 0x100
-_EXTENDED_MAX = (CONFIG_BYTES - _EXTENDED_START) // 8  # no chain can be longer; a broken one may loop
+_EXTENDED_MAX = (CONFIG_BYTES - _EXTENDED_START) // 8  # maximum length of a valid chain; an invalid one may loop
 _STANDARD_MAX = (0x100 - 0x40) // 4
 _STATUS, _STATUS_HAS_LIST, _LIST_POINTER = 0x06, 0x10, 0x34
 _EXPRESS, _EXPRESS_DEVICE_CONTROL, _RELAXED_ORDERING = 0x10, 8, 1 << 4
@@ -226,43 +226,43 @@ _REBAR, _REBAR_MAX = 0x0015, 6
 
 
 def parse_config(config: bytes) -> dict[str, Any]:
-    """Facts of `PciDevice` from as much of the space as was readable; None is unknown."""
+    """Parse facts of `PciDevice` from the readable part of the space; None means unknown."""
     if len(config) >= 64 and not config[:64].strip(b"\xff"):
         return {"lost": True}
-    extended = dict(_extended(config))
+    extended = dict(_walk_extended(config))
     readable = len(config) > _EXTENDED_START + 4
-    # A port without the capability cannot redirect: off, not unknown.
+    # A port without the capability cannot redirect traffic: the value is off, not unknown.
     acs: bool | None = False if readable else None
     if _ACS in extended:
-        control = _word(config, extended[_ACS] + _ACS_CONTROL)
+        control = _get_word(config, extended[_ACS] + _ACS_CONTROL)
         acs = None if control is None else bool(control & _SOURCE_VALIDATION)
     return {
         "acs_source_validation": acs,
-        "relaxed_ordering": _relaxed_ordering(config),
+        "relaxed_ordering": _has_relaxed_ordering(config),
         "resizable_bar": _rebar(config, extended[_REBAR]) if _REBAR in extended else (False if readable else None),
         "bar_sizes_offered": True if _REBAR in extended else (False if readable else None),
     }
 
 
-def _relaxed_ordering(config: bytes) -> bool | None:
+def _has_relaxed_ordering(config: bytes) -> bool | None:
     if len(config) <= 64:
         return None
-    for kind, offset in _standard(config):
+    for kind, offset in _walk_standard(config):
         if kind == _EXPRESS:
-            control = _word(config, offset + _EXPRESS_DEVICE_CONTROL)
+            control = _get_word(config, offset + _EXPRESS_DEVICE_CONTROL)
             return None if control is None else bool(control & _RELAXED_ORDERING)
     return None
 
 
 def _rebar(config: bytes, offset: int) -> bool | None:
-    """Whether every resizable BAR has the largest of its supported sizes."""
-    first = _double(config, offset + 8)
+    """Whether every resizable BAR has the largest supported size."""
+    first = _get_double(config, offset + 8)
     if first is None:
         return None
     bars = min(first >> 5 & 7, _REBAR_MAX)
     answers = []
     for bar in range(bars):
-        supported, control = _double(config, offset + 4 + 8 * bar), _double(config, offset + 8 + 8 * bar)
+        supported, control = _get_double(config, offset + 4 + 8 * bar), _get_double(config, offset + 8 + 8 * bar)
         if supported is None or control is None:
             return None
         sizes = supported >> 4 | (control >> 16) << 28  # bit n: 2**(n+20) bytes
@@ -270,8 +270,8 @@ def _rebar(config: bytes, offset: int) -> bool | None:
     return all(answers) if answers else None
 
 
-def _standard(config: bytes) -> Iterator[tuple[int, int]]:
-    status = _word(config, _STATUS)
+def _walk_standard(config: bytes) -> Iterator[tuple[int, int]]:
+    status = _get_word(config, _STATUS)
     if status is None or not status & _STATUS_HAS_LIST or len(config) <= _LIST_POINTER:
         return
     offset = config[_LIST_POINTER] & ~3
@@ -282,10 +282,10 @@ def _standard(config: bytes) -> Iterator[tuple[int, int]]:
         offset = config[offset + 1] & ~3
 
 
-def _extended(config: bytes) -> Iterator[tuple[int, int]]:
+def _walk_extended(config: bytes) -> Iterator[tuple[int, int]]:
     offset = _EXTENDED_START
     for _ in range(_EXTENDED_MAX):
-        header = _double(config, offset)
+        header = _get_double(config, offset)
         if not header or header == 0xFFFFFFFF:
             return
         yield header & 0xFFFF, offset
@@ -294,9 +294,9 @@ def _extended(config: bytes) -> Iterator[tuple[int, int]]:
             return
 
 
-def _word(config: bytes, offset: int) -> int | None:
+def _get_word(config: bytes, offset: int) -> int | None:
     return int(struct.unpack_from("<H", config, offset)[0]) if offset + 2 <= len(config) else None
 
 
-def _double(config: bytes, offset: int) -> int | None:
+def _get_double(config: bytes, offset: int) -> int | None:
     return int(struct.unpack_from("<I", config, offset)[0]) if offset + 4 <= len(config) else None

@@ -1,1 +1,1 @@
-"""RDMA devices and ports."""
+"""Probe of RDMA devices and ports."""

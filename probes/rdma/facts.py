@@ -1,4 +1,4 @@
-"""What is known of RDMA devices and ports.
+"""Facts about RDMA devices and ports.
 
 Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; InfiniBand Architecture, Annex A17 (RoCEv2).
 """
@@ -13,17 +13,17 @@ from probes.api import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gid:
-    """One used entry of a port's GID table."""
+    """One valid entry of a port's GID table."""
 
     index: int
-    gid: str  # "fe80:0000:...": as sysfs prints it
-    type: str | None = None  # "IB/RoCE v1", "RoCE v2"; None where the kernel answers EINVAL
+    gid: str  # "fe80:0000:...", as printed by sysfs
+    type: str | None = None  # "IB/RoCE v1", "RoCE v2"; None if the kernel returns EINVAL
     netdev: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaPort:
-    """One port of one device."""
+    """One port of an RDMA device."""
 
     port: int
     state: str | None = None  # "ACTIVE", "DOWN", "INIT", "ARMED"
@@ -33,45 +33,43 @@ class RdmaPort:
     rate_text: str | None = None  # "400 Gb/sec (4X NDR)"
     netdev: str | None = None
     active_mtu_bytes: int | None = (
-        None  # RoCE: what the kernel derives from the netdev's MTU; InfiniBand: from libibverbs, else unknown
+        None  # RoCE: derived by the kernel from the netdev's MTU; InfiniBand: from libibverbs, else unknown
     )
     netdev_mtu_bytes: int | None = None
     gids: tuple[Gid, ...] = ()
     gids_known: bool = False
-    counters: dict[str, int] | None = None  # counters/ and hw_counters/ together
-    pfc_priorities: tuple[int, ...] | None = None  # priorities with PFC on (DCB netlink); None where not answered
-    trust: str | None = None  # how the port classifies packets: "dscp", "pcp"; None where neither file nor DCB tells
-    dscp_priorities: tuple[tuple[int, int], ...] | None = (
-        None  # the port's own map, (DSCP, priority), of DCB's app table
-    )
-    rate_max_bytes_per_second: float | None = None  # fastest mode the netdev's driver supports (ethtool netlink)
+    counters: dict[str, int] | None = None  # merged from counters/ and hw_counters/
+    pfc_priorities: tuple[int, ...] | None = None  # priorities with PFC enabled (DCB netlink); None if not reported
+    trust: str | None = None  # packet classification: "dscp" or "pcp"; None if neither file nor DCB reports it
+    dscp_priorities: tuple[tuple[int, int], ...] | None = None  # the port's (DSCP, priority) map, from DCB's app table
+    rate_max_bytes_per_second: float | None = None  # fastest link mode supported by the driver (ethtool netlink)
     ecn: bool | None = None
-    traffic_class: int | None = None  # /sys/kernel/config or /sys/class/infiniband/*/tc where set
+    traffic_class: int | None = None  # from /sys/kernel/config or /sys/class/infiniband/*/tc, if set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaDevice:
-    """One device: an HCA, a VF, a bond, an EFA, a Soft-RoCE."""
+    """One device: HCA, virtual function, bond, EFA or Soft-RoCE."""
 
     name: str  # "mlx5_0"
     kind: str  # "hca", "efa", "rxe", "siw", "other"
     bus_id: str | None = None
     numa_node: int | None = None
     board: str | None = None  # board_id
-    model: str | None = None  # hca_type or the PCI id's name: "MT4129", "ConnectX-7"
+    model: str | None = None  # hca_type, or the name for the PCI id: "MT4129", "ConnectX-7"
     firmware: str | None = None
     is_vf: bool | None = None
-    bond: str | None = None  # netdev of the bond this device stands for: "bond0"
+    bond: str | None = None  # bond whose traffic this device carries: "bond0"
     uverbs: str | None = None  # "/dev/infiniband/uverbs0"
-    uverbs_usable: bool | None = None  # this user may open it
+    uverbs_usable: bool | None = None  # whether this user may open it
     driver: str | None = None  # "mlx5_core", "efa", "bnxt_en"
     ports: tuple[RdmaPort, ...] = ()
-    role: str | None = None  # RAIL or OTHER where the topology decides it; `agent.checks.host_checks` sets it
+    role: str | None = None  # RAIL or OTHER, if the topology shows it; set by `agent.checks.host_checks`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemlockProof:
-    """The largest memory region that a real registration managed, and where it failed."""
+    """The largest memory region that could be registered, and the size at which registration failed."""
 
     device: str
     registered_bytes: int
@@ -81,12 +79,12 @@ class MemlockProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaFacts:
-    """All RDMA devices this process can see."""
+    """All RDMA devices that this process can see."""
 
     devices: tuple[RdmaDevice, ...]
     source: str  # "sysfs", "netlink", "verbs"
     netns_mode: str | None = None  # "shared", "exclusive"
-    pyverbs: str | None = None  # version, or why it is not usable
+    pyverbs: str | None = None  # version, or the reason that it cannot be used
     memlock_proof: MemlockProof | None = None
 
 
@@ -95,11 +93,11 @@ SOURCE = Source(name="rdma", facts=RdmaFacts, timeout_seconds=20.0)
 
 ROCE_V2 = "RoCE v2"
 RAIL, OTHER = "rail", "other"
-"""Roles of a device: it carries the traffic of a GPU that is nearest to it, or serves storage or management."""
+"""Roles of a device: RAIL carries GPU traffic, as the nearest device of a GPU; OTHER serves storage or management."""
 
 
 def ipv4_of(gid: Gid) -> str | None:
-    """The IPv4 address a GID stands for (::ffff:a.b.c.d), None for any other."""
+    """Return the IPv4 address in a GID (::ffff:a.b.c.d), None for other GIDs."""
     try:
         mapped = ipaddress.IPv6Address(gid.gid).ipv4_mapped
     except ValueError:
@@ -108,5 +106,5 @@ def ipv4_of(gid: Gid) -> str | None:
 
 
 def is_link_local(gid: Gid) -> bool:
-    """Whether no other subnet is reached by it, and NCCL does not choose it: fe80::/10."""
+    """Whether the GID is link-local (fe80::/10): it reaches no other subnet, and NCCL does not select it."""
     return gid.gid.lower().startswith("fe80")

@@ -1,14 +1,14 @@
-"""RDMA devices judged: ports, GIDs, MTU, flow control, permissions, and whether memory can really be registered.
+"""Checks of RDMA devices: ports, GIDs, MTU, flow control, permissions, and whether memory can be registered.
 
-Ports are compared with those of their own role: the rails of the GPUs, or what serves storage and management
-(`RdmaDevice.role`). A step waits for no port of the second kind, so a finding about one is one degree less severe.
+Ports are compared with ports of the same role: rails of the GPUs, or ports for storage and management
+(`RdmaDevice.role`). Training does not wait for ports of the second kind, so their findings are one level less severe.
 
 Sources: InfiniBand Architecture (port states, link widths); NCCL user guide, Troubleshooting ("RoCE", "InfiniBand"),
-NCCL_IB_GID_INDEX and NCCL_IB_ADDR_FAMILY; NCCL src/transport/net_ib (only ACTIVE ports are listed, silently; a
-connection takes the smaller MTU of its ends; choice of the GID index since 2.21); ibv_reg_mr(3); Linux
-include/rdma/ib_addr.h (the MTU of RoCE); NVIDIA,
-"Recommended Network Configuration Examples for RoCE Deployment": a lossless fabric has PFC on one priority (3 by
-custom), a lossy one lives by ECN and selective repeat, which is a choice and no fault.
+NCCL_IB_GID_INDEX and NCCL_IB_ADDR_FAMILY; NCCL src/transport/net_ib (only ACTIVE ports are used, without a message; a
+connection uses the smaller MTU of its ends; GID index selection since 2.21); ibv_reg_mr(3); Linux
+include/rdma/ib_addr.h (the MTU of RoCE); NVIDIA, "Recommended Network Configuration Examples for RoCE Deployment": a
+lossless fabric enables PFC on one priority (usually 3); a lossy fabric relies on ECN and selective repeat, which is not
+a fault.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Ports = list[tuple[RdmaDevice, RdmaPort]]
 
 
 def nccl_gid_index(port: RdmaPort) -> int | None:
-    """The index NCCL 2.21 and newer takes with nothing set: IPv4 before IPv6, then RoCE v2 before v1, else entry 0.
+    """Return the GID index that NCCL 2.21 and newer selects by default: IPv4 first, RoCE v2 before v1, else entry 0.
 
-    None for InfiniBand, where the index has no such meaning, and where the table is unknown.
+    None for InfiniBand, where the index has another meaning, and if the table is unknown.
     """
     if port.link_layer != "Ethernet" or not port.gids_known or not port.gids:
         return None
@@ -57,156 +57,156 @@ def nccl_gid_index(port: RdmaPort) -> int | None:
 
 
 def rocev2_gid_index(port: RdmaPort) -> int | None:
-    """The first RoCE v2 entry that can be routed: with IPv4, else a global IPv6, else link-local."""
+    """Return the first routable RoCE v2 entry: with IPv4, else global IPv6; else a link-local one."""
     routed = [gid for gid in port.gids if gid.type == ROCE_V2]
     routed.sort(key=lambda gid: (ipv4_of(gid) is None, is_link_local(gid), gid.index))
     return routed[0].index if routed else None
 
 
 def check(facts: RdmaFacts) -> Iterator[Finding]:
-    """Port by port and device by device, then across the devices of one role."""
-    yield from _none_active(facts)
+    """Check every port and device, then compare the devices of each role."""
+    yield from _check_active(facts)
     rails = tuple(device for device in facts.devices if device.role != OTHER)
     others = tuple(device for device in facts.devices if device.role == OTHER)
-    yield from _of_role(rails, facts)
-    yield from map(_less_severe, _of_role(others, facts))
-    yield from _mixed(rails)
+    yield from _check_role(rails, facts)
+    yield from map(_lower_severity, _check_role(others, facts))
+    yield from _compare_devices(rails)
     yield from check_flow(replace(facts, devices=rails))
-    yield from _firmware(facts)
-    yield from _memlock(facts)
+    yield from _compare_firmware(facts)
+    yield from _check_memlock(facts)
     if facts.netns_mode == "shared" and facts.source == "netlink":
         yield finding(TEXTS, "rdma.netns.shared")
 
 
-def _of_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
-    """Devices that are all for the traffic of the GPUs, or all for something else."""
+def _check_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
+    """Compare devices of one role: all carry GPU traffic, or all serve something else."""
     for device in devices:
         for port in device.ports:
-            yield from _down(facts, device, port)
+            yield from _check_down(facts, device, port)
             if device.kind != "efa" and port.state == "ACTIVE":
                 yield from check_width(device, port)
                 yield from check_gids(device, port)
                 yield from check_mtu(device, port)
-        yield from _permission(device)
-    for members in _alike(devices):
-        yield from _rates(members)
-        yield from _mtus(members)
+        yield from _check_permission(device)
+    for members in _group_alike(devices):
+        yield from _compare_rates(members)
+        yield from _compare_mtus(members)
 
 
-def _less_severe(found: Finding) -> Finding:
+def _lower_severity(found: Finding) -> Finding:
     status = {Status.FAIL: Status.WARN, Status.WARN: Status.INFO}.get(found.status, found.status)
     message = f"{found.message} No traffic between GPUs goes over this port: every GPU has a nearer or faster one."
     return found if status is found.status else replace(found, status=status, message=message)
 
 
-def _ports(devices: Iterable[RdmaDevice]) -> Ports:
+def _list_ports(devices: Iterable[RdmaDevice]) -> Ports:
     return [(device, port) for device in devices for port in device.ports]
 
 
-def _alike(devices: Iterable[RdmaDevice]) -> Iterable[Ports]:
-    """The ACTIVE ports of adapters, grouped by model, board and link layer."""
+def _group_alike(devices: Iterable[RdmaDevice]) -> Iterable[Ports]:
+    """Group the ACTIVE ports of adapters by model, board and link layer."""
     groups: dict[tuple[str | None, ...], Ports] = {}
-    for device, port in _ports(devices):
+    for device, port in _list_ports(devices):
         if port.state == "ACTIVE" and device.kind in ("hca", "efa"):
             groups.setdefault((device.model, device.board, port.link_layer), []).append((device, port))
     return groups.values()
 
 
-def _of_port(
+def _report_port(
     key: str, device: RdmaDevice, port: RdmaPort, status: Status | None = None, evidence: tuple[str, ...] = (),
     **values: object,
 ) -> Finding:  # fmt: skip
-    """The finding of a row about one port: its texts name facts of `device` and `port`, and `where` sysfs has it."""
+    """Create a finding about a port; its text may refer to `device`, `port` and `where`, the port's path in sysfs."""
     name, where = subject(device, port), where_of(device, port)
     return finding(TEXTS, key, status, name, evidence, device=device, port=port, where=where, **values)
 
 
-def _none_active(facts: RdmaFacts) -> Iterator[Finding]:
-    states = [port.state for _, port in _ports(facts.devices)]
+def _check_active(facts: RdmaFacts) -> Iterator[Finding]:
+    states = [port.state for _, port in _list_ports(facts.devices)]
     if states and None not in states and "ACTIVE" not in states:
-        seen = tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _ports(facts.devices)[:EVIDENCE_MAX])
+        seen = tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _list_ports(facts.devices)[:EVIDENCE_MAX])
         yield finding(TEXTS, "rdma.port.none_active", None, "", seen, count=len(states))
 
 
-def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     if port.state is None:
-        yield _of_port("rdma.port.unknown", device, port)
+        yield _report_port("rdma.port.unknown", device, port)
     elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
         state = f"{port.state} ({port.physical_state or 'physical state unknown'})"
         if not _is_needed(facts, device, port):
-            yield _of_port("rdma.port.down unused", device, port, state=state)
+            yield _report_port("rdma.port.down unused", device, port, state=state)
             return
-        sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _ports(facts.devices))
-        carries = (sisters or device.role == RAIL) and device.kind in ("hca", "efa")  # software adds no wire
-        # its share of the node's ports of that kind; of a kind that carries nothing here none is missed
+        sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _list_ports(facts.devices))
+        carries = (sisters or device.role == RAIL) and device.kind in ("hca", "efa")  # software RDMA adds no link
+        # a port's share of the ports of its model; no loss if ports of this model carry no GPU traffic
         status = by_loss(1.0 / (sisters + 1)) if carries else Status.WARN
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
         key = "rdma.port.down" + f" {port.state}" * (port.state in _WAITING)
-        yield _of_port(key, device, port, status, state=state, sisters=counted)
+        yield _report_port(key, device, port, status, state=state, sisters=counted)
 
 
 def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
-    """Whether something needs a port that is not ACTIVE: an address, a bond, or the use that cards of its kind have.
+    """Whether an inactive port is needed: it has an address or a bond, or other cards of its model use this port.
 
-    A card with another port up may be cabled once by design; then its twins on this node are cabled the same way. A
-    virtual function without address, beside a whole device that is up, is in stock.
+    If the card's other port is active, it may have a single cable by design; then cards of its model on this node are
+    cabled alike. A virtual function without address, next to an active physical device, is not in use yet.
     """
     if device.is_vf and port.state == "DOWN":
         idle = all(each.state == "DOWN" and not any(map(ipv4_of, each.gids)) for each in device.ports)
-        if idle and any(each.state == "ACTIVE" and not other.is_vf for other, each in _ports(facts.devices)):
+        if idle and any(each.state == "ACTIVE" and not other.is_vf for other, each in _list_ports(facts.devices)):
             return False
-    elsewhere = {gid.gid for _, other in _ports(facts.devices) if other.state == "ACTIVE" for gid in other.gids}
+    elsewhere = {gid.gid for _, other in _list_ports(facts.devices) if other.state == "ACTIVE" for gid in other.gids}
     own_gids = {gid.gid for gid in port.gids if not is_link_local(gid)} - elsewhere
     if (port.link_layer == "Ethernet" and own_gids) or device.bond or port.state in _WAITING:
         return True
     if device.role == OTHER:
         return False
-    own, place = _card(device), (_function(device), port.port)
-    kin = [(d, p) for d, p in _ports(facts.devices) if (d.model, d.board) == (device.model, device.board)]
-    if not any(_card(d) == own and p.state == "ACTIVE" for d, p in kin):
+    own, place = _get_card(device), (_get_function(device), port.port)
+    kin = [(d, p) for d, p in _list_ports(facts.devices) if (d.model, d.board) == (device.model, device.board)]
+    if not any(_get_card(d) == own and p.state == "ACTIVE" for d, p in kin):
         return True
-    twins = [p.state == "ACTIVE" for d, p in kin if _card(d) != own and (_function(d), p.port) == place]
+    twins = [p.state == "ACTIVE" for d, p in kin if _get_card(d) != own and (_get_function(d), p.port) == place]
     return 2 * sum(twins) > len(twins)
 
 
-def _card(device: RdmaDevice) -> str:
+def _get_card(device: RdmaDevice) -> str:
     return device.bus_id.rpartition(".")[0] if device.bus_id else device.name
 
 
-def _function(device: RdmaDevice) -> str:
+def _get_function(device: RdmaDevice) -> str:
     return device.bus_id.rpartition(".")[2] if device.bus_id else ""
 
 
-def _rates(members: Ports) -> Iterator[Finding]:
-    """A port slower than its sisters."""
+def _compare_rates(members: Ports) -> Iterator[Finding]:
+    """Report a port that is slower than ports of the same model."""
     best = max(port.rate_bytes_per_second or 0.0 for _, port in members)
     for device, port in members:
         rate = port.rate_bytes_per_second
         if rate and rate < best:
-            yield _of_port(
+            yield _report_port(
                 "rdma.port.rate", device, port, by_loss(1.0 - rate / best), rate=gigabits(rate), best=gigabits(best)
             )
 
 
-def _mtus(members: Ports) -> Iterator[Finding]:
-    """A port whose MTU is not that of most of its sisters."""
+def _compare_mtus(members: Ports) -> Iterator[Finding]:
+    """Report a port whose MTU differs from most ports of the same model."""
     known = [(d, p) for d, p in members if p.link_layer == "Ethernet" and p.netdev_mtu_bytes]
     usual, count = next(iter(Counter(port.netdev_mtu_bytes for _, port in known).most_common(1)), (None, 0))
     for device, port in known:
         if port.netdev_mtu_bytes != usual and 2 * count > len(known):
-            yield _of_port("rdma.mtu.mismatch", device, port, count=count, usual=usual)
+            yield _report_port("rdma.mtu.mismatch", device, port, count=count, usual=usual)
 
 
-def _mixed(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
-    """What ports for the traffic of the GPUs should have in common."""
-    active = [(d, p) for d, p in _ports(devices) if p.state == "ACTIVE" and p.link_layer]
+def _compare_devices(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
+    """Report differences between ports that carry GPU traffic."""
+    active = [(d, p) for d, p in _list_ports(devices) if p.state == "ACTIVE" and p.link_layer]
     layers = sorted({port.link_layer for _, port in active if port.link_layer})
     if len(layers) > 1:
         seen = tuple(f"{where_of(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
         yield finding(TEXTS, "rdma.port.mixed_link_layer", None, "", seen, layers=" and ".join(layers))
     groups = [
         [port for _, port in members if port.link_layer == "Ethernet" and port.netdev_mtu_bytes]
-        for members in _alike(devices)
+        for members in _group_alike(devices)
     ]
     common = [Counter(port.netdev_mtu_bytes for port in ports).most_common(1)[0] for ports in groups if ports]
     split = any(2 * count <= len(ports) for (_, count), ports in zip(common, filter(None, groups), strict=True))
@@ -218,14 +218,14 @@ def _mixed(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
         yield finding(TEXTS, "rdma.mtu.mismatch mixed", None, "", seen, mtus=listed)
 
 
-def _permission(device: RdmaDevice) -> Iterator[Finding]:
+def _check_permission(device: RdmaDevice) -> Iterator[Finding]:
     if device.uverbs is None:
         yield finding(TEXTS, "rdma.uverbs.missing", subject=device.name)
     elif device.uverbs_usable is False:
         yield finding(TEXTS, "rdma.uverbs.permission", subject=device.name, node=device.uverbs)
 
 
-def _firmware(facts: RdmaFacts) -> Iterator[Finding]:
+def _compare_firmware(facts: RdmaFacts) -> Iterator[Finding]:
     versions: dict[str, set[str]] = {}
     for device in facts.devices:
         if device.board and device.firmware:
@@ -237,55 +237,55 @@ def _firmware(facts: RdmaFacts) -> Iterator[Finding]:
             yield finding(TEXTS, "rdma.firmware.mixed", None, board, seen, board=board, versions=listed)
 
 
-def _memlock(facts: RdmaFacts) -> Iterator[Finding]:
+def _check_memlock(facts: RdmaFacts) -> Iterator[Finding]:
     proof = facts.memlock_proof
     if proof is None or proof.failed_bytes is None:
         return
-    no_memory = "errno 12" in (proof.error or "")  # ENOMEM is how the kernel refuses pages beyond RLIMIT_MEMLOCK
+    no_memory = "errno 12" in (proof.error or "")  # ENOMEM: the kernel refused to lock more than RLIMIT_MEMLOCK
     why = "the memlock limit binds, and NCCL's buffers of 4 MiB and more do not fit" if no_memory else proof.error
     status = Status.FAIL if no_memory else Status.UNKNOWN
     yield finding(TEXTS, "rdma.memlock.registration", status, proof.device, proof=proof, why=why)
 
 
 def subject(device: RdmaDevice, port: RdmaPort) -> str:
-    """ "mlx5_2:1"."""
+    """Return "mlx5_2:1"."""
     return f"{device.name}:{port.port}"
 
 
 def where_of(device: RdmaDevice, port: RdmaPort) -> str:
-    """The port's folder in sysfs."""
+    """Return the port's path in sysfs."""
     return f"{SYSFS}/{device.name}/ports/{port.port}"
 
 
 def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    """Lanes and family of a port that is ACTIVE."""
+    """Check the link width and type of an ACTIVE port."""
     rate = port.rate_bytes_per_second
-    # InfiniBand ports of adapters are four lanes wide; fewer is a link that came up degraded. On Ethernet the lane
-    # count in the rate's text is only how the kernel expresses a speed.
+    # InfiniBand ports of adapters have four lanes; fewer lanes mean a degraded link. On Ethernet, the lane count in the
+    # rate's text only results from how the kernel formats a speed.
     if port.link_layer == "InfiniBand" and port.rate_text and any(w in port.rate_text for w in ("(1X ", "(2X ")):
-        yield _of_port("rdma.port.rate lanes", device, port)
-    yield from _below_max(device, port)
+        yield _report_port("rdma.port.rate lanes", device, port)
+    yield from _check_rate(device, port)
     best = None if port.rate_max_bytes_per_second else fastest(device.model)
     if best and rate and rate < best:
-        yield _of_port("rdma.port.family_rate", device, port, rate=gigabits(rate), best=gigabits(best))
+        yield _report_port("rdma.port.family_rate", device, port, rate=gigabits(rate), best=gigabits(best))
 
 
-def _below_max(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    """A port against its own maximum, which its driver knows: a slower switch port is a choice, but one to know of."""
+def _check_rate(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """Compare the port's rate with its driver's maximum. A slower switch port may be intended, so this is a note."""
     rate, most = port.rate_bytes_per_second, port.rate_max_bytes_per_second
-    virtual = device.is_vf or (device.model or "").endswith(" VF")  # its rate is what its owner gives it
+    virtual = device.is_vf or (device.model or "").endswith(" VF")  # the owner sets its rate
     if most is None and device.kind == "hca" and not virtual and fastest(device.model) is None:
-        yield _of_port("rdma.port.below_max unknown", device, port, netdev=port.netdev or "(no netdev here)")
+        yield _report_port("rdma.port.below_max unknown", device, port, netdev=port.netdev or "(no netdev here)")
     if rate and most and rate < most:
         values = {"rate": gigabits(rate), "most": gigabits(most), "megabits": most * 8 / 1e6, "share": rate / most}
-        yield _of_port("rdma.port.below_max", device, port, None, (), **values)
+        yield _report_port("rdma.port.below_max", device, port, None, (), **values)
 
 
 _ONLY_LOCAL = "its RoCE v2 GIDs are link-local only, by which no other subnet is reached and which NCCL does not choose"
 
 
 def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    """Whether RoCE v2 is there, and whether NCCL would take it."""
+    """Check whether the port has RoCE v2, and whether NCCL would select it."""
     if port.link_layer != "Ethernet" or not port.gids_known:
         return
     where = f"{where_of(device, port)}/gid_attrs/types"
@@ -295,12 +295,12 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
         unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
         status = Status.UNKNOWN if unknown else Status.FAIL
         key = "rdma.gid.missing_rocev2" + " unknown" * unknown
-        yield _of_port(key, device, port, status, listed or (f"{where}: no used entry",))
+        yield _report_port(key, device, port, status, listed or (f"{where}: no used entry",))
         return
     chosen = next((gid for gid in port.gids if gid.index == choice), None)
     v4 = any(ipv4_of(gid) for gid in port.gids)
     v6 = any(gid.type == ROCE_V2 and not ipv4_of(gid) and not is_link_local(gid) for gid in port.gids)
-    if v4:  # an index breaks where tables differ
+    if v4:  # a fixed index fails if the tables of two nodes differ
         remedy = f"Set NCCL_IB_GID_INDEX={best}, or NCCL_IB_ROCE_VERSION_NUM=2 with NCCL 2.21 and later."
     elif v6:
         remedy = "Give the port's netdev an IPv4 address, or set NCCL_IB_ADDR_FAMILY=AF_INET6 on every node."
@@ -309,58 +309,58 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     place = f"RoCE v2 is at index {best}" if v4 or v6 else _ONLY_LOCAL
     values = {"choice": choice, "place": place, "remedy": remedy}
     if chosen is None or chosen.type != ROCE_V2:
-        # an empty entry connects to nothing; RoCE v1 works within its subnet
+        # an empty entry cannot connect; RoCE v1 works within one subnet
         status, kind = (Status.WARN, chosen.type) if chosen else (Status.FAIL, "empty")
-        yield _of_port("rdma.gid.choice", device, port, status, listed, kind=kind, **values)
+        yield _report_port("rdma.gid.choice", device, port, status, listed, kind=kind, **values)
     elif not v4:
-        yield _of_port("rdma.gid.no_ipv4" + " routed" * v6, device, port, None, listed, **values)
+        yield _report_port("rdma.gid.no_ipv4" + " routed" * v6, device, port, None, listed, **values)
 
 
-def _payload(mtu_bytes: int) -> float:
-    """The share of the wire that data has: Ethernet (preamble, header, FCS, gap), IPv4, UDP, BTH and ICRC come on top.
+def _compute_payload_share(mtu_bytes: int) -> float:
+    """Return the payload share of the wire rate: Ethernet (preamble, header, FCS, gap), IPv4, UDP, BTH, ICRC add up.
 
-    2048 of 4096 costs 2 %, 1024 6 %, 512 12 %.
+    Compared with an MTU of 4096, 2048 costs 2 %, 1024 6 %, 512 12 %.
     """
     return mtu_bytes / (mtu_bytes + ROCE_WIRE_BYTES)
 
 
 def check_mtu(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    """Whether packets could be larger."""
+    """Report a port whose MTU could be larger."""
     active = port.active_mtu_bytes
     if port.link_layer == "Ethernet" and active and active < ROCE_FULL_MTU_BYTES:
-        status = by_loss(1.0 - _payload(active) / _payload(ROCE_FULL_MTU_BYTES))
-        yield _of_port("rdma.mtu.small", device, port, status)
+        status = by_loss(1.0 - _compute_payload_share(active) / _compute_payload_share(ROCE_FULL_MTU_BYTES))
+        yield _report_port("rdma.mtu.small", device, port, status)
 
 
 def check_flow(facts: RdmaFacts) -> Iterator[Finding]:
-    """ACTIVE RoCE ports with and without PFC."""
+    """Compare PFC settings of ACTIVE RoCE ports."""
     roce = [
         (device, port)
-        for device, port in _ports(facts.devices)
+        for device, port in _list_ports(facts.devices)
         if port.state == "ACTIVE" and port.link_layer == "Ethernet" and device.kind == "hca"
     ]
     known = [(device, port) for device, port in roce if port.pfc_priorities is not None]
     if roce and not known:
         names = ", ".join(port.netdev or "no netdev" for _, port in roce)
         yield finding(TEXTS, "rdma.pfc.off unknown", names=names)
-    for members in _alike(facts.devices):  # another board may serve storage, on a fabric of its own
+    for members in _group_alike(facts.devices):  # ports of another board may serve storage, on another fabric
         ports = [port for device, port in members if (device, port) in known]
         if len({port.pfc_priorities for port in ports}) > 1:
             model = members[0][0].model or "one board"
-            yield finding(TEXTS, "rdma.pfc.mixed", None, "", _evidence(ports), model=model)
+            yield finding(TEXTS, "rdma.pfc.mixed", None, "", _list_evidence(ports), model=model)
     if known and not any(port.pfc_priorities for _, port in known):
-        yield _no_flow_control([port for _, port in known])
+        yield _report_no_flow_control([port for _, port in known])
 
 
-def _no_flow_control(ports: list[RdmaPort]) -> Finding:
+def _report_no_flow_control(ports: list[RdmaPort]) -> Finding:
     unmarked = [port for port in ports if port.ecn is False]
     if not unmarked:
-        return finding(TEXTS, "rdma.pfc.off", None, "", _evidence(ports))
-    seen = (*_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked))
+        return finding(TEXTS, "rdma.pfc.off", None, "", _list_evidence(ports))
+    seen = (*_list_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked))
     return finding(TEXTS, "rdma.pfc.off unmarked", None, "", seen, count=len(unmarked))
 
 
-def _evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:
+def _list_evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:
     return tuple(
         f"DCB_CMD_IEEE_GET {port.netdev}: PFC on {', '.join(map(str, port.pfc_priorities or ())) or 'no priority'}"
         for port in list(ports)[:EVIDENCE_MAX]
@@ -368,7 +368,7 @@ def _evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:
 
 
 def samples(facts: RdmaFacts) -> Iterator[Sample]:
-    """What node_exporter's infiniband collector lacks, with its labels: GIDs, MTU, netdev, NUMA node, access."""
+    """Export what node_exporter's infiniband collector lacks, with its labels: GIDs, MTU, netdev, NUMA node, access."""
     for device in facts.devices:
         known = (("rdma_device_numa_node", device.numa_node), ("rdma_device_usable", device.uverbs_usable))
         yield from known_samples(known, (device.name,))

@@ -1,7 +1,7 @@
-"""Reads RDMA devices from /sys/class/infiniband, or through NETLINK_RDMA where that is not mounted.
+"""Reads RDMA devices from /sys/class/infiniband, or through NETLINK_RDMA if that is not mounted.
 
-Netlink answers without privileges, and tells neither GIDs, rates nor counters. The memlock limit is proven by
-registering a growing memory region: pages beyond RLIMIT_MEMLOCK are refused with ENOMEM, unless the process has
+Netlink needs no privileges, but does not report GIDs, rates or counters. The memlock limit is tested by registering
+increasingly large memory regions: the kernel refuses pages beyond RLIMIT_MEMLOCK with ENOMEM, unless the process has
 CAP_IPC_LOCK.
 
 Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/rdma/ib_addr.h (iboe_get_mtu);
@@ -26,26 +26,24 @@ NODES = "/dev/infiniband"
 DEVICES_MAX = 1024
 COUNTERS_MAX = 512
 
-# iboe_get_mtu: the largest InfiniBand MTU that fits the Ethernet MTU less its headers (GRH 40, UDP 8, BTH 12, XRC 4,
-# atomic 28, ICRC 4 bytes).
+# iboe_get_mtu: the largest InfiniBand MTU that fits into the Ethernet MTU without headers (GRH 40, UDP 8, BTH 12, XRC
+# 4, atomic 28, ICRC 4 bytes).
 ROCE_HEADER_BYTES = 96
 IB_MTUS = (4096, 2048, 1024, 512, 256)
 
-TABLE_MAX = 1024  # the largest table drivers report
-HOLE_MAX = 64  # the kernel puts a new entry into the first free slot, so a long run of empty ones is the end
+TABLE_MAX = 1024  # the largest table that drivers report
+HOLE_MAX = 64  # the kernel fills the first free slot, so a long gap is the end of the table
 
 
 def read(host: Host) -> RdmaFacts:
-    """Every device this process can see; absent where there is none."""
+    """Read every RDMA device that this process can see. Raises UnavailableError if there is none."""
     devices, source = _from_sysfs(host), "sysfs"
     if not devices:
         devices, source = from_netlink(host), "netlink"
     if not devices:
         raise UnavailableError(f"no RDMA device in {DEVICES}, none through NETLINK_RDMA")
-    version, usable = _pyverbs(host)
-    if (
-        usable
-    ):  # InfiniBand's MTU is the subnet manager's choice: no file has it, libibverbs has; RoCE's is the netdev's
+    version, usable = _read_pyverbs(host)
+    if usable:  # no file has the MTU of InfiniBand (set by the subnet manager), but libibverbs has it
         devices = tuple(
             replace(device, ports=tuple(_with_mtu(host, device.name, port) for port in device.ports))
             if device.uverbs_usable
@@ -64,12 +62,12 @@ def read(host: Host) -> RdmaFacts:
 
 def _from_sysfs(host: Host) -> tuple[RdmaDevice, ...]:
     listed = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
-    nodes = {device: node for device, node in listed if device}  # RDMA device -> its node's name
-    found = sorted(sysfs.names(host, DEVICES), key=natural)[:DEVICES_MAX]
-    return tuple(_device(host, name, nodes) for name in found)
+    nodes = {device: node for device, node in listed if device}  # RDMA device -> name of its device node
+    found = sorted(sysfs.names(host, DEVICES), key=make_sort_key)[:DEVICES_MAX]
+    return tuple(_read_device(host, name, nodes) for name in found)
 
 
-def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
+def _read_device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
     folder = f"{DEVICES}/{name}"
     ports = tuple(
         read_port(host, folder, number)
@@ -82,7 +80,7 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
     uverbs = f"{NODES}/{nodes[name]}" if name in nodes and host.exists(f"{NODES}/{nodes[name]}") else None
     return RdmaDevice(
         name=name,
-        kind=_kind(
+        kind=_classify(
             name, driver, sysfs.text(host, f"{folder}/node_desc"), physical=address is not None or hca_type in models()
         ),
         bus_id=address,
@@ -91,7 +89,7 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
         model=models().get(hca_type or "", hca_type),
         firmware=sysfs.text(host, f"{folder}/fw_ver"),
         is_vf=host.exists(f"{folder}/device/physfn") if address else None,
-        bond=_bond(host, name, ports),
+        bond=_find_bond(host, name, ports),
         uverbs=uverbs,
         uverbs_usable=sysfs.usable(host, uverbs) if uverbs else None,
         driver=driver,
@@ -99,7 +97,7 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
     )
 
 
-def _kind(name: str, driver: str | None, description: str | None, *, physical: bool) -> str:
+def _classify(name: str, driver: str | None, description: str | None, *, physical: bool) -> str:
     if driver == "efa" or re.match(r"efa_\d", name):
         return "efa"
     if not physical:
@@ -110,8 +108,8 @@ def _kind(name: str, driver: str | None, description: str | None, *, physical: b
     return "hca"
 
 
-def _bond(host: Host, name: str, ports: tuple[RdmaPort, ...]) -> str | None:
-    """The bond whose traffic the device carries: RoCE LAG puts one device (mlx5_bond_0) in the place of two."""
+def _find_bond(host: Host, name: str, ports: tuple[RdmaPort, ...]) -> str | None:
+    """Return the bond that the device carries: RoCE LAG replaces the devices of two ports by one (mlx5_bond_0)."""
     for netdev in {p.netdev for p in ports if p.netdev} | {g.netdev for p in ports for g in p.gids if g.netdev}:
         if not sysfs.NAME.fullmatch(netdev):
             continue
@@ -130,25 +128,25 @@ def _with_mtu(host: Host, name: str, port: RdmaPort) -> RdmaPort:
         return port
     if not isinstance(answer, dict):
         return port
-    code = answer.get("active_mtu")  # enum ibv_mtu: 1 is 256 bytes, 5 is 4096
+    code = answer.get("active_mtu")  # enum ibv_mtu: 1 is 256 bytes, 5 is 4096 bytes
     return replace(port, active_mtu_bytes=128 << code if type(code) is int and 1 <= code <= 5 else None)
 
 
 def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
-    """One port; every attribute is optional."""
+    """Read one port; every attribute is optional."""
     folder = f"{device_folder}/ports/{number}"
     gids, known = read_gids(host, folder)
-    netdev = _netdev(host, device_folder, number) or next((g.netdev for g in gids if g.netdev), None)
+    netdev = _find_netdev(host, device_folder, number) or next((g.netdev for g in gids if g.netdev), None)
     mtu = sysfs.number(host, f"/sys/class/net/{netdev}/mtu") if netdev and sysfs.NAME.fullmatch(netdev) else None
     link_layer = sysfs.text(host, f"{folder}/link_layer")
     rate_text = sysfs.text(host, f"{folder}/rate")
-    counters = _counters(host, folder)
-    link_settings = _port_link(host, netdev) if netdev and link_layer == "Ethernet" else {}
+    counters = _read_counters(host, folder)
+    link_settings = _read_port_link(host, netdev) if netdev and link_layer == "Ethernet" else {}
     fastest, pfc = link_settings.get("speed_max_megabits"), link_settings.get("pfc_mask")
     return RdmaPort(
         port=number,
-        state=_after_colon(sysfs.text(host, f"{folder}/state")),
-        physical_state=_after_colon(sysfs.text(host, f"{folder}/phys_state")),
+        state=_strip_code(sysfs.text(host, f"{folder}/state")),
+        physical_state=_strip_code(sysfs.text(host, f"{folder}/phys_state")),
         link_layer=link_layer,
         rate_bytes_per_second=parse_rate(rate_text),
         rate_text=rate_text,
@@ -159,26 +157,26 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
         gids_known=known,
         counters=counters,
         pfc_priorities=tuple(n for n in range(8) if pfc >> n & 1) if isinstance(pfc, int) else None,
-        trust=_trust(host, device_folder, netdev, link_settings),
-        dscp_priorities=_dscp_priorities(link_settings),
+        trust=_read_trust(host, device_folder, netdev, link_settings),
+        dscp_priorities=_split_dscp(link_settings),
         rate_max_bytes_per_second=fastest * 1e6 / 8 if isinstance(fastest, int) and fastest > 0 else None,
-        ecn=_ecn(host, netdev, counters),
-        traffic_class=_traffic_class(host, device_folder, number),
+        ecn=_read_ecn(host, netdev, counters),
+        traffic_class=_read_traffic_class(host, device_folder, number),
     )
 
 
-def _port_link(host: Host, netdev: str) -> dict[str, Json]:
+def _read_port_link(host: Host, netdev: str) -> dict[str, Json]:
     try:
         return host.port_link(netdev)
     except OSError:
         return {}
 
 
-def _trust(host: Host, device_folder: str, netdev: str | None, link_settings: dict[str, Json]) -> str | None:
-    """MLNX_OFED's file where it is; else what DCB says: a table with DSCP entries is what switches mlx5 to DSCP.
+def _read_trust(host: Host, device_folder: str, netdev: str | None, link_settings: dict[str, Json]) -> str | None:
+    """Read MLNX_OFED's file if it exists; else use DCB's app table, whose DSCP entries switch mlx5 to DSCP trust.
 
     Linux drivers/net/ethernet/mellanox/mlx5/core/en_dcbnl.c, mlx5e_dcbnl_ieee_setapp: the first DSCP entry sets the
-    trust state to DSCP, and the last one that is deleted sets it back to PCP.
+    trust state to DSCP, and deleting the last one sets it back to PCP.
     """
     if netdev is None or not sysfs.NAME.fullmatch(netdev):
         return None
@@ -191,7 +189,7 @@ def _trust(host: Host, device_folder: str, netdev: str | None, link_settings: di
     return "dscp" if link_settings["app_dscp"] else "pcp" if mellanox else None
 
 
-def _dscp_priorities(link_settings: dict[str, Json]) -> tuple[tuple[int, int], ...] | None:
+def _split_dscp(link_settings: dict[str, Json]) -> tuple[tuple[int, int], ...] | None:
     listed = link_settings.get("app_dscp")
     if not isinstance(listed, list | tuple):
         return None
@@ -200,25 +198,25 @@ def _dscp_priorities(link_settings: dict[str, Json]) -> tuple[tuple[int, int], .
 
 
 def parse_rate(value: str | None) -> float | None:
-    """ "400 Gb/sec (4X NDR)" in bytes per second."""
+    """Parse "400 Gb/sec (4X NDR)" into bytes per second."""
     found = re.match(r"(\d{1,6}(?:\.\d{1,3})?) Gb/sec", value or "", re.ASCII)
     return float(found[1]) * 1e9 / 8 if found else None
 
 
 def roce_mtu(netdev_mtu_bytes: int | None) -> int | None:
-    """The MTU a RoCE port uses over a netdev of this MTU: 1500 gives 1024, 4200 and more give 4096."""
+    """Return the MTU of a RoCE port for the MTU of its netdev: 1500 gives 1024, 4200 and more give 4096."""
     if netdev_mtu_bytes is None:
         return None
     return next((mtu for mtu in IB_MTUS if mtu <= netdev_mtu_bytes - ROCE_HEADER_BYTES), None)
 
 
-def _after_colon(value: str | None) -> str | None:
-    """ "4: ACTIVE" is "ACTIVE"."""
+def _strip_code(value: str | None) -> str | None:
+    """Return the text after a colon: "4: ACTIVE" becomes "ACTIVE"."""
     return value.partition(":")[2].strip() or value if value else None
 
 
-def _netdev(host: Host, device_folder: str, number: int) -> str | None:
-    """The port's own netdev: by dev_port below the PCI function, or the parent of a software device."""
+def _find_netdev(host: Host, device_folder: str, number: int) -> str | None:
+    """Return the port's netdev: by dev_port below the PCI function, or the parent of a software device."""
     candidates = sysfs.names(host, f"{device_folder}/device/net")
     by_port = {sysfs.number(host, f"{device_folder}/device/net/{name}/dev_port"): name for name in candidates}
     if len(candidates) == 1:
@@ -226,18 +224,18 @@ def _netdev(host: Host, device_folder: str, number: int) -> str | None:
     return by_port.get(number - 1) or sysfs.text(host, f"{device_folder}/parent")
 
 
-def _counters(host: Host, folder: str) -> dict[str, int] | None:
+def _read_counters(host: Host, folder: str) -> dict[str, int] | None:
     found: dict[str, int] = {}
     for group in ("counters", "hw_counters"):
         for name in sysfs.names(host, f"{folder}/{group}")[:COUNTERS_MAX]:
             value = sysfs.number(host, f"{folder}/{group}/{name}")
-            if value is not None and name != "lifespan":  # the refresh period of the others, in milliseconds
+            if value is not None and name != "lifespan":  # refresh period of the other counters, in milliseconds
                 found[name] = value
     return found or None
 
 
-def _ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -> bool | None:
-    """A marked packet that arrived proves it; else MLNX_OFED's switches, one file a priority, where they are."""
+def _read_ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -> bool | None:
+    """Return whether ECN is on: a received marked packet proves it; else from MLNX_OFED's per-priority files."""
     if any((counters or {}).get(name) for name in ("np_ecn_marked_roce_packets", "rp_cnp_handled")):
         return True
     if netdev is None or not sysfs.NAME.fullmatch(netdev):
@@ -248,8 +246,8 @@ def _ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -> boo
     return any(known) if known else None
 
 
-def _traffic_class(host: Host, device_folder: str, number: int) -> int | None:
-    """ "Global tclass=106" of MLNX_OFED, else rdma_cm's default for the port."""
+def _read_traffic_class(host: Host, device_folder: str, number: int) -> int | None:
+    """Return MLNX_OFED's "Global tclass=106", else rdma_cm's default for the port."""
     found = re.search(
         r"tclass=(\d{1,3})\b", sysfs.text(host, f"{device_folder}/tc/{number}/traffic_class") or "", re.ASCII
     )
@@ -259,8 +257,8 @@ def _traffic_class(host: Host, device_folder: str, number: int) -> int | None:
     return sysfs.number(host, f"/sys/kernel/config/rdma_cm/{name}/ports/{number}/default_roce_tos")
 
 
-def _pyverbs(host: Host) -> tuple[str, bool]:
-    """Its version, or why it cannot be used."""
+def _read_pyverbs(host: Host) -> tuple[str, bool]:
+    """Return the version of pyverbs, or the reason that it cannot be used."""
     try:
         version = str(host.verbs("version"))
         return f"installed, version {version}", True
@@ -278,8 +276,8 @@ PHYSICAL_STATES = dict(
 )
 
 
-def natural(name: str) -> tuple[str | int, ...]:
-    """A key that sorts mlx5_2 before mlx5_10."""
+def make_sort_key(name: str) -> tuple[str | int, ...]:
+    """Return a sort key that puts mlx5_2 before mlx5_10."""
     parts = re.split(r"(\d{1,9})", name)
     return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
 
@@ -292,7 +290,7 @@ def _ask(host: Host, what: str) -> tuple[dict[str, Json], ...]:
 
 
 def from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
-    """Devices and ports with their states; GIDs, rates and counters are not part of the answer."""
+    """Read devices and ports with their states; netlink does not report GIDs, rates and counters."""
     ports: dict[str, list[RdmaPort]] = {}
     for entry in _ask(host, "ports"):
         netdev = entry.get("netdev")
@@ -313,33 +311,33 @@ def from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
         found.append(
             RdmaDevice(
                 name=name,
-                kind=_netlink_kind(name, entry),
+                kind=_classify_netlink(name, entry),
                 firmware=str(entry.get("firmware") or "") or None,
                 ports=tuple(ports.get(name, ())),
             )
         )
-    return tuple(sorted(found, key=lambda device: natural(device.name)))
+    return tuple(sorted(found, key=lambda device: make_sort_key(device.name)))
 
 
-def _netlink_kind(name: str, entry: dict[str, Json]) -> str:
-    if entry.get("node_type") == 7 or name.startswith("efa_"):  # RDMA_NODE_UNSPECIFIED: EFA's node type
+def _classify_netlink(name: str, entry: dict[str, Json]) -> str:
+    if entry.get("node_type") == 7 or name.startswith("efa_"):  # RDMA_NODE_UNSPECIFIED: node type of EFA
         return "efa"
     software = next((kind for kind in ("rxe", "siw") if name.startswith(kind)), None)
-    return software or "other"  # netlink does not say what is below
+    return software or "other"  # netlink does not report the underlying device
 
 
 def netns_mode(host: Host) -> str | None:
-    """ "shared" or "exclusive": whether a network namespace sees every device or only its own."""
+    """Return "shared" or "exclusive": whether a network namespace sees all devices or only its own."""
     modes = (entry["netns_mode"] for entry in _ask(host, "system") if entry.get("netns_mode") is not None)
     return next(("shared" if mode == 1 else "exclusive" for mode in modes), None)
 
 
-START_BYTES = 16 << 10  # four pages: below it nothing but the page size would be tested
-LIMIT_BYTES = 64 << 20  # enough to show that the usual limits of 64 KiB and 8 MiB do not bind; given back at once
+START_BYTES = 16 << 10  # four pages; a smaller region would only test the page size
+LIMIT_BYTES = 64 << 20  # enough to show that the usual limits of 64 KiB and 8 MiB do not apply; released at once
 
 
 def prove_memlock(host: Host, device: str, *, limit_bytes: int = LIMIT_BYTES) -> MemlockProof:
-    """Register four times more each time, up to the limit, and say where it failed."""
+    """Register memory regions that grow by a factor of four up to the limit, and record where it failed."""
     done, size = 0, START_BYTES
     while size <= limit_bytes:
         try:
@@ -356,9 +354,9 @@ def prove_memlock(host: Host, device: str, *, limit_bytes: int = LIMIT_BYTES) ->
 
 
 def read_gids(host: Host, folder: str) -> tuple[tuple[Gid, ...], bool]:
-    """Used entries of a port's table, and whether the table could be listed.
+    """Return the valid entries of a port's GID table, and whether the table could be listed.
 
-    The type of an empty entry answers EINVAL, so types are asked of used entries only.
+    Reading the type of an empty entry returns EINVAL, so only types of valid entries are read.
     """
     try:
         listed = host.list_dir(f"{folder}/gids")

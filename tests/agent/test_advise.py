@@ -183,6 +183,8 @@ def test_the_rows_of_a_file_are_counted_and_measured_with_the_tokenizer(rows: Pa
     lengths = ",".join(f"{tokens}:{count}" for tokens, count in request.train.length_histogram)
     forecast, blind = (ask(nodes=2, epochs=2, lengths=told, rows=5000) for told in (lengths, None))
     assert forecast.total_steps == blind.total_steps == 2 * math.ceil(5000 / 64)
+    assumed = [any("Each row is assumed to have 2048 tokens" in one for one in of.unknowns) for of in (forecast, blind)]
+    assert assumed == [False, True]
     assert forecast.total_seconds is not None and blind.total_seconds is not None
     assert forecast.total_seconds.mid < 0.3 * blind.total_seconds.mid
     mean = mean_length(request.train.length_histogram, 2048)

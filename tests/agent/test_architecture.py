@@ -42,13 +42,6 @@ def test_every_package_resolves_under_the_repository_and_shadows_nothing() -> No
         assert package not in sys.stdlib_module_names
 
 
-def test_no_module_has_a_stem_that_says_nothing() -> None:
-    """Names of the field, not of a drawer."""
-    empty = {"utils", "common", "helper", "helpers", "manager", "base", "core", "misc"}
-    found = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.stem in empty]
-    assert not found
-
-
 H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")
 MATRIX = str(ROOT / "tests/golden/hgx-h100-8xH100-8hca/topology.txt")
 SERVERS = {"fastapi", "starlette", "uvicorn", "jinja2", "kubernetes", "prometheus_client", "torch", "numpy"}

@@ -41,7 +41,7 @@ def checkpoint(root: Path, registered: dict[str, list[str] | None], held: list[s
 
 
 def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:
-    path = tmp_path / "bundle.tgz"
+    path = tmp_path / "bundle.zip"
     checkpoint(tmp_path, {"nvidia.com/gpu": ["GPU-gone"]}, ["GPU-held"])
     limits, state = tmp_path / "proc/self/limits", tmp_path / "state"
     for file in (limits, state / "bench.json", state / "runs" / "f.json"):
@@ -61,11 +61,11 @@ def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:
     ]  # type: ignore[union-attr]
 
 
-@each_row("content", [b"", b"\x1f\x8b", b"no tar at all", pack_bundle({"n": {"note.txt": b"x"}})])
+@each_row("content", [b"", b"PK\3\4", b"no zip at all", pack_bundle({"n": {"note.txt": b"x"}})])
 def test_what_is_no_bundle_is_named(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "b.tgz"
+    path = tmp_path / "b.zip"
     path.write_bytes(content)
-    with pytest.raises(RecordingError, match=r"b\.tgz"):
+    with pytest.raises(RecordingError, match=r"b\.zip"):
         load_all(path)
     assert topoflight("scan", "--host", path).exit_code == 2
 
@@ -99,14 +99,14 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "inner.tgz").write_bytes(pack_bundle({"n1": host(tmp_path, tmp_path)}))
+    (tmp_path / "inner.zip").write_bytes(pack_bundle({"n1": host(tmp_path, tmp_path)}))
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(KUBECTL)
     kubectl.chmod(0o755)
-    done = topoflight("bundle", "--cluster", "-f", tmp_path / "all.tgz", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = topoflight("bundle", "--cluster", "-f", tmp_path / "all.zip", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.exit_code == 0, done.stderr
     assert "no answer from n2" in done.stderr
-    found = unpack_bundle((tmp_path / "all.tgz").read_bytes())
+    found = unpack_bundle((tmp_path / "all.zip").read_bytes())
     assert set(found) == {"cluster", "n1", "n2"} and "recording.json" in found["n1"]
     assert b"Forbidden" in found["n2"]["error.txt"] and b"forbidden" in found["cluster"]["nodetopologies.json.txt"]
     assert b"a harmless line" in found["n2"]["log.txt"]
@@ -121,4 +121,4 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
         b"violates PodSecurity" in found["cluster"]["events.json"]
         and "agent-x" in found["cluster"]["pods.json"].decode()
     )
-    assert (tmp_path / "all.tgz").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "all.zip").stat().st_mode & 0o077 == 0

@@ -95,6 +95,8 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     assert binding["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "elsewhere"}
     policy = found["NetworkPolicy", "topoflight"]["spec"]["ingress"][0]["from"][0]["namespaceSelector"]
     assert policy["matchExpressions"][0]["values"] == ["watch"]
+    ports = found["NetworkPolicy", "topoflight"]["spec"]["egress"][1]["ports"]
+    assert ports == [{"port": 8443, "protocol": "TCP"}]
     for rule in found["PrometheusRule", "topoflight"]["spec"]["groups"][0]["rules"]:
         assert rule["annotations"]["runbook_url"].startswith("https://d.test/x/reference/alerts/#")
         assert rule["annotations"]["dashboard_url"].startswith("https://g.test/d/topoflight-node?")
@@ -109,7 +111,8 @@ def test_lint_finds_nothing_and_a_value_that_is_none_is_named() -> None:
     assert not re.search(r"WARNING|ERROR", helm("lint", "--strict", str(CHART)).stdout)
     both = "node.mountPropagation=HostToContainer,node.recursiveReadOnly=Enabled"
     for setting, named in (("runtimeClas=nvidia", "runtimeClas"), ("hostNetwork=maybe", "hostNetwork"),
-                           ("expect.gpus=x", "gpus"), ("node.mountPropagation=Both", "Propagation"),
+                           ("expect.gpus=x", "gpus"), ("apiServerPorts={0}", "apiServerPorts"),
+                           ("node.mountPropagation=Both", "Propagation"),
                            ("expect.shm=16X", "shm"), ("expect.rate=mlx5_[0-7]:0", "rate"),
                            ("expect.interface=net 1", "interface"), (both, "/node")):  # fmt: skip
         done = helm("template", str(CHART), "--set", setting, check=False)

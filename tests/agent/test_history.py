@@ -173,16 +173,6 @@ def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None
     assert changes_of(view) == {}, "a driver that stops and answers again: no GPU has gone or come"
 
 
-def test_the_newest_changes_are_kept(tray: Snapshot) -> None:
-    """As many as MOST_EVENTS, each in its order."""
-    kept = History()
-    for i in range(history.MOST_EVENTS + 5):
-        view = kept.seen(at(build_view((changed(tray, HostinfoFacts, kernel=f"6.{i}.0"),)), STEP * i))
-    texts = [event.text for event in view.events]
-    assert len(texts) == history.MOST_EVENTS
-    assert texts[-1].endswith(f"6.{history.MOST_EVENTS + 4}.0")
-
-
 def test_what_is_raised_at_once_says_why_on_its_page() -> None:
     assert set(AT_ONCE) <= set(ALL_CODES)
     for code in AT_ONCE:

@@ -18,7 +18,6 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 from agent_pod import OVERLAYS, agent_of
-from kustomization import LOADER
 from resident import free_port
 from rigs.agents import agent
 from rigs.recorded import NAMES, path_of, snapshot
@@ -63,14 +62,6 @@ def test_every_machine_is_served(name: str) -> None:
     answers = {endpoint: running.get(endpoint) for endpoint in (ENDPOINTS if whole else ENDPOINTS[:3])}
     assert {answer.status_code for answer in answers.values()} == {200}, answers
     assert snapshot(name).hostname in answers["/"].text
-
-
-@each_row("endpoint", ["/snapshot", "/topology", "/findings", "/recommendations", "/preflight"])
-def test_json_and_yaml_say_the_same(client: TestClient, endpoint: str) -> None:
-    """`?format=yaml` and the Accept header give the JSON's content."""
-    text = client.get(endpoint, params={"format": "yaml"}).text
-    assert next(yaml.load_all(text, Loader=LOADER)) == client.get(endpoint).json()
-    assert client.get(endpoint, headers={"Accept": "application/yaml"}).text == text
 
 
 def test_recommendations_as_environment_files(client: TestClient) -> None:
@@ -145,7 +136,7 @@ def test_whatever_needs_a_token_is_closed_unless_somebody_judges_tokens(client: 
     """Every endpoint but reading answers 403, with or without a token, and says how to open it."""
     paths = client.get("/openapi.json").json()["paths"]
     endpoints = {(method, path) for path, methods in paths.items() for method in methods if method != "get"}
-    assert endpoints == {("post", "/preflight"), ("post", "/runs"), ("post", "/why")}
+    assert endpoints == {("post", "/preflight"), ("post", "/runs")}
     for method, path in endpoints:
         for headers in ({}, {"Authorization": "Bearer anything"}):
             response = client.request(method, path, headers=headers)

@@ -24,15 +24,11 @@ from agent.terminal.findings import findings
 from agent.terminal.measured import by_network, not_drawn, transport_of
 from contracts.finding import Interval
 from contracts.run_record import RunRecord, record_of
-from planner.advice import Part
 
 rows = rows_of(__file__)
 
 HOSTILE = "<script>alert('&')</script>\"x"
-FIGURES, SECTIONS = (
-    report.make_environment().get_template(f"{name}.html.j2").module for name in ("charts", "sections")
-)
-PARTS = (Part(name="gemm", value=3.0, detail="flops"), Part(name="gather", value=1.0, detail=HOSTILE))
+FIGURES = report.make_environment().get_template("charts.html.j2").module
 
 
 def widths(svg: str, kind: str) -> list[float]:
@@ -82,24 +78,6 @@ def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
     links = [(text.get("class"), text.text) for text in root.iter("text") if "x16" in (text.text or "")]
     assert sorted(links) == [("d-tiny", "Gen4 x16")] * 3 + [("d-tiny d-warn", "! Gen4 x4 of x16")]
     assert "GPU2: Gen4 x4 of x16, 6 GB/s each way as it runs, 24 GB/s planned each way" in drawn
-
-
-@each_row("name", ["aws-p4d-8xA100-4efa", "titan-rtx-2x-nv2"])
-def test_lines_are_of_their_own_class_and_texts_inside(name: str) -> None:
-    """A GPU's PCIe line has PCIe's colour though NVLink joins it too; no text ends beyond the drawing."""
-    (node,) = view(name).topologies
-    root = ElementTree.fromstring(report.picture(node))  # noqa: S314 - our own output
-    space = float(root.attrib["viewBox"].split()[2])
-    lines = [path.attrib for path in root.iter("path")]
-    upright = [line for line in lines if "C" in line["d"]]  # of a device to its switch or to the CPU
-    assert upright and all("l-nv" not in line["class"] for line in upright)
-    for text in root.iter("text"):
-        if text.attrib["text-anchor"] == "start":
-            assert float(text.attrib["x"]) + 6 * len(text.text or "") < space, text.text
-    shown = [text.text for text in root.iter("text") if re.fullmatch(r"GPU\d+", text.text or "")]
-    places = {text.text: float(text.attrib["x"]) for text in root.iter("text")}
-    pairs = [(f"GPU{n}", f"GPU{n + 1}") for n in range(0, len(shown), 2)]
-    assert all(places[a] < places[b] for a, b in pairs)
 
 
 @each_row("name", ["sick-h100-rdma-off", "sick-h100-thermal", H100])
@@ -183,18 +161,6 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     assert "GPU2 has no NIC on its own NUMA node: the path to mlx5_0 is SYS. l40s-01, l40s-sick-x4" in text
 
 
-def test_stacked_parts_have_their_share_of_the_scale() -> None:
-    """Four seconds on a scale of eight: half the bar; the limit's mark stands where it is."""
-    names = ("gemm", "gather")
-    bar = FIGURES.stacked(PARTS, names, full=8.0, limit=6.0)
-    assert widths(bar, "p0") == [375.0]
-    assert widths(bar, "p1") == [125.0]
-    assert 'class="limit" x="750.0"' in bar
-    assert 'aria-label="gemm 75 %, gather 25 %"' in bar
-    assert "<script" not in bar
-    assert 'class="p1"' in FIGURES.stacked(PARTS[1:], names, full=8.0), "a part keeps its colour between layouts"
-
-
 def records_of(records: Iterable[dict[str, object]]) -> tuple[RunRecord, ...]:
     return tuple(map(record_of, records))
 
@@ -259,12 +225,6 @@ def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(
 
 def test_without_any_interface_named_it_is_the_default_network() -> None:
     assert transport_of(record_of(record([], 1.0) | GLOO)) == "TCP over the default network (gloo)"
-
-
-@each_row("bad", [{}, {"comparison": 3}, {"comparison": [None, {"forecast": {"low": "x"}}]}])
-def test_a_strange_record_is_shown_for_what_it_has(bad: dict[str, object]) -> None:
-    """Nothing in a record that a job wrote can break the page."""
-    assert "no forecast was given" in SECTIONS.runs(records_of([bad]))
 
 
 def test_the_interval_says_whether_the_run_was_inside() -> None:

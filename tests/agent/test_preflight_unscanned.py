@@ -14,9 +14,8 @@ from subprocess import PIPE
 from xml.etree import ElementTree
 
 import pytest
-from rigs.benchmarks import OWN_LOCK, require_own_lock
 
-from agent.base import EXIT_INTERRUPTED, EXIT_STOPPED
+from agent.base import EXIT_STOPPED
 from agent.checks.measured import ALL_CODES, RDMA_BENCH_CODES, SEARCH_CODES
 from agent.cluster.gate import CLUSTER_CODES
 from agent.jobs import child
@@ -61,52 +60,6 @@ def test_sigterm_during_the_scan_leaves_only_unknowns(tmp_path: Path) -> None:
     assert "stopped by SIGTERM before it was done" in (report / "report.html").read_text()
 
 
-@pytest.mark.ranks
-@pytest.mark.netns
-def test_a_signal_reaches_the_measurement_that_starts(tmp_path: Path) -> None:
-    """SIGTERM and Ctrl-C as soon as its child is there: the exit code, the reason, and no child left."""
-    require_own_lock()
-    wrong = []
-    preflight = ("preflight", "--measure", "--ranks=1", "--quick", "-q", "-o", "json")
-    for verb, sign, code, reason in (
-        (preflight, signal.SIGTERM, EXIT_STOPPED, "stopped by SIGTERM before it was done"),
-        (preflight, signal.SIGINT, EXIT_INTERRUPTED, "stopped by SIGINT before it was done"),
-        (("calibrate", "--model=tiny-llama", "--ranks=1"), signal.SIGTERM, -signal.SIGTERM, None),
-    ):
-        line = [*OWN_LOCK, sys.executable, "-m", "agent.cli", *verb]
-        with subprocess.Popen(line, stdout=PIPE, stderr=PIPE, text=True) as process:
-            try:
-                while not (measuring := measuring_child(process.pid)):
-                    assert process.poll() is None, process.communicate()
-                    time.sleep(0.01)
-                process.send_signal(sign)
-                out, err = process.communicate(timeout=250)
-            finally:
-                process.kill()
-        found = json.loads(out) if out else {}
-        why = found.get("verdict", {}).get("why")
-        if (process.returncode, why) != (code, reason) or Path(measuring).exists():
-            wrong.append((verb[0], sign.name, process.returncode, why, err[-500:]))
-    assert not wrong
-
-
-@pytest.mark.ranks
-@pytest.mark.netns
-def test_a_signal_after_the_last_measurement_ends_the_preflight(tmp_path: Path) -> None:
-    """Ctrl-C that comes while the child ends, whose answer has been sent."""
-    require_own_lock()
-    (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, os, signal, sys\n"
-        "if 'agent.jobs.benchmark' in sys.orig_argv: atexit.register(os.kill, os.getppid(), signal.SIGINT)\n"
-    )
-    line = [sys.executable, "-m", "agent.cli", "preflight", "--measure", "--ranks=1", "--quick", "-q", "-o", "json"]
-    line = [*OWN_LOCK, *line]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=250, check=False)
-    assert done.returncode == EXIT_INTERRUPTED, done.stderr
-    assert json.loads(done.stdout)["bench"]["stopped_by"] == "SIGINT"
-
-
 DISK_FULL = """
 from agent.jobs.child import answer
 def work(request, note, stop): raise OSError(28, "No space left on device")
@@ -139,12 +92,3 @@ def test_a_child_that_fails_is_named_and_a_second_interrupt_ends_it(
             child._ask(f"child_{name}", {}, interrupt_twice, threading.Event())
     with pytest.raises(KeyboardInterrupt):
         child._ask("child_busy", {}, interrupt_twice, threading.Event())
-
-
-def measuring_child(parent: int) -> str:
-    """The /proc folder of the process that measures for `parent`; empty while there is none."""
-    for task in Path(f"/proc/{parent}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if b"agent.jobs.benchmark" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return f"/proc/{pid}"
-    return ""

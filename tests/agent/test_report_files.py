@@ -11,14 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 from fastapi.testclient import TestClient
-from hypothesis import given
-from hypothesis import strategies as st
 from junitparser import JUnitXml
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
-from agent.base.output import console, write_atomic
+from agent.base.output import write_atomic
 from agent.checks.verdict import build_view, judge
 from agent.cluster.nodes import Fleet
 from agent.http.server import create
@@ -27,7 +25,6 @@ from agent.jobs.preflight import Report, junit
 from agent.pages.render import fleet_page
 from agent.pages.report import report_page
 from contracts.finding import Finding, Status
-from contracts.plain import printable
 from probes.api import Absent, Snapshot
 
 HOSTILE = "<script>alert(1)</script> ]]> \x00\x1b[31m & \"quotes\" 'and' | pipes `ticks`\ud800".encode(
@@ -122,7 +119,7 @@ def test_junit_and_github_name_the_node_of_every_finding(nodes: Path) -> None:
     assert all(re.match(rf"::\w+ title=\S+( \S+)* on ({LOST}|{CUT}|{WELL})::", line) for line in lines), lines
 
 
-@each_row("door", ["/cluster", "/nodes", "/nodes?scope=node", "/topology?scope=cluster"])
+@each_row("door", ["/cluster", "/nodes", "/nodes?scope=node"])
 def test_before_the_first_scan_the_cluster_is_503_like_readyz(door: str) -> None:
     """Nothing is known of any node yet: no green page over none."""
     state = State(tuple, interval_seconds=3600)
@@ -178,23 +175,3 @@ def test_control_characters_are_printed_by_no_verb(words: tuple[str, ...], recor
     assert not any(line.startswith("::error::") for line in made.output.splitlines())
     if "junit" in words:
         ElementTree.fromstring(made.stdout)  # noqa: S314 - our own
-
-
-def test_colours_of_our_own_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Markup becomes a colour, an escape sequence of the text does not."""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    out = console()
-    out._color_system = 1
-    out.print("[red]bad[/red] \x1b[2J")
-    shown = capsys.readouterr().out
-    assert "\x1b[31m" in shown
-    assert "\x1b[2J" not in shown
-
-
-@given(st.text())
-def test_what_is_printable_stays_and_is_plain(text: str) -> None:
-    shown = printable(text)
-    assert len(shown) == len(text)
-    assert not STEERS.search(shown)
-    assert all(new in (old, "?") for old, new in zip(text, shown, strict=True))
-    shown.encode()

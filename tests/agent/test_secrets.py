@@ -137,14 +137,13 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     client = TestClient(create(state, tokens=tokens(tmp_path)))
     with client:
         eventually(lambda: client.get("/readyz").status_code == 200, "the first scan is done")
-        for path in ("/", "/runs", "/snapshot", "/snapshot?format=yaml", "/findings", "/topology", "/metrics",
-                     "/nodes", "/topology?scope=cluster", "/cluster", "/recommendations",
+        for path in ("/", "/runs", "/snapshot", "/findings", "/topology", "/metrics",
+                     "/nodes", "/cluster", "/recommendations",
                      "/recommendations?format=shell", "/preflight", "/what-if", "/openapi.json"):  # fmt: skip
             answer = client.get(path)
             assert answer.status_code == 200, (path, answer.text[:200])
             found[path] = answer.text
         for name, path, body in (
-            ("why", "/why", {"logs": [LOG], "record": RECORD}), ("why of a wrong body", "/why", {"model": [PLANTED]}),
             ("record", "/runs", {**RECORD, "started_at": "2026-11-01T10:00:01Z"}),
             ("wrong record", "/runs", {**RECORD, "status": PLANTED}),
             ("gate", "/preflight", {"require": [PLANTED[:128]]}),

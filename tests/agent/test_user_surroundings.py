@@ -26,7 +26,6 @@ from rigs.waiting import eventually
 
 from agent.base import EXIT_CLOSED_PIPE, units
 from agent.base.output import unwritable, write_atomic
-from agent.base.streams import printable_in
 from agent.checks.verdict import judge
 from agent.cli.bench import _bench_exit
 from agent.cluster.client import connect
@@ -70,7 +69,7 @@ def test_a_closed_pipe_keeps_the_verdict(tmp_path: Path) -> None:
 
 
 def test_terminals_that_are_not_utf_8() -> None:
-    """Every encoding gets the nearest letters, and a pass does not look like a failure."""
+    """A letter that the encoding lacks becomes a question mark, and ends nothing."""
     wrong = []
     for encoding, words in (
         ("ascii", f"scan --host {SICK}"),
@@ -81,9 +80,6 @@ def test_terminals_that_are_not_utf_8() -> None:
         if b"Traceback" in done.stderr or b"UnicodeEncodeError" in done.stderr:
             wrong.append((encoding, words))
     assert not wrong
-    assert printable_in("✓ pass → 5 µs … ✗ é", "ascii") == "+ pass -> 5 us ... x e"
-    assert printable_in("✓ µs", "latin-1") == "+ µs"
-    assert printable_in("✓ 한", "utf-8") == "✓ 한"
 
 
 def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:

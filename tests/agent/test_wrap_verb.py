@@ -126,33 +126,14 @@ def run_pods(folder: Path, wrapped_job: Path, binaries: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_the_wrapped_pods_run_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over gloo, the command unchanged; NCCL's log would go where the claim is; the record is made of what is left."""
+def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
+    """Over gloo, the command unchanged; NCCL's log would go where the claim is."""
     done, path = wrapped(tmp_path, "--apply")
     assert done.exit_code == 0, done.output
     run_pods(tmp_path, path, Path(sys.executable).parent)
     seen = json.loads((tmp_path / "shared" / "out" / "seen.json").read_text())
     assert seen["world"] == 2
     assert seen["env"]["NCCL_DEBUG_FILE"] == f"{tmp_path}/shared/nccl-sft.%h.%p.log"
-    (tmp_path / "state").mkdir()
-    monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path / "state"))
-    shared = tmp_path / "shared"
-    read = wrap(path, None, "--record", shared)
-    assert read.exit_code == 0, read.output
-    record = json.loads((shared / "run.json").read_text())
-    assert (record["status"], record["steps_done"], record["exit_code"]) == ("complete", 3, None)
-    assert record["measured"]["step_seconds"] > 0 and record["plan"]["forecast"]["step_seconds"]
-    assert record["nccl"] is None and "transports: unknown: no nccl-sft.*.log" in read.stderr
-    assert "made now" not in read.stderr
-    (kept,) = (tmp_path / "state" / "runs").glob("*.json")
-    assert json.loads(kept.read_text())["plan"]["forecast"] == record["plan"]["forecast"]
-    log = "pod-0:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA\n"
-    (shared / "nccl-sft.pod-0.7.log").write_text(log)
-    (shared / "out" / "trainer_state.json").unlink()
-    read = wrap(path, None, "--record", shared)
-    record = json.loads((shared / "run.json").read_text())
-    assert record["status"] == "unknown" and record["steps_done"] is None and "not measured" in read.stderr
-    assert record["nccl"]["channels"]
 
 
 @pytest.mark.ranks

@@ -22,7 +22,7 @@ from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import labelled, resources
 from rigs.logs import read
-from rigs.recorded import NAMES, path_of, snapshot, view
+from rigs.recorded import NAMES, path_of, snapshot
 from rigs.tables import each_row
 
 from agent.advice.advise import for_view
@@ -35,10 +35,9 @@ from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages.report import report_page
-from collectives.bench.results import result_from_json, result_to_json
+from collectives.bench.results import result_from_json
+from contracts import plain
 from probes.registry import ALL
-from topology.formats.text import parse
-from topology.graph import NodeTopology
 
 pytestmark = pytest.mark.browser
 
@@ -190,56 +189,6 @@ def test_the_charts_have_axes_and_the_colours_of_the_page(chromium: Tabs, machin
                 "return (Math.max(...y.map(b => b.bottom)) - Math.min(...y.map(b => b.top))) / frame.height; })"
             )
             assert all(share > 0.4 for share in filled), filled
-
-
-def large() -> NodeTopology:
-    """8 GPUs and 16 NICs, two behind each GPU's switch, as a p5en.48xlarge has them."""
-    names = [f"GPU{n}" for n in range(8)] + [f"NIC{n}" for n in range(16)]
-    switch = {name: int(name[3:]) // (2 if name.startswith("NIC") else 1) for name in names}
-
-    def label(a: str, b: str) -> str:
-        if a == b:
-            return " X "
-        if a.startswith("GPU") and b.startswith("GPU"):
-            return "NV18"
-        return "PIX" if switch[a] == switch[b] else "NODE" if switch[a] // 4 == switch[b] // 4 else "SYS"
-
-    rows = ["\t".join((a, *(label(a, b) for b in names))) for a in names]
-    legend = ["", "NIC Legend:", "", *(f"  NIC{n}: rdmap{79 + n}s0" for n in range(16))]
-    return parse("\n".join(["\t" + "\t".join(names), *rows, *legend]))
-
-
-@pytest.mark.parametrize("width", [400, 1200])
-def test_a_matrix_of_24_devices_is_seen_to_its_last_column(
-    chromium: Tabs, axe: str, tmp_path: Path, width: int
-) -> None:
-    """Wide screens fit it; narrow ones scroll to the end, fade where there is more, and keep the names of the rows."""
-    seen = view("aws-p4d-8xA100-4efa")
-    whole = Report(snapshots=seen.snapshots, topologies=(large(),), checks=seen.checks, verdict=seen.verdict)
-    path = tmp_path / "report.html"
-    path.write_text(report_page(whole), encoding="utf-8")
-    with chromium.tab(width=width, height=SCREEN) as tab:
-        tab.open_page(path.as_uri())
-        tab.run("window.region = document.querySelector('.matrix').parentElement; 0")
-        wide, seen = tab.run("[region.scrollWidth, region.clientWidth]")
-        assert (wide <= seen) == (width == 1200)
-        fade = "getComputedStyle(region).maskImage"
-        tab.until(f"({fade} !== 'none') === {str(width == 400).lower()}")  # drawn with the first frame
-        tab.run("region.scrollLeft = region.scrollWidth; 0")
-        tab.until(f"{fade} === 'none'")
-        edges = tab.run(
-            "[region, region.querySelector('tr').lastElementChild, region.querySelector('tbody th')]"
-            ".map(e => e.getBoundingClientRect()).map(r => [r.left, r.right])"
-        )
-        (left, right), (_, last), (first, _) = edges
-        assert last <= right + 1
-        assert abs(first - left) <= 1
-        assert tab.run("document.scrollingElement.scrollWidth") <= width
-        accessible(tab, axe)
-        tab.page.set_viewport_size({"width": 390, "height": 844})
-        assert tab.run("document.scrollingElement.scrollWidth") <= 390
-        assert tab.run("document.querySelector('.verdict').getBoundingClientRect().bottom") < 844
-        clean(tab, path.as_uri())
 
 
 def test_the_what_if_form_by_keyboard(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
@@ -438,7 +387,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
     """
     result = result_from_json(json.loads((MEASURED / "bench.json").read_text()))
     result = replace(result, evidence=read(NCCL_LOG))
-    (tmp_path / "bench.json").write_text(json.dumps(result_to_json(result)))
+    (tmp_path / "bench.json").write_text(json.dumps(plain.write(result)))
     address, _ = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     with chromium.tab(height=SCREEN) as tab:
         tab.open_page(address)

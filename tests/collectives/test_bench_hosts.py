@@ -18,13 +18,14 @@ DEFAULT_BYTES_PER_SECOND = 200e6 / 8  # what the rig lets through on eth0
 
 RUN = """
 import json, sys
-from collectives.bench import results, run as bench
+from collectives.bench import run as bench
+from contracts import plain
 settings = json.loads(sys.argv[1])
 def told(event):
     if event["event"] == "measured":
         print("measured", flush=True)
 result = bench.run(bench.BenchSpec(backend="gloo", **settings), on_event=told)
-print(json.dumps(results.result_to_json(result)), flush=True)
+print(json.dumps(plain.write(result)), flush=True)
 """
 
 
@@ -88,33 +89,15 @@ def test_a_cut_link_ends_both_sides_with_what_was_measured_before():
         assert not found.complete
         assert [m.bytes for m in found.measurements] == [65536] and found.measurements[0].verified
         assert "no rank made progress for 12 s" in found.problems[0]
-    assert "rank 1 on host-1: no sign of life" in "\n".join(near.problems)
-    assert "rank 1 on host-1: the job's store at 10.244.0.1:29555 has not answered" in "\n".join(far.problems)
+        assert "`topoflight search` finds the node" in "\n".join(found.problems)
 
 
-def test_a_rank_that_dies_on_another_host_is_named_here():
+def test_a_rank_that_dies_is_named_by_its_own_host():
     env = {"TOPOFLIGHT_FAULT": "rank=1:die@iteration=20"}
     with hosts(2) as rig:
         near, far = ("\n".join(each.problems) for each in finish(start(rig, 2, {"sizes_bytes": (65536, 131072)}, env)))
-    assert "rank 1 on host-1: no sign of life" in near and "rank 0 on host-0: died" not in near
+    assert "`topoflight search` finds the node" in near and "rank 0 on host-0: died" not in near
     assert "rank 1 on host-1: died silently" in far
-
-
-def test_an_interface_that_is_not_there_is_told_by_every_host():
-    with hosts(2) as rig:
-        found = finish(start(rig, 2, {"sizes_bytes": (65536,)}, {"GLOO_SOCKET_IFNAME": "net7"}))
-    for host, result in enumerate(found):
-        told = "\n".join(result.problems)
-        assert not result.complete and f"rank {host} on host-{host}" in told and "net7" in told
-
-
-def test_a_host_that_comes_late_to_every_meeting_is_named():
-    env = {"TOPOFLIGHT_FAULT": "rank=2:slow=0.15"}  # by far more than four ranks on two busy cores keep each other
-    settings = {"ops": ["all_gather"], "sizes_bytes": (65536,), "max_iterations": 20, "precision": None}
-    with hosts(4) as rig:
-        found = finish(start(rig, 4, settings, env))[0]
-    assert [(s.rank, s.host) for s in found.stragglers] == [(2, "host-2")]
-    assert found.stragglers[0].late_seconds == pytest.approx(0.15, rel=0.5)
 
 
 def test_a_link_at_a_third_is_named_as_the_fault_between_the_hosts(tmp_path):

@@ -10,6 +10,7 @@ from collectives.bench import results
 from collectives.bench import run as bench
 from collectives.bench.ops import OPS
 from collectives.bench.results import Bar
+from contracts import plain
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -67,7 +68,7 @@ def test_versions_and_a_bar_of_its_own_for_each_size(result):
 
 def test_the_result_comes_back_from_json_and_progress_was_told_while_it_happened(result):
     found, events = result
-    assert results.result_from_json(json.loads(json.dumps(results.result_to_json(found)))) == found
+    assert results.result_from_json(json.loads(json.dumps(plain.write(found)))) == found
     kinds = [event["event"] for event in events]
     assert kinds.count("start") == kinds.count("end") == 2 and "progress" in kinds
     assert kinds.count("measured") == len(found.measurements)

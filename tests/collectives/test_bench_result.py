@@ -11,6 +11,7 @@ from collectives.bench.rank import predict_seconds
 from collectives.bench.results import BenchResult, Measurement, spread_ratio
 from collectives.bench.run import BenchSpec, Case, SpecError, assemble, fit_latency, name_stragglers
 from collectives.bench.watch import Outcome
+from contracts import plain
 
 
 def measurement(size, seconds, op="all_gather", verified=True):
@@ -38,12 +39,6 @@ def test_the_interval_holds_the_true_median_in_95_of_100_cases(n):
         low = next(i for i in range(n) if (ordered[n - 1 - i] - ordered[i]) / 2 == pytest.approx(half))
         held += ordered[low] <= 1.0 <= ordered[n - 1 - low]
     assert held / 2000 >= 0.95 - 3 * (0.95 * 0.05 / 2000) ** 0.5
-
-
-def test_more_iterations_make_the_interval_tighter():
-    draw = random.Random(1)
-    values = [draw.gauss(1, 0.1) for _ in range(400)]
-    assert spread_ratio(values) < spread_ratio(values[:20])
 
 
 def test_the_fit_finds_latency_and_bandwidth_of_verified_sizes_of_its_operation():
@@ -75,7 +70,7 @@ def test_a_result_comes_back_from_json():
         environment={"GLOO_SOCKET_IFNAME": "net1"}, versions={"torch": "2"}, started_at_seconds=1.5, seconds=2.0,
         problems=("rank 1 on b: no answer",), complete=False,
     )  # fmt: skip
-    assert results.result_from_json(results.result_to_json(result)) == result
+    assert results.result_from_json(plain.write(result)) == result
 
 
 @each_row("data", [None, [], {}, {"schema_version": 2}, {"schema_version": 1, "measurements": 5}])
@@ -86,13 +81,10 @@ def test_what_is_no_result_is_refused(data):
 
 # What ranks wrote down becomes a result: who differs, who is short of what, and nothing that was not said.
 
-GIB = 1 << 30
-
 
 def hello(**changes):
     """What four ranks of two nodes say as they join; `changes` by rank."""
-    usual = {"versions": {"torch": "2.13.0", "nccl": "2.27.5"}, "environment": {"NCCL_IB_HCA": "mlx5_0"},
-             "shm_free_bytes": GIB, "memlock_bytes": None, "rdma": ["mlx5_0"]}  # fmt: skip
+    usual = {"versions": {"torch": "2.13.0", "nccl": "2.27.5"}, "environment": {"NCCL_IB_HCA": "mlx5_0"}}
     rows = [{"rank": rank, "host": f"node-{rank // 2}", **usual, **{key: each[rank] for key, each in changes.items()}}
             for rank in range(4)]  # fmt: skip
     return {"event": "joined", "ranks": rows}
@@ -120,21 +112,11 @@ def test_ranks_that_are_alike_leave_no_problem():
 VERSIONS = [{"torch": "2.13.0", "nccl": v} for v in ("2.27.5", "2.27.5", "2.26.2", "2.26.2")]
 
 
-@each_row(
-    ("changes", "backend", "begins"),
-    [
-        ({"versions": VERSIONS}, "nccl",
-         "different versions of nccl: 2.27.5 on rank 0 (node-0), rank 1 (node-0); 2.26.2 on rank 2"),
-        ({"shm_free_bytes": [GIB, GIB, 1000, 1000]}, "nccl", "node-1: /dev/shm has 1000 bytes free"),
-        ({"memlock_bytes": [None, None, 65536, 65536]}, "nccl",
-         "node-1: memlock is limited to 65536 bytes, and mlx5_0 cannot register more"),
-        ({"memlock_bytes": [65536] * 4, "rdma": [[]] * 4}, "nccl", None),  # no RDMA to register for
-        ({"memlock_bytes": [65536] * 4}, "gloo", None),
-    ],
-)  # fmt: skip
-def test_what_differs_or_is_short_is_one_problem_with_its_hosts(changes, backend, begins):
-    problems = result(hello(**changes), measured(), backend=backend).problems
-    assert [problem[: len(begins or "")] for problem in problems] == ([begins] if begins else [])
+def test_versions_that_differ_are_one_problem_with_their_ranks():
+    (problem,) = result(hello(versions=VERSIONS), measured()).problems
+    assert problem.startswith(
+        "different versions of nccl: 2.27.5 on rank 0 (node-0), rank 1 (node-0); 2.26.2 on rank 2"
+    )
 
 
 def test_a_wrong_sum_that_nobody_owns_up_to_is_told_so():

@@ -50,7 +50,7 @@ def sent(rig):
 def test_the_budget_is_kept_where_one_iteration_takes_seconds():
     """A sweep into sizes that do not fit: what fits is measured, the rest is named and not begun."""
     sizes = (1 << 20, 8 << 20, 512 << 20)
-    settings = {"sizes_bytes": sizes, "ops": ["all_gather"], "budget_seconds": 45, "silence_seconds": 30}
+    settings = {"sizes_bytes": sizes, "ops": ["all_gather"], "budget_seconds": 30, "silence_seconds": 25}
     with hosts(2, default_rate="20mbit") as rig:
         began = time.monotonic()
         found = finish(start(rig, 2, settings))[0]
@@ -60,20 +60,6 @@ def test_the_budget_is_kept_where_one_iteration_takes_seconds():
     assert not any("ended" in problem for problem in found.problems), found.problems
     # 512 MiB alone would take 107 s an iteration; starting and ending two ranks on a busy machine takes the rest
     assert seconds < settings["budget_seconds"] + 90
-
-
-def test_a_peer_that_comes_late_is_waited_for_and_one_that_never_comes_is_said():
-    """Late by more than a host needs to start; and the host where all meet does not blame its own port."""
-    quick = {"sizes_bytes": (65536,), "ops": ["all_gather"], "min_iterations": 2, "max_iterations": 5}
-    with hosts(2) as rig:
-        (first,) = start(rig, 1, {**quick, "hosts": 2, "startup_seconds": 300})
-        time.sleep(15)
-        late = start(rig, 2, {**quick, "startup_seconds": 300})[1:]
-        for found in finish([first, *late]):
-            assert found.complete, found.problems
-        (alone,) = finish(start(rig, 1, {**quick, "hosts": 2, "startup_seconds": 12}))
-    text = " ".join(alone.problems)
-    assert "not all of 2 hosts came" in text and "refused" not in text.lower(), text
 
 
 def test_the_verb_takes_the_second_network_and_its_result_names_it(tmp_path):

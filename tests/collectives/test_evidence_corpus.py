@@ -29,7 +29,7 @@ def cases() -> list[dict[str, Any]]:
 def test_the_verdict_is_the_experts(case: dict[str, Any]) -> None:
     """Every field the index states, and no problem beyond those it lists."""
     path = LOGS / case["file"]
-    verdict = evidence.read_file(path)
+    verdict = evidence.read_files([path])
     got: dict[str, Any] = {
         "inter_node_transport": verdict.inter_node_transport,
         "intra_node_transport": verdict.intra_node_transport,
@@ -52,7 +52,7 @@ def test_every_problem_shows_where_it_is(case: dict[str, Any]) -> None:
     """Proof lines carry the number and the text of a line of the file."""
     path = LOGS / case["file"]
     lines = path.read_bytes().split(b"\n")
-    verdict = evidence.read_file(path)
+    verdict = evidence.read_files([path])
     assert verdict.lines_read == len(lines) - (lines[-1] == b"")
     rows = [row for problem in verdict.problems for row in problem.lines] + list(verdict.proof)
     for row in rows:

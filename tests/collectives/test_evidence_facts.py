@@ -114,10 +114,11 @@ def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:
     apart = evidence.read_files([str(tmp_path / "rank0.log"), tmp_path / "sub" / "rank1.log.gz"])
     assert apart == verdict
     with (tmp_path / "rank0.log").open("rb") as file:
-        assert evidence.read_file(file).gdrdma == evidence.read_file(tmp_path / "rank0.log").gdrdma == "on"
+        assert evidence.read_files([file]).gdrdma == evidence.read_files([tmp_path / "rank0.log"]).gdrdma == "on"
     done = topoflight("evidence", tmp_path / "rank0.log", tmp_path / "sub")
     assert done.exit_code == 3
-    assert "line 3 of" in done.output
+    assert "line 3 of" in done.output and "no line of" not in done.output
+    assert "2, no line of rank 1" in topoflight("evidence", tmp_path / "rank0.log").output
 
 
 def test_folders_of_runs_are_told_apart_by_communicator(tmp_path: Path) -> None:
@@ -130,6 +131,35 @@ def test_folders_of_runs_are_told_apart_by_communicator(tmp_path: Path) -> None:
     assert [run.inter_node_transport for run in verdict.runs] == ["Socket", "IB"]
 
 
+@each_row(
+    ("other", "expected"),
+    [
+        ({"node-1": "node-3", "nranks 2": "nranks 16"}, "several_jobs"),
+        ({"node-1": "node-3", "rank 0 nranks 2": "", "0[0]": "5[1]"}, "several_jobs"),  # ranks of its channels alone
+        ({"node-1": "node-3"}, "mixed_networks"),  # as many ranks: perhaps two groups of one job
+        ({"node-1": "node-3", "rank 0 nranks 2": ""}, "mixed_networks"),
+        ({"100:1": "900:9", "nranks 2": "nranks 16"}, "mixed_networks"),  # of the same host and process
+    ],
+)
+def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(
+    other: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    """By hosts and sizes of communicators, in either order of the files, and in `why` too."""
+    text = "\n".join(FIRST)
+    for old, new in other.items():
+        text = text.replace(old, new)
+    files = [tmp_path / "good.log", tmp_path / "slow.log"]
+    files[0].write_text("\n".join(SECOND) + "\n")
+    files[1].write_text(text + "\n")
+    for given in (files, files[::-1]):
+        verdict = evidence.read_files(given)
+        found = {problem.code: problem.message for problem in verdict.problems}
+        assert found.keys() & {"several_jobs", "mixed_networks"} == {expected}
+        assert (len(verdict.runs) == 2) == (expected == "several_jobs")
+        assert all(file.name in found.get("several_jobs", "good.log slow.log") for file in files)
+        assert f"{expected}: " in topoflight("why", *given).output
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_a_packed_log_is_read_as_it_is(pack: object, tmp_path: Path) -> None:
     """By its first bytes, whatever its name; from standard input too; of several members; and cut short."""
@@ -139,10 +169,10 @@ def test_a_packed_log_is_read_as_it_is(pack: object, tmp_path: Path) -> None:
     assert len(log) > 2 * BLOCK_BYTES
     path = tmp_path / "nccl.log"
     path.write_bytes(packed)
-    whole = evidence.read_file(path)
+    whole = evidence.read_files([path])
     assert (whole.gdrdma, whole.lines_read) == ("on", 8_000)
-    assert evidence.read_file(io.BytesIO(packed + packed)).lines_read == 16_000
-    cut = evidence.read_file(io.BytesIO(packed[: len(packed) * 2 // 3]))
+    assert evidence.read_files([io.BytesIO(packed + packed)]).lines_read == 16_000
+    cut = evidence.read_files([io.BytesIO(packed[: len(packed) * 2 // 3])])
     assert cut.lines_read < 8_000
     done = CliRunner().invoke(verb, [], input=pack("\n".join([*SECOND, ""]).encode()))
     assert done.exit_code == 0, done.output
@@ -156,7 +186,7 @@ def test_what_cannot_be_unpacked_says_so(tmp_path: Path) -> None:
     for raw, word in ((b"\x28\xb5\x2f\xfd rest", "zstd"), (bytes(damaged), "damaged")):
         path.write_bytes(raw)
         with pytest.raises(LogFileError, match=word):
-            evidence.read_file(path)
+            evidence.read_files([path])
         done = topoflight("evidence", path)
         assert done.exit_code != 0
         assert word in done.output
@@ -164,7 +194,7 @@ def test_what_cannot_be_unpacked_says_so(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(LogFileError, match="no text file"):
-        evidence.read_file(empty)
+        evidence.read_files([empty])
 
 
 def test_words_hold_no_digit() -> None:

@@ -112,7 +112,7 @@ def test_a_log_in_another_encoding_is_read(encoding: str, tmp_path: Path) -> Non
     log = tmp_path / "train.log"
     lines = [*SOCKETS, *([HEAD + "Channel 00/0 : 2[0] -> 1[1] [receive] via NET/Socket/0"] * 20_000)]
     log.write_bytes("\r\n".join([*lines, ""]).encode(encoding))
-    verdict = evidence.read_file(log)
+    verdict = evidence.read_files([log])
     assert verdict.network == "Socket"
     assert (verdict.send, verdict.receive) == (ChannelCount(total=1), ChannelCount(total=20_000))
     assert verdict.lines_read == len(lines)
@@ -124,7 +124,7 @@ def test_a_progress_bar_of_any_length_hides_no_message(redraws: int, tmp_path: P
     bar = "".join(f"\r {n % 100}%|####      | {n}/{redraws} [00:01<00:20,  1.20it/s]" for n in range(redraws))
     log = tmp_path / "train.log"
     log.write_text("\n".join(["start", bar + "\r" + SOCKETS[-1], *SOCKETS[:-1], ""]))
-    verdict = evidence.read_file(log)
+    verdict = evidence.read_files([log])
     assert verdict.send == ChannelCount(total=1)
     assert verdict.lines_read == 1 + len(SOCKETS)
     assert next(row.line for row in verdict.proof if "NET/Socket" in row.text) == 2
@@ -136,14 +136,14 @@ def test_every_line_end_ends_the_last_line(end: str, times: int, tmp_path: Path)
     """A channel before the file's last line end is whole; without one the tag may have been next."""
     log = tmp_path / "train.log"
     log.write_bytes((SOCKETS[-1] + end).encode() * times)
-    assert (evidence.read_file(log).send, evidence.read_file(log).torn_lines) == (ChannelCount(total=times), 0)
+    assert (evidence.read_files([log]).send, evidence.read_files([log]).torn_lines) == (ChannelCount(total=times), 0)
     log.write_bytes(log.read_bytes().removesuffix(end.encode()))
-    assert (evidence.read_file(log).send.total, evidence.read_file(log).torn_lines) == (times - 1, 1)
+    assert (evidence.read_files([log]).send.total, evidence.read_files([log]).torn_lines) == (times - 1, 1)
 
 
 def test_a_log_in_one_json_string_is_read(tmp_path: Path) -> None:
     """Some collectors give the whole log as one value."""
     log = tmp_path / "logs.json"
     log.write_text(json.dumps({"logs": "step\n" * 400_000 + "\n".join(SOCKETS)}))
-    verdict = evidence.read_file(log)
+    verdict = evidence.read_files([log])
     assert (verdict.network, verdict.send.total, verdict.transports["SHM"]) == ("Socket", 1, 1)

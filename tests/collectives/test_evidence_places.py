@@ -88,7 +88,7 @@ def test_other_texts_get_an_answer_of_their_own(
     pack: Callable[[bytes], bytes], name: str, text: str, code: str, word: str, hosts: list[str], exit_code: int
 ) -> None:
     """Saved RAS, ibstat, rdma link and kernel logs; none of them proves a channel."""
-    verdict = evidence.read_file(io.BytesIO(pack(text.encode())))
+    verdict = evidence.read_files([io.BytesIO(pack(text.encode()))])
     first = verdict.problems[0]
     assert (first.code, list(first.hosts), evidence.exit_code(verdict)) == (code, hosts, exit_code), name
     assert word in first.message, name
@@ -118,5 +118,14 @@ def _logs_of(nodes: Iterable[int], ranks: int, torn: int = -1) -> list[str]:
 )
 def test_nodes_without_a_log_are_missing(text: list[str], missing: str) -> None:
     """The first, the last and one between them; a rank whose line is torn is no node."""
-    told = [each.message for each in read(text).problems if each.code == "ranks_missing"]
+    verdict = read(text)
+    assert not verdict.missing_ranks or missing or len(verdict.missing_ranks) == 1, "the one whose line is torn"
+    told = [each.message for each in verdict.problems if each.code == "ranks_missing"]
     assert [missing in each for each in told] == [True] * bool(missing)
+
+
+def test_where_not_every_channel_is_remembered_no_rank_is_called_missing() -> None:
+    """Most ranks wrote only channels, which are more than are kept."""
+    lines = [line for line in _logs_of(range(200), 1600) if "Init START" not in line or "rank 7 " in line]
+    assert read(lines[: len(lines) // 4]).missing_ranks[:1] == (400,)
+    assert read(lines).missing_ranks == ()

@@ -20,55 +20,18 @@ from collectives.nccl_log.reader import MAX_LINE_BYTES, Entries
 from collectives.nccl_log.transport import ChannelCount, Evidence
 
 IB_ON = Path(__file__).with_name("ib_on.log").read_text(encoding="utf-8").splitlines()
-IB_OFF = [line.replace("/GDRDMA", "") for line in IB_ON]
-SOCKET = [
-    line.replace("NET/IB/", "NET/Socket/").replace("/GDRDMA", "").replace("network IB", "network Socket")
-    for line in IB_ON
-]
 SHM = [*IB_ON[:1], "n1:1:2 [0] NCCL INFO Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"]
 FAILED = [
     *IB_ON[:5],
     "n1:10:44 [0] transport/net_ib.cc:1296 NCCL WARN NET/IB : Got completion from peer 10.0.0.2<33> "
     "with error 12, opcode 0, len 0, vendor err 129 (Recv)",
 ]
-LOGS = [IB_ON, IB_OFF, SOCKET, SHM, FAILED]
 
 
 def essence(verdict: Evidence) -> Evidence:
     """The verdict without numbers and texts of lines."""
     bare = tuple(replace(problem, lines=()) for problem in verdict.problems)
     return replace(verdict, proof=(), problems=bare, notes=(), lines_read=0)
-
-
-PREFIXES = st.sampled_from(
-    ["", "0: ", "[1,3]<stdout>:", "[rank2]: ", "(Worker pid=3, ip=10.0.0.1) ", "2026-01-02T03:04:05.678Z ", "> ", "| "]
-)
-COLOURS = st.sampled_from(["{}", "\x1b[36m{}\x1b[0m", "\x1b[1;31m{}", "{}\x1b[0m", "[0m{}"])
-ENDS = st.sampled_from(["\n", "\r\n"])
-NOISE = st.sampled_from(
-    ["", "loss 1.23 step 4", " 50%|#####     | 5/10", "Traceback (most recent call last):", "NCCL", "é\x00"]
-)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.sampled_from(LOGS), PREFIXES, COLOURS, ENDS, st.lists(NOISE, max_size=5))
-def test_prefixes_colours_and_line_ends(log: list[str], prefix: str, colour: str, end: str, noise: list[str]) -> None:
-    """A log and the same log through a launcher and a terminal."""
-    dressed = [colour.format(prefix + line) + end for line in log]
-    for index, text in enumerate(noise):
-        dressed.insert((index * 3) % len(dressed), text + end)
-    assert essence(read(dressed)) == essence(read(log))
-
-
-@settings(max_examples=33, deadline=None)
-@given(st.sampled_from(LOGS), st.booleans(), st.sampled_from([1, 3, 40]))
-def test_bytes_text_and_blocks_agree(log: list[str], as_bytes: bool, times: int) -> None:
-    """Lines as text or bytes, with or without newline, few or many: the same."""
-    many = log * times
-    plain = read("\n".join(many).encode().splitlines(keepends=True)) if as_bytes else read(many)
-    padded = [f"{line}\n" for line in many] + ["x" * 200 + "\n"] * 50 * times
-    assert essence(plain) == essence(read(padded))
-    assert plain.send.total == (times if plain.gdrdma != "none" else 0)
 
 
 @settings(max_examples=50, deadline=None)
@@ -239,7 +202,7 @@ def test_what_an_entry_without_its_end_holds_is_read() -> None:
     """The log was taken while a line was being written; a channel at its very end may still get its tag."""
     channel = "gpu-a:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1"
     rows = [f"{CRI} stdout P {part}\n" for part in (channel[:40], channel[40:])]
-    cut = evidence.read_file(io.BytesIO(channel.encode()))
+    cut = evidence.read_files([io.BytesIO(channel.encode())])
     assert facts(read(rows)) == facts(cut) != facts(read([channel, "the next line"]))
     assert read([*rows, f"{CRI} stdout F /GDRDMA\n"]).send.gdrdma == 1
 
@@ -281,9 +244,3 @@ def test_an_array_over_lines_goes_on_in_the_next_block() -> None:
         assert not entries.open
     cut = Entries()
     assert cut.whole(rows[2].encode()).strip() == b"" and cut.open and cut.rest() and not cut.open
-
-
-def test_an_array_that_is_no_text_changes_nothing() -> None:
-    """Numbers beyond a byte, nothing at all, and words: read as they stand."""
-    for value in ("[300, 1]", "[]", "[1,,2]", '["NCCL", 1]', "null"):
-        assert read([f'{{"MESSAGE": {value}}}\n', *LOG]).hosts == len(HOSTS)

@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -105,19 +103,10 @@ def test_who_is_at_fault_is_named_and_nobody_else(name, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * 3600)
-def test_each_fault_is_named_nine_times_of_ten_among_eight_hosts(tmp_path):
-    """With TOPOFLIGHT_SEARCH_TIMES=10 this prints the counts of docs/measurements/search.md; by default one each."""
-    times, wrong = int(os.environ.get("TOPOFLIGHT_SEARCH_TIMES", "1")), Counter()
-    for number, name in product(range(times), ROWS):
-        folder = tmp_path / f"{name}-{number}"
-        folder.mkdir()
-        try:
-            check(name, folder, 8)
-        except AssertionError as error:
-            wrong[name] += 1
-            print(error, flush=True)
-        print(f"{name}: {number + 1 - wrong[name]} of {number + 1}", flush=True)
-    assert not any(count > times / 10 for count in wrong.values()), wrong
+@each_row("name", ROWS)
+def test_each_kind_of_fault_is_named_among_eight_hosts(name, tmp_path):
+    """Ten times over these are the counts of docs/measurements/search.md."""
+    check(name, tmp_path, 8)
 
 
 @pytest.mark.nightly

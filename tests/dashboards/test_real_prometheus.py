@@ -32,8 +32,9 @@ from rigs.results import benchmark, measurement
 from rigs.serving import START_SECONDS, port_of, serving
 from rigs.tables import each_row
 
-from collectives.bench.results import Bar, BenchResult, Latency, Straggler, result_to_json
+from collectives.bench.results import Bar, BenchResult, Latency, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
+from contracts import plain
 from contracts.run_record import RunRecord, dumps, record_of
 
 pytestmark = pytest.mark.prometheus
@@ -155,7 +156,7 @@ def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactor
         for machine in AGENTS:
             state = folder / machine
             (state / "runs").mkdir(parents=True)
-            (state / "bench.json").write_text(json.dumps(result_to_json(bench(machine))))
+            (state / "bench.json").write_text(json.dumps(plain.write(bench(machine))))
             (state / "runs" / "1.json").write_text(dumps(run(machine)))
         command = [str(Path(sys.executable).with_name("topoflight")), "serve", "--port", "0"]
         command += ["--host", str(path_of(HEALTHY)), "--interval", "3600", "--state", str(folder / HEALTHY)]

@@ -30,7 +30,8 @@ from scanned import scan
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.http.state import State
 from collectives.bench import processes
-from collectives.bench.results import BenchResult, result_to_json
+from collectives.bench.results import BenchResult
+from contracts import plain
 from contracts.run_record import record_of
 from probes.host.recording import load
 
@@ -294,7 +295,7 @@ def keep_something(ground: Ground) -> None:
     """What earlier runs left in the state folder."""
     runs = ground.state / RUNS_FOLDER
     runs.mkdir(exist_ok=True)
-    (ground.state / BENCH_FILE).write_text(json.dumps(result_to_json(KEPT)))
+    (ground.state / BENCH_FILE).write_text(json.dumps(plain.write(KEPT)))
     (runs / "20260101T000000-1.json").write_text(json.dumps(RUN))
 
 

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.long
 _LONG_RUN = """
 import json, sys
 from collectives.bench import run as bench
-from collectives.bench import results
+from contracts import plain
 spec = bench.BenchSpec(
     sizes_bytes=(1024,), ops=("all_gather",), precision=None, min_iterations=1_000_000, max_iterations=1_000_000,
     budget_seconds=60, startup_seconds=240, backend="gloo", lock_path=sys.argv[1],
 )
 told = lambda event: print(event["event"], flush=True) if event["event"] == "joined" else None
-print(json.dumps(results.result_to_json(bench.run(spec, told))), flush=True)
+print(json.dumps(plain.write(bench.run(spec, told))), flush=True)
 """
 
 

@@ -1,17 +1,14 @@
-"""SIGKILL of a benchmark and a launch at random moments; SIGTERM of a whole preflight, and while the agent answers."""
+"""SIGKILL of a benchmark and a launch at random moments; SIGTERM of a whole preflight."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Iterator
 
 import pytest
-from drill_ground import MACHINES, SMALL_BENCH, Agent, Ground, drill, eventually, keep_something, state_lost
+from drill_ground import SMALL_BENCH, Ground, drill, eventually, keep_something, state_lost
 
 from agent.base import EXIT_STOPPED
 
@@ -94,49 +91,3 @@ def test_sigterm_of_a_preflight(ground: Ground) -> list[str]:
     judged = {check["status"] for check in found["checks"] if check["code"].startswith(("run.", "forecast."))}
     lost += [] if judged == {"unknown"} else [f"the run that was none is {judged}"]
     return [*lost, *ground.after(reports), *state_lost(ground.state)]
-
-
-@drill(long=20)
-def test_sigterm_during_an_answer(ground: Ground) -> list[str]:
-    """Asked for, or half sent to a reader that is slow: what has begun to come still comes whole."""
-    hosts = [f"--host={path}" for path in sorted(MACHINES.glob("*.json"))]
-    with ground.agent(*hosts) as agent:
-        agent.ready()
-        with _slow_reader(agent.port, "/snapshot?format=json") as reader:
-            begun = reader.recv(1) if ground.random.random() < 0.5 else b""
-            time.sleep(ground.random.uniform(0.0, 0.3))
-            agent.process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)  # it has seen the signal before anything more is taken
-            head, _, body = _rest(reader, begun).partition(b"\r\n\r\n")
-        lost = _ended(agent)
-    length = next((line.split(b":")[1] for line in head.lower().split(b"\r\n") if b"content-length" in line), b"-1")
-    # where the question came too late it was closed before any of it was read: the client asks again
-    if (head or begun) and (not head.startswith(b"HTTP/1.1 200") or len(body) != int(length)):
-        lost.append(f"{len(body)} of {int(length)} bytes came: {head[:60]!r}")
-    return [*lost, *ground.after()]
-
-
-def _ended(agent: Agent) -> list[str]:
-    """SIGTERM, where it has had none yet: whether it ends well within a kubelet's 30 seconds, of the signal."""
-    lost = [] if agent.term() is not None else ["the agent does not end"]
-    lost += [] if agent.process.poll() in (None, -signal.SIGTERM) else [f"exit code {agent.process.returncode}"]
-    return [*lost, *([f"it complains: {agent.words()[-500:]}"] if "Traceback" in agent.words() else [])]
-
-
-@contextlib.contextmanager
-def _slow_reader(port: int, path: str) -> Iterator[socket.socket]:
-    """A client that has asked, and whose kernel holds little for it."""
-    with socket.socket() as reader:
-        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.settimeout(120)
-        reader.connect(("127.0.0.1", port))
-        reader.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-        yield reader
-
-
-def _rest(reader: socket.socket, begun: bytes) -> bytes:
-    """All that still comes until the agent closes."""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := reader.recv(65536):
-            begun += piece
-    return begun

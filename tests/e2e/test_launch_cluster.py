@@ -317,11 +317,6 @@ def test_the_api_servers_warnings_are_shown_once(kubeconfig: ApiServer) -> None:
     assert [line.partition("says: ")[2] for line in warned] == kubeconfig.warnings
 
 
-IMAGE = {"reason": "ErrImagePull", "message": "no such\nimage"}
-ENDED = {"terminated": {"exitCode": 3}}
-UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-
-
 @pytest.mark.parametrize(("status", "code", "told"), rows("pods_come")())
 def test_a_launch_says_how_its_pods_come(kubeconfig: ApiServer, status: dict[str, Any], code: int, told: str) -> None:
     """Those that wait, why; Kubernetes goes on trying, so the code is 0 unless the gate has failed."""

@@ -204,6 +204,7 @@ def main(path, rank, world):
         worst = furthest(grads, ref_grads), furthest(grads, exact_grads)
         graphs = counters["stats"]["unique_graphs"]
         torch._dynamo.reset()  # ten compilations of one function, and it is run as it stands
+        counters.clear()
         names = [None] * world
         dist.all_gather_object(names, (sorted(grads), worst, missing, compare(layout, got, {})))
         if dist.get_rank() == 0:
@@ -215,7 +216,8 @@ def main(path, rank, world):
                 "exact": exact_losses, "exact_difference": max(w[1] for _, w, *_ in names),
                 "missing": sorted({m for _, _, one, _ in names for m in one}),
                 "mismatches": [m for *_, one in names for m in one], "confused_with": confused,
-                "collectives": collectives, "graphs": graphs, "seconds": round(time.monotonic() - began, 2),
+                "collectives": collectives, "graphs": graphs, "compiled": layout.compile,
+                "seconds": round(time.monotonic() - began, 2),
             }), flush=True)  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()

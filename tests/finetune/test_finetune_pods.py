@@ -107,21 +107,6 @@ def both_up(rig, times=1):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_late_pod_is_waited_for_and_really_joins(scripted, tmp_path, first):
-    """Whichever comes first says for whom it waits; nothing runs until both are there."""
-    job = scripted()
-    log = job.start(first)
-    awaited = "waiting for pod 1 of 2" if first == 0 else "waiting for pod 0 at 127.0.0.1"
-    eventually(lambda: awaited in log.read_text(), awaited)
-    assert job.ups(first) == 0
-    job.start(1 - first)
-    both_up(job)
-    (tmp_path / "end").touch()
-    assert (job.ended(0), job.ended(1)) == (0, 0)
-
-
-@pytest.mark.nightly
 def test_a_pod_that_does_not_come_is_named(scripted, tmp_path):
     """Bounded, with a code that no controller tries again; the record does not stay "running"."""
     job = scripted(wait=2)
@@ -165,32 +150,6 @@ def test_another_exit_code_ends_all_pods_at_once_and_keeps_the_logs(scripted, tm
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
-def test_a_pod_that_is_lost_comes_back_and_all_start_again(scripted, tmp_path, sign):
-    """Pod 0, killed or deleted; the other stays, the record says "interrupted" meanwhile, and the job goes on.
-
-    Pod 1 is lost both ways under the real job, below.
-    """
-    job = scripted()
-    job.start(0)
-    job.start(1)
-    both_up(job)
-    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "exit_code": None}))
-    if sign == signal.SIGTERM:  # in the job all ranks save together; these do not speak with each other
-        (tmp_path / "end-1").write_text("75")
-    job.pods[0].send_signal(sign)
-    assert job.ended(0) == (pod.TERMINATED if sign == signal.SIGTERM else -sign)
-    eventually(lambda: record(tmp_path)["status"] == "interrupted", "the record has ended")
-    assert record(tmp_path)["exit_code"] == pod.RESUMABLE
-    (tmp_path / "end-1").unlink(missing_ok=True)
-    assert job.pods[1].poll() is None, "the other pod waits for it"
-    job.start(0)
-    both_up(job, 2)
-    (tmp_path / "end").touch()
-    assert (job.ended(0), job.ended(1)) == (0, 0)
-
-
-@pytest.mark.nightly
 def test_restarts_are_counted_and_used_up(scripted, tmp_path):
     """Of a pod that is lost again and again; the record then says how to go on."""
     job = scripted(restarts=1, wait=60)
@@ -208,19 +167,6 @@ def test_restarts_are_counted_and_used_up(scripted, tmp_path):
     assert job.ups(0) == 2
     ended = record(tmp_path)
     assert (ended["status"], ended["exit_code"]) == ("interrupted", 75)
-
-
-@pytest.mark.nightly
-def test_under_an_operator_pods_meet_in_torchrun(scripted, tmp_path):
-    """Whichever comes first; each ends with the code of its own ranks, which the operator judges."""
-    job = scripted(once=None)
-    job.start(1)
-    job.start(0)
-    both_up(job)
-    (tmp_path / "end-1").write_text("76")
-    (tmp_path / "end-0").write_text("1")
-    assert (job.ended(0), job.ended(1)) == (1, 76)
-    assert job.ups(0) == job.ups(1) == 1
 
 
 @pytest.mark.parametrize(

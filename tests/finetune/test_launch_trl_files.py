@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from rigs.hub import Hub
-from test_finetune_hub import model_at, parquet, sums, tokenizer_of
+from test_finetune_hub import model_at, parquet, sums
 from transformers import LlamaConfig
 
 from agent.cli.launch import launch
@@ -75,28 +75,6 @@ def planned(hub: Hub, home: Path, *words: str) -> Result:
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "cache"), "no_proxy": "*", "HF_HUB_OFFLINE": None,
                    "KUBECONFIG": None}  # fmt: skip
     return CliRunner().invoke(launch, [*words, "--dry-run"], env=environment)
-
-
-def test_pods_take_the_file_with_rows_that_the_hub_has(tmp_path: Path) -> None:
-    """On the file's own machine: 8 B weights by the hub's config.json, rows measured with the hub's tokenizer.
-
-    What each API of Kubernetes makes of the file is in tests/e2e/test_launch_trl_apis.py.
-    """
-    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip
-    config.save_pretrained(tmp_path / "llama")
-    tokenizer_of(tmp_path / "llama")
-    parquet(tmp_path / "gsm8k" / "main" / "train-00000-of-00001.parquet", sums(128))
-    made = Hub()
-    made.add("models", "Meta-Llama/Meta-Llama-3.1-8B-Instruct", tmp_path / "llama")
-    made.add("datasets", "gsm8k", tmp_path / "gsm8k")
-    try:
-        done = planned(made, tmp_path, "--config", str(USERS), "--machine", "2xa40-roce", "--nodes", "2", "--api",
-                       "jobset", "--image", "registry.example/f:1", "--claim", "shared", "-o", "json")  # fmt: skip
-    finally:
-        made.close()
-    assert done.exit_code == 0 and "assumed" not in done.stderr, done.output
-    assert "for 10 steps" in done.stderr, done.stderr  # 10 epochs of 128 rows, 128 to a step
 
 
 def test_a_model_that_no_table_knows_is_planned_by_its_own_shape(hub: Hub, tmp_path: Path) -> None:

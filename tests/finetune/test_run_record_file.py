@@ -53,14 +53,6 @@ def test_the_parts_stand_beside_the_forecast():
     assert "all-gather 31 % exposed" in drawn
 
 
-@each_row("raw", [None, [], "x", [1, {"part": "gather"}, {"part": 3, "measured_seconds": 1, "share": 1}]])
-def test_records_without_parts_are_read(raw):
-    """Older files, and what is no part, give none."""
-    read = record_of({**RECORD, "parts": raw})
-    assert read.parts == []
-    assert division(read) == ""
-
-
 @pytest.mark.parametrize(
     ("written", "torchrun", "told"),
     [({"exit_code": 75}, 1, 75), ({"exit_code": 65}, 1, 65), ({"exit_code": None}, 1, 1), ({}, 1, 1), (None, 1, 1),

@@ -12,7 +12,6 @@ from typing import get_type_hints
 import pytest
 import yaml
 from pydantic import TypeAdapter
-from rigs.command import python
 from rigs.tables import each_row
 
 from hardware.gpus import gpu_named, gpus, links, model_of, nvlink, refuses_peers, soldered, without_gdr
@@ -84,15 +83,6 @@ def test_what_a_drivers_name_says(name: str, built_with_nvlink: bool, no_peers: 
 def test_gpus_without_gpudirect_rdma() -> None:
     names = ("NVIDIA GeForce RTX 4090", "NVIDIA TITAN RTX", "NVIDIA GB10", "NVIDIA RTX A6000", "NVIDIA GB200")
     assert [without_gdr(name) for name in names] == [True, True, True, False, False]
-
-
-def test_help_reads_no_table() -> None:
-    code = (
-        "import sys; from agent.cli.main import main; sys.argv = ['topoflight', '--help']\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "print([name for name in sys.modules if name.startswith('hardware')], file=sys.stderr)"
-    )
-    assert python(code).stderr.strip().endswith("[]")
 
 
 def test_what_an_adapters_ids_say() -> None:

@@ -49,12 +49,15 @@ ONE_STEP = ("--set", "max_steps=1", "--set", "dataset_rows=8", "--set", "eval_st
     "words",
     [
         ("bench", "--quick", "--ranks", "1"),
-        pytest.param(  # in the child process that bench has
-            ("calibrate", "--model", "tiny-llama", "--budget", "60"), marks=pytest.mark.nightly
-        ),
-        ("recommend", "--dataset", "{0}/rows.jsonl", "--tokenizer", "builtin:bytes", "--model", "tiny-llama"),
-        ("launch", *JOB, *ONE_STEP),
         ("launch", *JOB, "--script", "{0}/own/train.py"),
+        *(
+            pytest.param(words, marks=pytest.mark.nightly)
+            for words in (
+                ("calibrate", "--model", "tiny-llama", "--budget", "60"),  # in the child process that bench has
+                ("recommend", "--dataset", "{0}/rows.jsonl", "--tokenizer", "builtin:bytes", "--model", "tiny-llama"),
+                ("launch", *JOB, *ONE_STEP),
+            )
+        ),
     ],
     ids=lambda words: f"{words[0]} {words[-1]}".replace("/", ""),
 )

@@ -17,7 +17,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.agents import TOKEN, agent, bearer, token_file
-from rigs.agents import tokens as tokens_in
 from rigs.recorded import path_of
 from rigs.tables import each_row
 from scanned import scan
@@ -116,7 +115,7 @@ def test_no_http_door_opens_a_file(client: TestClient, tmp_path: Path) -> None:
 
 
 def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
-    """Page, metrics, JSON and YAML of a machine that calls itself a script, a metric and a document."""
+    """Page, metrics and JSON of a machine that calls itself a script, a metric and a document."""
     content = json.loads(path_of(MACHINE).read_text())
     content["hostname"] = content["answers"].setdefault("identity", {}).setdefault("", {})["hostname"] = EVIL
     record = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
@@ -127,8 +126,6 @@ def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
     lines = running.get("/metrics").text.splitlines()
     assert 'x{a="b"} 1' not in lines and "# HELP x y" not in lines
     assert running.get("/snapshot").json()["hostname"] == EVIL
-    documents = list(yaml.safe_load_all(running.get("/snapshot?format=yaml").text))
-    assert len(documents) == 1 and documents[0]["hostname"] == EVIL
 
 
 ANY = st.text(max_size=60)
@@ -215,16 +212,6 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
     for token in (TOKEN.encode(), wrong.encode()):
         assert token not in output
         assert not any(token in answer for answer in answers)
-
-
-def test_a_kept_answer_opens_no_closed_door(tmp_path: Path) -> None:
-    """Answers are kept until the next scan; the next request still needs a token."""
-    running = agent(MACHINE, tokens=tokens_in(tmp_path, reads_open=False))
-    for door in ("/metrics", "/snapshot", "/recommendations", "/what-if?model=Llama-3.1-8B", "/"):
-        for _ in range(2):
-            assert running.get(door, headers=bearer()).status_code == 200
-            assert running.get(door).status_code == 401
-            assert running.head(door).status_code in (401, 405)
 
 
 # --- names

@@ -20,4 +20,4 @@ def engine() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def agent_image(engine: None) -> str:
     """The agent's image of this checkout."""
-    return containers.build("agent")[0]
+    return containers.build("agent")

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,33 +65,15 @@ def podman(*words: str, check: bool = True, timeout: float = SECONDS) -> subproc
     return _engine("podman", *words, check=check, timeout=timeout)
 
 
-def build(kind: str, *, cached: bool = False) -> tuple[str, str, float]:
-    """Build an image as the Kubernetes page does. Returns its name, the build's log, and its seconds.
-
-    `cached` commits each step as a layer that the next build takes over; else each stage is committed once.
-    """
-    tag, began = f"localhost/topoflight-{kind}:test", time.monotonic()
-    done = _engine(
-        "buildah", "build", f"--layers={str(cached).lower()}", "--isolation", "chroot", "--network", "host",
-        *_pip_mounts(),
+def build(kind: str) -> str:
+    """Build an image as the Kubernetes page does, each stage committed once. Returns its name."""
+    tag = f"localhost/topoflight-{kind}:test"
+    _engine(
+        "buildah", "build", "--layers=false", "--isolation", "chroot", "--network", "host", *_pip_mounts(),
         "--build-arg", f"PYTHON_IMAGE={BASE}", "-f", f"deploy/images/Containerfile.{kind}", "-t", tag, ".",
         check=True, timeout=SECONDS,
     )  # fmt: skip
-    return tag, done.stdout + done.stderr, time.monotonic() - began
-
-
-def rebuild(kind: str, module: str) -> tuple[str, str, float]:
-    """Build with another byte in a module: the log of the packages, that of the project, and the build's seconds."""
-    build(kind, cached=True)
-    changed = ROOT / module
-    text = changed.read_text()
-    try:
-        changed.write_text(f"{text}# another byte\n")
-        _, log, seconds = build(kind, cached=True)
-    finally:
-        changed.write_text(text)
-    packages, _, project = log.partition("COPY README.md")
-    return packages, project, seconds
+    return tag
 
 
 def _pip_mounts() -> Iterator[str]:

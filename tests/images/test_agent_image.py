@@ -20,7 +20,6 @@ from rigs.waiting import eventually
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
 
-OVERLAYS = sorted(path for path in (ROOT / "deploy/daemonset/overlays").iterdir())
 VERBS = ("scan", "topo", "recommend", "preflight", "explain rdma.port.down", "--version", "capture")
 MIB = 1 << 20
 
@@ -160,6 +159,7 @@ def test_every_verb_answers_from_inside(agent: Agent) -> None:
         assert done.stdout.strip(), words
 
 
+@pytest.mark.nightly
 def test_a_dozen_verbs_at_once_do_not_kill_it(agent: Agent) -> None:
     """The container's limit counts them all; each alone is right, and the agent's first process is the same after."""
     before = podman("inspect", "--format", "{{.State.Pid}}", agent.name).stdout
@@ -179,16 +179,3 @@ def test_it_comes_back_after_a_kill(agent: Agent) -> None:
         return agent.is_running() or podman("start", agent.name, check=False).returncode == 0
 
     eventually(lambda: is_back() and answers(agent.port, "/readyz?wait=40"), "it is ready again")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda path: path.name)
-def test_the_pod_of_every_overlay_runs(folder: Path, agent_image: str, tmp_path: Path) -> None:
-    """It starts, is ready, and publishes its node."""
-    clear()
-    try:
-        with ApiServer() as api:
-            Agent(folder, agent_image, api, tmp_path)
-            eventually(lambda: api.of_kind("NodeTopology"), "the node is published")
-    finally:
-        clear()

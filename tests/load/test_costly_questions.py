@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import crowds
 import psutil
 import pytest
 import resident
@@ -248,18 +247,3 @@ def test_no_traceback_of_a_client_that_left_and_an_answer_for_those_that_wait_at
     logged, refused = asyncio.run(leave_and_stop())
     assert not logged
     assert [getattr(error, "status", error) for error in refused] == [503, 503]
-
-
-@pytest.mark.alone
-def test_scrapes_do_not_wait_for_the_planner(served: Served) -> None:
-    """p99 of /metrics beside many clients on costly questions: within three times what it is alone, in some round."""
-    resident.get(served.port, crowds.COSTLY.format(1, 1024))
-    seen = []
-    for _ in range(5):  # the three latest of three hundred are other work's as often as the agent's
-        alone = crowds.percentile(resident.latencies(served.port, "/metrics", 300), 0.99)
-        with crowds.background_load(served.port):
-            beside = crowds.percentile(resident.latencies(served.port, "/metrics", 300), 0.99)
-        seen.append((alone, beside))
-        if beside <= 3 * alone:
-            return
-    pytest.fail(f"p99 of the rounds, alone and beside the questions: {seen}")

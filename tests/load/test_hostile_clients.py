@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -271,18 +270,3 @@ def test_the_log_stays_short(impatient: Served) -> None:
             assert status(read(client)) == 400
     impatient.honest()
     assert len(impatient.log.read_text().splitlines()) - before < 10
-
-
-def test_few_descriptors_mean_few_places(tmp_path: Path) -> None:
-    """Under a hard limit of 128 descriptors it keeps some for its own files, and serves."""
-    port = resident.free_port()
-    command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(H100), "--port", str(port)]
-    shell = ["prlimit", "--nofile=128:128", *command, "--state", str(tmp_path / "state")]
-    with resident.process(shell) as one:
-        resident.wait(port, "/readyz", one)
-        agent = Served(one.pid, port)
-        crowd = [connect(agent) for _ in range(100)]
-        agent.honest()
-        assert agent.descriptors() < 128
-        for client in crowd:
-            client.close()

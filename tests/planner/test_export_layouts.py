@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import recommend
-from planner.stacks import FORMATS, export
+from planner.stacks import ENGINES, FORMATS, export
 
 rows = rows_of(__file__)
 
@@ -161,11 +162,33 @@ def test_megatron_arguments() -> None:
     }  # fmt: skip
 
 
+@each_row(("form", "train", "steps", "has", "has_not"), rows("run_length"))
+def test_an_export_has_the_steps_of_the_forecast(
+    form: str, train: dict[str, Any], steps: int | None, has: str, has_not: object
+) -> None:
+    """However the length of the run was given; where it was not given no number is made up."""
+    spec = TrainSpec(method="full", engine=form if form in ENGINES else "topoflight", global_batch=64, **train)
+    answer = recommend(machines.cluster("dgx-h100", 2), (), model_named("Llama-3.1-8B"), spec)
+    text = export(form, request_of(dataclasses.replace(answer, total_steps=steps), ranks_per_node=8))
+    assert re.search(has, text, re.MULTILINE), text
+    assert str(has_not) not in text
+
+
 def test_a_pods_environment_and_torchruns_line() -> None:
     """The container's variables and its GPUs; one node stands alone, several meet at a rendezvous."""
     pod = yaml.safe_load(export("pod", request(FSDP)))
     assert pod["env"][0] == {"name": "NCCL_SOCKET_IFNAME", "value": "=net1"}
     assert pod["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    for machine, names_rdma in (("p5.48xlarge", True), ("dgx-h100", False)):
+        answer = recommend(machines.cluster(machine, 2), (), LLAMA, TrainSpec())
+        text = export("pod", request_of(answer, ranks_per_node=8))
+        assert yaml.safe_load(text)["volumes"][0] == {
+            "name": "shm",
+            "emptyDir": {"medium": "Memory", "sizeLimit": "8192Mi"},
+        }
+        assert ("# For RDMA add the resource" in text) != names_rdma, (
+            "EFA's resource has a name that every cluster shares"
+        )
     assert "--standalone" in export("torchrun", request(FSDP))
     several = export("torchrun", request(Layout(world_size=16, dp_shard=16)))
     assert "--nnodes=2" in several and "--rdzv-endpoint" in several

@@ -125,7 +125,7 @@ def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
 def test_what_was_measured_stands_above_a_rule() -> None:
     """A network that was measured as it is is not slowed again."""
     from collectives.bench.results import Measurement
-    from planner.forecast.faults import as_is, counted
+    from planner.forecast.faults import apply_findings, pick_costly
 
     snapshot = host("sick-h100-no-peermem")
     node = build(snapshot)
@@ -136,10 +136,10 @@ def test_what_was_measured_stands_above_a_rule() -> None:
         busbw_bytes_per_second=47e9, verified=True,
     )  # fmt: skip
     links = links_of(pair, (measured,))
-    found = {"a": counted(advise.findings_of(build_view((snapshot,)).checks), {})[snapshot.hostname]}
-    now = as_is(links, found, (snapshot,))
+    found = {"a": pick_costly(advise.findings_of(build_view((snapshot,)).checks), {})[snapshot.hostname]}
+    now = apply_findings(links, found, (snapshot,))
     assert now.links.network == links.network and now.words == []
-    slow = as_is(links_of(pair), found, (snapshot,)).links.network
+    slow = apply_findings(links_of(pair), found, (snapshot,)).links.network
     plain = links_of(pair).network
     assert slow.bytes_per_second == pytest.approx(THROUGH_HOST_SHARE * plain.bytes_per_second)
 
@@ -190,7 +190,7 @@ def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_c
 
 def test_what_the_advised_environment_repairs_or_leaves_out_costs_nothing() -> None:
     """The interface that a setting names, the path that a level allows, a port that is not in the list."""
-    from planner.forecast.faults import counted
+    from planner.forecast.faults import pick_costly
 
     found = {
         "a": tuple(
@@ -203,7 +203,7 @@ def test_what_the_advised_environment_repairs_or_leaves_out_costs_nothing() -> N
     }  # fmt: skip
 
     def left(**settings: str) -> list[str]:
-        return [one.subject for one in counted(found, settings)["a"]]
+        return [one.subject for one in pick_costly(found, settings)["a"]]
 
     assert left() == ["eth0", "GPU0", "mlx5_0:1", "mlx5_1:1"]
     assert left(NCCL_SOCKET_IFNAME="net1", NCCL_NET_GDR_LEVEL="PHB") == ["mlx5_0:1", "mlx5_1:1"]

@@ -9,7 +9,6 @@ from rigs.tables import each_row
 
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
-from planner.advice import ExportRequest
 from planner.forecast.compute import gpu_rates
 from planner.forecast.engine import Engine, share_of
 from planner.forecast.links import Links, Speed
@@ -17,7 +16,7 @@ from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.stacks import engine_named, export
+from planner.stacks import engine_named
 
 DEEPSEEK_V3 = ModelSpec(
     name="DeepSeek-V3", family="deepseek_v3", layers=61, hidden=7168, heads=128, kv_heads=128, head_dim=192, ffn=18432,
@@ -139,68 +138,6 @@ def test_tokens_cross_the_network_and_then_the_node() -> None:
     # What enters a node once goes on to each of its ranks that needs it: here to three, of which one in eight is the
     # rank that it entered by.
     assert two.all_to_all_seconds(1e9, 16, 1, spread=3.0) == pytest.approx(8 * 8 / 16 + 3 * 7 / 8 / 4)
-
-
-def test_a_token_that_enters_a_node_once_is_spread_over_nvlink() -> None:
-    """16 ranks on 2 nodes, 8 experts a token: it enters 2 (1 - 1 / 2^8) nodes, and 16 (1 - (15/16)^8) ranks get it."""
-    fast = replace(SLOW, bytes_per_second=4e9)
-    links = Links(ranks_per_node=8, nodes=2, island_size=8, island=fast, node=fast, network=SLOW,
-                  alpha_intra_seconds=0.0, alpha_inter_seconds=0.0)  # fmt: skip
-    model, engine = replace(DEEPSEEK_V3, layers=4, dense_layers=0), engine_named("megatron")
-    rates = gpu_rates(gpu_named("NVIDIA H100 80GB HBM3"), FULL, engine, "bf16")
-    job = Job(model=model, train=FULL, links=links, rates=rates, engine=engine)
-    took = step_parts(job, Layout(world_size=16, dp_replicate=16, ep=16, sharding="ddp")).expert_parallel
-    token = 2.0 * 7168 * 4 * 4 * 4096  # bytes of a copy of each token, four times in each of four layers
-    network = 2 * (1 - 1 / 2**8) * 8 * 8 / 16 / 1e9
-    nvlink = 16 * (1 - (15 / 16) ** 8) * 7 / 8 / 4e9
-    assert took == pytest.approx(token * (network + nvlink))
-
-
-def test_experts_with_biases_pass_memory_in_transformer_engine() -> None:
-    """4096 tokens, 4 experts each: 66 bytes for each of 2880 columns and 23 for each of 2 x 2880, forward and backward.
-
-    In a stack without its grouped products nothing of it is known.
-    """
-    layout = Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp")
-    model = replace(GPT_OSS, layers=4)
-    kinds = (model, replace(model, family="mixtral"))
-    each = {
-        engine: [parts_on_a_slow_network(kind, layout, engine).elementwise for kind in kinds]
-        for engine in ("megatron", "torchtitan")
-    }
-    hbm = gpu_named("NVIDIA H100 80GB HBM3").hbm_bytes_per_second * 0.75
-    bytes_of_biases = 4 * 4096 * 4 * (66 * 2880 + 23 * 2 * 2880)
-    assert each["megatron"][0] - each["megatron"][1] == pytest.approx(bytes_of_biases / hbm)
-    assert each["torchtitan"][0] == each["torchtitan"][1]
-
-
-def test_an_interleaved_schedule_hides_a_part_of_the_tokens() -> None:
-    """As far as was measured, not under full recomputation, and only where Megatron's arguments ask for it."""
-    model, engine = replace(GPT_OSS, layers=8), engine_named("megatron")
-    plain = Layout(world_size=16, pp=2, dp_replicate=8, ep=8, gradient_accumulation=4, sharding="ddp")
-    chunks = replace(plain, schedule="interleaved", virtual_stages=2)
-    took = [parts_on_a_slow_network(model, at, engine).expert_parallel for at in (plain, chunks)]
-    assert took[1] == pytest.approx(0.63 * took[0])
-    full = replace(chunks, checkpointing="full")  # tokens are sent again
-    assert parts_on_a_slow_network(model, full, engine).expert_parallel == pytest.approx(1.5 * took[0])
-    for at, asked in ((plain, False), (chunks, True)):
-        request = ExportRequest(layout=at, model=replace(model, attention_bias=False), train=FULL, ranks_per_node=8)
-        assert ("--overlap-moe-expert-parallel-comm" in export("megatron", request)) == asked
-
-
-def test_the_host_starts_experts_one_by_one_after_it_has_read_their_counts() -> None:
-    """Forward nothing hides it: 20 + 25 kernels a layer, 2 products and 2 of biases of 16 experts, 4 casts of fp8."""
-    model, engine = replace(GPT_OSS, layers=4), engine_named("megatron")
-    for layout, kernels in (
-        (Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp"), 45 + 16 * 4),
-        (Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp", precision="fp8"), 45 + 16 * 8),
-        (Layout(world_size=8, dp_replicate=8, sharding="ddp", micro_batch=8), 0),  # nothing is sent, nothing waited for
-    ):
-        gpu = gpu_named("NVIDIA H100 80GB HBM3")
-        rates = gpu_rates(gpu, FULL, engine, layout.precision)
-        links = Links(ranks_per_node=8, nodes=1, island_size=8, island=SLOW, node=SLOW, network=None)
-        job = Job(model=model, train=FULL, links=links, rates=rates, engine=engine)
-        assert step_parts(job, layout).host == pytest.approx(4 * kernels * rates.launch_seconds), layout
 
 
 def test_experts_of_a_token_lie_in_all_groups_at_most() -> None:

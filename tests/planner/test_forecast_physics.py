@@ -10,7 +10,7 @@ from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from hardware.units import GIB
 from planner.explain import sigma_of_links
-from planner.forecast.compute import cpu_rates, gpu_rates, layer_cost
+from planner.forecast.compute import cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, StateBytes, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
@@ -300,15 +300,6 @@ def test_an_optimizer_in_the_backward_pass_leaves_one_gradient() -> None:
     assert parts.gradients == pytest.approx(2.0 * MODEL.vocab * MODEL.hidden)
 
 
-def test_torchtitan_hides_tensor_parallel_traffic_only_where_it_is_compiled() -> None:
-    """8B on 64 H100 (500 W), FSDP=8 x TP=8, 12 sequences of 8192: plain TP took 2.81 s, async TP 2.55 (torchtitan's
-    asyncTP_llama3_h100_2025-06): 0.25 s hidden."""
-    layout = Layout(world_size=64, dp_shard=8, tp=8, sequence_parallel=True, micro_batch=12, compile=True)
-    asked = job(links(8), replace(FULL, sequence_length=8192), "torchtitan")
-    eager = step_parts(asked, replace(layout, compile=False)).tensor_parallel
-    assert eager - step_parts(asked, layout).tensor_parallel == pytest.approx(0.25, rel=0.25)
-
-
 def test_ligers_kernels_shorten_what_lies_between_the_products_where_a_stack_runs_them() -> None:
     """TRL's and DeepSpeed's patch by transformers takes all of them, the fine-tune job the loss alone."""
     layout = Layout(world_size=8, dp_shard=8, micro_batch=4)
@@ -336,29 +327,3 @@ def test_qlora_unpacks_its_weights_for_each_pass() -> None:
     assert step_parts(job(links(1), plain), layout).dequantize == 0.0
     twice = step_parts(job(links(1), packed), replace(layout, checkpointing="none")).dequantize
     assert twice == pytest.approx(by_hand * 2 / 3)
-
-
-def test_products_with_odd_columns_are_slower() -> None:
-    """Hidden 14400 over TP=8 leaves 1800 columns, no multiple of 64; 14336 leaves 1792."""
-    gpu, engine = gpu_named("NVIDIA A100-SXM4-80GB"), engine_named("megatron")
-    rates = gpu_rates(gpu, FULL, engine, "bf16")
-    seconds = []
-    for hidden in (14336, 14400):
-        wide = replace(
-            MODEL, hidden=hidden, heads=64, kv_heads=64, head_dim=hidden // 64, ffn=4 * hidden, gated_mlp=False
-        )
-        cost = layer_cost(wide, 4096.0, 2048.0, 8, True, rates, engine)
-        seconds.append(cost.gemm / hidden**2)
-    assert seconds[1] == pytest.approx(1.25 * seconds[0], rel=0.01)
-
-
-def test_mxfp8_multiplies_and_casts_a_little_slower_than_fp8_as_two_jobs_did() -> None:
-    """8B on 8 B200 and 405B on 128 took 3.7 and 5.9 % longer: Megatron-Bridge 25.11, rows that no fit has."""
-    gpu, engine = gpu_named("B200"), engine_named("megatron")
-    train = TrainSpec(method="full", sequence_length=8192)
-    fp8, mxfp8 = (gpu_rates(gpu, train, engine, precision) for precision in ("fp8", "mxfp8"))
-    assert fp8.gemm / mxfp8.gemm == pytest.approx(1.051, abs=0.001)
-    assert mxfp8.head == fp8.head  # the output projection stays in bf16
-    plain, scaled = (layer_cost(MODEL, 8192, 8192, 1, False, rates, engine) for rates in (fp8, mxfp8))
-    assert plain.elementwise < scaled.elementwise < 1.02 * plain.elementwise
-    assert 1.02 < (scaled.gemm + scaled.attention + scaled.elementwise) / sum(plain[:3]) < 1.06

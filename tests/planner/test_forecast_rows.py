@@ -14,9 +14,6 @@ import pytest
 import yaml
 from rigs.tables import each_row
 from rows import Row, read_row
-from widths import Sample, learn
-
-from planner.forecast.calibration import MIXTURE, PLAIN, Z80
 
 BASE = {
     "row_id": "1", "source": "a table", "framework": "torchtitan", "model": "Llama-3.1-8B", "layers": "32",
@@ -108,16 +105,6 @@ def test_a_file_is_scored_by_what_ships(tmp_path: Path) -> None:
     assert "as shipped" in score(tmp_path, rows)
 
 
-def test_a_mixture_that_is_not_placed_lies_in_no_interval(tmp_path: Path) -> None:
-    """It counts in the coverage of its source, and among the mixtures that were not placed."""
-    shape = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"), "")
-    mixture = {**BASE, **shape, "model": "Qwen3-30B-A3B", "framework": "Megatron-LM", "tokens_s_gpu": "9000"}
-    one, two = (score(tmp_path, [mixture, *[{**mixture, "model": "Secret-MoE", "arch": "moe"}] * n]) for n in (0, 1))
-    held = [float(cells(done, "Step time, as shipped: mixtures", "a table")[4].rstrip("%")) for done in (one, two)]
-    assert held[1] == held[0] / 2
-    assert cells(two, "Summary", "mixtures of experts not placed") == ["1 of 2"]
-
-
 # What a reader makes of the cells, by the table of published_rows.yaml.
 READ: dict[str, Callable[[dict[str, str]], list[Any]]] = {
     "gpus": lambda row: [
@@ -141,14 +128,3 @@ def test_networks(row: dict[str, str], link: str | None, gbytes: float) -> None:
     network = read({**row, "nodes": "2", "world": "16", "dp": "16", "gbs": "16"}).links.network
     assert network is not None and network.bytes_per_second / 1e9 == pytest.approx(gbytes, rel=0.02)
     assert link is None or network.link == link
-
-
-def test_a_kind_of_job_seen_in_one_source_is_no_narrower_than_any_other() -> None:
-    """Its rows lie close to each other, which tells nothing of how far the next source is off."""
-    spread = [Sample(source=name, error=0.4 * (n % 2) - 0.2) for name in ("a", "b", "c") for n in range(20)]
-    alone = [Sample(source="d", error=0.01, kinds=(MIXTURE,)) for _ in range(20)]
-    sigmas = learn([*spread, *alone], engines=set(), calibrated=0.1, memory={}, pair=0.1, pair_same=0.1).kinds
-    assert sigmas[MIXTURE] == sigmas[PLAIN] == pytest.approx(0.2 / Z80, abs=0.01)
-    both = learn([*spread, *alone, Sample(source="a", error=0.0, kinds=(MIXTURE,))], engines=set(), calibrated=0.1,
-                 memory={}, pair=0.1, pair_same=0.1)  # fmt: skip
-    assert both.kinds[MIXTURE] < 0.05 < both.kinds[PLAIN]

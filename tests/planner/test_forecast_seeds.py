@@ -1,4 +1,4 @@
-"""Three published facts as ratios, from bandwidths as inputs: what a network costs one and the same job."""
+"""A published fact as ratios, from bandwidths as inputs: what a network costs one and the same job; and the studies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from planner.forecast.specs import TrainSpec
 from planner.forecast.step_time import step_parts
 from planner.recommend import Planned, forecast_layout, plan, recommend
 from planner.search import Candidate
-from topology.graph import ClusterTopology, GpuNode, NodeTopology
 
 GB = 1e9
 
@@ -97,49 +96,6 @@ def test_a_slow_network_changes_the_layout_that_is_recommended() -> None:
     slow = links(ranks=2, nodes=2, inside=10 * GB, network=1.2 * GB, name="OVN")
     answer = recommend(machines.cluster("2xa40-roce", 2), (), model_named("Llama-3.1-8B"), ARTICLE, links=slow)
     assert answer.chosen.layout.dp_shard <= 2
-
-
-# Llama-3-8B, ZeRO-3 with weights and optimizer on the host, 4 micro-batches, on p4d.24xlarge: 981 s in one pod of
-# 4 GPUs, 2372 s in four pods of one GPU and one 100 Gb/s EFA each. 5.25 GB/s is 42 % of the line rate.
-POD = TrainSpec(method="full", sequence_length=2048, global_batch=16, engine="deepspeed")
-POD_LAYOUT = Layout(
-    world_size=4, dp_shard=4, micro_batch=1, gradient_accumulation=4, checkpointing="full", offload="all"
-)
-
-
-def test_four_pods_take_two_and_a_half_times_one_pod() -> None:
-    """2.4 published; the reason is the 145 GB that ZeRO-3 moves per GPU and step."""
-    node = machines.cluster("p4d.24xlarge", 1)
-    one = links(ranks=4, nodes=1, inside=205 * GB, network=None, island=4)
-    four = links(ranks=1, nodes=4, inside=205 * GB, network=5.25 * GB, name="EFA")
-    model = model_named("Llama-3-8B")
-    together = forecast_layout(plan(node, (), model, POD, links=one), POD_LAYOUT).forecast
-    apart = forecast_layout(plan(node, (), model, POD, links=four), POD_LAYOUT).forecast
-    assert apart.step_seconds.mid / together.step_seconds.mid == pytest.approx(2.4, rel=0.12)
-    assert apart.dominant.startswith("communication-bound: gathering sharded weights over EFA")
-    moved = {part.name: part.detail for part in apart.time_parts if part.name in ("gather", "reduce")}
-    assert "96.4 GB per rank and step" in moved["gather"]  # two thirds of the 145: forward and backward
-    assert "48.2 GB per rank and step" in moved["reduce"]
-    assert together.dominant.startswith("offloading")
-
-
-# GPT-2 small, DDP, 4 sequences per GPU, fp32, two TITAN RTX: 101.9 s with NVLink (NV2), 131.4 s with P2P disabled
-# (transformers documentation, perf_hardware). Shared memory moved between 1.0 and 3.1 GB/s by those times.
-GPT2 = TrainSpec(method="full", sequence_length=1024, precision="fp32", attention="eager", global_batch=8)
-GPT2_LAYOUT = Layout(world_size=2, dp_replicate=2, sharding="ddp", micro_batch=4, precision="fp32")
-
-
-def test_nvlink_is_worth_29_percent_to_gpt2_on_two_titans() -> None:
-    """0.5095 s per step with NVLink and 0.6572 s without."""
-    gpus = tuple(GpuNode(name=f"GPU{i}", index=i, model="TITAN RTX") for i in (0, 1))
-    cluster = ClusterTopology(nodes=(NodeTopology(hostname="titan", gpus=gpus, nics=(), pairs=()),))
-    model = model_named("GPT-2")
-    with_link = links(ranks=2, nodes=1, inside=42 * GB, network=None, island=2)
-    without = links(ranks=2, nodes=1, inside=1.4 * GB, network=None)
-    fast = forecast_layout(plan(cluster, (), model, GPT2, links=with_link), GPT2_LAYOUT).forecast
-    slow = forecast_layout(plan(cluster, (), model, GPT2, links=without), GPT2_LAYOUT).forecast
-    assert slow.step_seconds.mid / fast.step_seconds.mid == pytest.approx(1.29, rel=0.05)
-    assert fast.step_seconds.low < 0.5095 < fast.step_seconds.high
 
 
 def test_the_page_of_published_studies_has_every_row_with_a_forecast_of_today() -> None:

@@ -173,6 +173,7 @@ ENDLESS: dict[str, Callable[[int], str]] = {
     "empty lines": lambda n: "\n" * 40 * n, "assignments": lambda n: "A=" * 20 * n, "backticks": lambda n: "`" * 80 * n,
     "doubling": lambda n: "A=aaaa\n" + "A=$A$A\n" * 100 + "export NCCL_X=$A\n",
     "conditions": lambda n: "if x; then\n" * 4 * n, "quotes": lambda n: 'bash -c "' * 4 * n,
+    "conditions one after another": lambda n: "".join(f"if x{i}; then A{i}=1; fi\n" for i in range(2 * n)),
     "here-documents": lambda n: "cat <<E\n" * 4 * n, "braces": lambda n: "${" * 20 * n,
     "indented": lambda n: "\n    NCCL_X=1" * 2 * n, "pipes": lambda n: "a|" * 4 * n,
     "case": lambda n: "case x in a) ;; " * n, "arrays": lambda n: "A=(" * 4 * n, "and": lambda n: "a&&" * 10 * n + "b",

@@ -193,16 +193,6 @@ def test_lora_counts_the_adapters_of_all_seven_projections() -> None:
     assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040
 
 
-def test_config_json_gives_the_same_shape_as_the_name(tmp_path: Path) -> None:
-    """A folder with a config.json answers like the known name."""
-    folder = tmp_path / "my-llama"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    spec = model_from_file(folder)
-    assert spec.name == "my-llama"
-    assert weights(spec).total == weights(model_named("Llama-3.1-8B")).total
-
-
 @each_row(("change", "says"), rows("broken"))
 def test_broken_configs_name_the_key(change: dict[str, object], says: str) -> None:
     """The message names the key and its value."""

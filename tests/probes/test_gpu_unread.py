@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Callable
@@ -88,14 +87,6 @@ def failing(symbol: str, name: str, link: int | None = None) -> Snapshot:
     return with_outcomes(_healthy(), gpu=gpus.outcomes["gpu"])
 
 
-def test_the_list_of_functions_is_the_probes_own() -> None:
-    """So that a function that is added is tried here as well."""
-    assert len(_symbols()) > 40
-    assert {"nvmlDeviceGetNvLinkState", "nvmlDeviceGetSramEccErrorStatus", "nvmlDeviceGetGpuFabricInfoV"} <= set(
-        _symbols()
-    )
-
-
 @each_row("symbol", _symbols)
 def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str) -> None:
     """Nothing else of this GPU or the others is lost, nothing is claimed, and its check is no pass."""
@@ -121,23 +112,6 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
         assert all(f"GPU{SICK}" in f.subject or f.code == "gpu.p2p.refused" for f in said.values())
         assert "pass" not in {status.get(code) for code in codes}, question
     _nothing_claimed(snapshot, symbol)
-
-
-@each_row(
-    ("number", "codes"),
-    [
-        (230, {"gpu.device.recovery"}), (306, {"gpu.memory.remap_exhausted"}), (307, {"gpu.memory.remap_pending"}),
-        (170, {"gpu.c2c.off"}), (161, {"gpu.nvlink.errors"}), (91, {IDENTITY}),
-    ],
-)  # fmt: skip
-def test_a_field_that_is_refused_with_all_others_leaves_its_own_check_unknown(number: int, codes: set[str]) -> None:
-    """One call asks several fields: each has checks of its own, none of which may pass unread."""
-    snapshot = failing("nvmlDeviceGetFieldValues", "TIMEOUT")
-    unread = facts_of(snapshot).gpus[SICK].unread
-    mine = [q for q in unread if q.startswith(f"nvmlDeviceGetFieldValues({number}")]
-    assert mine and set().union(*map(codes_of, mine)) == codes, unread
-    status = {check.code: check.status for check in checks_of_snapshot(snapshot)}
-    assert {status[code] for code in codes} == {"unknown"}
 
 
 _LARGEST = {  # functions that tell more than two facts
@@ -294,17 +268,6 @@ def test_who_failed_is_kept_in_a_recording(scanner_of: Callable[..., Scanner]) -
         live, content = scanner.capture()
     again = scan(RecordedHost(content), (PROBE,))
     assert facts_of(again).gpus[2].error == facts_of(live).gpus[2].error == f"NO_PERMISSION ({HANDLE})"
-
-
-def test_an_older_recording_of_a_refused_handle_still_says_so() -> None:
-    """It holds the refusal as the answer to the first question, and no other answer of that GPU."""
-    content = copy.deepcopy(recorded())
-    for answers in content["answers"]["nvml"].values():
-        for question in [q for q in answers if q.split(",")[0] == f"gpu{SICK}"]:
-            del answers[question]
-    content["answers"]["nvml"]["nvmlDeviceGetPciInfo"][f"gpu{SICK}"] = {"$nvml": "NO_PERMISSION"}
-    facts = facts_of(scan(RecordedHost(content), (PROBE,)))
-    assert [f.code for f in PROBE.check(facts)] == ["gpu.device.denied"]
 
 
 def test_a_driver_that_was_unloaded_is_initialised_again(scanner_of: Callable[..., Scanner], tmp_path: Path) -> None:

@@ -112,15 +112,6 @@ def test_what_was_never_asked_is_not_there() -> None:
     assert "not in the recording" in failed["pci"]
 
 
-def test_a_recording_from_before_the_question_for_sysfs_has_no_bus_still() -> None:
-    """It asked for the bus, was told that there is none, and has other answers of sysfs."""
-    answers = {"list_dir": {"/sys/bus/pci/devices": {"$errno": "ENOENT"}, "/sys/class/net": ["eth0", "lo"]}}
-    host = RecordedHost({"hostname": "old", "captured_at": 1.0, "answers": answers})
-    outcome = outcomes_of(scan(host))["pci"]
-    assert outcome["status"] == "absent"
-    assert "no PCI bus" in outcome["why"]
-
-
 def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name in the environment, by pair in every text; what NCCL needs stays."""
     monkeypatch.setenv("NCCL_IB_PKEY", "1")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +93,8 @@ def test_a_live_scan_answers_with_every_probe() -> None:
             assert type(outcome.facts) is BY_NAME[name].facts
 
 
-def test_findings_use_declared_codes_only_and_samples_declared_families() -> None:
-    """What `explain` and the dashboards know is what the checks return."""
+def test_findings_use_declared_codes_only() -> None:
+    """What `explain` knows is what the checks return."""
     for path in RECORDINGS:
         snapshot = scan(load(path))
         for finding in findings(snapshot):
@@ -104,10 +103,6 @@ def test_findings_use_declared_codes_only_and_samples_declared_families() -> Non
             assert finding.message
             assert finding.evidence, (path.name, finding)
             assert finding.remedy or finding.status is Status.INFO, (path.name, finding)
-        for name, outcome in snapshot.outcomes.items():
-            families = {metric.name: metric for metric in BY_NAME[name].metrics}
-            for sample in BY_NAME[name].samples(outcome.facts) if isinstance(outcome, Ok) else ():
-                assert len(sample.labels) == len(families[sample.metric].labels), (path.name, sample)
 
 
 def test_a_failed_probe_is_an_unknown_finding() -> None:
@@ -153,19 +148,6 @@ def test_a_killed_child_costs_at_most_one_probe() -> None:
         assert "SIGKILL" in broken.outcomes["limits"].error
         assert isinstance(broken.outcomes["hostinfo"], Ok)
         assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
-
-
-def test_a_stopped_child_is_replaced() -> None:
-    """SIGSTOP stands for a process that hangs without taking a signal's default action."""
-    hurried = replace(BY_NAME["limits"], timeout_seconds=3.0)  # of the one that will hang; the other has its own time
-    with Scanner(probes=(hurried, BY_NAME["hostinfo"])) as scanner:
-        child = _child(scanner)
-        child.suspend()
-        outcomes = scanner.scan().outcomes
-        assert isinstance(outcomes["limits"], Failed)
-        assert "no answer after" in outcomes["limits"].error
-        assert isinstance(outcomes["hostinfo"], Ok)
-        assert _gone(child)
 
 
 LIMITS, HOSTINFO = BY_NAME["limits"], BY_NAME["hostinfo"]
@@ -285,32 +267,6 @@ def test_threads_may_share_a_scanner() -> None:
             for thread in threads:
                 thread.join()
     assert [type(s.outcomes["limits"]) for s in results] == [Ok] * 6
-
-
-def test_a_users_mistake_is_named() -> None:
-    """Root and timeout."""
-    with pytest.raises(NotADirectoryError, match="nowhere"):
-        Scanner("/nowhere/at/all", probes=ALL)
-    with pytest.raises(ValueError, match=r"timeout_seconds is -1"):
-        Scanner(probes=ALL, timeout_seconds=-1)
-
-
-def test_paths_stay_below_the_root(tmp_path: Path) -> None:
-    """Links that point up or to absolute paths are followed inside the root, loops end."""
-    (tmp_path / "sys").mkdir()
-    (tmp_path / "secret").write_text("inside\n")
-    (tmp_path / "sys/absolute").symlink_to("/secret")
-    (tmp_path / "sys/up").symlink_to("../../../../secret")
-    (tmp_path / "sys/loop").symlink_to("loop")
-    host = LiveHost(str(tmp_path))
-    assert host.read_text("/sys/absolute") == "inside\n"
-    assert host.read_text("/sys/up") == "inside\n"
-    assert host.resolve("/sys/up") == "/secret"
-    assert host.exists("/sys/loop") is False
-    with pytest.raises(OSError, match="symbolic links"):
-        host.read_text("/sys/loop")
-    with pytest.raises(FileNotFoundError):
-        host.read_text("/etc/hostname")
 
 
 # Outcomes as JSON -------------------------------------------------------------------------------------------------

@@ -14,20 +14,20 @@ from typing import Any
 import click
 from click.testing import CliRunner, Result
 
-from agent.cli.main import _run, cli, expand_hosts
+from agent.cli.main import _run, cli
 
 ROOT = Path(__file__).parents[2]
 MODULE = (sys.executable, "-m", "agent.cli")
 
 
 class _Whole:
-    """What click's runner takes for a command: words expanded and errors turned into codes as in a process."""
+    """What click's runner takes for a command: errors turned into codes as in a process."""
 
     name = "topoflight"
 
     def main(self, args: list[str], **_: Any) -> None:
         """Ends with the exit code."""
-        sys.exit(_run(expand_hosts(list(args))))
+        sys.exit(_run(list(args)))
 
 
 def topoflight(*words: object, given: str = "", **environment: str | None) -> Result:

@@ -14,4 +14,4 @@ def read(lines: Iterable[str] | Iterable[bytes], *, ports: Collection[str] | Non
     rows = [line if isinstance(line, bytes) else line.encode("utf-8", "surrogateescape") for line in lines]
     if len(rows) < 2 or not all(row.endswith(b"\n") for row in rows[:-1]):
         rows = [row.rstrip(b"\r\n") + b"\n" for row in rows]
-    return evidence.read_file(io.BytesIO(b"".join(rows)), ports=ports)
+    return evidence.read_files([io.BytesIO(b"".join(rows))], ports=ports)

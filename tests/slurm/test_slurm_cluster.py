@@ -257,19 +257,13 @@ def test_a_search_under_srun_names_the_bad_node_as_slurm_does(cluster: Slurm) ->
     assert (done.returncode, done.stdout) == (3, "node03\n"), done.stderr
 
 
-@pytest.mark.parametrize(("verb", "more", "module"), [
-    ("search", ("--nodes", "3", "--wait", "600"), "collectives.search.rank"),  # of which the third never comes
-    ("bench", ("--budget", "500"), "collectives.bench.rank"),
-])  # fmt: skip
-def test_a_cancelled_search_or_benchmark_leaves_nothing(
-    verb: str, more: tuple[str, ...], module: str, cluster: Slurm
-) -> None:
+def test_a_cancelled_benchmark_leaves_nothing(cluster: Slurm) -> None:
     """Its ranks are processes of their own, which end with the job, too."""
-    task = "srun --ntasks-per-node=1 " + load(verb, cluster.folder, *more)
+    task = "srun --ntasks-per-node=1 " + load("bench", cluster.folder, "--budget", "500")
     number = cluster.run(
         "sbatch", "--parsable", "--nodes=2", "-o", "/dev/null", "-D", str(ROOT), "--wrap", task
     ).strip()
-    eventually(lambda: any(module in line for line in processes_of(number)), f"the {verb} runs", 300)
+    eventually(lambda: any("collectives.bench.rank" in line for line in processes_of(number)), "it runs", 300)
     cancel(cluster, number)
 
 

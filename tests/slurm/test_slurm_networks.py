@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.netns,
     pytest.mark.timeout(1200),
-    pytest.mark.alone,  # beside other clusters its jobs have waited for minutes
+    pytest.mark.nightly,  # minutes of waiting; beside other clusters its jobs have waited for more
     pytest.mark.skipif(netns.missing("tc") is not None, reason=str(netns.missing("tc"))),
 ]
 

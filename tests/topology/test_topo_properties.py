@@ -1,8 +1,7 @@
-"""Promises for any input: symmetry, render and parse are inverse, every output can be drawn."""
+"""Promises for any input: symmetry, and render and parse are inverse."""
 
 from __future__ import annotations
 
-import json
 from itertools import combinations
 
 from hypothesis import given, settings
@@ -13,9 +12,7 @@ from topology.derive import complete
 from topology.formats.text import lower, parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, nvlinks, path_class, rank
 from topology.links import PciTree
-from topology.render import json_document
 from topology.render import render_matrix as matrix
-from topology.svg import svg
 
 GPU_LABELS = ["NV1", "NV2", "NV4", "NV12", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"]
 NIC_LABELS = ["PIX", "PXB", "PHB", "NODE", "SYS"]
@@ -61,13 +58,6 @@ def gist(node):
 @settings(deadline=None)
 def test_rendered_matrix_parses_to_the_same(node):
     assert gist(parse(matrix(node), "x")) == gist(node)
-
-
-@given(nodes())
-@settings(max_examples=50, deadline=None)
-def test_every_output_can_be_drawn(node):
-    json.dumps(json_document(node))
-    assert svg(node).count("<svg") == 1
 
 
 @given(label, label)

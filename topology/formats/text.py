@@ -1,12 +1,12 @@
-"""Read the matrix that `nvidia-smi topo -m` (or `-mp`) prints.
+"""Reads the matrix that `nvidia-smi topo -m` (or `-mp`) prints.
 
 Specification: `nvidia-smi topo --help` and the legend that it prints; drivers 361 to 580 print tabs between cells and
-``ESC[4m`` around the header. Read as well is what terminals, logs and pages do to it: escape codes, a prefix before
-each line, blanks in place of tabs, names or cells without a blank between them, Markdown and HTML, JSON and Python
-strings, and a text that ends early.
+``ESC[4m`` around the header. The parser also accepts copies changed by terminals, logs and web pages: escape codes,
+line prefixes, blanks instead of tabs, names or cells without a blank between them, Markdown and HTML, JSON and Python
+strings, and truncated text.
 
-Refused, with the line that shows it: lines that a terminal wrapped, empty cells, a header that lacks a column, lines of
-several hosts in turn. The first matrix of a text is read.
+Rejected, with the line: lines wrapped by a terminal, empty cells, a header without all columns, interleaved lines of
+several hosts. If a text contains several matrices, the first is read.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from topology.formats import TopologyFileError
 from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, nvlinks, path_class, rank
 
 MOST_BYTES = 16 * 2**20
-_MOST_LINE = 8_192  # 256 columns of up to 16 characters, and what a log puts before them
-_MOST_DEVICES = 256  # the largest node sold has 16 GPUs and 32 NICs
-_WIDEST_GAP = 32  # other lines that a log may put between two rows
+_MOST_LINE = 8_192  # 256 columns of up to 16 characters, plus the prefix of a log line
+_MOST_DEVICES = 256  # the largest node on the market has 16 GPUs and 32 NICs
+_WIDEST_GAP = 32  # unrelated log lines between two rows
 
 _ESCAPES = re.compile(
-    r"(?:\x1b|\^\[|\\(?:033|e|x1[bB]|u001[bB]))\[[0-9;?]*[A-Za-z]"  # real, and the ways it is spelled out
-    r"|\[\d{1,2}(?:;\d{1,2})*m"  # what is left where the escape character itself got lost
+    r"(?:\x1b|\^\[|\\(?:033|e|x1[bB]|u001[bB]))\[[0-9;?]*[A-Za-z]"  # the escape character, and its textual forms
+    r"|\[\d{1,2}(?:;\d{1,2})*m"  # remains if the escape character itself was lost
 )
 _TAGS = re.compile(r"</?[A-Za-z][^<>]{0,200}>")  # <br>, </pre>, and mpirun's <stdout>
 _NOTES = re.compile(r"[(\[][^()\[\]\"']*[)\]]")  # "NIC2 (vf0)"
@@ -35,7 +35,7 @@ _SPELLED_BREAK = re.compile(r"(?:\\r)?\\n|([\"'])\s*,\s*\1")  # in a JSON or Pyt
 
 _LABEL = r"(?:X(?!GMI)|NV\d{1,3}(?![\d,\-])|PIX|PXB|PHB|NODE|SYS|SOC|N/A|ERR!)"
 _NAME = re.compile(rf"(?<![\w.\-])([A-Za-z][\w.\-]{{0,80}})(?=\s{{1,64}}{_LABEL}(?![a-z]))")
-# A CPU list may stand where a terminal wrote over the end of a cell: "PH0-115".
+# A CPU list may follow directly if a terminal overwrote the end of a cell: "PH0-115".
 _CELL = re.compile(rf"\s*(?:({_LABEL})|(PH|PI|PX|SY|SO|NOD|NO)(?=\d))")
 _WHOLE_LABELS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 _EXPECTED = "expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC"
@@ -49,7 +49,7 @@ _CUT_NAME = re.compile(r"GP?U?|NI?C?|ml?x?\d?_?")
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*|N/A")
 _NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*")
 _P2P = ("OK", "CNS", "GNS", "TNS", "NS", "DR", "U")
-_OTHER_TOOLS = (  # a word of their matrices, and who prints it
+_OTHER_TOOLS = (  # a word in another tool's matrix -> the tool
     (re.compile(r"MX\d*"), "MetaX mx-smi"),
     (re.compile(r"ICN\d*|PPU\d+"), "Alibaba ppu-smi"),
     (re.compile(r"XGMI|PCIE"), "AMD rocm-smi"),
@@ -63,11 +63,11 @@ _OTHER_TOOLS = (  # a word of their matrices, and who prints it
 
 @dataclass(slots=True)
 class _Row:
-    """One row while it is read: its labels, and in `rest` the text after them."""
+    """One row during parsing: its labels, and `rest`, the text after them."""
 
     name: str
     line: int
-    text: str  # after the name
+    text: str  # after the row's name
     below: str = ""  # the next line
     labels: list[str] = field(default_factory=list)
     rest: str = ""
@@ -75,26 +75,26 @@ class _Row:
 
 @dataclass(slots=True)
 class _Matrix:
-    """One matrix while it is read."""
+    """One matrix during parsing."""
 
     source: str
-    line: int  # of the header
+    line: int  # line number of the header
     devices: list[str]
     columns: list[str]  # the affinity columns: "cpu", "numa", "gpu_numa_id"
-    sure: bool  # every device looks like one: no word of the header may be prose
+    sure: bool  # every column is certainly a device name, not a word of prose
     rows: list[_Row] = field(default_factory=list)
-    end: int = 0  # position of the line after the last row
-    ends_text: bool = False  # nothing but blanks follows the last row
+    end: int = 0  # index of the line after the last row
+    ends_text: bool = False  # whether only whitespace follows the last row
     warnings: list[str] = field(default_factory=list)
-    lacking: list[str] = field(default_factory=list)  # of the warnings, those of rows and cells that are not there
+    lacking: list[str] = field(default_factory=list)  # the warnings about missing rows and cells
 
     def lacks(self, what: str) -> None:
-        """Note a row, or cells, that the header promises and the text does not hold."""
+        """Record that rows or cells named in the header are missing from the text."""
         self.warnings.append(what)
         self.lacking.append(what)
 
     def error(self, row: str, line: int, message: str) -> TopologyFileError:
-        """What to raise for a row."""
+        """Return the exception for a row."""
         return TopologyFileError(self.source, line, f"row {row} {message}")
 
 
@@ -102,36 +102,36 @@ _Lines = list[tuple[int, str]]
 
 
 def parse(text: str, source: str = "text") -> NodeTopology:
-    """The topology that a matrix shows. Raises TopologyFileError."""
+    """Parse a matrix to a topology. Raises TopologyFileError."""
     if len(text) > MOST_BYTES:
         raise TopologyFileError(source, 1, f"{len(text)} characters are more than the {MOST_BYTES} that are read")
     if text.lstrip("\ufeff \t\r\n").startswith(("<?xml", "<system", "<!--")):
         raise TopologyFileError(source, 1, "this is XML, not `nvidia-smi topo -m` text")
-    lines = list(_lines(text))
-    matrix = _find(lines, 0, source)
+    lines = list(_split_lines(text))
+    matrix = _find_matrix(lines, 0, source)
     if matrix is None or not matrix.rows:
-        raise _no_matrix(lines, source)
+        raise _make_no_matrix_error(lines, source)
     _drop_columns_without_labels(matrix, source)
     whole = text[-1:].isspace()
     for row in matrix.rows:
         _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=whole)
     with suppress(TopologyFileError):
-        if further := _find(lines, matrix.end, source):
+        if further := _find_matrix(lines, matrix.end, source):
             matrix.warnings.append(f"line {further.line}: a further matrix follows and is not read")
-    return _not_all_nics(_node(matrix, lines, cut=matrix.ends_text and not whole), text)
+    return _mark_truncated_nics(_build_node(matrix, lines, cut=matrix.ends_text and not whole), text)
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines and their numbers, without what is no part of the matrix; a string's own line breaks part its line."""
+def _split_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) without decorations; line breaks inside a quoted string split its line."""
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         for part in _SPELLED_BREAK.sub("\n", line).split("\n"):
             plain = part[:_MOST_LINE].replace("\xa0", " ").replace("&nbsp;", " ").rstrip("\r")
             plain = _TAGS.sub("", _ESCAPES.sub("", plain)).replace("\\t", "\t")
-            yield number, _NOTES.sub("", plain.replace("|", " ").replace("**", ""))  # Markdown's table and bold type
+            yield number, _NOTES.sub("", plain.replace("|", " ").replace("**", ""))  # Markdown tables and bold text
 
 
-def _header(number: int, line: str, source: str) -> _Matrix | None:
-    """The columns that a line names, None where it is no header."""
+def _parse_header(number: int, line: str, source: str) -> _Matrix | None:
+    """Parse the columns of a header line; None if the line is not a header."""
     first = re.search(_DEVICE, line)
     if first is None or not first[0].startswith("GPU"):
         return None
@@ -154,22 +154,22 @@ def _is_surely_a_device(word: str) -> bool:
     return word[0].isalpha() and any(map(str.isdigit, word))
 
 
-def _find(lines: _Lines, start: int, source: str) -> _Matrix | None:
-    """The next header that has rows, with its rows as text. Raises TopologyFileError where they do not fit it."""
+def _find_matrix(lines: _Lines, start: int, source: str) -> _Matrix | None:
+    """Find the next header with rows, and split its rows. Raises TopologyFileError if the rows do not match it."""
     header, at = None, 0
     for position in range(start, len(lines)):
         number, line = lines[position]
-        if header is not None and position - at <= _WIDEST_GAP and _row(line, number, header):
-            _collect(lines, position, header)
+        if header is not None and position - at <= _WIDEST_GAP and _parse_row(line, number, header):
+            _collect_rows(lines, position, header)
             return header
-        found = _header(number, line, source) if "GPU" in line else None
+        found = _parse_header(number, line, source) if "GPU" in line else None
         if found and (header is None or found.sure or not header.sure or position - at > _WIDEST_GAP):
             header, at = found, position
     return None
 
 
-def _row(line: str, number: int, matrix: _Matrix) -> _Row | None:
-    """The row that a line holds, whatever stands before its name. Raises TopologyFileError for one without a column."""
+def _parse_row(line: str, number: int, matrix: _Matrix) -> _Row | None:
+    """Parse a row after any line prefix; None if there is none. Raises TopologyFileError if it has no column."""
     for name in _NAME.finditer(line):
         if name[1] in matrix.devices:
             return _Row(name[1], number, line[name.end() :])
@@ -182,18 +182,18 @@ def _row(line: str, number: int, matrix: _Matrix) -> _Row | None:
     return None
 
 
-def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
-    """Take the rows from `start` on into the matrix, up to the legend, the next header, or a row that comes again."""
+def _collect_rows(lines: _Lines, start: int, matrix: _Matrix) -> None:
+    """Add rows from line `start` to the matrix, up to the legend, the next header, or a repeated row."""
     seen: set[str] = set()
     last = start
     for position in range(start, len(lines)):
         number, line = lines[position]
         if "Legend" in line or position - last > _WIDEST_GAP:
             break
-        other = _header(number, line, matrix.source) if "GPU" in line else None
+        other = _parse_header(number, line, matrix.source) if "GPU" in line else None
         if other is not None and other.sure and len(other.devices) > 1:
             break
-        found = _row(line, number, matrix)
+        found = _parse_row(line, number, matrix)
         if found is None:
             continue
         if found.name in seen and len(seen) == len(matrix.devices):
@@ -208,8 +208,8 @@ def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
     matrix.ends_text = not any(line.strip() for _, line in lines[matrix.end :])
 
 
-def _no_matrix(lines: _Lines, source: str) -> TopologyFileError:
-    """What to raise where no header has rows: the first row, or a word of a foreign tool, gives the line."""
+def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
+    """Return the exception if no header has rows. It names the first row, or a word of another tool's output."""
     hints = (
         (number, _tool(line.split())) for number, line in lines[:1024] if _NAME.search(line) or _tool(line.split())
     )
@@ -219,12 +219,12 @@ def _no_matrix(lines: _Lines, source: str) -> TopologyFileError:
 
 
 def _tool(words: list[str]) -> str:
-    """ "; this looks like AMD rocm-smi" where a word says so."""
+    """Return "; this looks like AMD rocm-smi" if a word matches that tool."""
     found = next((tool for pattern, tool in _OTHER_TOOLS if any(map(pattern.fullmatch, words))), None)
     return f"; this looks like {found}" if found else ""
 
 
-def _no_label(row: _Row, column: str, word: str) -> str:
+def _explain_no_label(row: _Row, column: str, word: str) -> str:
     where = f'under {column}: "{word[:40]}" is'
     if word in _P2P:
         what = "`nvidia-smi topo -p2p`, which says what peers may do and not how they are linked"
@@ -232,8 +232,8 @@ def _no_label(row: _Row, column: str, word: str) -> str:
     return f"{where} no label of `nvidia-smi topo -m`{_tool(row.text.split())}; {_EXPECTED}"
 
 
-def _cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
-    """Up to `count` labels from the text after a row's name, what follows them, and what was amended."""
+def _parse_cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
+    """Return up to `count` labels after a row's name, the text after them, and the corrections that were made."""
     labels: list[str] = []
     notes = []
     at = 0
@@ -248,8 +248,8 @@ def _cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
 
 
 def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
-    """Leave out the last words of the header that no row has a label for, as "Model" in a table made by hand."""
-    widest = max(len(_cells(row.text, len(matrix.devices))[0]) for row in matrix.rows)
+    """Drop trailing header words for which no row has a label, such as "Model" in a hand-made table."""
+    widest = max(len(_parse_cells(row.text, len(matrix.devices))[0]) for row in matrix.rows)
     while len(matrix.devices) > widest and not _is_surely_a_device(matrix.devices[-1]):
         name = matrix.devices.pop()[:40]
         if _CUT_NAME.fullmatch(name):
@@ -259,17 +259,17 @@ def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
 
 
 def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> None:
-    """Fill in the labels and the rest of one row; `whole`: the text's last word is. Raises TopologyFileError."""
+    """Parse labels and rest of a row; `whole`: its last word is complete. Raises TopologyFileError."""
     devices, count = matrix.devices, len(matrix.devices)
-    labels, row.rest, notes = _cells(row.text, count)
+    labels, row.rest, notes = _parse_cells(row.text, count)
     own = devices.index(row.name)
     word = row.rest.split()[:1]
     short = len(labels) < count
     cut = ends_text and short and any(label.startswith("".join(row.rest.split())) for label in ("NV#", *_WHOLE_LABELS))
     if ends_text and not row.rest and not whole and labels[-1].startswith("NV") and (short or len(matrix.rows) < count):
-        labels.pop()  # "NV1" at the very end may have been NV18
+        labels.pop()  # "NV1" at the end of a truncated text may have been NV18
     if short and not cut and word and not re.match(r"[\d\"'`]", word[0]):
-        raise matrix.error(row.name, row.line, _no_label(row, devices[len(labels)], word[0]))
+        raise matrix.error(row.name, row.line, _explain_no_label(row, devices[len(labels)], word[0]))
     if SELF in labels[:own] + labels[own + 1 :] or labels[own : own + 1] not in ([], [SELF]):
         where = devices[labels.index(SELF)] if SELF in labels else "no column"
         message = f"has its X under {where}, expected under {row.name}: cells are missing, or more than one is there"
@@ -289,27 +289,27 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
     matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in notes)
 
 
-def _node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
-    """The node that a matrix shows; where the text is `cut`, its last word may be."""
+def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
+    """Build the node from a matrix. If `cut`, the text is truncated and its last word may be incomplete."""
     below = "\n".join(line for _, line in lines[matrix.end : matrix.end + 2048])
-    below = re.split(r"\n(?=[^\n=]*GPU0\s+(?:GPU1|CPU))", below)[0]  # the next matrix has legends of its own
+    below = re.split(r"\n(?=[^\n=]*GPU0\s+(?:GPU1|CPU))", below)[0]  # the next matrix has its own legends
     legend = dict(re.findall(r"(?<![\w.])(NIC\d{1,4})\s*:\s*([\w.\-]+)", below))
     rows = {row.name: row for row in matrix.rows}
     last = matrix.rows[-1]
-    if cut and last.rest.strip() and (len(rows) < len(matrix.devices) or len(_words(last)) < len(matrix.columns)):
+    if cut and last.rest.strip() and (len(rows) < len(matrix.devices) or len(_split_lists(last)) < len(matrix.columns)):
         matrix.lacks(f"line {last.line}: the text ends within row {last.name}: its last word may be cut")
         last.rest = last.rest[: last.rest.rindex(last.rest.split()[-1])]
     others = [name for name in matrix.devices if _NO_NIC.fullmatch(name)]
     if others:
         matrix.warnings.append(f"{', '.join(others)}: no network devices; their cells are not read")
-    gpus = tuple(_gpu(name, rows.get(name), matrix) for name in matrix.devices if re.fullmatch(r"GPU\d+", name))
+    gpus = tuple(_build_gpu(name, rows.get(name), matrix) for name in matrix.devices if re.fullmatch(r"GPU\d+", name))
     names = {gpu.name for gpu in gpus}
-    nics = _nics([name for name in matrix.devices if name not in names and name not in others], legend)
-    pairs = _pairs(matrix, rows, {nic.label or nic.name: nic.name for nic in nics}, others)
-    kind = _kind([line for _, line in lines[: matrix.end]], below, pairs)
+    nics = _build_nics([name for name in matrix.devices if name not in names and name not in others], legend)
+    pairs = _build_pairs(matrix, rows, {nic.label or nic.name: nic.name for nic in nics}, others)
+    kind = _guess_kind([line for _, line in lines[: matrix.end]], below, pairs)
     if kind == "-mp":
         matrix.warnings.append("`topo -mp` hides NVLink: no NV# here says nothing about NVLink")
-    matrix.warnings += _affinity_warnings(gpus)
+    matrix.warnings += _list_affinity_warnings(gpus)
     return complete(
         NodeTopology(
             hostname=matrix.source,
@@ -325,8 +325,8 @@ def _node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     )
 
 
-def _kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
-    """ "-m" or "-mp", by what the matrix shows, the command above it, or the legend: -mp prints it without NV#."""
+def _guess_kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
+    """Return "-m" or "-mp", from the labels, the command above, or the legend (which has no NV# with -mp)."""
     if any(pair.nvlinks for pair in pairs):
         return "-m"
     options = re.findall(r"nvidia-smi\s+topo\s+(-mp|-m|--matrix)\b", "\n".join(above))
@@ -335,8 +335,8 @@ def _kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
     return "-mp" if re.search(r"\bPIX\s*=", below) and "NV#" not in below else "-m"
 
 
-def _gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
-    found = _affinity(row, matrix.columns) if row else {}
+def _build_gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
+    found = _assign_affinity(row, matrix.columns) if row else {}
     numa = found.get("numa")
     return GpuNode(
         name=name,
@@ -348,8 +348,8 @@ def _gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
     )
 
 
-def _words(row: _Row) -> list[str]:
-    """The lists of CPUs and NUMA nodes after a row's cells, up to the first word that is none."""
+def _split_lists(row: _Row) -> list[str]:
+    """Return the CPU and NUMA lists after a row's cells, up to the first other word."""
     words: list[str] = []
     for word in re.sub(r",\s+", ",", row.rest).split():
         stripped = word.strip("\"'`,;]})")
@@ -359,16 +359,16 @@ def _words(row: _Row) -> list[str]:
     return words
 
 
-def _affinity(row: _Row, columns: list[str]) -> dict[str, str]:
-    """The words after a row's cells by column: "cpu", "numa", "gpu_numa_id".
+def _assign_affinity(row: _Row, columns: list[str]) -> dict[str, str]:
+    """Assign the words after a row's cells to columns: "cpu", "numa", "gpu_numa_id".
 
-    nvidia-smi leaves a CPU list empty that its cpuset hides (Slurm). Where words are missing, single tabs say which;
-    without tabs the first columns are taken to be the empty ones, unless the first word can only be a CPU list.
+    nvidia-smi leaves a CPU list empty if its cpuset hides the CPUs (Slurm). If words are missing, tabs show which ones.
+    Without tabs, the first columns are assumed empty, unless the first word can only be a CPU list.
     """
-    words = _words(row)
+    words = _split_lists(row)
     missing = len(columns) - len(words)
     if missing > 0 and words and re.fullmatch(r"[\s\d,\-]*\d[\s\d,\-]*(?:N/A\s*)?", row.below):
-        return {}  # a terminal wrapped the row: its last word may go on below
+        return {}  # a terminal wrapped the row, so its last word may be incomplete
     rest = row.rest.lstrip(" ")  # the last cell may be " X "
     if missing > 0 and rest.startswith("\t") and not re.search(r"\t *\t", row.text.removesuffix(row.rest)):
         cells = [cell.strip() for cell in rest.split("\t")[1:]]
@@ -380,16 +380,16 @@ def _affinity(row: _Row, columns: list[str]) -> dict[str, str]:
 
 
 def _is_cpu_list(word: str) -> bool:
-    """Whether a lone word is a CPU list rather than a NUMA list.
+    """Whether a single word is a CPU list and not a NUMA list.
 
-    NUMA lists seen in the wild: single nodes up to 8 (POWER9), ranges up to 0-7, and "0,2-17" on GB200, whose GPU
-    memories and MIG partitions are nodes too.
+    NUMA lists in real output: single nodes up to 8 (POWER9), ranges up to 0-7, and "0,2-17" on GB200, where GPU
+    memories and MIG partitions are also NUMA nodes.
     """
     most = max(map(int, re.findall(r"\d{1,9}", word)[:64]), default=0)
     return most > 34 or (most > 8 and re.fullmatch(r"\d+,\d+-\d+", word) is None)
 
 
-def _affinity_warnings(gpus: tuple[GpuNode, ...]) -> Iterator[str]:
+def _list_affinity_warnings(gpus: tuple[GpuNode, ...]) -> Iterator[str]:
     few = [gpu.name for gpu in gpus if (gpu.cpu_affinity or "").isdecimal() and set(gpu.numa_affinity or "") & {*"-,"}]
     if few:
         yield f"CPU affinity of {', '.join(few)} is one CPU while NUMA affinity spans several nodes: not credible"
@@ -398,21 +398,21 @@ def _affinity_warnings(gpus: tuple[GpuNode, ...]) -> Iterator[str]:
         yield f"CPU affinity of {', '.join(cut)} is a list of single CPUs: nvidia-smi cuts such lists short"
 
 
-def _nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
+def _build_nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
     named = [legend.get(column, column) for column in columns]
     return tuple(
         NicNode(
             name=name if named.count(name) == 1 else column,
             label=column,
-            # Without a legend too: nvidia-smi gives columns to what a driver of Mellanox serves.
+            # also without a legend: nvidia-smi only lists devices of Mellanox drivers
             kind="hca" if re.match(r"mlx\d_|ib|roce|NIC\d+$", name) else "unknown",
         )
         for column, name in zip(columns, named, strict=True)
     )
 
 
-def _pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others: list[str]) -> tuple[Pair, ...]:
-    """Every pair of which one cell at least is there, by the names that a legend gives to NICs."""
+def _build_pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others: list[str]) -> tuple[Pair, ...]:
+    """Return every pair with at least one cell, with NIC names from the legend."""
     devices = matrix.devices
     for device in devices:
         if device not in rows and device not in others:
@@ -422,25 +422,25 @@ def _pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others
         for j, b in enumerate(devices[i + 1 :], i + 1):
             seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
             if seen and a not in others and b not in others:
-                row, label = _agreed(a, b, seen, matrix)
-                made.append(_pair(names.get(a, a), names.get(b, b), label, f"line {row.line} of {matrix.source}"))
+                row, label = _choose_label(a, b, seen, matrix)
+                made.append(_build_pair(names.get(a, a), names.get(b, b), label, f"line {row.line} of {matrix.source}"))
     return tuple(made)
 
 
-def _pair(a: str, b: str, label: str, evidence: str) -> Pair:
-    """The pair of two devices that nvidia-smi shows with this label."""
+def _build_pair(a: str, b: str, label: str, evidence: str) -> Pair:
+    """Return the pair of two devices for this label of nvidia-smi."""
     return Pair(a=a, b=b, label=label, path=path_class(label), nvlinks=nvlinks(label), evidence=evidence)
 
 
 def lower(first: str, second: str) -> str:
-    """The worse of two labels the two directions of one pair were given: what really works both ways."""
+    """Return the worse of the labels of a pair's two directions, because only that works both ways."""
     if UNKNOWN in (first, second):
         return second if first == UNKNOWN else first
     return max(first, second, key=lambda label: (rank(label), -nvlinks(label)))
 
 
-def _agreed(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tuple[_Row, str]:
-    """The row and label to believe where both directions of a pair are there: the lower of two that differ."""
+def _choose_label(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tuple[_Row, str]:
+    """Return the row and label of a pair; if its two directions differ, the worse one."""
     known = [each for each in seen if each[1] != UNKNOWN] or seen
     labels = [label for _, label in known]
     label = lower(*labels) if len(labels) == 2 else labels[0]
@@ -452,10 +452,10 @@ def _agreed(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tu
 _CUT_NICS = re.compile(r"\b(\d{1,6}) NICs found\b[^\n.;]{0,80}\bonly displaying (\d{1,6})\b")
 
 
-def _not_all_nics(node: NodeTopology, text: str) -> NodeTopology:
-    """nvidia-smi leaves NICs out where it finds too many: a nearer one than those shown cannot be ruled out.
+def _mark_truncated_nics(node: NodeTopology, text: str) -> NodeTopology:
+    """Handle NIC lists that nvidia-smi truncated: a NIC that is not shown may be nearer than the shown ones.
 
-    PIX stays: nothing is nearer.
+    PIX is kept, because no label is nearer.
     """
     match = _CUT_NICS.search(text)
     if match is None or int(match[1]) <= int(match[2]):

@@ -1,11 +1,11 @@
-"""NCCL's topology XML, as NCCL_TOPO_DUMP_FILE writes it and NCCL_TOPO_FILE reads it.
+"""Reads NCCL's topology XML, which NCCL_TOPO_DUMP_FILE writes and NCCL_TOPO_FILE reads.
 
-Specification: NCCL src/graph/xml.cc. Static files that cloud makers ship hold only ``<pci>`` elements; dumps also
-hold ``<gpu>``, ``<nvlink>``, ``<nic>`` and ``<net>``. NCCL does not separate PHB and NODE: both are one CPU element. A
-PCI element is a GPU by its class or a ``<gpu>`` below it, a NIC by its class or a ``<nic>`` below it; a ``<nic>``
-directly below ``<cpu>`` is a socket interface without hardware of its own. The text is a stranger's: no document
-type, no entities, bounded in size, depth and number of elements; expat's handlers see declarations before anything is
-expanded.
+Specification: NCCL src/graph/xml.cc. Static files of cloud providers contain only ``<pci>`` elements; dumps also
+contain ``<gpu>``, ``<nvlink>``, ``<nic>`` and ``<net>``. NCCL does not distinguish PHB and NODE: both are one CPU
+element. A PCI element is a GPU by its class or by a ``<gpu>`` child, a NIC by its class or by a ``<nic>`` child. A
+``<nic>`` directly below ``<cpu>`` is a socket interface without its own hardware. The text is untrusted: document types
+and entities are rejected, and size, depth and number of elements are limited. expat reports declarations before it
+expands anything.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["SOURCE", "parse"]
 
 SOURCE = "NCCL XML"
 SAME_CPU = "PHB/NODE"
-"""Level of a nearest NIC on the GPU's own CPU: the format does not say which of the two."""
+"""Label of a nearest NIC on the GPU's own CPU: the format does not distinguish PHB and NODE."""
 
 
 def parse(text: str, source: str = "xml") -> NodeTopology:
-    """The topology a file describes. Raises TopologyFileError."""
+    """Parse a topology file. Raises TopologyFileError."""
     root = read_tree(text, source)
     if root.tag == "graphs":
         raise TopologyFileError(
@@ -56,22 +56,22 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     found = Found(source=source)
     for position, cpu in enumerate(cpus):
         words = cpu.attributes
-        family, model, numa = (_decimal(words.get(name)) for name in ("familyid", "modelid", "numaid"))
+        family, model, numa = (_parse_decimal(words.get(name)) for name in ("familyid", "modelid", "numaid"))
         found.cpus.append(Cpu(arch=words.get("arch"), vendor=words.get("vendor"), family=family, model=model))
-        found.numa_nodes.append(position if numa is None else numa)  # without numaid its position is used
+        found.numa_nodes.append(position if numa is None else numa)  # position, if numaid is missing
         walk(cpu, position, None, found)
     tree = PciTree(found.pci.values(), own_links=True)
     gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in numbered(found.gpus))
     ordered = sorted(found.nics, key=lambda item: item[0])
     nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
-    warnings += _warnings(found, gpus)
+    warnings += _list_warnings(found, gpus)
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
     node = complete(
         NodeTopology(
             hostname=source,
             gpus=gpus,
             nics=nics,
-            pairs=tuple(_pair(a, b, found, tree) for a, b in combinations(devices, 2)),
+            pairs=tuple(_build_pair(a, b, found, tree) for a, b in combinations(devices, 2)),
             numa_nodes=len(cpus),
             source=SOURCE,
             nvlink_known=found.dumped,
@@ -82,7 +82,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     return replace(node, nearest_nic=nearest)
 
 
-def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
+def _list_warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
     warnings = []
     if lines := found.stray_net_lines:
         warnings.append(f"line {lines[0]}: <net> stands directly below <pci>: NCCL reads it below <nic> only")
@@ -108,15 +108,15 @@ def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
     return warnings
 
 
-def _pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: PciTree) -> Pair:
-    if isinstance(a, GpuNode) and isinstance(b, GpuNode) and (count := _nvlinks(a, b)):
+def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: PciTree) -> Pair:
+    if isinstance(a, GpuNode) and isinstance(b, GpuNode) and (count := _count_nvlinks(a, b)):
         return joined(a, b, count, "<nvlink>")
     first, second = a.bus_id or "", b.bus_id or ""
-    label = _label(first, second, found, tree)
+    label = _find_label(first, second, found, tree)
     return pcie_pair(a, b, label, tree, found.cpus[found.cpu_of[first]], evidence="<pci> ancestry")
 
 
-def _nvlinks(a: GpuNode, b: GpuNode) -> int:
+def _count_nvlinks(a: GpuNode, b: GpuNode) -> int:
     def towards(gpu: GpuNode, other: GpuNode) -> int:
         return sum(link.count for link in gpu.nvlinks if link.kind == "gpu" and link.bus_id == other.bus_id)
 
@@ -126,8 +126,8 @@ def _nvlinks(a: GpuNode, b: GpuNode) -> int:
     return max(min(towards(a, b), towards(b, a)), min(switched(a), switched(b)))
 
 
-def _label(first: str, second: str, found: Found, tree: PciTree) -> str:
-    """NCCL's rule: one PCI element between is PIX, more are PXB, a CPU element is PHB, two are SYS."""
+def _find_label(first: str, second: str, found: Found, tree: PciTree) -> str:
+    """Apply NCCL's rule: PIX for one PCI element in between, PXB for more, PHB for one CPU element, SYS for two."""
     if found.cpu_of[first] != found.cpu_of[second]:
         return "SYS"
     if first == second:
@@ -138,51 +138,51 @@ def _label(first: str, second: str, found: Found, tree: PciTree) -> str:
     return "PIX" if above_first[-1] == above_second[-1] else "PXB"
 
 
-_LAST = 1 << 30  # a NIC without `dev` keeps its place in the file, after those with one
+_LAST = 1 << 30  # NICs without `dev` follow those with one, in file order
 _RDMA_NAME = re.compile(r"(mlx|bnxt_re|roce|ib|irdma|hfi|ionic|rdmap|efa)", re.I)
 
 
 @dataclass(slots=True)
 class Found:
-    """What a walk of the tree collects."""
+    """Elements collected by `walk`."""
 
     source: str
     gpus: list[tuple[GpuNode, str]] = field(default_factory=list)
-    nics: list[tuple[int, NicNode]] = field(default_factory=list)  # with the first `dev` of its nets
+    nics: list[tuple[int, NicNode]] = field(default_factory=list)  # with the smallest `dev` of its nets
     pci: dict[str, PciDevice] = field(default_factory=dict)
     cpus: list[Cpu] = field(default_factory=list)
-    numa_nodes: list[int] = field(default_factory=list)  # of the CPUs
+    numa_nodes: list[int] = field(default_factory=list)  # of each CPU
     virtual_nets: int = 0
-    merged_nets: list[str] = field(default_factory=list)  # several ports as one, which NCCL puts below `<cpu>`
+    merged_nets: list[str] = field(default_factory=list)  # several ports merged by NCCL, below `<cpu>`
     without_class: int = 0
-    stray_net_lines: list[int] = field(default_factory=list)  # of `<net>` directly below `<pci>`
-    dumped: bool = False  # a `<gpu>` was seen: NCCL wrote the file, and would have written the NVLinks too
+    stray_net_lines: list[int] = field(default_factory=list)  # lines of `<net>` elements directly below `<pci>`
+    dumped: bool = False  # True after a `<gpu>`: NCCL wrote this file, so it includes NVLinks
     cpu_of: dict[str, int] = field(default_factory=dict)  # bus id -> position of its <cpu>
 
 
-def _number(text: str | None) -> int | None:
+def _parse_number(text: str | None) -> int | None:
     try:
         return int(text or "", 0)
     except ValueError:
         return None
 
 
-def _decimal(text: str | None) -> int | None:
+def _parse_decimal(text: str | None) -> int | None:
     return int(text) if text and re.fullmatch(r"-?\d{1,9}", text.strip()) else None
 
 
 def bus_id_of(text: str) -> str:
-    """sysfs form: lower case, a domain of four digits where it fits."""
+    """Convert to the form of sysfs: lower case, with a domain of four digits if possible."""
     text = text.strip().lower()
     match = re.fullmatch(r"([0-9a-f]{1,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])", text)
     return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}.{match[4]}" if match else text[:64]
 
 
 def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
-    """Collect what hangs from a `<cpu>` or `<pci>`."""
+    """Collect the elements below a `<cpu>` or `<pci>`."""
     for child in element.children:
         if child.tag == "pci":
-            _pci(child, cpu, parent, found)
+            _collect_pci(child, cpu, parent, found)
         elif child.tag == "nic" and parent is None:
             names = [net.attributes.get("name", "")[:64] for net in child.named("net")]
             merged = [name for name in names if "+" in name and _RDMA_NAME.match(name)]
@@ -190,7 +190,7 @@ def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
             found.virtual_nets += len(names) - len(merged)
 
 
-def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
+def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     attributes = element.attributes
     if "busid" not in attributes:
         raise TopologyFileError(found.source, element.line, "<pci> without busid")
@@ -199,16 +199,16 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
         raise TopologyFileError(found.source, element.line, f"busid {bus_id} stands twice in the file")
     numa = found.numa_nodes[cpu]
     speed = re.match(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", attributes.get("link_speed", ""))
-    class_code = _number(attributes.get("class"))
+    class_code = _parse_number(attributes.get("class"))
     node = PciDevice(
         bus_id=bus_id,
         parent=parent,
         numa_node=numa,
         class_code=class_code or 0,
-        vendor_id=_number(attributes.get("vendor")) or 0,
-        device_id=_number(attributes.get("device")) or 0,
+        vendor_id=_parse_number(attributes.get("vendor")) or 0,
+        device_id=_parse_number(attributes.get("device")) or 0,
         link_transfers_per_second=float(speed[1]) * 1e9 if speed else None,
-        link_width=_decimal(attributes.get("link_width")),
+        link_width=_parse_decimal(attributes.get("link_width")),
     )
     found.pci[bus_id] = node
     found.cpu_of[bus_id] = cpu
@@ -224,25 +224,25 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     found.dumped = found.dumped or bool(gpus)
     if gpus or base in (0x0300, 0x0302):
         found.gpus += [
-            (_gpu(gpu, node, found), gpu.attributes.get("dev", ""))
+            (_build_gpu(gpu, node, found), gpu.attributes.get("dev", ""))
             for gpu in gpus or [Element("gpu", {}, element.line)]
         ]
     if nets or (base is not None and base >> 8 == 0x02):
-        found.nics.append((min(map(_net_dev, nets), default=_LAST), _nic(node, nets, numa)))
+        found.nics.append((min(map(_get_net_dev, nets), default=_LAST), _build_nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
         found.without_class += 1
     walk(element, cpu, bus_id, found)
 
 
-def _net_dev(net: Element) -> int:
-    dev = _decimal(net.attributes.get("dev"))
+def _get_net_dev(net: Element) -> int:
+    dev = _parse_decimal(net.attributes.get("dev"))
     return dev if dev is not None else _LAST
 
 
-def _gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
-    sm = _decimal(element.attributes.get("sm"))
+def _build_gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
+    sm = _parse_decimal(element.attributes.get("sm"))
     model, capability = model_of(node.vendor_id, node.device_id)
-    links = tuple(_link(link, found) for link in element.named("nvlink"))
+    links = tuple(_parse_link(link, found) for link in element.named("nvlink"))
     above = found.pci.get(node.parent or "")
     return GpuNode(
         name="",
@@ -255,12 +255,12 @@ def _gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
         nvlinks=links,
         pcie_lanes=node.link_width,
         bridge_lanes=(above.bus_id, above.link_width) if above is not None and above.link_width else None,
-        gdr_refused=_gdr_refused([element]),
+        gdr_refused=_find_gdr_refused([element]),
     )
 
 
-def _gdr_refused(elements: list[Element]) -> str:
-    """The first of these that says that NCCL found no GPUDirect RDMA, where all do; empty else."""
+def _find_gdr_refused(elements: list[Element]) -> str:
+    """Return the first element that shows missing GPUDirect RDMA support, if all elements do; else empty."""
     gdr_values = [(each, each.attributes.get("gdr", "").strip()) for each in elements]
     if not gdr_values or any(gdr != "0" for _, gdr in gdr_values):
         return ""
@@ -269,23 +269,23 @@ def _gdr_refused(elements: list[Element]) -> str:
     return f'line {first.line}: <{first.tag} {"name" if first.tag == "net" else "dev"}="{name[:64]}" gdr="0">'
 
 
-def _link(element: Element, found: Found) -> NvLinkTarget:
+def _parse_link(element: Element, found: Found) -> NvLinkTarget:
     attributes = element.attributes
-    count = _decimal(attributes.get("count"))
+    count = _parse_decimal(attributes.get("count"))
     if count is None or count < 0:
         raise TopologyFileError(
             found.source, element.line, f"<nvlink> count is {attributes.get('count')!r}, not a number"
         )
     kinds = {0x068000: "nvswitch", 0x068001: "cpu", 0x030000: "gpu", 0x030200: "gpu"}
     target = bus_id_of(attributes.get("target", ""))
-    # NCCL writes a target of f's where a hypervisor hides the switch.
+    # NCCL writes a target of all f's if a hypervisor hides the switch.
     hidden = re.fullmatch(r"f+:f+:f+(\.f)?", target) is not None
-    kind = kinds.get(_number(attributes.get("tclass")) or -1, "nvswitch" if hidden else "unknown")
+    kind = kinds.get(_parse_number(attributes.get("tclass")) or -1, "nvswitch" if hidden else "unknown")
     return NvLinkTarget(bus_id=None if hidden else target, count=count, kind=kind)
 
 
 def numbered(found: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
-    """GPUs by `dev` where the file gives each its own, else by bus id, as CUDA numbers them."""
+    """Number GPUs by `dev` if every GPU has its own, else by bus id as CUDA does."""
     devs = [dev for _, dev in found]
     by_bus_id = {gpu.bus_id for gpu, _ in found}
     if all(re.fullmatch(r"\d{1,4}", dev) for dev in devs) and len(set(devs)) == len(devs):
@@ -303,9 +303,9 @@ def numbered(found: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
     )
 
 
-def _nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
+def _build_nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
     names = tuple(net.attributes.get("name", "")[:64] for net in nets if net.attributes.get("name"))
-    speeds = [_decimal(net.attributes.get("speed")) for net in nets]
+    speeds = [_parse_decimal(net.attributes.get("speed")) for net in nets]
     known = [speed for speed in speeds if speed is not None and speed > 0]
     infiniband = node.class_code >> 8 == 0x0207
     name = names[0] if names else node.bus_id
@@ -314,7 +314,7 @@ def _nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
     elif infiniband or node.vendor_id == MELLANOX or (names and _RDMA_NAME.match(name)):
         kind = "hca"
     else:
-        # RoCE cards have Ethernet's class too: without vendor and name nothing tells them from others.
+        # RoCE cards have the class of Ethernet: without vendor and name they look like other Ethernet cards.
         identified = bool(node.class_code) and bool(node.vendor_id or names)
         kind = "ethernet" if identified else "unknown"
     return NicNode(
@@ -325,21 +325,21 @@ def _nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
         numa_node=numa if numa >= 0 else None,
         rate_bytes_per_second=sum(known) * 1e6 / 8 if known and len(known) == len(nets) else None,
         link_layer="InfiniBand" if infiniband else None,
-        active=True if nets else None,  # a dump lists only ports that NCCL found active
+        active=True if nets else None,  # a dump only lists ports that NCCL found active
         ports=len(nets) or None,
         nets=names,
-        gdr_refused=_gdr_refused(nets),
+        gdr_refused=_find_gdr_refused(nets),
     )
 
 
 MOST_CHARACTERS = 16 * 2**20
-_DEEPEST = 64  # PCIe trees nest less than ten levels
+_DEEPEST = 64  # real PCIe trees have fewer than ten levels
 _MOST_ELEMENTS = 200_000
 
 
 @dataclass(slots=True)
 class Element:
-    """One element, its attributes, the line it starts in and the elements below it; text is not kept."""
+    """One element with its attributes, start line and children; text is not kept."""
 
     tag: str
     attributes: dict[str, str]
@@ -347,12 +347,12 @@ class Element:
     children: list[Element] = field(default_factory=list)
 
     def named(self, *tags: str) -> list[Element]:
-        """Children with one of these tags."""
+        """Return the children with one of these tags."""
         return [child for child in self.children if child.tag in tags]
 
 
 def read_tree(text: str, source: str) -> Element:
-    """The root element. Raises TopologyFileError."""
+    """Parse the XML and return the root element. Raises TopologyFileError."""
     if len(text) > MOST_CHARACTERS:
         raise TopologyFileError(source, 1, f"{len(text)} characters are more than the {MOST_CHARACTERS} that are read")
     parser = expat.ParserCreate(encoding="utf-8")
@@ -377,7 +377,7 @@ def read_tree(text: str, source: str) -> Element:
     parser.EndElementHandler = lambda _tag: above.pop()
     parser.StartDoctypeDeclHandler = parser.EntityDeclHandler = refuse
     try:
-        # An encoding declaration means nothing in text that is already decoded.
+        # The text is already decoded, so an encoding declaration is ignored.
         parser.Parse(text.removeprefix("\ufeff").lstrip().encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         skipped = text.removeprefix("\ufeff")[: len(text) - len(text.lstrip())].count("\n")
