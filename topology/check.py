@@ -371,8 +371,9 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
         farthest = row.gpu_nic_farthest or row.gpu_nic
         far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" in XML
         if far:
+            lacking = ", ".join(far)
             found.append(
-                f"nearest usable NIC of {', '.join(far)} is beyond {farthest}; {row.called} has one at {farthest} or nearer"
+                f"nearest usable NIC of {lacking} is beyond {farthest}; {row.called} has one within {farthest}"
             )
     return tuple(found)
 
