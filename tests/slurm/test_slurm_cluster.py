@@ -288,7 +288,7 @@ def test_a_controller_that_does_not_answer_is_an_error(cluster: Slurm, tmp_path:
         expect(cluster.folder, "--expect gpus=8")
         launch = ("launch", "--api", "slurm", "--nodes", "2", "--no-preflight", "--output", str(tmp_path / "run"))
         commands = {
-            ("-m", "agent.cli", *launch): "Error: sbatch: ",
+            ("-m", "agent.cli", *launch): "Error: squeue: ",
             ("-m", "agent.cli", "why", "--job", "7"): "Error: scontrol: ",
             (str(cluster.folder / "scripts" / "health-check.sh"),): "",
         }  # fmt: skip
