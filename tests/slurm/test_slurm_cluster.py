@@ -136,7 +136,10 @@ def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(clust
     noted = re.compile(rf"epilog: job {number} left process (\d+) \(sleep\) of user root")
     try:
         eventually(lambda: noted.search((cluster.folder / "log").read_text()), "the epilog notes the process")
-        eventually(lambda: f"left shared memory {left}" in (cluster.folder / "log").read_text(), "and the memory")
+        eventually(
+            lambda: f"after job {number} this node has shared memory {left}" in (cluster.folder / "log").read_text(),
+            "and the memory",
+        )
     finally:
         left.unlink(missing_ok=True)
         for pid in noted.findall((cluster.folder / "log").read_text()):
