@@ -77,8 +77,8 @@ def _expand_numbers(text: str, part: str) -> Sequence[str]:
 
 
 def slurm_name(host: str) -> str:
-    """Return Slurm's default node name of a host: the host name without domain. An IP address is returned unchanged."""
-    return host if re.fullmatch(r"[\d.]+|.*:.*", host) else host.partition(".")[0]
+    """Return Slurm's default node name of a host: without domain and "(file)". An IP address is returned unchanged."""
+    return host if re.fullmatch(r"[\d.]+|.*:.*", host) else re.split(r"[. ]", host)[0]
 
 
 def cluster_name(text: str) -> str:

@@ -12,16 +12,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tree_sitter import Node
+
 from contracts.run_record import RESUMABLE
 from planner.advice import render
 from planner.kubernetes.job import END_SECONDS, RUNS_GATE, SAVE_SECONDS
 from planner.lint.expansion import limit_parsing, parse_lines, walk
+from planner.lint.script import words as words_of
 from planner.nccl_env.situation import Setting
 
 MOST_OPTION_CHARACTERS = 65536  # per line; shlex takes time quadratic in the length of a word
 _KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")
 _TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,5}-\d{1,2}(:\d{2}){0,2}|UNLIMITED")  # sbatch(1), --time
 MOST_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
+_EARLY_SECONDS = 60  # sbatch(1), --signal: the signal may come so much earlier
 _OPTION_OF_TEMPLATE = frozenset({
     "nodes", "ntasks-per-node", "gres", "exclude", "time", "signal", "requeue", "open-mode", "output", "job-name",
 })  # fmt: skip
@@ -58,10 +62,11 @@ def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
         raise ScriptError(f"{why}, and sbatch takes at most {MOST_SIGNAL_SECONDS} s (--signal). {faster}; "
                           "a LoRA (--method lora) has a smaller checkpoint")  # fmt: skip
     limit = seconds_of_limit(time_limit) if time_limit else None
-    if limit is not None and limit <= signal_seconds:
-        least = signal_seconds // 60 + 1
-        raise ScriptError(f"--time-limit {time_limit}: it is {limit} s, and {why}, so Slurm would end the job at "
-                          f"its start. Give more than {signal_seconds} s, such as --time-limit {least}"
+    if limit is not None and limit <= signal_seconds + _EARLY_SECONDS:
+        least = (signal_seconds + _EARLY_SECONDS) // 60 + 5  # minutes for gate, imports, model and the first steps
+        raise ScriptError(f"--time-limit {time_limit}: it is {limit} s, and {why}. Slurm may signal "
+                          f"the job {_EARLY_SECONDS} s earlier still, so it would end at its start. Give it time for "
+                          f"the start and some steps, too, such as --time-limit {least}"
                           + f". {faster}" * (signal_seconds > SAVE_SECONDS + END_SECONDS))  # fmt: skip
 
 
@@ -85,22 +90,19 @@ def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mappi
     _check_signal(time_limit, signal_seconds)
     return render(
         "job.sbatch", name=name, output=output, time_limit=time_limit, more=more, save_seconds=save_seconds,
-        resumable=RESUMABLE, signal_seconds=signal_seconds, **values,
+        resumable=RESUMABLE, signal_seconds=signal_seconds, early_seconds=_EARLY_SECONDS, **values,
     )  # fmt: skip
 
 
 # A user's script: lines are only inserted, in one place, before the first statement that starts ranks.
 
 MARK = "# Added by topoflight wrap"
-_STARTS_RANKS = re.compile(
-    r"(?:\S*/)?(srun|mpirun|mpiexec|torchrun|accelerate|deepspeed|prun|jsrun)\b|.*torch\.distributed"
+_LAUNCHER = re.compile(
+    r"(?:\S*/)?(?:srun|mpirun|mpiexec(?:\.hydra)?|torchrun|accelerate|deepspeed|prun|jsrun)|.*torch\.distributed.*"
 )
+_BETWEEN_WORDS = re.compile(r"[\s\"'`();&|={}]+|:?-(?=\w+[\s}])")  # of a string, an array or a default
+_VARIABLE = re.compile(r"\$\{?(\w+)")
 _COMMENT = re.compile(r"\s*(#.*)?")
-
-
-def is_batch_script(text: str) -> bool:
-    """Whether a text is a script, and not a manifest."""
-    return text.startswith("#!") or re.search(r"^#SBATCH\b", text, re.MULTILINE) is not None
 
 
 def check_options(text: str) -> list[str]:
@@ -116,10 +118,13 @@ def check_options(text: str) -> list[str]:
         if wrong := re.search(r"[\0-\x08\x0b-\x1f]", line):
             what = "a DOS line break; dos2unix removes them" if wrong[0] == "\r" else f"the character {wrong[0]!r}"
             raise ScriptError(f"line {number}: {what}: sbatch refuses such a script")
-        if line.startswith("#SBATCH") and is_over:
-            late.append(f"line {number}: sbatch ignores this option, because it follows the first command")
+        if re.match(r"[ \t]*#SBATCH\b", line) and (is_over or line[0] != "#"):
+            why = "it follows the first command" if is_over else "blanks come before #SBATCH"
+            late.append(f"line {number}: sbatch ignores this option, because {why}")
         elif line.startswith("#SBATCH"):
             _check_option(number, line.removeprefix("#SBATCH"))
+        if re.match(r"#SBATCH\b|\s*[^\s#]", line) and re.search(r"\s--export[= ](?!\S*\bALL\b)", line):
+            late.append(f"line {number}: --export without ALL: the ranks do not get the environment that is added")
         is_over = is_over or not _COMMENT.fullmatch(line)
     return late
 
@@ -139,16 +144,19 @@ def _check_option(number: int, rest: str) -> None:
     except ValueError as error:
         raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {str(error).lower()}") from None
     if words and not words[0].startswith("-"):
-        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {words[0][:40]!r} is no option of sbatch")
+        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {words[0][:40]!r} is no option of sbatch; heterogeneous "
+                          "jobs (hetjob, packjob) are not supported")  # fmt: skip
 
 
 def wrap_script(
-    text: str, settings: Sequence[Setting], *, python: str, monitor: str = "", has_log: bool
-) -> tuple[str, list[str]]:
+    text: str, settings: Sequence[Setting], *, python: str, has_log: bool, monitor: str = "",
+    require: Sequence[str] = (),
+) -> tuple[str, list[str]]:  # fmt: skip
     """Return the script with missing parts added, and notes. Raises ScriptError.
 
     A variable that the script names outside comments is not changed. `python` is an interpreter on the nodes that has
-    this package, `monitor` the folder in it that starts the rank monitor; `has_log`: whether the ranks use NCCL.
+    this package, `monitor` the folder in it that starts the rank monitor; `has_log`: whether the ranks use NCCL;
+    `require`: checks that must be measured.
     """
     notes = check_options(text)
     if MARK in text:
@@ -157,11 +165,12 @@ def wrap_script(
     _, root = parse_lines(text.encode())
     if root is None:
         raise ScriptError("line 1: the script is nested or broken beyond what is read")
-    starts = [node for node in root.children if any(_is_rank_start(each.text) for each in walk(node, "command"))]
-    if not starts:
-        raise ScriptError(
-            f"line {text.count(chr(10)) or 1}: no command of the script starts ranks (srun, torchrun, ...)"
-        )
+    start, unclear = _first_start(root)
+    if start is None:
+        raise ScriptError(f"line {text.count(chr(10)) or 1}: no start of ranks was recognised (srun, torchrun, ...)")
+    if unclear:
+        notes.append(f"line {', '.join(map(str, unclear))}: names a launcher, and whether it starts ranks is unknown. "
+                     "The added lines come after it; move them if ranks start there")  # fmt: skip
     code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#") or "#SBATCH" in line)
     present = [setting for setting in settings if re.search(rf"\b{setting.name}\b", code)]
     notes += [f"{setting.name} stays as the script sets it; recommended: {setting.value}" for setting in present]
@@ -169,18 +178,48 @@ def wrap_script(
         notes.append("the script runs `topoflight preflight` already: no second check of the nodes is added")
     block = render(
         "wrap.sbatch", mark=MARK, settings=[setting for setting in settings if setting not in present], python=python,
-        monitor="" if "TOPOFLIGHT_RUN" in code else monitor, has_gate=has_gate,
+        monitor="" if "TOPOFLIGHT_RUN" in code else monitor, has_gate=has_gate, require=require,
         log={name for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE") if has_log and not re.search(rf"\b{name}\b", code)},
     )  # fmt: skip
     lines = text.split("\n")
-    row = starts[0].start_point.row
+    row = start.start_point.row
     for node in reversed(root.children):  # do not split a line in which another statement ends, such as `fi; srun`
         if node.start_point.row < row <= node.end_point.row:
             row = node.start_point.row
     return "\n".join([*lines[:row], *block.rstrip("\n").split("\n"), *lines[row:]]), notes
 
 
-def _is_rank_start(command: bytes | None) -> bool:
-    """Whether a command, without its assignments, starts ranks or a Slurm step."""
-    words = re.sub(r"^(\w+=\S*\s+)*(exec\s+|time\s+|nohup\s+)*", "", (command or b"").decode(errors="replace"))
-    return re.match(_STARTS_RANKS, words) is not None
+def _first_start(root: Node) -> tuple[Node | None, list[int]]:
+    """Return the first statement that starts ranks or a Slurm step, and the earlier lines that may start some.
+
+    A launcher may stand behind another program (`timeout 9 srun`), in the text of a shell, or in a variable.
+    """
+    table, named, unclear = words_of()["shell"], set[str](), list[int]()
+    idle = table["utilities"] | {"source", "."}
+
+    def text_of(node: Node) -> str:
+        return (node.text or b"").decode(errors="replace")
+
+    def names_launcher(text: str) -> bool:
+        found = any(map(_LAUNCHER.fullmatch, _BETWEEN_WORDS.split(text)))
+        return found or not named.isdisjoint(_VARIABLE.findall(text))
+
+    for statement in root.children:
+        for node in walk(statement, "variable_assignment", "command"):
+            if node.type == "variable_assignment":
+                name, _, value = text_of(node).partition("=")
+                named |= {name.rstrip("+")} if names_launcher(value) else set()
+                continue
+            children = [each for each in node.named_children if each.type != "variable_assignment"]
+            words = [text_of(each).strip("\"'\\") for each in children]
+            program = words[0].rsplit("/", 1)[-1] if words else ""
+            runs = program in table["runs"] and table["starts"].intersection(words)
+            if not runs and (program in idle or "install" in words or words[:2] == ["command", "-v"]):
+                continue
+            text = text_of(node.parent if node.parent and node.parent.type == "redirected_statement" else node)
+            if names_launcher(text):
+                texts = [text] if program in table["shells"] else [word for word in words if word[:1] == "$"]
+                if any(map(_LAUNCHER.fullmatch, words)) or any(map(names_launcher, texts)):
+                    return statement, unclear
+                unclear.append(node.start_point.row + 1)
+    return None, unclear

@@ -371,7 +371,10 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
         farthest = row.gpu_nic_farthest or row.gpu_nic
         far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" in XML
         if far:
-            found.append(f"nearest NIC of {', '.join(far)} is farther than {farthest}, which {row.called} has")
+            lacking = ", ".join(far)
+            found.append(
+                f"nearest usable NIC of {lacking} is beyond {farthest}; {row.called} has one within {farthest}"
+            )
     return tuple(found)
 
 

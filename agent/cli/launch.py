@@ -146,7 +146,8 @@ def _launch_on_slurm(
         _in_brief(advice)
     elif form:
         print_text(script, nl=False)
-        notes.append(f"the folder {folder} must exist before the script is submitted")
+        if not folder.is_dir():
+            notes.append(f"the folder {folder} must exist before the script is submitted")
     for line in notes:
         print_text(f"note: {line}", err=True)
     if form:
@@ -347,7 +348,6 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
     """Read the file, print the changes, and write them if requested."""
     from agent.jobs.script import wrapped
     from agent.jobs.slurm import wrapped_script
-    from planner.slurm import is_batch_script
     from probes.registry import ALL
 
     if in_place and source == "-":
@@ -358,7 +358,8 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
     except UnicodeDecodeError as error:
         raise InputError(f"{name_of(source)}: not UTF-8: {error}") from None
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
-    made, notes = (wrapped_script if is_batch_script(text) else wrapped)(text, found, options)
+    is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
+    made, notes = (wrapped_script if is_script else wrapped)(text, found, options)
     print_text(_difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         print_text(f"note: {line}", err=True)

@@ -20,6 +20,7 @@ from agent.base.options import InputError, command, name_of, read_input
 from agent.base.output import emit, print_text
 from agent.base.units import count
 from contracts import bounded
+from contracts.host_list import slurm_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,7 +86,9 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
         raise click.UsageError(f"-o {form} and --from cannot be combined.")
     if folder is not None and form != "table":
         raise click.UsageError(f"-o {form} and --slurm-conf cannot be combined: the comparison has only a text form.")
-    placements = [slurm.placement_of(snapshot) for snapshot in snapshots(hosts, SOURCES, root=root)]
+    found = sorted(snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
+    newest = {slurm_name(snapshot.hostname): snapshot for snapshot in found}  # of two recordings of a node
+    placements = [slurm.placement_of(snapshot) for snapshot in newest.values()]
     if folder is None:
         print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
         return

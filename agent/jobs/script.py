@@ -261,10 +261,9 @@ def _take_state(record: RunRecord, output_dir: Path | None, began: float) -> Non
 
 def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Add what the manifest's jobs lack on these hosts; return it with notes. Raises InputError."""
-    if options["monitor"] and not options["preflight_image"]:
-        raise InputError(
-            "--monitor requires --preflight-image for a manifest: the monitor's files come from that image"
-        )
+    for name in ("monitor", "require"):
+        if options[name] and not options["preflight_image"]:
+            raise InputError(f"--{name} requires --preflight-image for a manifest: that image has the program")
     try:
         resources = dict(_resource(word) for word in options["resources"])
         select((), require=options["require"], known=ALL_CODES)

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +54,8 @@ def slurm(*words: str) -> str:
         raise SlurmError(f"{words[0]}: the Slurm controller did not answer within {ANSWER_SECONDS:.0f} s; "
                          "`scontrol ping` shows its state") from None  # fmt: skip
     if done.returncode:
-        raise SlurmError(f"{words[0]}: {(done.stderr or done.stdout).strip()[-500:]}")
+        said = (done.stderr or done.stdout).strip()[-500:]
+        raise SlurmError(f"{words[0]}: {said.removeprefix(f'{words[0]}: error: ')}")
     return done.stdout
 
 
@@ -111,7 +111,14 @@ def _hosts(word: str | None) -> tuple[str, ...]:
 def submit(script: str, folder: Path) -> str:
     """Write the script to the output folder and submit it; return the job id. Raises SlurmError."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = write_atomic(folder / "job.sbatch", script)
+    path = folder / "job.sbatch"
+    queued = [
+        row.split()[0] for row in slurm("squeue", "--me", "-h", "-o", "%A %o").splitlines() if row.endswith(f" {path}")
+    ]
+    if queued and "#SBATCH --dependency" not in script:
+        raise SlurmError(f"--output {folder}: job {queued[0]} writes there. Cancel it, choose another folder, or start "
+                         f"after it with --sbatch dependency=afterany:{queued[0]}")  # fmt: skip
+    write_atomic(path, script)
     try:
         return slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
     except SlurmError as error:
@@ -124,6 +131,7 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
 
     if options["resources"] or options["preflight_image"]:
         raise InputError("--resource and --preflight-image are for manifests; a batch script asks with #SBATCH")
+    select((), require=options["require"], known=ALL_CODES)
     try:
         check_options(text)
         unchecked = _check_syntax(text)
@@ -131,8 +139,9 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
         request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes)
         advice = advise(request, lambda: found)
         made, notes = wrap_script(
-            text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl"
-        )
+            text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl",
+            require=options["require"],
+        )  # fmt: skip
     except ScriptError as error:
         raise InputError(str(error)) from None
     notes += unchecked
@@ -211,24 +220,36 @@ def job_files(job_id: str) -> JobFiles:
 def _shown(job_id: str) -> dict[str, str]:
     """Return Slurm's fields of a job, by scontrol name, and `by` which command; empty if Slurm does not know the job.
 
-    The controller forgets a job some minutes after its end; the accounting database still has it.
+    The controller forgets a job some minutes after its end; the accounting database still has it. Raises SlurmError for
+    the id of an array or a heterogeneous job, which are several jobs.
     """
     try:
-        shown = slurm("scontrol", "show", "job", job_id)
+        found = [_record(text) for text in slurm("scontrol", "show", "job", job_id).split("\n\n") if text.strip()]
     except SlurmError as error:
         if "Invalid job id" not in str(error):
-            raise
-        with suppress(SlurmError):
-            names = ("JobId", "JobState", "WorkDir", "SubmitLine")
-            rows = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobIDRaw,State,WorkDir,SubmitLine")
-            values = rows.partition("\n")[0].split("|", 3)
-            if len(values) == len(names):
-                return {**dict(zip(names, values, strict=True)), "by": "the accounting (sacct)"}
-        return {}
+            raise SlurmError(f"{error}. Give the job's logs, or --run FOLDER") from None
+        try:
+            rows = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobID,JobIDRaw,State,WorkDir,SubmitLine")
+        except SlurmError:
+            return {}
+        names = ("id", "JobId", "JobState", "WorkDir", "SubmitLine", "by")
+        cells = [row.split("|", 4) for row in rows.splitlines() if row.count("|") > 3]
+        found = [dict(zip(names, (*row, "the accounting (sacct)"), strict=True)) for row in cells]
+    if len(found) > 1:
+        found.sort(key=lambda one: one.get("JobState", "").startswith(("COMPLETED", "PENDING", "RUNNING")))
+        named = ", ".join(f"{one.get('id')} ({one.get('JobState', '').partition(' ')[0]})" for one in found[:8])
+        raise SlurmError(f"job {job_id} is {len(found)} jobs: {named}{', ...' * (len(found) > 8)}. Give the id of one")
+    return found[0] if found else {}
+
+
+def _record(shown: str) -> dict[str, str]:
+    """What the controller shows of one job; `id` is the name of an array's task or of a component."""
     found = dict(line.strip().partition("=")[::2] for line in shown.splitlines())
     for name, nothing in (("Reason", "None"), ("Restarts", "0")):
         value = re.search(rf"\s{name}=(\S*)", shown)
         found[name] = value[1] if value and value[1] != nothing else ""
     if found["Restarts"]:
         found["Restarts"] = f"restart {found['Restarts']}"
+    parts = re.findall(r"\b(?:ArrayJobId|ArrayTaskId|HetJobId|HetJobOffset)=(\S+)", shown)
+    found["id"] = ("+" if "HetJobId=" in shown else "_").join(parts)
     return {**found, "by": "the controller"}

@@ -150,8 +150,9 @@ def opening(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str
     first = next((group for group in bad if group.status == judged.word), None)
     line, todo = judged.why, TODO.get(judged.word, "")
     if first is not None:
-        more = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
-        line, todo = f"{first.title} {_where(first, at)}".rstrip() + f"{more} ({line})", first.remedy
+        total = f" and {units.count(len(bad) - 1, 'more finding')} ({len(bad)} in all: {line})"
+        more = total if len(bad) > 1 else f" ({line})"
+        line, todo = f"{first.title} {_where(first, at)}".rstrip() + more, first.remedy
     elif judged.word == "unknown":
         required = (group for group in grouped(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)

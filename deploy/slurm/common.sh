@@ -27,9 +27,15 @@ fi
 # shellcheck source=settings
 errors=$(. "$settings" 2>&1 > /dev/null)
 [ -z "$errors" ] || log "$script" "a line of the settings failed: $errors"
+shell_options=$(set +o) # `set -e` and `set -u` of the settings would end this script at its next command that fails
+trap 'set +e
+  log "$script" "nothing was checked, because a line of $settings ends the script: exit, or an unset variable after set -u"
+  exit 0' EXIT
 # shellcheck source=settings
 . "$settings" 2> /dev/null
-if ! [[ $seconds =~ ^[1-9][0-9]{0,3}$ ]]; then
-  log "$script" "$settings: seconds=$seconds must be a whole number; 8 is used"
+trap - EXIT
+eval "$shell_options"
+if ! [[ $seconds =~ ^[1-9][0-9]{0,3}$ ]] || [ "$seconds" -lt 4 ]; then
+  log "$script" "$settings: seconds=$seconds must be a whole number from 4 to 9999; 8 is used"
   seconds=8
 fi

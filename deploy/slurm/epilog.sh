@@ -20,7 +20,8 @@ for process in "${processes[@]}"; do
   case $name in slurmstepd | slurmd | tr | grep | epilog.sh) continue ;; esac
   note "process $process ($name) of user $(stat -c %U "/proc/$process" 2>/dev/null)"
 done
-# shared memory of NCCL and PyTorch; a file of another job of the same user that still runs may be among them
-find /dev/shm -maxdepth 1 -type f -user "$SLURM_JOB_UID" \( -name 'nccl-*' -o -name 'torch_*' \) -printf '%p (%s bytes)\n' 2>/dev/null |
-  while read -r file; do note "shared memory $file"; done
+# Shared memory of NCCL and PyTorch. An earlier job, or another job of the same user that still runs, may have made a file.
+find /dev/shm -maxdepth 1 -type f -user "$SLURM_JOB_UID" \( -name 'nccl-*' -o -name 'torch_*' \) \
+  -printf '%p (%s bytes, written %TY-%Tm-%TdT%TH:%TM)\n' 2>/dev/null |
+  while read -r file; do log epilog "after job $SLURM_JOB_ID this node has shared memory $file"; done
 exit 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-RUNS = 3_000  # half a minute of CPU
+RUNS = 5_000  # a minute of CPU
 
 
 @pytest.mark.long

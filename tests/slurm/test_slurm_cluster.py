@@ -136,7 +136,10 @@ def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(clust
     noted = re.compile(rf"epilog: job {number} left process (\d+) \(sleep\) of user root")
     try:
         eventually(lambda: noted.search((cluster.folder / "log").read_text()), "the epilog notes the process")
-        eventually(lambda: f"left shared memory {left}" in (cluster.folder / "log").read_text(), "and the memory")
+        eventually(
+            lambda: f"after job {number} this node has shared memory {left}" in (cluster.folder / "log").read_text(),
+            "and the memory",
+        )
     finally:
         left.unlink(missing_ok=True)
         for pid in noted.findall((cluster.folder / "log").read_text()):
@@ -285,7 +288,7 @@ def test_a_controller_that_does_not_answer_is_an_error(cluster: Slurm, tmp_path:
         expect(cluster.folder, "--expect gpus=8")
         launch = ("launch", "--api", "slurm", "--nodes", "2", "--no-preflight", "--output", str(tmp_path / "run"))
         commands = {
-            ("-m", "agent.cli", *launch): "Error: sbatch: ",
+            ("-m", "agent.cli", *launch): "Error: squeue: ",
             ("-m", "agent.cli", "why", "--job", "7"): "Error: scontrol: ",
             (str(cluster.folder / "scripts" / "health-check.sh"),): "",
         }  # fmt: skip

@@ -109,7 +109,7 @@ def test_a_time_limit_is_read_as_sbatch_reads_it() -> None:
     limits = {"90": 5400, "1:30": 90, "2:00:00": 7200, "1-2": 93_600, "1-2:30": 95_400, "1-0:0:5": 86_405,
               "0": None, "UNLIMITED": None}  # fmt: skip
     assert {text: seconds_of_limit(text) for text in limits} == limits
-    for text in ("2:01", "0", "UNLIMITED"):
+    for text in ("3:01", "0", "UNLIMITED"):
         done = topoflight(*LAUNCH, "--time-limit", text)
         assert done.exit_code == 0 and f"#SBATCH --time={text}" in done.stdout, done.output
 
@@ -148,8 +148,100 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
         assert path.read_bytes() == wrong.encode()
 
 
+def test_the_gate_comes_before_the_first_start_of_ranks() -> None:
+    """A launcher is seen behind another program, in the text of a shell and in a variable, not where it is a name."""
+    for line in rows("starts")():
+        made, notes = wrap_script(f"#!/bin/bash\n{line}\nsrun last\n", (), python="python", has_log=True)
+        assert made.splitlines()[1].startswith("# Added by") and not notes, (line, notes)
+    for line, note in rows("idle")():
+        made, notes = wrap_script(f"#!/bin/bash\n{line}\nsrun last\n", (), python="python", has_log=True)
+        lines = made.splitlines()
+        assert (lines[-2], lines[-1]) == ("# End of what topoflight wrap has added", "srun last"), line
+        assert len(notes) == bool(note) and note in "".join(notes), (line, notes)
+
+
 OF_TASK = "topoflight-1239/node01-7.log"
 SPLIT = "#!/bin/bash\nif true; then\n  echo one\nfi; srun train\n"
+
+
+def commands(folder: Path, **scripts: str) -> dict[str, str]:
+    """An environment in which these commands of Slurm are found first."""
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_SUBMIT_DIR": str(folder)}  # fmt: skip
+
+
+STEP = 'while [[ $1 == -* ]]; do shift; done\nexec "$@"'  # srun of one task
+
+
+def test_a_module_of_the_users_folder_is_not_run_as_the_gate(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("print('the wrong agent')\n")
+    (tmp_path / "own.sbatch").write_text("#!/bin/bash\nsrun echo ranks\n")
+    done = topoflight("wrap", tmp_path / "own.sbatch", "--machine", "p5.48xlarge", "--require", "gpu.*", "--apply")
+    script = (tmp_path / "own.sbatch").read_text()
+    assert done.exit_code == 0 and "-o reason --require 'gpu.*' || {" in script, done.output
+    ran = subprocess.run(["bash", "own.sbatch"], cwd=tmp_path, env=commands(tmp_path, srun=STEP), capture_output=True,
+                         text=True, timeout=120, check=False)  # fmt: skip
+    assert ran.returncode == 5 and "a required check is unknown" in ran.stdout, ran
+    assert "the wrong agent" not in ran.stdout and "ranks" not in ran.stdout
+
+
+def test_a_signal_before_the_first_checkpoint_names_the_time_limit(tmp_path: Path) -> None:
+    """The ranks end with SIGTERM while they start. `why` names the limit, not somebody who cancelled the job."""
+    done = topoflight(*LAUNCH, "--output", tmp_path / "run", "--no-preflight")
+    step = (f'trap "kill \\$!; exit 143" TERM; echo $$ > {tmp_path}/pid; sleep 60 > /dev/null 2>&1 &\n'
+            'echo "safe path: $PYTHONSAFEPATH"; wait')  # fmt: skip
+    cancels = f'kill -TERM "$(cat {tmp_path}/pid)"; echo "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT x ***"'
+    squeue = 'case "$*" in *%T*) echo RUNNING ;; *) date -d "2 minutes" +%Y-%m-%dT%H:%M:%S ;; esac'
+    environment = commands(tmp_path, srun=step, scancel=cancels, squeue=squeue, scontrol="echo n1")
+    job = subprocess.Popen(["bash"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert job.stdin is not None and job.stdout is not None
+    job.stdin.write(done.stdout)
+    job.stdin.close()
+    assert any(line == "safe path: 1\n" for line in job.stdout)
+    job.send_signal(signal.SIGTERM)
+    log = job.stdout.read()
+    assert job.wait(60) == 143 and "The job has almost reached its time limit: SIGTERM came " in log, log
+    (tmp_path / "log").write_text(log)
+    found = json.loads(topoflight("why", tmp_path / "log", "-o", "json").stdout)
+    assert found["causes"][0]["code"] == "time_limit_reached", found
+
+
+def test_a_job_gets_no_output_folder_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it waits for the end of the other job."""
+    queue = f"echo '12 {tmp_path}/run/job.sbatch'; echo '13 {tmp_path}/run2/job.sbatch'"
+    path = commands(tmp_path, squeue=queue, sbatch="echo 14")["PATH"]
+    monkeypatch.setenv("PATH", path)
+    words = [word for word in LAUNCH if word not in ("--dry-run", "-o", "yaml")]
+    for more, code, wanted in (
+        ((), 1, "job 12 writes there"), (("--sbatch", "dependency=afterany:12"), 0, "job 14 submitted"),
+    ):  # fmt: skip
+        done = topoflight(*words, "--output", tmp_path / "run", *more)
+        assert done.exit_code == code and wanted in " ".join(done.output.split()), done.output
+
+
+def test_two_recordings_of_a_node_are_one_name(tmp_path: Path) -> None:
+    """The topology is that of the newer one: the node may have been wired anew between the two."""
+    recording = json.loads(path_of().read_text())
+    (tmp_path / "node01.json").write_text(json.dumps(recording))
+    recording["answers"]["identity"][""]["time"] -= 60
+    recording["answers"]["nvml"]["nvmlDeviceGetCount"][""] = 7
+    (tmp_path / "old.json").write_text(json.dumps(recording))
+    (tmp_path / "gres.conf").write_text("Name=gpu Count=8\n")
+    both = ("--host", tmp_path / "node01.json", "--host", tmp_path / "old.json")
+    done = topoflight("preflight", "-q", *both, "-o", "slurm", "--expect", "gpus=99")
+    assert (done.exit_code, done.stdout) == (3, f"{slurm_name(snapshot().hostname)}\n"), done.output
+    assert "from 1 scanned node(s)" in topoflight("topo", *both, "-o", "slurm").stdout
+    compared_with = topoflight("topo", *both, "--slurm-conf", tmp_path)
+    assert "no difference from 1 scanned node" in compared_with.stdout, compared_with.output
+
+
+def test_a_script_without_a_shell_is_no_manifest(tmp_path: Path) -> None:
+    (tmp_path / "own.sbatch").write_text("srun train\n")
+    done = topoflight("wrap", tmp_path / "own.sbatch", "--machine", "p5.48xlarge")
+    assert done.exit_code == 2 and "line 1: sbatch takes only a script that begins with #!" in done.output, done.output
 
 
 def test_a_statement_is_not_split() -> None:
@@ -439,7 +531,14 @@ BROKEN = [  # the settings' text (None: no file), words of the log
     ("topoflight=true\noptions=(--expect gpus=9\n", "the settings cannot be read: {folder}/settings: line 2: "),
     (None, "the settings cannot be read: bash: {folder}/settings: No such file"),
     ("topoflight=true\nseconds = 8\n", "a line of the settings failed: {folder}/settings: line 2: seconds: "),
-    ("topoflight=true\nseconds=8s\n", "{folder}/settings: seconds=8s must be a whole number; 8 is used"),
+    ("topoflight=true\nseconds=8s\n", "{folder}/settings: seconds=8s must be a whole number from 4 to 9999; 8 is used"),
+    ("topoflight=true\nseconds=3\n", "{folder}/settings: seconds=3 must be a whole number from 4"),
+    ("topoflight=true\nexit 1\n", "a line of {folder}/settings ends the script: exit, or"),
+    (
+        "topoflight=true\nset -u\necho $NOPE\n",
+        "a line of the settings failed: {folder}/settings: line 3: NOPE: unbound",
+    ),
+    ("topoflight=false\nset -euo pipefail\nfalse\n", "node not checked (exit code 1)"),
 ]
 
 
@@ -457,6 +556,9 @@ def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: 
         done = subprocess.run(
             [tmp_path / f"{script}.sh"], env=environment, capture_output=True, timeout=60, check=False
         )
+        if script == "epilog" and "not checked (" in logged:  # it makes no check
+            assert done.returncode == 0
+            continue
         lines = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
         wanted = logged.format(folder=tmp_path)
         assert done.returncode == 0 and any(f"topoflight-{script} " in line and wanted in line for line in lines), lines
