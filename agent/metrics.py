@@ -1,8 +1,8 @@
-"""Prometheus: the families one view exports, built fresh from it: a vanished GPU leaves no stale series.
+"""Prometheus: the metric families of one view, created from it each time, so that a lost GPU leaves no stale series.
 
-The agent's own families and all labels with their bounds are data: metrics.toml beside this module. Each probe
-declares its families, and their values in its `samples`. dashboards/generate.py makes docs/reference/metrics.md.
-Nothing here that node_exporter or dcgm-exporter already exports; `node` and `instance` come from the scraper.
+The agent's own families and all labels with their limits are in metrics.toml next to this module. Each probe declares
+its families, and their values in its `samples`. dashboards/generate.py creates docs/reference/metrics.md. Metrics of
+node_exporter or dcgm-exporter are not repeated; the scraper adds `node` and `instance`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
 from topology.graph import UNKNOWN, NodeTopology, Pair
 
-KEPT_SIZES = 4  # values of size_bytes: the largest ones; curves are in /measurements
-KEPT_RANKS = 8  # stragglers, the latest first
+KEPT_SIZES = 4  # the largest values of size_bytes; /measurements has the curves
+KEPT_RANKS = 8  # the latest stragglers
 KEPT_TRANSPORTS = 16
-KEPT_COLLECTIVES = 16  # kinds of collective in the step of a run
+KEPT_COLLECTIVES = 16  # kinds of collectives in a step
 
 _TABLE = read_table(__file__, "metrics.toml")
 _COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 3)}  # or the benchmark, the search, the run
@@ -57,30 +57,30 @@ CATALOGUE: tuple[Metric, ...] = (*OWN, *PROBES)
 BY_SOURCE: dict[str, tuple[Metric, ...]] = {"agent": OWN, **{p.name: p.metrics for p in ALL if p.metrics}}
 
 
-MOST_SUBJECT = 96  # characters of a label; the longest subject of the project's own machines has 41
+MOST_SUBJECT = 96  # characters per label; the longest subject of the project's machines has 41
 
 Values = list[tuple[tuple[str, ...], float]]
-More = Iterable[tuple[str, Values]]  # families that are not of a view, by name
+More = Iterable[tuple[str, Values]]  # families that do not belong to a view, by name
 
 
 def exposition(view: View, accept: str, more: More = (), *, zipped: bool = False) -> tuple[bytes, str]:
-    """The whole exposition and its content type, negotiated by the Accept header. Pure: keep it as long as the view."""
+    """Return the exposition and its content type, negotiated by the Accept header. Pure: valid as long as the view."""
     encoder, content_type = choose_encoder(accept)
-    registry: Any = SimpleNamespace(collect=lambda: families(view, more))  # all that an encoder asks of one
+    registry: Any = SimpleNamespace(collect=lambda: families(view, more))  # all that an encoder needs of a registry
     body: bytes = encoder(registry)
     return gzip.compress(body, compresslevel=6, mtime=0) if zipped else body, content_type
 
 
 class Rendered:
-    """Expositions of one view, each format rendered once: a scan is scraped more often than it is made."""
+    """Expositions of one view, each format rendered once, because scrapes are more frequent than scans."""
 
     def __init__(self, more: Callable[[], More] = tuple) -> None:
-        self._more = more  # asked once for each rendering
+        self._more = more  # called once per rendering
         self._made: tuple[View | None, dict[tuple[str, bool], bytes]] = None, {}
-        self._asked: dict[tuple[str, bool], str] = {}  # formats asked for since the last scan, with their Accept header
+        self._asked: dict[tuple[str, bool], str] = {}  # formats requested since the last scan, with their Accept header
 
     def __call__(self, view: View, accept: str, *, zipped: bool = False) -> tuple[bytes, str]:
-        """As `exposition`, gzipped on request; another view clears the cache."""
+        """Return the result of `exposition`, gzipped on request; a new view clears the cache."""
         of, cache = self._made
         if view is not of:
             self._made = of, cache = view, {}
@@ -91,14 +91,14 @@ class Rendered:
         return cache[key], key[0]
 
     def prepare(self, view: View) -> None:
-        """Render a new view, in the thread that made it, in the formats that were requested of the last one."""
+        """Render a new view, in the thread that created it, in the formats requested for the last view."""
         formats, self._asked = self._asked, {}
         made = {key: exposition(view, accept, self._more(), zipped=key[1])[0] for key, accept in formats.items()}
         self._made = view, made
 
 
 def families(view: View, more: More = ()) -> Iterator[Samples]:
-    """Every family of one view, and of `more`, that has a value."""
+    """Return every family of one view, and of `more`, that has a value."""
     values = {**dict(agent_values(view)), **dict(more)}
     yield InfoMetricFamily("topoflight_build", "Version of the agent.", {"version": version()})
     for family in OWN:
@@ -120,7 +120,7 @@ def _metric(family: Metric, values: Values) -> Samples:
 
 
 def _sampled(view: View) -> dict[str, Values]:
-    """What the probes of the one host export, by family."""
+    """Return what the probes of the host export, by family."""
     found: dict[str, Values] = {}
     for probe in ALL:
         outcome = view.snapshots[0].outcomes.get(probe.name)
@@ -130,7 +130,7 @@ def _sampled(view: View) -> dict[str, Values]:
     return found
 
 
-# The values of the agent's own families for one view. What is not known has no sample, never a zero.
+# Values of the agent's own families for one view. An unknown value has no sample, never a zero.
 
 BOUNDS = ("low", "mid", "high")
 STATUSES = ("pass", "info", "warn", "unknown", "fail")
@@ -139,7 +139,7 @@ STATUSES = ("pass", "info", "warn", "unknown", "fail")
 def agent_values(view: View) -> Iterator[tuple[str, Values]]:
     """Pairs of family name and its samples."""
     yield from _scan_values(view)
-    if len(view.topologies) == 1:  # of several recordings a device has no place for its host's name
+    if len(view.topologies) == 1:  # devices of several recordings have no label for the host name
         yield from _link_values(view.topologies[0])
         if view.snapshots[0].facts(RdmaFacts) and view.snapshots[0].facts(PciFacts):
             yield "gdrdma_possible", [((), float(gdrdma_possible(view.snapshots)))]
@@ -160,7 +160,7 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "probe_success", _per_probe(view, lambda o: 0.0 if isinstance(o, Failed) else 1.0, min)
     yield "probe_absent", _per_probe(view, lambda o: 0.0 if isinstance(o, (Ok, Failed)) else 1.0, min)
     yield "probe_duration_seconds", _per_probe(view, lambda o: float(getattr(o, "seconds", 0.0)), max)
-    bad = ("warn", "fail")  # only these name what they are about: an alert follows them
+    bad = ("warn", "fail")  # only these have a label for their subject, which alerts use
     missed = Counter(
         (check.code, str(check.status), check.subject[:MOST_SUBJECT] if check.status in bad else "")
         for check in view.checks if check.status != "pass"
@@ -182,7 +182,7 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
 
 
 def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The oldest host's time per probe; a probe that failed has no fact, so its time stands still at no value."""
+    """Return the time of the oldest host per probe; a failed probe has no fact and therefore no time."""
     times: dict[str, float] = {}
     for snapshot in view.snapshots:
         for name, outcome in snapshot.outcomes.items():
@@ -218,7 +218,7 @@ def _per_probe(
 
 def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
     index = {gpu.name: str(gpu.index) for gpu in node.gpus}
-    known = (p for p in node.pairs if p.label != UNKNOWN)  # a lost GPU, or a driver that does not answer: no sample
+    known = (p for p in node.pairs if p.label != UNKNOWN)  # no sample for a lost GPU, or if the driver does not answer
     between = [(index[p.a], index[p.b], p) for p in known if p.a in index and p.b in index]
     both = [*between, *((b, a, p) for a, b, p in between)]
     yield "gpu_link_info", [((a, b, p.label), 1.0) for a, b, p in both]
@@ -233,7 +233,7 @@ def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
         ((index[n.gpu],), float(n.path)) for n in node.nearest_nic if n.path is not None and n.gpu in index
     ]
     yield "gpu_nic_nearest_distance", closest
-    derived: dict[tuple[str, ...], float] = {}  # of several islands or rails the slowest
+    derived: dict[tuple[str, ...], float] = {}  # the slowest of several islands or rails
     for each in node.expectations:
         if each.busbw_bytes_per_second:
             key = (each.op, each.scope)
@@ -242,7 +242,7 @@ def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
 
 
 def _to_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, str, Pair]]:
-    """GPU, NIC, whether it is one of its nearest, and what joins them."""
+    """Return GPU, NIC, whether it is one of its nearest, and the link between them."""
     nics = {nic.name for nic in node.nics}
     nearest = {near.gpu: set(near.nics) for near in node.nearest_nic}
     found: list[tuple[str, str, str, Pair]] = []
@@ -256,7 +256,7 @@ def _to_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, 
 def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     verified = [m for m in result.measurements if m.verified]
     sizes = sorted({m.bytes for m in verified})[-KEPT_SIZES:]
-    # of one size measured in several groups the slowest is kept: it is what a job waits for
+    # if several groups measured one size, the slowest counts, because a job waits for it
     slowest = {
         (m.op, str(m.bytes)): m
         for m in sorted(verified, key=lambda m: m.busbw_bytes_per_second, reverse=True)

@@ -1,1 +1,1 @@
-"""Questions to the planner and their answers."""
+"""Requests to the planner and the recommendations it returns."""

@@ -1,4 +1,4 @@
-"""The planner's answer to a question, in any format, and to variations of the question: other machines and networks."""
+"""Answer a request with a recommendation, export it, and compare it across machines, node counts and networks."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from topology.graph import ClusterTopology
 
-if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
+if TYPE_CHECKING:  # the gate and the view are imported only if a host was scanned, not for a catalogue machine
     from agent.checks.groups import Group
     from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
 _RENDERERS = {"env": render_env, "shell": render_shell, "k8s": render_k8s}
-ENVIRONMENTS = tuple(_RENDERERS)  # formats that need no layout
+ENVIRONMENTS = tuple(_RENDERERS)  # formats that do not need a layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 texts = read_texts(__file__, "texts.toml")
-_FAULTS_SAID = 4  # with an advice; `topoflight scan` prints all of them
+_FAULTS_SAID = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
 
 
 def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recommendation:
-    """The same advice with length and cost of the whole run on so many nodes, where a budget was given."""
+    """Add the duration and cost of the whole run on `nodes` nodes, if the request has a budget."""
     budgets = {"steps": request.train.steps, **{name: getattr(request, name) for name in ("tokens", "hours", "epochs")}}
     budget_names = [name for name, value in budgets.items() if value is not None]
     if len(budget_names) > 1:
@@ -77,11 +77,11 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
 
 
-_ROUNDING = 1e-9  # of floating point: a whole number of steps stays that number
+_ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps is not rounded up
 
 
 def steps_of(request: Request, chosen: RankedLayout) -> int:
-    """Optimizer steps of the whole run, at least one. RequestError for epochs of an unknown number of rows."""
+    """Return the optimizer steps of the whole run, at least 1. RequestError for epochs if the rows are unknown."""
     forecast = chosen.forecast
     if request.train.steps is not None:
         return request.train.steps
@@ -94,27 +94,27 @@ def steps_of(request: Request, chosen: RankedLayout) -> int:
     if rows is None:
         raise RequestError("epochs: the number of rows is unknown; give rows, lengths or dataset")
     train = request.train
-    if train.packing and train.length_histogram:  # rows are packed into sequences
+    if train.packing and train.length_histogram:  # several rows are packed into one sequence
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
-    per_epoch = max(1, math.ceil(rows / chosen.layout.global_batch))  # the last has the rows that are left
+    per_epoch = max(1, math.ceil(rows / chosen.layout.global_batch))  # the last batch contains the remaining rows
     return max(1, math.ceil((request.epochs or 1.0) * per_epoch))
 
 
 def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
-    """Answer from a fresh scan, recordings, or the catalogue."""
+    """Answer a request from a new scan, recordings or the machine catalogue."""
     snapshots = () if request.machine else tuple(scan())
     return answer(request, snapshots, measured=measurements_of(request))
 
 
 def for_view(view: View, request: Request) -> Recommendation:
-    """Answer from what the agent knows."""
+    """Answer a request from the agent's current view."""
     snapshots = () if request.machine else view.snapshots
     measured = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
     return answer(request, snapshots, measured=measured, checks=view.checks)
 
 
 def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommendation:
-    """The advice, with the failures that its forecast does not count: no figure bounds them, or they end the job."""
+    """Add failures that the forecast does not include because no number bounds them or because they end the job."""
     if not checks:
         return advice
     from agent.checks.groups import grouped
@@ -131,7 +131,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
 
 
 def findings_of(checks: Iterable[Finding]) -> Findings:
-    """Failures and warnings by node, as the planner reads them."""
+    """Group failures and warnings by node, in the form the planner reads."""
     found: dict[str, list[Finding]] = {}
     for check in checks:
         if check.status in ("fail", "warn"):
@@ -154,9 +154,9 @@ def answer(
     ranks: int | None = None,
     checks: Sequence[Finding] | None = None,
 ) -> Recommendation:
-    """Ask the planner; `ranks` and `calibrated` override those of the request.
+    """Ask the planner for a recommendation; `ranks` and `calibrated` override the values of the request.
 
-    `checks` are what is known of the snapshots' hosts; None: they are judged here.
+    `checks` are the known findings of the hosts in `snapshots`; if None, the hosts are checked here.
     """
     if request.machine or request.model is None:
         checks = ()
@@ -182,12 +182,12 @@ def of_cluster(
     measured: Sequence[Measurement] = (), calibration: Calibration | None = None, ranks: int | None = None,
     checks: Sequence[Finding] = (),
 ) -> Recommendation:  # fmt: skip
-    """Ask the planner of these nodes. Raises RequestError, ValueError, LayoutError where the question does not fit."""
+    """Ask the planner about these nodes. Raises RequestError, ValueError or LayoutError if the request does not fit."""
     model = model_of(request)
     if model is None:
         return environment_only(request, cluster, snapshots)
     findings = findings_of(checks)
-    if len(snapshots) == 1 and len(findings) == 1:  # one host, perhaps several times over
+    if len(snapshots) == 1 and len(findings) == 1:  # one host, used for all nodes of the cluster
         findings = {node.hostname: found for node in cluster.nodes for found in findings.values()}
     advice = recommend(
         cluster, snapshots, model, request.train, measurements=measured, calibration=calibration,
@@ -200,11 +200,11 @@ def of_cluster(
 
 
 def for_layout(request: Request, text: str, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Recommendation:
-    """The advice, for the job's layout where `text` gives one; `unknowns` are what is assumed of the job."""
+    """Return the advice for the layout in `text`, if it gives one; `unknowns` lists the assumptions about the job."""
     advice, values = of_cluster(request, cluster, snapshots), values_of(text)
     if values and advice.model:
         planned = plan(cluster, snapshots, advice.model, request.train)
-        both = {"micro_batch", "gradient_accumulation"} <= set(values)  # these give the batch
+        both = {"micro_batch", "gradient_accumulation"} <= set(values)  # these two determine the batch size
         assumed = tuple(one for one in planned.unknowns if not (both and one.startswith(BATCH)))
         advice = replace(advice, chosen=forecast_named(planned, values), unknowns=assumed)
         return with_budget(advice, request, len(cluster.nodes))
@@ -213,17 +213,17 @@ def for_layout(request: Request, text: str, cluster: ClusterTopology, snapshots:
     return replace(advice, unknowns=(*advice.unknowns, words))
 
 
-# Where no layout fits: the nearest questions that have one, each as a command that is ready to run.
+# If no layout fits: the closest requests for which a layout fits, each as a ready-to-run command.
 
-_SHORTEST = 512  # tokens: a shorter sequence is another job
-_TIMES = (2, 4, 8, 16, 32, 64)  # as many nodes
+_SHORTEST = 512  # tokens: a run with shorter sequences is a different job
+_TIMES = (2, 4, 8, 16, 32, 64)  # factors by which the number of nodes is increased
 _WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
 
 
 def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
-    """For each setting the smallest change with which a layout fits; if no single change does, changes of two settings.
+    """Return, per setting, the smallest change that makes a layout fit; if none does, changes of two settings.
 
-    Tried are adapters, a shorter sequence, 8-bit optimizer states, more bits in products, more nodes, another engine.
+    The settings are adapters, sequence length, 8-bit optimizer states, precision of products, nodes and engine.
     """
     nodes = request.nodes or max(1, len(snapshots))
     several = [{"nodes": nodes * times} for times in _TIMES] if len(snapshots) < 2 else []
@@ -250,7 +250,7 @@ def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
 
 
 def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
-    """The first of these changes with which a layout fits, its step, and the command; "" for none."""
+    """Return the first change that makes a layout fit, with its step time and the command; "" if none does."""
     for changed in changes:
         other = request.changed(**changed)
         model = model_of(other)
@@ -269,7 +269,7 @@ def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Seque
 
 
 def command(request: Request) -> str:
-    """The question as a command line."""
+    """Render the request as a command line."""
     words = ["topoflight", "recommend"]
     words += [word for path in request.hosts for word in ("--host", str(path))]
     if request.train.length_histogram:
@@ -283,15 +283,15 @@ def command(request: Request) -> str:
 
 
 def _member(request: Request, name: str) -> Any:
-    """Return a field of the question by its name; `lengths` is the only one that has another form here: None."""
+    """Return a field of the request by name; None for `lengths`, which is the only field stored in another form."""
     return getattr(request, name, getattr(request.train, name, None))
 
 
-# The environment alone, the embedded job, exports.
+# NCCL environment without a layout, the embedded job, and exports.
 
 
 def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Recommendation:
-    """The NCCL environment alone, where no model was named."""
+    """Return only the NCCL environment, for a request without a model."""
     case = situation(
         snapshots,
         cluster,
@@ -306,10 +306,10 @@ def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequ
 
 
 def with_fsdp(advice: Recommendation) -> Recommendation:
-    """The same advice with the best FSDP layout chosen, the reason for it, and each other layout compared with it.
+    """Choose the best FSDP layout, add the reason, and compare every other layout with it.
 
-    The embedded job is small enough for any layout. It runs under FSDP because users train that way, and because FSDP
-    makes the collectives that were measured: all-gather and reduce-scatter.
+    The embedded job fits any layout. It runs under FSDP because users train that way, and because FSDP uses the
+    collectives that were measured: all-gather and reduce-scatter.
     """
     fitting = [r for r in (advice.chosen, *advice.runners_up) if r is not None]
     sharded = next((r for r in fitting if r.layout.family in ("FSDP", "HSDP")), None)
@@ -330,7 +330,7 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
 
 
 def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
-    """The advice as another tool's input; `nodes` is how many hosts the layout's ranks are spread over."""
+    """Export the advice in the input format of another tool; `nodes` is the number of hosts that the ranks run on."""
     if form in _RENDERERS:
         return _RENDERERS[form](advice.settings)
     if advice.model is None:
@@ -342,14 +342,14 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
         raise RequestError(str(error)) from None
 
 
-POD_ROLES = {"pod-default", "secondary", "loopback"}  # of interfaces in a pod's network
+POD_ROLES = {"pod-default", "secondary", "loopback"}  # roles of interfaces in a pod's network namespace
 
 
 def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
-    """Settings as pods see their network: interfaces and GIDs are those of a pod's network namespace, or left out.
+    """Adapt the settings to a pod's network namespace: use its interface names and GIDs, or omit the setting.
 
-    An interface is named only where a pod was seen to call it so, in a record of an agent in the pods' network; an
-    index counts in the GID table that the pod sees. `here`: `found` is the machine that this process runs on.
+    An interface is named only if the record of an agent in the pod network shows it under that name. A GID index refers
+    to the GID table that the pod sees. `here` means that `found` is the machine this process runs on.
     """
     roles: dict[str, set[str]] = {}
     if not here or os.environ.get("KUBERNETES_SERVICE_HOST"):
@@ -380,7 +380,7 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
     return replace(advice, settings=tuple(settings)), notes
 
 
-# The same job on other machines, numbers of nodes and networks.
+# The same job on other machines, node counts and networks.
 
 MOST_POINTS = 64
 FORM = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport", "steps",
@@ -389,9 +389,9 @@ FORM = ("model", "method", "machine", "nodes", "sequence_length", "global_batch"
 
 
 def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, ...]:
-    """Machines, nodes and networks of a question with the same batch and the same tokens for all.
+    """Forecast the request for several machines, node counts and networks, with the same batch and number of tokens.
 
-    Without a budget the run is a billion tokens. Raises RequestError.
+    If the request has no budget, the run has one billion tokens. Raises RequestError.
     """
     model, train = model_of(request), request.train
     assert model is not None  # noqa: S101 - asked before
@@ -405,7 +405,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
         count = f"{len(names)} machines x {len(nodes)} numbers of nodes x {len(networks)} networks"
         raise RequestError(f"sweep: {count} are more than {MOST_POINTS} points")
     try:
-        if train.global_batch is None:  # one batch for all points, or they would do different jobs
+        if train.global_batch is None:  # all points need the same batch, otherwise they would be different jobs
             sizes = [machines.cluster(name, max(nodes), gpus_per_node=request.ranks_per_node) for name in names]
             largest = max(sizes, key=lambda cluster: cluster.world_size)
             train = replace(train, global_batch=plan(largest, (), model, train).global_batch)
@@ -428,7 +428,7 @@ PER_TOKENS = 1e9
 
 
 def tokens_of(request: Request, train: TrainSpec) -> float:
-    """Real tokens of the whole run, a billion where no budget is given."""
+    """Return the number of tokens of the whole run without padding; one billion if the request has no budget."""
     histogram = train.length_histogram
     mean = mean_length(histogram, train.sequence_length) if histogram else float(train.sequence_length)
     if request.tokens is not None:

@@ -1,6 +1,6 @@
-"""Causes in the verdict of `topoflight why`: what they cost, and those that a manifest and scans of the nodes add.
+"""Add costs to the causes of a `topoflight why` verdict, and add causes found in a manifest or in node scans.
 
-TCP is compared with RDMA by the forecast, slow steps by the run's record.
+TCP and RDMA are compared by their forecasts. Slow steps are read from the run record.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def with_sockets(
     verdict: Verdict, found: Evidence, request: Request, layout: str, snapshots: Sequence[Snapshot],
     manifest: Path | None,
 ) -> Verdict:  # fmt: skip
-    """The price of TCP, where the log shows it instead of RDMA, as `topoflight recommend` forecasts it.
+    """Add the cost of TCP as forecast by `topoflight recommend`, if the log shows TCP instead of RDMA.
 
-    Of the settings that it advises only those by which NCCL chooses RDMA: no other is a reason for sockets.
-    Raises RequestError where the forecast refuses the layout or the machine.
+    Only recommended settings that make NCCL choose RDMA are listed, because no other setting explains the use of TCP.
+    Raises RequestError if the forecast rejects the layout or the machine.
     """
     if verdict.state not in ("slow", "fine"):
         return verdict
@@ -69,7 +69,7 @@ def with_sockets(
         advice = advise.for_layout(request, layout, cluster, snapshots)
         if (would := advice.chosen) is None:
             raise RequestError("no layout fits this machine: give the layout that ran with --layout")
-        was = forecast_layout(plan(slow, snapshots, model, request.train), would.layout)  # never another layout
+        was = forecast_layout(plan(slow, snapshots, model, request.train), would.layout)  # compare the same layout
     except (LayoutError, machines.MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
     before, after = was.forecast.step_seconds.mid, would.forecast.step_seconds.mid
@@ -93,7 +93,7 @@ _ENDED_WELL = ("running", "complete", "interrupted", "unknown")
 
 
 def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
-    """The run's own record: how it ended, and its steps compared with their forecast."""
+    """Add how the run ended and how its step times compare with the forecast, from the run record."""
     restart = f", restart {record.restarts}" if record.restarts else ""
     source = f"record: {record.status}, {len(record.step_seconds)} steps{restart}"
     verdict = replace(verdict, sources=(*verdict.sources, source))
@@ -116,14 +116,14 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     return verdict
 
 
-# Problems of a log that say that the job was told to end: Slurm and torchrun write them also of a job that saved.
+# Log problems that mean the job was asked to stop. Slurm and torchrun also log them for a job that saved a checkpoint.
 _TOLD_TO_END = {"job_cancelled", "job_requeued", "job_stopped", "job_preempted", "time_limit_reached"}
 
 
 def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) -> Verdict:
-    """The verdict on a run that ended so that it can resume, or that the scheduler has queued again.
+    """Add that the run can be resumed, or that the scheduler has requeued it.
 
-    `again` says what such a job does now; "" that it has ended for good, None that this is not known.
+    `again` says what a requeued job is doing now. "" means that the job has ended for good, None that this is unknown.
     """
     told = verdict.state == "failed" and {cause.code for cause in verdict.causes} <= _TOLD_TO_END
     if not told and verdict.state not in ("fine", "unknown"):
@@ -152,13 +152,13 @@ def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) 
 # Printed by the batch scripts of `launch --api slurm` and `wrap` if the gate stops the job.
 _GATE = re.compile(r"^The job is not started: ([^(\n]{1,80}) \(exit code (\d{1,3})\)\..*$", re.MULTILINE)
 _OF_GATE = re.compile(r"^(?!srun: |slurmstepd)([\w.-]{1,253}): \S.*$", re.MULTILINE)  # a line of `-o reason`
-_GATE_CAUSES = {"3": "gate_failed", "5": "gate_unknown"}  # by the exit code of `preflight`
+_GATE_CAUSES = {"3": "gate_failed", "5": "gate_unknown"}  # by exit code of `preflight`
 
 
 def with_gate(verdict: Verdict, log: str) -> Verdict:
-    """The verdict on a job whose gate ended it before a rank started, as the end of the batch script's log shows.
+    """Add the cause if the gate stopped the job before any rank started, as shown at the end of the batch script's log.
 
-    What other readers found in the log is then the gate's own words, and is left out.
+    Findings of other readers are removed in this case, because they come from the gate's own output.
     """
     stops = list(_GATE.finditer(log))
     if not stops:
@@ -174,7 +174,7 @@ def with_gate(verdict: Verdict, log: str) -> Verdict:
 
 
 def with_price(verdict: Verdict, record: RunRecord, request: Request, hosts: int) -> Verdict:
-    """What each cause costs over the whole run: its share of the measured step, times the steps, times the prices."""
+    """Add the cost of each cause over the whole run: its share of the measured step times the steps and the price."""
     step, config = record.measured.step_seconds, record.plan.config
     steps = request.train.steps or (config.max_steps if config else None)
     if not step or not steps:
@@ -196,16 +196,16 @@ def with_price(verdict: Verdict, record: RunRecord, request: Request, hosts: int
 
 
 def price_of_time(request: Request, nodes: int, seconds: float) -> str:
-    """ ", +412 of your prices" of so many seconds of so many nodes; empty without a price."""
+    """Format the price of `seconds` on `nodes` nodes, such as ", +412 of your prices"; empty without a price."""
     each = price_of(request)
     return f", +{each * nodes * seconds / 3600:,.0f} of your prices" if each is not None else ""
 
 
 def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | None) -> str:
-    """ "net1, net2": what RDMA would run over; empty where no source names it.
+    """Return what RDMA would run over, such as "net1, net2"; empty if no source shows it.
 
-    By a scan the interfaces of the active ports, or devices without one; else the devices of the log; else the
-    interfaces that Multus makes of the manifest's networks.
+    The sources, in this order: interfaces of the active RDMA ports in a scan (or the devices, if a port has no
+    interface), devices in the log, and interfaces that Multus creates for the networks of the manifest.
     """
     found_facts = filter(None, (snapshot.facts(RdmaFacts) for snapshot in snapshots))
     names = [
@@ -222,7 +222,7 @@ def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | Non
 
 
 def _socket_rate(snapshots: Sequence[Snapshot], interface: str | None) -> str | None:
-    """What the interface is linked at, as --network takes it."""
+    """Return the link rate of the interface in the form that --network accepts."""
     found = [snapshot.facts(InterfacesFacts) for snapshot in snapshots]
     speeds = [
         one.speed_bytes_per_second for facts in found if facts for one in facts.interfaces
@@ -231,11 +231,11 @@ def _socket_rate(snapshots: Sequence[Snapshot], interface: str | None) -> str | 
     return f"{min(speeds) * 8 / GIGA:g}G" if speeds else None
 
 
-# What `topoflight lint-env` and scans of nodes find.
+# Findings of `topoflight lint-env` and of node scans.
 
 
 def with_manifest(verdict: Verdict, path: Path) -> Verdict:
-    """The settings of the job's environment that `topoflight lint-env` warns of."""
+    """Add the settings of the job's environment for which `topoflight lint-env` reports a warning."""
     try:
         text = bounded.read(path, 16 << 20).decode("utf-8", errors="replace")
     except (OSError, bounded.TooLargeError) as error:
@@ -267,7 +267,7 @@ def with_manifest(verdict: Verdict, path: Path) -> Verdict:
 
 
 def _named_elsewhere(text: str, file: str) -> list[str]:
-    """Name what a manifest takes its environment from and does not hold: "ConfigMap nccl"."""
+    """Name the objects that the manifest's environment refers to but does not contain, such as "ConfigMap nccl"."""
     if guess_kind(text, file) not in ("yaml", "json"):
         return []
     try:
@@ -276,14 +276,14 @@ def _named_elsewhere(text: str, file: str) -> list[str]:
         return []
 
 
-_NETWORK = ("link", "network")  # causes of which a NIC may be the reason
+_NETWORK = ("link", "network")  # causes that a faulty NIC can explain
 _OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
 
 
 def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
-    """What is wrong on the nodes behind it, by scans: of a cause of the network its NICs, of others their GPUs.
+    """Add findings of node scans: NIC findings for network causes, GPU findings for all other causes.
 
-    A finding explains a cause that was found without it; it accuses nobody by itself.
+    A finding can explain a cause that was already found. A finding alone is not a cause.
     """
     sources = (*verdict.sources, f"nodes: {len({check.node for check in checks})}")
     causes, nics, gpus = [], list(verdict.nics), list(verdict.gpus)

@@ -1,10 +1,10 @@
-"""The fine-tune job: the planner's question from its settings (the YAML of --config, then --set), and the job's plan.
+"""The fine-tune job: build the request from its settings (the YAML file of --config, then --set) and the job's plan.
 
-Specification: docs/reference/finetune-job.md, the names of contracts.job_config. The job itself validates the values.
-The shape of a model without a known name is read from config.json of the hub that the job will use, or from its cache:
-HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE and HF_HOME as huggingface_hub reads them, and its cache's folders;
-`GET {endpoint}/{id}/resolve/{revision}/config.json`. Weights are never fetched. A known name is looked up only if
-HF_ENDPOINT names a hub, because the job will load the model that this hub has under the name.
+Specification: docs/reference/finetune-job.md; contracts.job_config defines the names. The job validates the values. If
+the model's name is not in the table, its shape is read from config.json on the hub that the job will use, or from the
+hub cache. HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE and HF_HOME have the meaning they have in
+huggingface_hub; the URL is `GET {endpoint}/{id}/resolve/{revision}/config.json`. Weights are never downloaded. A name
+in the table is looked up only if HF_ENDPOINT names a hub, because the job will load the model of that hub.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.build import build
 
-# The job's own default (contracts/default.yaml): a Llama small enough for any host, on data that the job makes.
+# The job's default (contracts/default.yaml): a Llama model small enough for any host, on generated data.
 EMBEDDED_MODEL = "tiny-llama"
 
 texts = read_texts(__file__, "texts.toml")
-RANDOM = "random:"  # weights of a shape alone
+RANDOM = "random:"  # prefix of a model with random weights: only its shape is used
 
-# What the embedded job does: its rows of about 51 tokens are padded to the longest of a micro-batch.
+# The embedded job has rows of about 51 tokens, padded to the longest row of a micro-batch.
 EMBEDDED_REQUEST: dict[str, Any] = {
     "model": EMBEDDED_MODEL,
     "method": "lora",
@@ -61,20 +61,20 @@ EMBEDDED_REQUEST: dict[str, Any] = {
 }
 
 
-OURS, TRL = "topoflight", "trl"  # the trainers: finetune.loop and finetune.sft_trl. Also the names of their stacks
+OURS, TRL = "topoflight", "trl"  # the trainers finetune.loop and finetune.sft_trl; also the names of their stacks
 
 
 def explicit_settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> dict[str, Any]:
-    """The settings that are given, by today's names. Raises RequestError that names the file or the word."""
+    """Return the settings given by the user, by current name. Raises RequestError that names the file or argument."""
     return settings(config, overrides, trainer)[1]
 
 
 def settings(
     config: Path | None, overrides: Iterable[str], trainer: str = OURS
 ) -> tuple[JobConfig, dict[str, Any], list[str]]:
-    """The job's settings, those of them that are given, and notes on them, as the job will read them.
+    """Return the job's settings, the subset that the user gave, and the notes that the job will print on them.
 
-    Of a file for TRL's trainer, those that both trainers have. Raises RequestError that names the file or the word.
+    For a TRL file, only settings that both trainers have. Raises RequestError that names the file or argument.
     """
     return _parsed(config, overrides, None if trainer == OURS else {})[1:]
 
@@ -82,7 +82,7 @@ def settings(
 def _parsed(
     config: Path | None, overrides: Iterable[str], only_trl: dict[str, None] | None
 ) -> tuple[dict[str, Any], JobConfig, dict[str, Any], list[str]]:
-    """The file with the overrides, and what parse_config makes of it; `only_trl` as there."""
+    """Return the file with the overrides, and the results of parse_config; `only_trl` is passed to parse_config."""
     try:
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
@@ -95,7 +95,7 @@ def _parsed(
     try:
         raw = with_overrides(raw, words)
         made, explicit, notes = parse_config(raw, only_trl)
-        dumps(JobPlan(config=made))  # what no rank would read is refused before any starts
+        dumps(JobPlan(config=made))  # reject settings that no rank could read before any rank starts
     except ConfigError as error:
         wrong = _wrong_alone(config, only_trl)
         where = f"--config {config}:" if str(error) == wrong else f"--config {config} with --set:" if wrong else "--set"
@@ -105,7 +105,7 @@ def _parsed(
 
 
 def _wrong_alone(config: Path | None, only_trl: dict[str, None] | None) -> str:
-    """Why the file itself cannot be read, without what `--set` puts over it."""
+    """Return why the file alone, without the `--set` overrides, cannot be read."""
     try:
         parse_config(read_file(config) if config is not None else {}, only_trl)
     except ConfigError as error:
@@ -114,7 +114,7 @@ def _wrong_alone(config: Path | None, only_trl: dict[str, None] | None) -> str:
 
 
 def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
-    """The question with the values of the job's settings, which the plan does not change."""
+    """Add the job's settings to the request as fixed values that the plan does not change."""
     if not explicit:
         return request
     requested: dict[str, Any] = {field: getattr(config, name) for name, field in _PLANNED.items() if name in explicit}
@@ -124,7 +124,7 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
     if {"model_name_or_path", "max_length"} & set(explicit) == {"model_name_or_path"} and (
         request.train.sequence_length == TrainSpec().sequence_length
     ):
-        # a whole job that is silent on it has TRL's default, as the job
+        # TRL's default applies to a complete job that does not set this
         requested["sequence_length"] = config.max_length
     if "attn_implementation" in explicit:
         kernel = config.attn_implementation
@@ -141,7 +141,7 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
     return request.changed(**requested)
 
 
-# Settings that a forecast goes by -> their names there.
+# Settings that the forecast uses, and their names in the job.
 _PLANNED = {
     "max_length": "sequence_length", "packing": "packing", "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets", "lora_modules_to_save": "saved_modules", "max_steps": "steps",
@@ -149,7 +149,7 @@ _PLANNED = {
 
 
 def left_open(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the file leaves open as they were planned: weights, method, adapters, rows."""
+    """Return planned values for settings that the file does not set: weights, method, adapters, rows."""
     train, model = advice.train, advice.model
     if train is None or model is None:
         return {}
@@ -161,7 +161,7 @@ def left_open(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, 
 
 
 def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
-    """Why the job's own defaults would train another model, or sums, instead of the planned one; else nothing."""
+    """Return why the job's defaults would train another model, or sums, instead of the planned model; else ""."""
     if advice.model is None or advice.model.name == EMBEDDED_MODEL:
         return ""
     if not {"dataset_name", "datasets", "dataset_mixture"} & set(settings):
@@ -171,23 +171,23 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-# The question behind a job.
+# The request for a job.
 
 
 def training_request(options: Mapping[str, Any]) -> Request:
-    """The question behind a job: the named model, or the embedded one."""
+    """Return the request for the named model, or for the embedded job if no model is named."""
     return job_request(base_request(options), options["config"], options["overrides"])
 
 
 def base_request(options: Mapping[str, Any]) -> Request:
-    """The question by the options of a verb alone, without the settings of the job."""
+    """Return the request made from the options of a verb, without the settings of the job."""
     names = ("hosts", "root", "model", "method", "sequence_length", "global_batch", "machine", "nodes", "lengths",
              "rows")  # fmt: skip
     return Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
 
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
-    """The question for a job: the model of the request, else the model of the job's settings, else the embedded one."""
+    """Return the request for a job; the model is that of the request, else of the settings, else the embedded job."""
     job, explicit, _ = settings(config, overrides, request.train.engine)
     if request.model is None:
         name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
@@ -200,7 +200,7 @@ def job_request(request: Request, config: Path | None, overrides: Sequence[str])
     return planned_for(replace(request, shape=shape), job, explicit)
 
 
-# Which of the two trainers runs a job: the built-in one, or TRL's for what the built-in one does not support.
+# Choose the trainer of a job: the built-in trainer, or TRL's for jobs that the built-in trainer does not support.
 
 _OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
 
@@ -208,9 +208,9 @@ _OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward",
 def choose_trainer(
     request: Request, config: Path | None, overrides: Sequence[str], requested: str, found: Sequence[Snapshot]
 ) -> tuple[Recommendation, str, str]:
-    """The advice for the trainer that supports the file, the model and the layout; its name; a line with the reason.
+    """Return the advice for the trainer that supports the file, model and layout; its name; a line with the reason.
 
-    `requested`: "auto", or a trainer. Raises RequestError for settings that neither trainer supports.
+    `requested` is "auto" or the name of a trainer. Raises RequestError if neither trainer supports the settings.
     """
     only_trl: dict[str, None] = {}
     _parsed(config, overrides, None if requested == OURS else only_trl)
@@ -227,7 +227,7 @@ def choose_trainer(
             return advice, OURS, f"with TRL's trainer: {describe_refusal(other)}"
         simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
         advice, trainer, why = other, TRL, simplest or advice.rejected[0].reason
-    if trainer not in (OURS, TRL):  # another stack, which --engine names
+    if trainer not in (OURS, TRL):  # another stack, named with --engine
         return advice, trainer, ""
     if trainer == OURS:
         line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
@@ -251,7 +251,7 @@ def _advise_for(
 
 
 def describe_refusal(advice: Recommendation) -> str:
-    """Why nothing is launched, and which settings could be, if the settings themselves exclude every layout."""
+    """Explain why nothing can be launched and which settings to change, if the settings exclude every layout."""
     for row in advice.rejected[:1]:
         if row.what == AS_ASKED:
             could = f"; what can: {'; or '.join(advice.helps_most)}" if advice.helps_most else ""
@@ -259,7 +259,7 @@ def describe_refusal(advice: Recommendation) -> str:
     return "no layout fits: nothing to launch"
 
 
-# The shape of the model by its hub id.
+# Look up the shape of a model by its hub id.
 
 _SECONDS = 10.0
 _MOST_BYTES = 1 << 20
@@ -267,12 +267,12 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
-    """The model's shape; None if the table of known names gives it. Raises ModelError for an unknown name.
+    """Return the model's shape; None if the table has the name. Raises ModelError for an unknown name.
 
-    An architecture that no table knows is read by the names that most configurations have: TRL may train it.
+    If the architecture is in no table, the field names that most configurations use are read, because TRL may train it.
     """
     if bounded.exists(name):
-        with contextlib.suppress(ModelError):  # the question itself names what is wrong with the file
+        with contextlib.suppress(ModelError):  # the later request reports what is wrong with the file
             return model_from_file(Path(name), any_type=True)
         return None
     if hub_id(name) != name:
@@ -318,7 +318,7 @@ def _cached(name: str, revision: str, environment: Mapping[str, str]) -> Any:
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follow redirects, but send the token to the hub only."""
+    """Follow redirects, but send the token only to the hub."""
 
     def redirect_request(self, req: Any, *words: Any) -> urllib.request.Request | None:
         made = super().redirect_request(req, *words)
@@ -348,15 +348,15 @@ def _token(environment: Mapping[str, str]) -> str:
         return ""
 
 
-# The plan of the job: settings, layout, environment and network, and the time for a checkpoint.
+# The plan of the job: settings, layout, environment, network, and the time to write a checkpoint.
 
-GRACE_SECONDS = 20  # for a checkpoint after SIGTERM, at least
+GRACE_SECONDS = 20  # minimum time to write a checkpoint after SIGTERM
 
 
 def job_plan(
     advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (), found: Sequence[Snapshot] = ()
 ) -> JobPlan:
-    """The plan of a job on the hosts `found` with the chosen layout; settings that the file does not have are planned.
+    """Build the plan of a job on the hosts `found` with the chosen layout and planned values for missing settings.
 
     Raises RequestError if there is no layout, or if the job cannot be trained.
     """
@@ -373,7 +373,7 @@ def job_plan(
     of_trl = None
     if by_trl:
         of_trl = trl_settings({**_for_trl(job_config, explicit, planned), **raw}, explicit)
-        job_config = replace(job_config, layout={})  # the plan's says it all: without a GPU it is DDP
+        job_config = replace(job_config, layout={})  # the layout of the plan is complete: without a GPU it is DDP
     return JobPlan(
         config=job_config, trl=of_trl, layout=advice.chosen.layout, notes=tuple(notes),
         forecast=run_forecast(advice),
@@ -382,7 +382,7 @@ def job_plan(
 
 
 def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
-    """What was planned, for TRL's parser; PEFT chooses the targets. RequestError for what TRL's trainer cannot load."""
+    """Translate planned values for TRL's parser; PEFT chooses the targets. RequestError if TRL cannot load them."""
     made = {"model_name_or_path": RANDOM, "dataset_name": "synthetic:"}
     values = {name: getattr(config, name) for name in made if name in {**explicit, **planned}}
     wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(made[name])]
@@ -394,15 +394,15 @@ def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[st
 
 
 def run_forecast(advice: Recommendation) -> RunForecast:
-    """The forecast of the chosen layout for the plan; an empty one without a layout."""
+    """Return the forecast of the chosen layout for the plan; empty without a layout."""
     return plain.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
-    """The network that NCCL is to take between hosts, and whether by GPUDirect RDMA; empty: unknown.
+    """Return the network that NCCL should use between hosts and whether it uses GPUDirect RDMA; empty if unknown.
 
-    It becomes `transport` in plan.json, which the job compares with NCCL's log. It contains only what the scans of the
-    hosts show. Only RDMA needs locked memory, and only EFA its resource (planner/nccl_env/environment.py).
+    The result becomes `transport` in plan.json, which the job compares with NCCL's log. It contains only what host
+    scans show. Only RDMA needs locked memory, only EFA its resource (planner/nccl_env/environment.py).
     """
     resources = [need.value for need in advice.needs if need.name == "resource"]
     pinned = any(need.name == "memlock" for need in advice.needs)
@@ -419,9 +419,9 @@ def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[st
 
 
 def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
-    """Why every GPU of these hosts is to use GPUDirect RDMA; empty where one does not, or where it is not known.
+    """Return why every GPU of these hosts should use GPUDirect RDMA; empty if one should not, or if this is unknown.
 
-    `chosen` is NCCL_IB_HCA: a GPU whose nearest NICs it leaves out takes one that is farther.
+    `chosen` is NCCL_IB_HCA. A GPU whose nearest NICs are not in it uses a NIC that is farther away.
     """
     names = {word.partition(":")[0] for word in chosen.lstrip("=").split(",")}
     if not gdrdma_possible(found) or chosen.startswith("^"):
@@ -443,7 +443,7 @@ def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
 
 
 def to_save(advice: Recommendation) -> tuple[float, float]:
-    """Bytes of a checkpoint, and seconds of the step that may have to end first; 0 if they are unknown."""
+    """Return the bytes of a checkpoint and the seconds of the step that may have to finish first; 0 if unknown."""
     if advice.chosen is None or advice.model is None or advice.train is None:
         return 0.0, 0.0
     in_fp32 = advice.backend != "nccl" or advice.chosen.layout.precision == "fp32"
@@ -452,12 +452,12 @@ def to_save(advice: Recommendation) -> tuple[float, float]:
 
 
 def grace(advice: Recommendation, bytes_per_second: float | None, least: int = GRACE_SECONDS) -> int:
-    """Seconds that a job may take to save after SIGTERM, at least those of a job on this host."""
+    """Return the seconds a job may take to save after SIGTERM, at least those of a job on this host."""
     return save_seconds(*to_save(advice), bytes_per_second, least)
 
 
 def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:
-    """Say how long a checkpoint may take where that assumes the storage rate; empty where the rate was given."""
+    """Describe how long a checkpoint may take at the assumed storage rate; empty if the user gave the rate."""
     if seconds == least or bytes_per_second is not None:
         return ""
     size, storage = units.size(to_save(advice)[0]), rate(STORAGE_BYTES_PER_SECOND)

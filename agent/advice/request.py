@@ -1,4 +1,4 @@
-"""A question to the planner: which hosts or machine, which model, which run."""
+"""A request to the planner: hosts or machine, model, and run."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One question: where, and which run. Without a model only the environment is advised.
+    """One request: the machine and the run. Without a model, only the environment is recommended.
 
-    What users may ask is declared in contracts/question.toml, whose fields are members here or of TrainSpec.
+    User options are declared in contracts/question.toml; its fields are members of this class or of TrainSpec.
     """
 
     hosts: tuple[Path, ...] = ()
     root: str = "/"
     machine: str | None = None
     nodes: int | None = None
-    network: str | None = None  # "100G": the network between the nodes, instead of their own
-    transport: str | None = None  # "rdma", "tcp": of that network
+    network: str | None = None  # "100G": rate of the network between nodes, overrides their own
+    transport: str | None = None  # "rdma" or "tcp", for that network
     model: str | None = None
-    train: TrainSpec = field(default_factory=TrainSpec)  # its `steps` are those of the whole run
-    tokens: int | None = None  # of the whole run, instead of steps
-    epochs: float | None = None  # of the whole run, instead of steps: passes over the rows
-    rows: int | None = None  # of the data set
-    tokenizer: str | None = None  # that measures the data set's rows; None: the model's
+    train: TrainSpec = field(default_factory=TrainSpec)  # `steps` is the number of steps of the whole run
+    tokens: int | None = None  # of the whole run, alternative to steps
+    epochs: float | None = None  # of the whole run, alternative to steps: passes over the rows
+    rows: int | None = None  # in the data set
+    tokenizer: str | None = None  # used to measure the data set's rows; None: the model's tokenizer
     unmeasured: str = ""  # why the data set's rows were not measured
-    price: str | None = None  # of a node-hour: a number, or a YAML file of numbers by machine
-    hours: float | None = None  # of the whole run, instead of both: how many steps fit
+    price: str | None = None  # per node-hour: a number, or a YAML file with a number for each machine
+    hours: float | None = None  # duration of the whole run; gives the number of steps
     ranks_per_node: int | None = None
     nccl_version: str | None = None
     bench_file: Path | None = None
     calibration: Path | None = None
-    measured_step: tuple[str, float] | None = None  # its layout as text, seconds
-    shape: ModelSpec | None = None  # of the model, where its hub was asked
-    allow_files: bool = True  # whether `model` may name a file: not over HTTP
+    measured_step: tuple[str, float] | None = None  # layout as text, seconds
+    shape: ModelSpec | None = None  # of the model, if read from its hub
+    allow_files: bool = True  # whether `model` may be a file name; False over HTTP
 
     @classmethod
     def of(cls, **options: Any) -> Request:
-        """From options named as the members here and in TrainSpec, and `lengths`; others are passed over."""
+        """Create a request from options named like members here or in TrainSpec, and `lengths`; ignore others."""
         return cls().changed(**options)
 
     def changed(self, **options: Any) -> Request:
-        """The same question with these options; None leaves a member of TrainSpec that cannot be None as it is.
+        """Return a copy with these options; None leaves a TrainSpec member that cannot be None unchanged.
 
-        Raises RequestError where `lengths` cannot be read.
+        Raises RequestError if `lengths` cannot be parsed.
         """
         run = {name: value for name, value in options.items()
                if name in _OF_RUN and (value is not None or _OF_RUN[name] is None)}  # fmt: skip
@@ -82,7 +82,7 @@ _OF_RUN = {one.name: one.default for one in fields(TrainSpec)}
 
 
 def model_of(request: Request) -> ModelSpec | None:
-    """The model asked for: a known name, or a config.json where files are allowed."""
+    """Return the requested model: a known name, or a config.json if files are allowed."""
     if request.model is None or request.shape is not None:
         return request.shape
     path = Path(request.model)
@@ -98,7 +98,7 @@ def model_of(request: Request) -> ModelSpec | None:
 
 
 def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
-    """ "64:900,512:100" as a length histogram; RequestError names the word that is wrong."""
+    """Parse "64:900,512:100" as a length histogram. Raises RequestError that names the invalid part."""
     if not text:
         return ()
     rows = []
@@ -114,7 +114,7 @@ def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
 
 
 def rows_of(request: Request) -> int | None:
-    """Rows of the data: as given, else those of the lengths."""
+    """Return the number of rows in the data: the given number, else the sum of the length histogram."""
     if request.rows is not None:
         return request.rows
     return sum(count for _, count in request.train.length_histogram) or None
@@ -125,7 +125,7 @@ _MOST_PRICE = 1e9
 
 
 def price_of(request: Request) -> float | None:
-    """Of a node-hour: the number given, or this machine's in the file given; None where none is."""
+    """Return the price of a node-hour: the given number, or this machine's price in the given file; else None."""
     if request.price is None:
         return None
     prices = prices_of(request.price, files=request.allow_files)
@@ -138,7 +138,7 @@ def price_of(request: Request) -> float | None:
 
 
 def prices_of(text: str, *, files: bool) -> float | dict[str, float]:
-    """ "98.32" as a number; a YAML file as a price for each machine of the catalogue that it names."""
+    """Parse "98.32" as a number, and a YAML file as one price for each catalogue machine that it names."""
     number = None
     with contextlib.suppress(ValueError):
         number = float(text)
@@ -168,7 +168,7 @@ def _price(name: str, value: float) -> float:
 
 
 def measurements_of(request: Request) -> tuple[Measurement, ...]:
-    """Of the benchmark's result that the question names; none where it names none."""
+    """Return the measurements of the benchmark result that the request names; empty if it names none."""
     if request.bench_file is None:
         return ()
     from collectives.bench.results import read_result
@@ -180,7 +180,7 @@ def measurements_of(request: Request) -> tuple[Measurement, ...]:
 
 
 def measured_step(request: Request) -> MeasuredStep | None:
-    """The step that the question says was measured. Raises LayoutError where its layout's text is wrong."""
+    """Return the measured step given in the request. Raises LayoutError if its layout is invalid."""
     if request.measured_step is None:
         return None
     text, seconds = request.measured_step
@@ -188,17 +188,17 @@ def measured_step(request: Request) -> MeasuredStep | None:
 
 
 def spans_nodes(request: Request, cluster: ClusterTopology) -> bool | None:
-    """Whether the job spans nodes; None for one node where no number was requested: it may come to span more."""
+    """Return whether the job spans nodes; None for one node without a requested number: more can be added later."""
     return len(cluster.nodes) > 1 or (None if request.nodes is None else False)
 
 
 def default_ranks(request: Request, cluster: ClusterTopology) -> int | None:
-    """Two gloo ranks on a host without GPUs, so that there is something to lay out; else one per GPU."""
+    """Return two gloo ranks for a host without GPUs, so that a layout exists; else one rank per GPU."""
     return None if request.machine or any(node.gpus for node in cluster.nodes) else 2
 
 
 def cluster_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None = None) -> ClusterTopology:
-    """The cluster meant, over the network that was named."""
+    """Return the requested cluster, with the named network."""
     found = _nodes_of(request, snapshots, ranks)
     if request.network is not None:
         return machines.over_network(found, request.network, request.transport)
@@ -208,9 +208,9 @@ def cluster_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | Non
 
 
 def _nodes_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None) -> ClusterTopology:
-    """The nodes: a catalogue machine, one host several times over, or the hosts given.
+    """Return the nodes: a catalogue machine, one host repeated, or the given hosts.
 
-    `ranks` per node, where named, use so many of a node's GPUs. ValueError where it has fewer.
+    `ranks` is the number of GPUs to use per node. Raises ValueError if a node has fewer GPUs.
     """
     if request.machine:
         return machines.cluster(request.machine, request.nodes or 1, gpus_per_node=ranks)
@@ -224,13 +224,13 @@ def _nodes_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None
     return join(nodes)
 
 
-# The rows of the data set are counted, and measured with the model's tokenizer, in a child process: this process must
-# not load transformers. Where the data or the tokenizer is not available, the rows are unknown and the advice says why.
+# A child process counts the rows of the data set and measures them with the model's tokenizer, because this process
+# must not import transformers. If the data or tokenizer is not available, the rows are unknown and the advice says why.
 
-TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
-EPOCHS = 3.0  # the job's own default (contracts/default.yaml)
-FILES = (".jsonl", ".json", ".parquet", ".csv")  # as finetune.rows reads them
-WRONG_DATA = 3  # the exit code of finetune.rows where the rows themselves are at fault, and no tokenizer or hub
+TIMEOUT_SECONDS = 120.0  # a data set may have to be downloaded first
+EPOCHS = 3.0  # default of the job (contracts/default.yaml)
+FILES = (".jsonl", ".json", ".parquet", ".csv")  # file types that finetune.rows reads
+WRONG_DATA = 3  # exit code of finetune.rows if the rows are invalid, not the tokenizer or hub
 _NAMES = (
     "dataset_name", "dataset_revision", "dataset_config", "dataset_train_split", "dataset_text_field", "dataset_rows",
     "tokenizer_name", "tokenizer_revision", "model_name_or_path", "model_revision", "chat_template",
@@ -280,7 +280,7 @@ def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
 
 
 def dataset_settings(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, Any]:
-    """The job's settings for "openai/gsm8k:main", a file or a folder. A model in a folder is its own tokenizer.
+    """Return the job's settings for "openai/gsm8k:main", a file or a folder. A model folder contains its own tokenizer.
 
     Raises InputError if the file does not exist.
     """
@@ -294,7 +294,7 @@ def dataset_settings(dataset: str, tokenizer: str | None, model: str | None) -> 
 
 
 def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the rows with finetune.rows. Raises LookupError if it cannot, InputError if the rows are invalid."""
+    """Measure the rows with finetune.rows. Raises LookupError if this fails, InputError if the rows are invalid."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "finetune.rows"], input=json.dumps(settings), capture_output=True,

@@ -1,6 +1,6 @@
-"""What every part of the agent shares: errors, exit codes, units, files and terminal output.
+"""Code shared by all parts of the agent: errors, exit codes, units, files and terminal output.
 
-docs/reference/exit-codes.md explains the exit codes, which are those of all verbs.
+docs/reference/exit-codes.md describes the exit codes, which are the same for all verbs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ EXIT_USAGE = 2
 EXIT_FAILED = 3
 EXIT_WARNED = 4
 EXIT_UNKNOWN = 5
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: ended from outside before it was done
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal before completion
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C
-EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a program whose reader has left
+EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a program whose reader closed the pipe
 
 
 @cache
 def version() -> str:
-    """Return the version of the installed package: it is written in one place, pyproject.toml."""
-    from importlib import metadata  # imports as much as all else that --help needs
+    """Return the version of the installed package, which is defined only in pyproject.toml."""
+    from importlib import metadata  # this import costs as much as all others that --help needs
 
     try:
         return metadata.version("topoflight")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    except metadata.PackageNotFoundError:  # run from a source tree without installation
         return "0+unknown"

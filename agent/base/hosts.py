@@ -1,4 +1,4 @@
-"""Which hosts are meant: this one, or recordings given with --host."""
+"""Read the hosts of a command: this host, or the recordings given with --host."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def snapshots(
     hosts: Sequence[Path], probes: Probes, *, root: str = "/", timeout_seconds: float = 30.0, quiet: bool = False,
     stop: threading.Event | None = None,
 ) -> tuple[Snapshot, ...]:  # fmt: skip
-    """Ask this host for these probes' facts, `timeout_seconds` for each, or replay the recordings in order.
+    """Run the probes on this host with `timeout_seconds` for each, or replay the recordings in order.
 
-    On a terminal a line shows that it is under way; `quiet` is for callers that draw their own. Soon after `stop` is
-    set this returns: probes that have not answered are failed, and recordings that have not been read are left out.
+    A terminal shows a progress line; `quiet` is for callers that show their own progress. After `stop` is set the
+    function returns soon: probes that have not answered are reported as failed, and unread recordings are omitted.
     """
     with contextlib.nullcontext() if quiet else waiting("scan: replaying" if hosts else "scan: asking this host"):
         if hosts:

@@ -1,4 +1,4 @@
-"""Lines and consoles that every view of the terminal shares: words with glyphs, and text indented under its line."""
+"""Lines and consoles shared by all terminal output: status words with glyphs, and indented text."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from agent.base import streams
 from contracts.plain import printable
 
 GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
-SHOWN = 8  # names in a row before the rest is a number
+SHOWN = 8  # names printed in a row before the rest is given as a number
 COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yellow", "fail": "bold red"}
 
 
 def mark(word: str, text: str = "") -> str:
-    """The glyph and word of a status, or `text` instead of them, in its colour."""
+    """Return the glyph and word of a status, or the glyph and `text`, in the color of the status."""
     return f"[{COLOURS[word]}]{text or GLYPHS[word]}[/{COLOURS[word]}]"
 
 
 def headline(out: Console, word: str, line: str, todo: str, glyph: str = "") -> None:
-    """The first line of a view: a verdict, its reason, and what to do about it."""
+    """Print the first lines of a view: the verdict, its reason, and the recommended action."""
     out.print(f"{mark(word, glyph)} {escape(line)}" + (f". [bold]→ {escape(todo)}[/bold]" if todo else ""))
 
 
 def block(out: Console, word: str, code: str, where: str, message: str, proof: Iterable[str], remedy: str) -> None:
-    """One thing that was found, where, the lines that prove it, and what to do."""
+    """Print one finding, its location, the lines that prove it, and the remedy."""
     out.print(f"{mark(word)} [bold]{escape(code)}[/bold]{escape(where)}")
     indented(out, escape(message))
     for line in proof:
@@ -41,19 +41,19 @@ def block(out: Console, word: str, code: str, where: str, message: str, proof: I
 
 
 def indented(out: Console, text: str, by: int = 7) -> None:
-    """Text that hangs under its line; nothing where there is none."""
+    """Print text indented below its line; print nothing if the text is empty."""
     if text:
         out.print(Padding(text, (0, 0, 0, by), expand=False))
 
 
 class _Plain:
-    """A pipe without the blanks that tables pad their lines with."""
+    """A pipe that removes the trailing blanks with which tables pad their lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Lines come whole from rich: what is blank before a line's end is padding."""
+        """Write text without trailing blanks. rich writes whole lines, so blanks before a line end are padding."""
         self._stream.write(re.sub(r"[ \t]+(?=\n)", "", text))
         return len(text)
 
@@ -62,22 +62,22 @@ class _Plain:
 
 
 class _Console(Console):
-    """A console that a closed pipe silences: the verb goes on to its verdict and its files."""
+    """A console that stops printing when its pipe is closed, so that the verb still finishes its verdict and files."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """All text comes this way, that of records and recordings too; rich lets escape sequences pass."""
+        """Render text without escape sequences, which rich does not remove; all text passes through this method."""
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
-        """Called by rich where the reader has left."""
+        """Handle a closed pipe; rich calls this method."""
         self.quiet = True
         streams.discard_output()
 
 
 def console() -> Console:
-    """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe.
+    """Return the console for tables: colors on a terminal, plain lines of at most the terminal's width in a pipe.
 
-    Without rich's emoji: `gpu-a:100:130` of a log is evidence, and its middle is not replaced by a picture.
+    Emoji replacement is disabled: `gpu-a:100:130` in a log is evidence and must not be changed.
     """
     if sys.stdout.isatty():
         return _Console(file=sys.stdout, highlight=False, soft_wrap=False, emoji=False)
@@ -85,7 +85,7 @@ def console() -> Console:
 
 
 def plain_console(stream: TextIO) -> Console:
-    """For a pipe or a file: plain lines of at most COLUMNS characters, 80 where that variable is not set."""
+    """Return a console for a pipe or file: plain lines of at most COLUMNS characters (default 80)."""
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdigit() and int(columns) > 0 else 80
     plain: Any = _Plain(stream)

@@ -1,16 +1,16 @@
-"""What a person gives to a verb: its options, read from verbs/VERB.toml, and the files and values that they name.
+"""Command-line options of a verb, read from verbs/VERB.toml, and the files and values that they name.
 
-`help` is the help of the verb. Each table of such a file is one option. Its key is what the user types, and its
-members are the parameters of click.option; `type` is a word of `_TYPES` or a range. Help texts show defaults. A table
-without members is the table of the same name in verbs/shared.toml or in contracts/question.toml; one with
-`shared = true` overrides members of that table, and its `without` lists those that it does not have. A table whose name
-does not begin with "-" includes all options of the file of that name, except those that its `without` lists; a later
-table with `shared = true` overrides members of an included one.
+`help` is the help text of the verb. Each table in such a file is one option. The table key is what the user types, and
+its members are the parameters of click.option; `type` is a name in `_TYPES` or a range. Help texts show defaults. A
+table without members refers to the table of the same name in verbs/shared.toml or contracts/question.toml. With `shared
+= true` a table overrides members of that table, and `without` lists the members to remove. A table whose name does not
+begin with "-" includes all options of the file of that name, except those in its `without`; a later table with `shared
+= true` overrides members of an included option.
 
-`requires` lists options of which one must be given with this one, `excludes` options that cannot be given with it, and
-`allows` the only ones that can. A name may end with the values that count ("--api=job|jobset"). A verb whose options do
-not go together ends before it does anything. An error in a table (a type, a member or the name of another table that
-does not exist) is raised when the verb is imported.
+`requires` lists options of which at least one must be given with this option. `excludes` lists options that cannot be
+combined with it, and `allows` lists the only options that can. A name may end with the values that it applies to
+("--api=job|jobset"). A verb with an invalid combination ends before it does any work. An error in a table (an unknown
+type, member or table name) is raised when the verb is imported.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from contracts.tables import read_table
 
 
 class InputError(click.ClickException):
-    """A file, a name or a value that cannot be used; the message says which, and what is allowed."""
+    """A file, name or value is invalid; the message says which one and what is allowed."""
 
     exit_code = EXIT_USAGE
 
 
 class RequestError(InputError):
-    """A question that cannot be answered; names the setting, the value and what is allowed."""
+    """A request cannot be answered; the message names the setting, its value and what is allowed."""
 
 
 class NothingFitsError(click.ClickException):
-    """No layout of the job that was described fits the machines that were described."""
+    """No layout of the described job fits the described machines."""
 
     exit_code = EXIT_FAILED
 
 
 def name_of(source: str) -> str:
-    """The source in words."""
+    """Return the source in words."""
     return "standard input" if source == "-" else source
 
 
 def read_input(source: str, limit_bytes: int, *, hint: str) -> bytes:
-    """All of it; `hint` ends the sentence that refuses one that is too large. Raises InputError."""
+    """Read the whole source; `hint` ends the error message for a source that is too large. Raises InputError."""
     try:
         return bounded.rest(sys.stdin.buffer, limit_bytes) if source == "-" else bounded.read(source, limit_bytes)
     except OSError as error:
@@ -64,7 +64,7 @@ def read_input(source: str, limit_bytes: int, *, hint: str) -> bytes:
 
 
 def parse_version(text: str | None) -> tuple[int, int, int] | None:
-    """ "2.27.7" or "2.27.7+cuda12.9" as numbers."""
+    """Parse "2.27.7" or "2.27.7+cuda12.9" into numbers."""
     if text is None:
         return None
     parts = text.split("+")[0].split("-")[0].split(".")
@@ -75,16 +75,16 @@ def parse_version(text: str | None) -> tuple[int, int, int] | None:
 
 
 def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
-    """Refuse an output that cannot be written, before anything is scanned or any load is made. Raises InputError."""
+    """Reject an output that cannot be written, before any scan or load starts. Raises InputError."""
     if why := unwritable(path, folder=folder):
         raise InputError(f"{option} {path}: {why}")
 
 
 class _Output(click.Path):
-    """The path of an option that a verb writes to, checked when the option is read."""
+    """The path of an output option, checked when the option is parsed."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path. Raises InputError where nothing can be written there."""
+        """Return the path. Raises InputError if it cannot be written."""
         path = os.fsdecode(super().convert(value, param, ctx))
         if str(path) != "-":
             require_writable(param.opts[-1] if param else "output", Path(path), folder=not self.file_okay)
@@ -92,25 +92,25 @@ class _Output(click.Path):
 
 
 class _Size(click.ParamType[int]):
-    """Bytes, at least 1, with or without a unit: 65536, 64MiB, 1G."""
+    """A number of bytes, at least 1, with or without a unit: 65536, 64MiB, 1G."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes. Raises BadParameter that says what is allowed."""
+        """Return the number of bytes. Raises BadParameter that lists what is allowed."""
         size = value if isinstance(value, int) else parse_size(value)
         if not size:
             self.fail(f"{value!r}: must be {SIZE_WORDS}", param, ctx)
         return size
 
 
-# The options.
+# Read the option tables.
 
 _TYPES: dict[str, click.ParamType[Any]] = {
     "file": click.Path(exists=True, dir_okay=False, path_type=Path),
     "folder": click.Path(exists=True, file_okay=False, path_type=Path),
     "path": click.Path(exists=True, path_type=Path),
-    "any file": click.Path(dir_okay=False, path_type=Path),  # need not exist
+    "any file": click.Path(dir_okay=False, path_type=Path),  # may be missing
     "any folder": click.Path(file_okay=False, path_type=Path),
     "any path": click.Path(path_type=Path),
     "path or -": click.Path(allow_dash=True, path_type=str),
@@ -122,16 +122,16 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 }
 
 
-_QUESTION = read_table(tables.__file__, "question.toml")  # as contracts.question reads it
+_QUESTION = read_table(tables.__file__, "question.toml")  # the same table as contracts.question reads
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
-_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes", "allows")  # the others are click.option's
+_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes", "allows")  # all others belong to click.option
 
 
 def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
-    """Return a decorator that makes the command of a verb, after whose arguments come its options in their order.
+    """Return a decorator that creates the command of a verb; its options follow its arguments, in table order.
 
-    The decorated function is called only with options that go together. An error class of this project that it raises
-    ends the verb with one line: a ValueError is wrong usage, a RuntimeError is what this machine or a cluster refuses.
+    The decorated function is called only if the options can be combined. An exception class of this project ends the
+    verb with one line: a ValueError is wrong usage, a RuntimeError a refusal by this machine or a cluster.
     """
     rows = _rows(verb)
 
@@ -148,7 +148,7 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
                 raise kind(str(error)) from None
 
         decorated: Any = run
-        arguments = run.__dict__.pop("__click_params__", [])  # click takes the last of them first
+        arguments = run.__dict__.pop("__click_params__", [])  # click processes the last of these first
         for key, row in reversed(rows.items()):
             decorated = _option(key, row)(decorated)
         decorated.__click_params__ += arguments
@@ -159,10 +159,10 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
 
 
 def _rows(name: str) -> dict[str, dict[str, Any]]:
-    """Return the members of each option of a file by its key, with what it includes and shares."""
+    """Return the members of each option of a file by its key, with included and shared tables resolved."""
     found: dict[str, dict[str, Any]] = {}
     for key, row in _table(name).items():
-        if key == "help":  # of the verb
+        if key == "help":  # help of the verb
             continue
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
@@ -175,7 +175,7 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
 
 
 def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """UsageError for an option of the command line without one that it requires, or with one that it excludes."""
+    """Raise UsageError if an option lacks one that it requires, or is combined with one that it excludes."""
     names = {text: param for param in context.command.params for text in param.opts}
 
     def is_typed(text: str) -> bool:
@@ -217,13 +217,13 @@ def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
         members["callback"] = _CALLBACKS[members["callback"]]
     if "default" in members:
         members.setdefault("show_default", True)
-    elif "/" in key:  # --this/--not-this: None where the user gives neither
+    elif "/" in key:  # --this/--not-this: None if the user gives neither
         members["default"] = None
     return click.option(*words, **members)
 
 
 def _type(text: str | list[str]) -> Any:
-    """A word of _TYPES or a range (contracts.tables.bounds), or several."""
+    """Return the click type for a name in _TYPES or a range (contracts.tables.bounds), or for a list of them."""
     if isinstance(text, list):
         return tuple(map(_type, text))
     found = tables.bounds(text)
@@ -235,7 +235,7 @@ def _type(text: str | list[str]) -> Any:
 
 
 def _list_machines(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:
-    """`--machine list` is a question, and its answer ends the verb."""
+    """Handle `--machine list`: print the machines and end the verb."""
     if name == "list" and not context.resilient_parsing:
         from hardware.machines import catalogue
 

@@ -1,4 +1,4 @@
-"""Output of a verb: records as JSON or YAML documents, files that are written atomically, and its progress."""
+"""Output of a verb: JSON and YAML documents, atomically written files, and progress."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def document(value: Any) -> Any:
-    """Any of the project's records as plain JSON values."""
+    """Convert a record of the project to plain JSON values."""
     return json.loads(json.dumps(plain.write(value), default=str, allow_nan=False))
 
 
 def render(value: Any, form: str) -> str:
-    """`value` as a JSON or YAML document, newline at the end."""
+    """Render `value` as a JSON or YAML document that ends with a newline."""
     made = document(value)
     if form == "json":
         return json.dumps(made, indent=1) + "\n"
@@ -36,7 +36,7 @@ def render(value: Any, form: str) -> str:
 
 
 def unwritable(path: Path, *, folder: bool = False) -> str:
-    """Why no file can be written at `path`, or below it if it is a `folder`, which need not exist; "" if one can.
+    """Return why no file can be written at `path`, or in it if `folder` is set (it may be missing); "" if one can.
 
     Called before a verb generates load, so that no run is lost because its result cannot be stored. Writes nothing.
     """
@@ -56,15 +56,15 @@ def unwritable(path: Path, *, folder: bool = False) -> str:
 
 
 def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> Path:
-    """Write a file so that a reader sees the old content or the new, never half of it.
+    """Write a file atomically: a reader sees either the old or the new content.
 
-    What is no regular file (/dev/null, a pipe) is written to and never replaced.
+    If the path is not a regular file (/dev/null, a pipe), it is written to and never replaced.
     """
     content = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return path
-    import tempfile  # and with it shutil and random, for which a verb that writes no file does not wait
+    import tempfile  # also imports shutil and random, which a verb that writes no file does not need
 
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -80,18 +80,18 @@ def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> Path:
     return path
 
 
-# Results and progress of a verb.
+# Print results and progress of a verb.
 
 
 def console() -> Console:
-    """Where tables go; rich is imported with the first of them."""
+    """Return the console for tables; rich is imported on first use."""
     from agent.base.lines import console as made
 
     return made()
 
 
 def print_text(text: str, *, nl: bool = True, err: bool = False) -> None:
-    """A line, or the whole of a result, without what steers a terminal; a line may end as in DOS."""
+    """Print a line or a whole result without terminal control characters; CRLF line ends are allowed."""
     shown = "\r\n".join(map(printable, text.split("\r\n")))
     try:
         click.echo(shown, nl=nl, err=err)
@@ -101,7 +101,7 @@ def print_text(text: str, *, nl: bool = True, err: bool = False) -> None:
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
-    """Print `value` as JSON or YAML, or have `table` draw it."""
+    """Print `value` as JSON or YAML, or call `table` to print it."""
     if form == "table":
         table(console())
         return
@@ -109,7 +109,7 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
 
 
 def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, named: str = "") -> None:
-    """Write a file that the user asked for, whole or not at all. ClickException names `named`, or the path, and why."""
+    """Write a file that the user requested, atomically. ClickException gives `named` or the path, and the reason."""
     try:
         write_atomic(path, content, mode)
     except OSError as error:
@@ -117,26 +117,26 @@ def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, named: 
 
 
 def save_document(path: Path | None, value: Any) -> None:
-    """Write what --save asks for as JSON; nothing where it is not given. ClickException says why it cannot."""
+    """Write the JSON file of --save, if given. Raises ClickException with the reason if it cannot be written."""
     if path is not None:
         write_result(path, render(value, "json"), named=f"--save {path}")
 
 
 class Progress:
-    """Words about what is going on: a live line on a terminal, plain lines in a pipe, nothing when quiet.
+    """Report progress: a live line on a terminal, plain lines in a pipe, nothing if quiet.
 
-    One that begins while another shows its line changes the words of that line.
+    If another Progress already shows a live line, this one changes the text of that line.
     """
 
-    _shown: Any = None  # the live line, if there is one
+    _shown: Any = None  # the live line, if any
 
     def __init__(self, *, quiet: bool = False, only_live: bool = False) -> None:
         self._live = sys.stderr.isatty() and not quiet
         self._silent = quiet or (only_live and not self._live)
-        self._own: Any = None  # the live line, where this one has started it
+        self._own: Any = None  # the live line, if this object started it
 
     def step(self, text: str) -> None:
-        """A new stage begins."""
+        """Start a new stage."""
         if self._live and Progress._shown is None:
             from rich.console import Console
 
@@ -146,7 +146,7 @@ class Progress:
             self._print("--", text)
 
     def note(self, text: str) -> None:
-        """Something happened within the stage; replaces the live line's words."""
+        """Report an event within the stage; it replaces the text of the live line."""
         self._print("  ", text)
 
     def _print(self, mark: str, text: str) -> None:
@@ -156,7 +156,7 @@ class Progress:
             print_text(f"{mark} {text}", err=True)
 
     def done(self) -> None:
-        """The last stage is over."""
+        """End the last stage."""
         if self._own is not None:
             self._own.stop()
             self._own = Progress._shown = None
@@ -164,7 +164,7 @@ class Progress:
 
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A live line on a terminal for what takes a second or two; nothing in a pipe."""
+    """Show a live line on a terminal during an operation of a few seconds; print nothing in a pipe."""
     progress = Progress(only_live=True)
     progress.step(text)
     try:

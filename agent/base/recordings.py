@@ -1,4 +1,4 @@
-"""The recordings of hosts that are given with --host."""
+"""Read the host recordings given with --host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDINGS = (".json", ".json.gz", ".zip")
 
 
 def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
-    """Scan recordings in order, those not yet read at `stop` left out. Raises InputError."""
+    """Replay the recordings in order; omit those not read when `stop` is set. Raises InputError."""
     from probes.child import replay
     from probes.wire import RecordingError
 
@@ -38,7 +38,7 @@ def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None
 
 
 def distinct_names(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
-    """Two recordings of hosts with one name (pods often have one) get their files' names added."""
+    """Add the file names to hosts that have the same name, which is common for pods."""
     times = Counter(snapshot.hostname for snapshot in found)
     taken: Counter[str] = Counter()
     made = []
@@ -52,7 +52,7 @@ def distinct_names(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Sn
 
 
 def _files(hosts: Sequence[Path]) -> list[Path]:
-    """The files of --host, where a folder means the recordings in it."""
+    """Return the files of --host; a folder is replaced by the recordings in it."""
     files: list[Path] = []
     for path in hosts:
         if path.is_dir():

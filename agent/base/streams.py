@@ -1,6 +1,6 @@
-"""Write to standard output and error as they are: closed, without a reader, or in an encoding that lacks characters.
+"""Write to stdout and stderr even if they are closed, have no reader, or use an encoding that lacks characters.
 
-Only the standard library is imported, because every verb passes through here before it knows what it needs.
+Only the standard library is imported, because every verb runs this code before it loads anything else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def prepare() -> None:
-    """Let no character and no stream that is closed from the start end a verb with a traceback."""
+    """Prevent tracebacks caused by characters that cannot be encoded or by streams that were closed at start."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # `topoflight scan >&-`
@@ -22,24 +22,24 @@ def prepare() -> None:
 
 
 class _RedactedFormatter(logging.Formatter):
-    """Leaves secrets out of whole lines of a log: message, arguments and traceback."""
+    """Redact secrets in whole log lines: message, arguments and traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format as usual, then redact; few verbs log anything, and the patterns take a while to load."""
+        """Format the record, then redact it. The patterns are loaded on first use, because few verbs log anything."""
         from contracts.redaction import redact
 
         return redact(super().format(record))
 
 
 def log_to_stderr(level: int) -> None:
-    """Write the log to standard error, without secrets."""
+    """Write the log to stderr, with secrets redacted."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_RedactedFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 def discard_output() -> None:
-    """Send standard output to nowhere: its reader has left, and the verb goes on to its verdict and its files."""
+    """Redirect stdout to /dev/null after its reader closed the pipe, so that the verb can finish its work."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -47,7 +47,7 @@ def discard_output() -> None:
 
 
 def flush() -> None:
-    """Write what is still held back. Raises OSError where a disk is full; a closed pipe is no error."""
+    """Flush buffered output. Raises OSError if a disk is full; a closed pipe is not an error."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

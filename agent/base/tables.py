@@ -1,4 +1,4 @@
-"""Tables in the common style of all views, and rows without a frame."""
+"""Tables in the common style of all views, and rows without borders."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 
-LONGEST_WORD = 24  # characters that a column keeps together; a path is longer, and may go on in the next line
+LONGEST_WORD = 24  # characters that a column keeps unbroken; longer text, such as a path, may wrap
 
 
 class _Worded(Table):
-    """A table that breaks lines between words: narrower gaps, then a block for each row, before a word is cut.
+    """A table that wraps between words: it reduces gaps, then prints one block per row, before it breaks a word.
 
-    A column that may not wrap (`no_wrap`: a number with its unit) is whole, or the rows become blocks.
+    A `no_wrap` column (a number with its unit) is never broken; the rows become blocks instead.
     """
 
     def __rich_console__(self, out: Console, options: ConsoleOptions) -> RenderResult:
-        """Columns as wide as their longest word, and the room that is left to the widest."""
+        """Make each column as wide as its longest word, and give the remaining width to the widest columns."""
         spans = [[Measurement.get(out, options, cell) for cell in (c.header, *c.cells)] for c in self.columns]
         widths = [max(span.maximum for span in column) for column in spans]
         least = [
@@ -52,15 +52,15 @@ class _Worded(Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """A table as data: what the terminal prints and the pages show, made once."""
+    """A table as data, created once and used by the terminal and the pages."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    long: tuple[str, ...] = ()  # columns whose cells may go on in the next line; all where there is none
+    long: tuple[str, ...] = ()  # columns whose cells may wrap; empty: all columns
 
 
 def table_of(made: Grid) -> Table:
-    """A grid as the terminal prints it."""
+    """Convert a grid to the table that the terminal prints."""
     found = table(*made.columns)
     for column in found.columns:
         column.no_wrap = bool(made.long) and column.header not in made.long
@@ -70,7 +70,7 @@ def table_of(made: Grid) -> Table:
 
 
 def table(*columns: str) -> Table:
-    """An empty table in the common style."""
+    """Return an empty table in the common style."""
     made = _Worded(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -78,7 +78,7 @@ def table(*columns: str) -> Table:
 
 
 def grid(gap: int = 1, columns: int = 2) -> Table:
-    """Rows without a frame, whose long words go on in the next line and are never cut."""
+    """Return a table without borders whose long words wrap and are never cut."""
     made = Table.grid(padding=(0, gap))
     for _ in range(columns):
         made.add_column(overflow="fold")
@@ -86,14 +86,14 @@ def grid(gap: int = 1, columns: int = 2) -> Table:
 
 
 def point(out: Console, mark: str, text: str) -> None:
-    """A line with a mark before it, its further lines under its words."""
+    """Print a line with a mark before it, and indent its further lines."""
     row = grid()
     row.add_row(mark, text)
     out.print(row)
 
 
 def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Properties of one thing: a name and its value in each line."""
+    """Print the properties of one object: a name and a value per line."""
     shown = grid()
     for word, text in rows:
         shown.add_row(f"  [bold]{word}[/bold]", escape(text))

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, rates, seconds. Decimal for rates, binary for memory, as the field does."""
+"""Format bytes, rates and seconds for people: decimal units for rates, binary units for memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "
 
 
 def count(number: int, one: str, many: str = "") -> str:
-    """A number with its noun: "1 check", "2 checks"."""
+    """Format a number with its noun: "1 check", "2 checks"."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def tally(counts: Mapping[str, int]) -> str:
-    """What a gate counted, worst first and no zeros: "1 failed, 2 warnings, 121 passed"."""
+    """Format the counts of a gate, worst first, without zeros: "1 failed, 2 warnings, 121 passed"."""
     counted = [(counts.get(status, 0), word) for status, word in _COUNTED.items()]
     return ", ".join(
         count(number, word, "warnings" if word == "warning" else word) for number, word in counted if number
@@ -39,13 +39,13 @@ def tally(counts: Mapping[str, int]) -> str:
 
 
 def rest(word: str, counts: Mapping[str, int]) -> str:
-    """The tally without what a verdict of that word says by itself: its findings, or of a pass the unknown checks."""
+    """Format the counts without those that the verdict states itself: findings, or for a pass the unknown checks."""
     shown = {"pass": ("unknown",), "fail": ("fail", "warn")}.get(word, (word,))
     return tally({status: number for status, number in counts.items() if status not in shown})
 
 
 def size(value: float | None) -> str:
-    """Bytes with a binary unit: 68719476736 -> "64.0 GiB"; None -> "unknown"."""
+    """Format bytes with a binary unit: 68719476736 -> "64.0 GiB"; None -> "unknown"."""
     if value is None:
         return "unknown"
     number = float(value)
@@ -57,7 +57,7 @@ def size(value: float | None) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes that a person typed: "64GiB", "1.5 T", "65536"; None for what is no size. Case does not matter."""
+    """Parse a size typed by a user: "64GiB", "1.5 T", "65536"; None if it is not a size. Case does not matter."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", text.strip(), re.ASCII)
     scale = _SIZES_BY_LOWER.get(found[2].lower() or "b") if found else None
     if found is None or scale is None:
@@ -66,7 +66,7 @@ def parse_size(text: str) -> int | None:
 
 
 def seconds(value: float | None) -> str:
-    """Seconds with the unit that keeps three digits: 0.00123 -> "1.23 ms"; None -> "unknown"."""
+    """Format seconds with three digits: 0.00123 -> "1.23 ms"; None -> "unknown"."""
     if value is None:
         return "unknown"
     if abs(value) < 0.9995e-3:
@@ -77,7 +77,7 @@ def seconds(value: float | None) -> str:
 
 
 def interval(value: Interval | None, unit: str) -> str:
-    """ "1.90 s (1.60 to 2.30)", "727 ms (528 ms to 1 s)", or bytes alike; None -> "unknown"."""
+    """Format an interval: "1.90 s (1.60 to 2.30)", "727 ms (528 ms to 1 s)", or bytes; None -> "unknown"."""
     if value is None:
         return "unknown"
     show = seconds if unit == "s" else size
@@ -88,13 +88,13 @@ def interval(value: Interval | None, unit: str) -> str:
 
 
 def some(names: Sequence[str], word: str = "", most: int = 8) -> str:
-    """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
+    """Format a list of names: "on mlx5_0, mlx5_1 and 8 more"; empty if there are none."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{word}{', '.join(names[:most])}{more}" if names else ""
 
 
 def ago(value: float) -> str:
-    """An age in its largest unit: "45 s", "12 min", "3.5 h", "2.1 d"."""
+    """Format an age in its largest unit: "45 s", "12 min", "3.5 h", "2.1 d"."""
     for unit, length, below in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3600, 48 * 3600)):
         if value < below:
             return f"{value / length:.3g} {unit}" if unit == "h" else f"{value / length:.0f} {unit}"
@@ -102,7 +102,7 @@ def ago(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """A long time as people say it: "45 s", "12 min", "3 h 20 min", "2 d 4 h"."""
+    """Format a long duration: "45 s", "12 min", "3 h 20 min", "2 d 4 h"."""
     minutes = round(value / 60)
     if minutes < 2:
         return f"{value:.0f} s"
@@ -114,7 +114,7 @@ def duration(value: float) -> str:
 
 
 def expected_rate(expected: Expectation) -> str:
-    """What healthy machines reach: "326 GB/s (276 GB/s to 423 GB/s)"; NCCL's plan where that is all that is derived."""
+    """Format the expected rate: "326 GB/s (276 GB/s to 423 GB/s)", or NCCL's planned rate if only that is known."""
     least, usual = expected.least_bytes_per_second, expected.usual_bytes_per_second
     if least is None:
         return rate(expected.busbw_bytes_per_second)
@@ -123,6 +123,6 @@ def expected_rate(expected: Expectation) -> str:
 
 
 def clock(at: float) -> str:
-    """UTC, with the day where it is not today."""
+    """Format a time as UTC, with the date unless it is today."""
     then, today = time.gmtime(at), time.gmtime()
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%d %b %H:%M", then)

@@ -1,1 +1,1 @@
-"""Findings to a verdict: coverage, expectations, measured bars, baselines."""
+"""Convert findings to a verdict: coverage, expectations, measured limits, baselines."""

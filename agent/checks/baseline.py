@@ -1,9 +1,9 @@
-"""Baselines: what `--save` left of a good state, read by `--baseline`, and a run's checks against it.
+"""Baselines: `--save` stores a good state, `--baseline` reads it, and the checks of a run are compared with it.
 
-A baseline is one file for every verb: the report of a preflight, the result of a benchmark of collectives or of RDMA
-writes, or a recording (`topoflight capture`), which is judged by this release. What it contained already is shown and
-does not fail; what passed there must be measured again, and a GPU or HCA that the PCI bus showed there must be on it
-still.
+A baseline is one file that every verb can read: the report of a preflight, the result of a benchmark of collectives or
+RDMA writes, or a recording (`topoflight capture`), which is checked by this release. Findings that the baseline already
+contains are shown but do not fail. A check that passed there must be measured again, and a GPU or HCA that the PCI bus
+showed there must still be on the bus.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from probes.pci.facts import PciFacts
 from probes.registry import ALL
 from probes.wire import RecordingError
 
-REPORT_VERSION = 1  # of report.json: raised when an older reader would misread it
-LIMIT_BYTES = 32 << 20  # as much as a recording may have
+REPORT_VERSION = 1  # of report.json: increased if an older reader would misread the file
+LIMIT_BYTES = 32 << 20  # the limit of a recording
 Key = tuple[str, str, str]  # code, node, subject
 _BETTER: tuple[Status, ...] = tuple(reversed(ORDER))  # pass, info, unknown, warn, fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What a file says of a good state; empty is what it does not speak of."""
+    """The good state in a baseline file; a member that the file does not contain is empty."""
 
     statuses: Mapping[Key, Status] = field(default_factory=dict)
-    buses: Mapping[str, PciFacts] = field(default_factory=dict)  # what the PCI bus showed, by node
+    buses: Mapping[str, PciFacts] = field(default_factory=dict)  # devices on the PCI bus, by node
     busbw: Mapping[tuple[str, int, int, str], float] = field(default_factory=dict)  # by op, S, ranks, backend: bytes/s
     writes: Mapping[str, RdmaWrite] = field(default_factory=dict)  # by port
 
 
 def read(path: Path | None, needs: Sequence[str] = ()) -> Baseline:
-    """The baseline of a file; an empty one where there is none.
+    """Read the baseline from a file; return an empty one if `path` is None.
 
-    Raises GateError for a file that is no baseline, and for one that has nothing of all that the verb `needs`, by the
-    names of the members: it would be compared with nothing, and read as a pass.
+    Raises GateError if the file is not a baseline, or if it contains none of the members in `needs`: then nothing would
+    be compared, and the result would look like a pass.
     """
     if path is None:
         return Baseline()
@@ -100,7 +100,7 @@ def _busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
 
 
 def _buses(report: dict[str, Any]) -> dict[str, PciFacts]:
-    """Of the scans that a report holds."""
+    """Return the PCI devices in the scans of a report, by node."""
     return {
         str(snapshot["hostname"]): plain.read(snapshot["outcomes"]["pci"]["facts"], PciFacts)
         for snapshot in report.get("snapshots") or ()
@@ -109,10 +109,10 @@ def _buses(report: dict[str, Any]) -> dict[str, PciFacts]:
 
 
 def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
-    """A failure for each kind of device of which a host's PCI bus shows fewer than the baseline's did.
+    """Return a failure for each kind of device of which a host's PCI bus shows fewer than in the baseline.
 
-    A GPU or HCA that left the bus leaves no check behind that could fail. Nodes are matched as in `regressions`; a
-    baseline without a scan (a report of nodes) says nothing of devices.
+    A GPU or HCA that left the bus has no check that could fail. Nodes are matched as in `regressions`. A baseline
+    without a scan (a report of nodes) has no device counts.
     """
     then, now = baseline.buses, {s.hostname: facts for s in snapshots if (facts := s.facts(PciFacts)) is not None}
     alias = {next(iter(now)): next(iter(then))} if len(then) == len(now) == 1 else {}
@@ -143,9 +143,9 @@ def _worst(found: Iterable[tuple[str, str, str, Any]]) -> dict[Key, Status]:
 
 
 def regressions(checks: Iterable[Finding], baseline: Mapping[Key, Status]) -> tuple[Finding, ...]:
-    """The checks with what stood in the baseline made "info", and what can no longer be measured made "fail".
+    """Change findings that the baseline contains to "info", and checks that can no longer be measured to "fail".
 
-    Nodes are matched by name; a run and a baseline of one node each are taken for the same node.
+    Nodes are matched by name. If the run and the baseline have one node each, they are treated as the same node.
     """
     checks = tuple(checks)
     then, now = {node for _, node, _ in baseline if node}, {check.node for check in checks if check.node}
@@ -164,7 +164,7 @@ def _judged(check: Finding, node: str, baseline: Mapping[Key, Status], passed: s
 
 
 def against_baseline(result: BenchResult, before: Mapping[tuple[str, int, int, str], float]) -> BenchResult:
-    """The result with a bar from the baseline before each measurement's others, at the largest size of both."""
+    """Add a bar from the baseline before the other bars of each measurement, at the largest size that both have."""
     largest: dict[tuple[str, int], int] = {}
     for m in result.measurements:
         if _measured_as(m) in before:

@@ -1,8 +1,8 @@
-"""Expectations: what a node, or every node of a pool, must have, and the checks of a node by them.
+"""Expectations: what a node, or every node of a pool, must have, and the checks of a node against them.
 
-`--expect gpus=8,hcas=8,nvlink=NV18,gdr=on`, or the same as a YAML mapping in a file. The gate by itself can only say
-what is wrong with what it finds; whether a node has all that it was bought with, its owner has to say. What is absent
-or less is a failed check; what could not be read is unknown, and required.
+`--expect gpus=8,hcas=8,nvlink=NV18,gdr=on`, or the same as a YAML mapping in a file. The gate alone can only report
+problems of the devices it finds. Only the owner can state which devices the node should have. A missing device or a
+lower value fails the check. A value that could not be read is unknown, and the check is required.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Selected:
 
     @property
     def prefix(self) -> str:
-        """The pattern as one types it before the value."""
+        """Return the pattern as a user types it before the value."""
         return f"{self.pattern}:" if self.pattern else ""
 
     def selects(self, device: str) -> bool:
-        """Whether the value holds for the device."""
+        """Return whether the value applies to the device."""
         return not self.pattern or fnmatchcase(device, self.pattern)
 
 
 def _form(name: str, made: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """A reader of texts of that form of expect.toml. It raises ValueError that says what is allowed."""
+    """Return a parser for texts of a form in expect.toml. The parser raises ValueError that says what is allowed."""
     pattern, allowed = _FORMS[name]
 
     def read(text: str) -> Any:
@@ -94,7 +94,7 @@ _links = _form("links", lambda text: int(text.upper().removeprefix("NV")))
 
 
 def _selected(read: Callable[[str], float]) -> Callable[[str], Selected]:
-    """A reader of [PATTERN:]VALUE."""
+    """Return a parser for [PATTERN:]VALUE."""
 
     def selected(text: str) -> Selected:
         pattern, colon, value = text.rpartition(":")
@@ -112,29 +112,29 @@ class Expectation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    gpus: Annotated[int | None, BeforeValidator(_count)] = None  # that answer, at least
-    gpu: Annotated[str | None, BeforeValidator(_model)] = None  # words of every GPU's model: "H100"
-    nvlink: Annotated[int | None, BeforeValidator(_links)] = None  # between every two GPUs, at least: NV18
-    hcas: Annotated[tuple[Selected, ...], _each(_selected(_count))] = ()  # with an ACTIVE port, at least
-    rate: Annotated[tuple[Selected, ...], _each(_selected(_gigabits))] = ()  # bytes/s of each of these, at least
+    gpus: Annotated[int | None, BeforeValidator(_count)] = None  # minimum number of GPUs that answer
+    gpu: Annotated[str | None, BeforeValidator(_model)] = None  # words that every GPU's model must contain: "H100"
+    nvlink: Annotated[int | None, BeforeValidator(_links)] = None  # minimum between every two GPUs: NV18
+    hcas: Annotated[tuple[Selected, ...], _each(_selected(_count))] = ()  # minimum number with an ACTIVE port
+    rate: Annotated[tuple[Selected, ...], _each(_selected(_gigabits))] = ()  # minimum rate of each of these, bytes/s
     gdr: Annotated[bool | None, BeforeValidator(_on)] = None  # GPUDirect RDMA from every GPU to its nearest NIC
-    memlock: Annotated[int | str | None, BeforeValidator(_limit)] = None  # bytes at least, or "unlimited"
-    shm: Annotated[int | None, BeforeValidator(_size)] = None  # bytes of /dev/shm, at least
-    interface: Annotated[tuple[str, ...], _each(_form("interface"))] = ()  # up, running and with an address; patterns
-    driver: Annotated[str | None, BeforeValidator(_driver_form)] = None  # NVIDIA's release, at least: "570.86"
+    memlock: Annotated[int | str | None, BeforeValidator(_limit)] = None  # minimum in bytes, or "unlimited"
+    shm: Annotated[int | None, BeforeValidator(_size)] = None  # minimum size of /dev/shm in bytes
+    interface: Annotated[tuple[str, ...], _each(_form("interface"))] = ()  # patterns: up, running, with an address
+    driver: Annotated[str | None, BeforeValidator(_driver_form)] = None  # minimum NVIDIA driver release: "570.86"
 
     def settle(self, checks: Iterable[Finding], snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
-        """The checks of one host with those of this expectation, and what it answers that a scan alone cannot."""
+        """Add the checks of this expectation to those of one host, and decide checks that a scan alone cannot."""
         return settled((*checks, *checks_of(self, snapshot, node, snapshot.hostname)))
 
 
 KEYS = tuple(Expectation.model_fields)
 _LISTS = tuple(name for name, field in Expectation.model_fields.items() if field.default == ())
-_NAMES = ("gpu", "interface")  # of these, a number or `on` without quotes in YAML is a mistake
+_NAMES = ("gpu", "interface")  # for these, a number or unquoted `on` in YAML is a mistake
 
 
 def parse(words: Sequence[str]) -> Expectation:
-    """`--expect KEY=VALUE,...`, as often as expected; a repeated interface is one more. Raises GateError."""
+    """Parse repeated `--expect KEY=VALUE,...`; each repeated interface adds one. Raises GateError."""
     found: dict[str, list[str]] = {}
     for word in words:
         for part in filter(None, (piece.strip() for piece in word.split(","))):
@@ -146,7 +146,7 @@ def parse(words: Sequence[str]) -> Expectation:
 
 
 def read_file(path: Path) -> Expectation:
-    """Read expectations from a YAML mapping; a file with nothing but comments has none. Raises GateError."""
+    """Read expectations from a YAML mapping; a file with only comments contains none. Raises GateError."""
     from contracts.yaml_text import YamlTextError, load_all
 
     where = f"--expect-file {path}"
@@ -169,7 +169,7 @@ def read_file(path: Path) -> Expectation:
             raise GateError(f"{where}: {key}: must be one value; only {', '.join(_LISTS)} may be lists")
         if key in _NAMES and not all(isinstance(one, str) for one in values):
             raise GateError(f"{where}: {key}: must be text; put the name in quotes")
-        # a scalar as one would have typed it: YAML reads `on` as true
+        # convert the scalar back to the text a user would type, because YAML reads `on` as true
         found[str(key)] = [("on" if one else "off") if isinstance(one, bool) else str(one) for one in values]
     return _made(found, where)
 
@@ -196,7 +196,7 @@ def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
 
 
 def expectation(words: Sequence[str], path: Path | None) -> Expectation | None:
-    """The expectations of the file, with those of the words instead of its own; None without both. Raises GateError."""
+    """Merge the expectations of the file and the command line, which wins; None without both. Raises GateError."""
     from_words = parse(words) if words else None
     file = read_file(path) if path is not None else None
     if from_words is None or file is None:
@@ -206,26 +206,26 @@ def expectation(words: Sequence[str], path: Path | None) -> Expectation | None:
 
 # The checks of a node: one for each expectation.
 
-Judgement = tuple[bool | None, str]  # whether it is met, None where that is unknown; what the node has
+Judgement = tuple[bool | None, str]  # whether it is met (None: unknown), and what the node has
 
 
 def checks_of(expected: Expectation, snapshot: Snapshot, topology: NodeTopology, node: str) -> tuple[Finding, ...]:
-    """One check for each thing that is expected: met, absent (failed), or unknown and then required."""
+    """Return one check per expectation: pass, fail, or unknown, which is then required."""
     checks = []
     for key, subject, value in _subjects(expected):
-        probes, judge = _RULES[key]  # an expectation without a rule ends in an error, not in a pass
+        probes, judge = _RULES[key]  # an expectation without a rule raises an error and cannot pass
         met, have = judge(snapshot, topology, value)
         checks.append(_check(node, subject, met, have, next(filter(None, (_why(snapshot, one) for one in probes)), "")))
     return tuple(checks)
 
 
 def unread(expected: Expectation, node: str, why: str) -> tuple[Finding, ...]:
-    """The same checks of a node of which nothing is known."""
+    """Return the same checks for a node of which nothing is known."""
     return tuple(_check(node, subject, None, why, "") for _, subject, _ in _subjects(expected))
 
 
 def _subjects(expected: Expectation) -> Iterator[tuple[str, str, Any]]:
-    """(key, "key=value" as one types it, value) of each thing that is expected."""
+    """Return (key, "key=value" as a user types it, value) of each expectation."""
     for key, value in expected:
         for one in value if isinstance(value, tuple) else (value,):
             if one is not None:
@@ -246,7 +246,7 @@ def _why(snapshot: Snapshot, name: str) -> str:
 
 
 def _absent(snapshot: Snapshot, name: str) -> bool:
-    """Whether the probe looked and found nothing, with a bus that could be read and shows nothing either."""
+    """Return whether the probe found no device and the PCI bus, which could be read, shows none either."""
     unread = no_gpu_read(snapshot) if name == "gpu" else no_hca_read(snapshot)
     return isinstance(snapshot.outcomes.get(name), Absent) and not unread
 
@@ -260,7 +260,7 @@ def _answering(snapshot: Snapshot) -> list[Gpu]:
 
 
 def _gpu_count(snapshot: Snapshot) -> int | None:
-    """GPUs that answer and that CUDA_VISIBLE_DEVICES leaves to this process; None where that is unknown."""
+    """Return the number of GPUs that answer and that CUDA_VISIBLE_DEVICES exposes to this process; None if unknown."""
     facts = snapshot.facts(GpuFacts)
     if facts is None or facts.driver_error:
         return 0 if _absent(snapshot, "gpu") else None
@@ -274,7 +274,7 @@ def _gpus(snapshot: Snapshot, _topology: NodeTopology, expected: int) -> Judgeme
 
 
 def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: str) -> Judgement:
-    """Whole words of the model's name count: L40 is no L40S."""
+    """Compare whole words of the model name: L40 does not match L40S."""
     words = re.compile(rf"(?<![a-z0-9]){re.escape(expected)}(?![a-z0-9])", re.IGNORECASE)
     models = [gpu.name for gpu in _answering(snapshot)]
     odd = [model for model in models if not words.search(model or "")]
@@ -312,7 +312,7 @@ def _driver(snapshot: Snapshot, _topology: NodeTopology, expected: str) -> Judge
 
 
 def _hca_ports(snapshot: Snapshot) -> dict[str, list[RdmaPort]] | None:
-    """The ACTIVE ports of each device that carries RDMA; None where the devices or a port could not be read."""
+    """Return the ACTIVE ports of each RDMA device; None if the devices or a port could not be read."""
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
         return {} if _absent(snapshot, "rdma") else None
@@ -335,7 +335,7 @@ def _hcas(snapshot: Snapshot, _topology: NodeTopology, expected: Selected) -> Ju
 
 
 def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: Selected) -> Judgement:
-    """Every ACTIVE device counts, or those selected; a device that is selected by name and is not ACTIVE is less."""
+    """Check all ACTIVE devices, or the selected ones; a device selected by name that is not ACTIVE fails."""
     ports = _hca_ports(snapshot)
     if ports is None:
         return None, "the RDMA devices are unknown"
@@ -352,7 +352,7 @@ def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: Selected) -> J
 
 
 def _gdr(snapshot: Snapshot, topology: NodeTopology, _wanted: bool) -> Judgement:
-    """Whether NICs can reach GPU memory by what is installed, and do by NCCL's rules; None where either is unknown."""
+    """Check that GPUDirect RDMA is installed and that NCCL's rules use it; None if either is unknown."""
     pci, rdma = snapshot.facts(PciFacts), snapshot.facts(RdmaFacts)
     if pci is None or (rdma is None and not _absent(snapshot, "rdma")):
         return None, "the PCI bus or the RDMA devices are unknown"
@@ -420,7 +420,7 @@ def _least(have: int | None, expected: int) -> bool | None:
 
 
 def _typed(value: int | str) -> str:
-    """An amount as one types it: "64GiB"."""
+    """Format an amount as a user types it: "64GiB"."""
     if isinstance(value, str):
         return value
     scales = sorted(((scale, unit) for unit, scale in units.SIZES.items() if unit.endswith("B")), reverse=True)
@@ -442,15 +442,15 @@ _TYPED: dict[str, Callable[[Any], str]] = {
 
 
 def settled(checks: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The checks of one node, with what an expectation answers that a scan alone cannot.
+    """Use the expectations of a node to decide checks that a scan alone cannot decide.
 
-    A node with exactly as many GPUs or ACTIVE ports as its owner expects lacks none: others on the bus are not given to
-    it, or are not cabled. A larger number can include ports of another network, so one of the expected may be down.
+    If a node has exactly the expected number of GPUs or ACTIVE ports, none is missing: other devices on the bus are not
+    assigned to it or not cabled. A larger number can include ports of another network, so an expected port may be down.
     """
     checks, met = tuple(checks), set()
     for check in checks:
         key, _, value = check.subject.partition("=")
-        # the message of a met expectation begins with the number that was found
+        # the message of a met expectation begins with the actual number
         is_exact = check.message.startswith(f"{value.rpartition(':')[2]} ")
         if check.code == EXPECT_CODES[0] and check.status == "pass" and is_exact:
             met.add(key)

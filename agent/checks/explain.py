@@ -1,4 +1,4 @@
-"""Entries for finding codes, diagnoses and alerts, read from the reference pages of the documentation."""
+"""Read the entries of finding codes, diagnoses and alerts from the reference pages of the documentation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _POINT = re.compile(r"^- \*\*(\w+):\*\* (.+)$", re.MULTILINE)
 
 
 class UnknownCodeError(LookupError):
-    """A code that no page has; the message names close ones."""
+    """No page has this code; the message names similar codes."""
 
 
 @cache
 def sections() -> dict[str, str]:
-    """Every code and every alert with its entry: the name, then its points as a Markdown list."""
+    """Return the entry of every code and alert: the name, then its points as a Markdown list."""
     return {name: f"{name}\n\n{points}" for page in PAGES for name, points in _ENTRY.findall(_page(page))}
 
 
@@ -31,7 +31,7 @@ def _page(name: str) -> str:
 
 
 def section(code: str) -> str:
-    """The entry of one code or alert; UnknownCodeError names close ones."""
+    """Return the entry of a code or alert. Raises UnknownCodeError that names similar codes."""
     known = sections()
     if code in known:
         return known[code]
@@ -41,6 +41,6 @@ def section(code: str) -> str:
 
 
 def point(code: str, name: str) -> str:
-    """One point of an entry, such as "Remedy"; empty where no entry has it."""
+    """Return one point of an entry, such as "Remedy"; empty if there is no such entry or point."""
     found: dict[str, str] = dict(_POINT.findall(sections().get(code, "")))
     return found.get(name, "")

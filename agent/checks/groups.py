@@ -1,4 +1,4 @@
-"""The order of findings, the words for where they were found, and those that are one thing to read as one group."""
+"""Sort findings, describe where they were found, and group findings that a reader should see as one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from agent.base import units
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 
-ORDER: tuple[Status, ...] = tuple(Status)  # worst first, as they are printed
-_OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families whose subjects are devices
+ORDER: tuple[Status, ...] = tuple(Status)  # worst first, the order in which they are printed
+_OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families of codes whose subjects are devices
 
-MANY_CODES = 8  # of one family and one reason: more are named by their family
+MANY_CODES = 8  # if one family has more codes for one reason, only the family is named
 
 
 def worst_first(checks: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Failures first, then by code and subject."""
+    """Sort findings: failures first, then by code and subject."""
     return tuple(sorted(checks, key=lambda check: (ORDER.index(check.status), check.code, check.node, check.subject)))
 
 
-# The trouble that a check reports, where several checks report the same one.
+# The problem that a check reports, if several checks report the same problem.
 _TROUBLE_OF = {
     code: trouble for trouble, codes in read_table(__file__, "rules.toml")["troubles"].items() for code in codes
 }
@@ -29,23 +29,23 @@ _TROUBLE_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The same finding on several subjects, or several of one trouble of one device: one thing to read and to fix."""
+    """One finding on several subjects, or several findings of one problem of one device: read and fixed as one."""
 
-    id: str  # of the first; `codes` has all
+    id: str  # of the first finding; `codes` has all
     status: Status
-    message: str  # of the first; the others differ by their subject or not at all
+    message: str  # of the first finding; the others differ at most in their subject
     remedy: str
     checks: tuple[Finding, ...]  # worst first
-    trouble: str = ""  # "too hot", where several checks tell of it
+    trouble: str = ""  # "too hot", if several checks report it
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """Every finding code in it, once."""
+        """Return each finding code in the group once."""
         return tuple(dict.fromkeys(check.code for check in self.checks))
 
     @property
     def title(self) -> str:
-        """Its codes in a few words: many of one family are named by it."""
+        """Return the codes in a few words; if one family has many, only the family is named."""
         families = list(dict.fromkeys(code.split(".")[0] for code in self.codes))
         if len(self.codes) <= MANY_CODES:
             return ", ".join(self.codes)
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def places(self) -> str:
-        """Where it was found, if in several places: "on 2 nodes", "on 10 devices", "for gpus=8, gdr=on"; else ""."""
+        """Return where it was found, if in several places: "on 2 nodes", "on 10 devices", "for gpus=8"; else ""."""
         nodes = {name for check in self.checks for name in check.node.split(", ") if name}
         if len(nodes) > 1:
             return f"on {len(nodes)} nodes"
@@ -62,7 +62,7 @@ class Group:
 
     @property
     def place(self) -> str:
-        """The first subject that it is about: "on GPU3", "for gdr=on"."""
+        """Return the first subject: "on GPU3", "for gdr=on"."""
         return self._at(self.subjects[:1])
 
     def _at(self, subjects: Sequence[str]) -> str:
@@ -72,37 +72,37 @@ class Group:
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """What it is about, in order and each once."""
+        """Return the subjects in order, each once."""
         return tuple(dict.fromkeys(check.subject for check in self.checks if check.subject))
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes it was found on."""
+        """Return the nodes on which it was found."""
         return tuple(dict.fromkeys(check.node for check in self.checks if check.node))
 
     @property
     def required(self) -> bool:
-        """Whether the gate requires one of them."""
+        """Return whether the gate requires one of the checks."""
         return any(check.required for check in self.checks)
 
     @property
     def alike(self) -> bool:
-        """Whether every check says the same words."""
+        """Return whether all checks have the same message."""
         return len({check.message for check in self.checks}) == 1
 
 
 def grouped(checks: Iterable[Finding]) -> tuple[Group, ...]:
-    """Findings that share code, status and remedy (but for its GPU's number) as one, worst first; so are pass and info.
+    """Group findings with the same code, status and remedy (ignoring the GPU number), worst first; also pass and info.
 
-    What several checks tell of one trouble of one device is one group, at the place of the worst of them; devices
-    with the same trouble, told by the same checks, share it.
+    If several checks report one problem of one device, they form one group, at the position of the worst check. Devices
+    with the same problem, reported by the same checks, share a group.
     """
     checks = worst_first(checks)
     together = _of_one_trouble(checks)
     found: dict[tuple[object, ...], list[Finding]] = {}
     for check in checks:
         bad = together.get(_device(check)) if check.status in ("fail", "warn") else None
-        # one reason that kept many required checks from being measured is one thing to read
+        # if one reason prevented many required checks, they form one group
         unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
         found.setdefault(bad or unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
     return tuple(_group(same, shared=key in together.values()) for key, same in found.items())
@@ -110,23 +110,23 @@ def grouped(checks: Iterable[Finding]) -> tuple[Group, ...]:
 
 def _group(same: list[Finding], *, shared: bool) -> Group:
     first = same[0]
-    if shared:  # device by device, each from its worst reading on
+    if shared:  # sort by device, and within a device by severity
         same = sorted(same, key=lambda check: (check.node, check.subject))
     return Group(
         id=first.code, status=first.status, message=first.message, checks=tuple(same),
-        # the checks of one trouble have one remedy: that of the worst
+        # checks of one problem share the remedy of the worst check
         remedy=_remedies([check for check in same if check.code == first.code] if shared else same),
         trouble=_TROUBLE_OF[first.code] if shared else "",
     )  # fmt: skip
 
 
 def _device(check: Finding) -> tuple[str, str, str]:
-    """Node, device and trouble of a check; the trouble is empty if the check shares none with others."""
+    """Return node, device and problem of a check; the problem is empty if no other check reports the same one."""
     return check.node, check.subject, _TROUBLE_OF.get(check.code, "")
 
 
 def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tuple[object, ...]]:
-    """Devices for which several checks report the same trouble, each with the reports and the remedies."""
+    """Return devices for which several checks report the same problem, each with the findings and remedies."""
     raised: dict[tuple[str, str, str], list[Finding]] = {}
     for check in checks:
         if check.status in ("fail", "warn") and check.subject and check.code in _TROUBLE_OF:
@@ -139,13 +139,13 @@ def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tup
 
 
 def _of_any(check: Finding) -> str:
-    """Its remedy, with N for the GPU's own number: what fixes GPU0 and GPU1 in the same words is one thing to do."""
+    """Return the remedy with N in place of the GPU's number, so that equal remedies of GPU0 and GPU1 compare equal."""
     number = check.subject.removeprefix("GPU")
     return re.sub(rf"(nvidia-smi (?:-r )?-i) {number}\b", r"\1 N", check.remedy) if number.isdigit() else check.remedy
 
 
 def _remedies(checks: Sequence[Finding]) -> str:
-    """Each remedy once, and none that another says too; one GPU's number where it is about that GPU only."""
+    """Return each remedy once, without those contained in another; with the GPU's number if it is for one GPU."""
     several = len({check.subject for check in checks}) > 1
     remedies = list(dict.fromkeys(_of_any(check) if several else check.remedy for check in checks if check.remedy))
     return " ".join(
@@ -154,14 +154,14 @@ def _remedies(checks: Sequence[Finding]) -> str:
 
 
 def passed_ids(groups: Iterable[Group]) -> tuple[str, ...]:
-    """Checks that passed wherever they judged: on another node or device the same one may have had a worse result."""
+    """Return the checks that passed everywhere; a check can pass on one node or device and fail on another."""
     groups = tuple(groups)
     worse = {code for group in groups if group.status != "pass" for code in group.codes}
     return tuple(dict.fromkeys(group.id for group in groups if group.status == "pass" and group.id not in worse))
 
 
 def unknown_ids(groups: Iterable[Group]) -> tuple[str, ...]:
-    """Checks that were not measured somewhere, and failed or warned nowhere: as the verdict counts them."""
+    """Return checks that were not measured somewhere and did not fail or warn anywhere, as the verdict counts them."""
     groups = tuple(groups)
     worse = {code for group in groups if group.status in ("fail", "warn") for code in group.codes}
     unknown = dict.fromkeys(code for group in groups if group.status == "unknown" for code in group.codes)
@@ -169,7 +169,7 @@ def unknown_ids(groups: Iterable[Group]) -> tuple[str, ...]:
 
 
 def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
-    """Checks that were not measured, by what kept them from it."""
+    """Group checks that were not measured by the reason."""
     found: dict[str, dict[str, None]] = {}
     for group in unknown:
         for check in group.checks:

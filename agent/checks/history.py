@@ -1,9 +1,9 @@
-"""What changed on this node of late, and which findings hold: raised once they persist, cleared with hysteresis.
+"""Recent changes on this node, and findings that are raised after they persist and cleared with hysteresis.
 
-The resident agent judges scan after scan: a link that trains, a driver that is reloaded or a node that boots is seen in
-passing. Here a finding is raised by its second scan in a row and cleared by its third without it, so that one that
-comes and goes stays raised. All of it is in memory; the node's record (agent.cluster.nodes) carries the newest changes
-and since when each finding is there to the agent that starts next. A one-shot preflight has no history.
+The resident agent evaluates scan after scan and can observe a link in training, a driver reload or a boot. Therefore a
+finding is raised by its second consecutive scan and cleared by the third consecutive scan without it, so that an
+intermittent finding stays raised. The history is kept in memory. The node's record (agent.cluster.nodes) carries the
+newest changes and the start time of each finding to the next agent. A one-shot preflight has no history.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from topology.traits import Trait, traits
 
 MOST_EVENTS = 50
 MOST_OPEN = 256
-TEXT = 300  # characters of one event
+TEXT = 300  # characters per event
 SCANS_TO_RAISE = 2
-SCANS_TO_CLEAR = 3  # one more than to raise: what flickers stays raised
-# Boot and driver restarts: as long as Kubernetes lets a node be not ready before it evicts its pods (the toleration of
-# node.kubernetes.io/not-ready that its admission plug-in DefaultTolerationSeconds adds: 300 s).
+SCANS_TO_CLEAR = 3  # one more than to raise, so that an intermittent finding stays raised
+# Settling time after a boot or driver restart: the time that Kubernetes lets a node be not ready before it evicts its
+# pods (the toleration of node.kubernetes.io/not-ready added by the admission plug-in DefaultTolerationSeconds: 300 s).
 SETTLING_SECONDS = 300.0
-CAUSE_SECONDS = 86400.0  # a change of version is named with the findings of the day after it
+CAUSE_SECONDS = 86400.0  # a version change is shown with findings raised within a day after it
 WEEK_SECONDS = 7 * 86400.0
 
 _RULES = read_table(__file__, "rules.toml")
 AT_ONCE: dict[str, str] = {**_RULES["compared"], **_RULES["persistent"]}
 """Findings that one scan raises, with the reason: docs/reference/findings.md says it with each."""
-_MOVES_BY_ITSELF = "held back by"  # the trait of a GPU under load
+_MOVES_BY_ITSELF = "held back by"  # the trait changes on a GPU under load
 _VERSIONS = {"driver": "driver", "CUDA": "driver", "kernel": "kernel", "OS": "kernel"}
 _COUNTED = {"GPUs", "RDMA devices", "CPU", "CPU threads", "NUMA nodes", "memory", "product"}  # traits of the whole host
-OF_FINDINGS = ("raised", "cleared")  # kinds of events that tell of a finding, whose code they have
+OF_FINDINGS = ("raised", "cleared")  # kinds of events that report a finding and have its code
 PARTS = ("driver", "firmware", "kernel", "hardware")
 """What a change is of; `memlock`, a link that comes up and the like are of none."""
 
@@ -49,35 +49,35 @@ Key = tuple[str, str]  # code and subject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that came, went or changed."""
+    """A device, link or trait that appeared, disappeared or changed, or a finding that was raised or cleared."""
 
     at_seconds: float
     kind: Literal["raised", "cleared", "changed", "version", "boot"]
     text: str
-    code: str = ""  # of a finding; of a change one of PARTS, or empty
+    code: str = ""  # of the finding; for a change one of PARTS, or empty
     subject: str = ""
     severity: str = ""
 
     @property
     def finding(self) -> bool:
-        """Whether it reports a finding."""
+        """Return whether it reports a finding."""
         return self.kind in OF_FINDINGS
 
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """A finding that some scan found: pending until `raised`."""
+    """A finding that a scan found; it is pending until `raised`."""
 
-    checks: tuple[Finding, ...]  # of one code and subject: as a rule one
+    checks: tuple[Finding, ...]  # of one code and subject: usually one
     since: float
-    scans: int = 1  # in a row
-    missing: int = 0  # in a row
+    scans: int = 1  # consecutive scans with it
+    missing: int = 0  # consecutive scans without it
     raised: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class HistoryState:
-    """What is known of the past: by this agent's own scans, or by the node's record (agent.cluster.nodes)."""
+    """The known history, from this agent's own scans or the node's record (agent.cluster.nodes)."""
 
     events: list[Event] = field(default_factory=list)
     open: dict[Key, Seen] = field(default_factory=dict)
@@ -86,9 +86,9 @@ class HistoryState:
 
 
 class History:
-    """Of one live host. `uptime` gives seconds since its boot.
+    """The history of one live host. `uptime` returns the seconds since its boot.
 
-    `elsewhere`, where it is set, reads what the agent before has left: asked with each scan until it does not say None.
+    `elsewhere`, if set, reads the history of the previous agent. Every scan calls it until it returns a history.
     """
 
     def __init__(self, uptime: Callable[[], float] = lambda: float("inf")) -> None:
@@ -96,11 +96,11 @@ class History:
         self._state = HistoryState()
         self.elsewhere: Callable[[], HistoryState | None] | None = None
         self._last: dict[Key, str] = {}
-        self._driver = True  # whether it answered in the scan before, where there is one
+        self._driver = True  # whether the driver, if there is one, answered in the previous scan
         self._settled_at = 0.0
 
     def seen(self, view: View) -> View:
-        """The view with the findings that hold instead of those of this scan, and with what changed."""
+        """Replace the findings of this scan by those that are raised, and add the changes."""
         snapshot = view.snapshots[0]
         now = snapshot.taken_at_seconds
         found = self.elsewhere() if self.elsewhere is not None else None
@@ -118,22 +118,22 @@ class History:
         )  # fmt: skip
 
     def _take_in(self, found: HistoryState) -> None:
-        """Put what is older before what this agent has seen: its events stay, a finding begins where it began.
+        """Merge an older history into this agent's: its events remain, and a finding keeps its earliest start time.
 
-        A later scan raises or clears.
+        A later scan raises or clears findings.
         """
         state = self._state
         cleared = {(event.code, event.subject) for event in state.events if event.kind == "cleared"}
         for key, old in _known(found.open).items():
             again = [e for e in state.events if (e.kind, e.code, e.subject) == ("raised", *key)]
-            state.events = [event for event in state.events if event not in again[:1]]  # it had held all the time
+            state.events = [event for event in state.events if event not in again[:1]]  # raised all the time
             if key not in cleared:
                 mine = state.open.setdefault(key, old)
                 mine.since, mine.raised = min(mine.since, old.since), True
         state.events = sorted([*found.events, *state.events], key=lambda event: event.at_seconds)
 
     def _settling(self, snapshot: Snapshot, now: float) -> bool:
-        """Whether the host has just booted, or its driver comes back: what is seen then is on its way."""
+        """Return whether the host has just booted or its driver is restarting, so that its state is still changing."""
         host = snapshot.facts(HostinfoFacts)
         boot = host.boot_id if host else None
         if boot and self._state.boot_id and boot != self._state.boot_id:
@@ -143,12 +143,12 @@ class History:
         gpus, driver = snapshot.facts(GpuFacts), self._state.traits.get(("driver", ""))
         answers = gpus is not None and gpus.driver_error is None
         if driver is not None and (answers != self._driver or (gpus is not None and driver != gpus.driver_version)):
-            self._settled_at = now + SETTLING_SECONDS  # it goes, it comes, or it is another
+            self._settled_at = now + SETTLING_SECONDS  # the driver stops, starts or changes its version
         self._driver = answers or driver is None
         return now < self._settled_at or self._uptime() < SETTLING_SECONDS
 
     def _changes(self, view: View, now: float, *, settling: bool) -> None:
-        """Versions at once; all else once two scans in a row agree, and not while the host settles."""
+        """Report version changes at once, and others after two equal scans in a row, but not while the host settles."""
         snapshot = view.snapshots[0]
         all_traits = traits(snapshot, node=view.topologies[0])
         found = {key: trait.value for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
@@ -166,7 +166,7 @@ class History:
             held = {key: value for key, value in held.items() if key in found or key in last}
         if previous:
             differ = compare(_traits(previous), _traits(held), same_host=True)
-            # What is seen for the first time as its probe or driver answers was there: it has not come.
+            # If an object is first seen because its probe or driver now answers, it has not appeared.
             answers = any(
                 each.subject.startswith("probe ") or (each.subject, each.what) == ("driver", "error") for each in differ
             )
@@ -177,7 +177,7 @@ class History:
         self._state.traits = held
 
     def _holding(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
-        """Findings as they hold; one that is new is unknown until it persists."""
+        """Return the findings that are raised; a new finding is unknown until it persists."""
         found: dict[Key, tuple[Finding, ...]] = {}
         for check in checks:
             if check.status in ("fail", "warn"):
@@ -200,15 +200,15 @@ class History:
     def _count(
         self, found: Mapping[Key, tuple[Finding, ...]], unknown: set[Key], now: float, *, settling: bool
     ) -> None:
-        """Count the scans of each finding: raise those that persist, clear those that are gone.
+        """Count the scans of each finding, raise findings that persist, and clear those that are gone.
 
-        A finding stays while a check of its code is unknown, for its subject or as a whole (subject ""). Where this
-        scan has no check for it at all, nobody asks any more (a withdrawn expectation), and it is gone like one that
+        A finding stays while a check of its code is unknown, for its subject or as a whole (subject ""). If this scan
+        has no check for it at all, for example because an expectation was withdrawn, it is treated like one that
         passes.
         """
         held = self._state.open
         for key, checks in itertools.islice(found.items(), MOST_OPEN):
-            if settling and key[0] in _RULES["compared"]:  # what counted while the host started is of the start
+            if settling and key[0] in _RULES["compared"]:  # counters that rose during the start belong to the start
                 continue
             seen = held.setdefault(key, Seen(checks=checks, since=now, scans=0))
             seen.checks, seen.scans, seen.missing = checks, seen.scans + 1, 0
@@ -232,8 +232,8 @@ class History:
 
 
 def _known(found: Mapping[Key, Seen]) -> dict[Key, Seen]:
-    """Those that this release still judges: another would hold for ever."""
-    if not found:  # every check of the product is imported for it
+    """Return findings that this release still checks; any other would stay raised forever."""
+    if not found:  # the lookup below imports every check of the product
         return {}
     from agent.checks.measured import ALL_CODES
 
@@ -241,7 +241,7 @@ def _known(found: Mapping[Key, Seen]) -> dict[Key, Seen]:
 
 
 def _part(difference: Difference) -> str:
-    """What changed, of PARTS; hardware is what came, went or is another, not a part that is sick."""
+    """Return which of PARTS changed; "hardware" is a device that appeared, disappeared or was replaced."""
     if difference.what == "firmware":
         return "firmware"
     if not difference.what and difference.subject in _VERSIONS:
@@ -257,7 +257,7 @@ def _traits(values: Mapping[Key, str]) -> dict[Key, Trait]:
 
 
 def since_words(view: View, code: str, subject: str) -> str:
-    """ "since 03:12, after driver 550 -> 560 (03:10); third time this week"; empty where it is not known."""
+    """Format since when: "since 03:12, after driver 550 -> 560 (03:10); third time this week"; empty if unknown."""
     at = view.since.get((code, subject))
     if at is None:
         return ""
@@ -274,7 +274,7 @@ _ORDINALS = {2: "second", 3: "third", 4: "fourth", 5: "fifth"}
 
 
 def lines(events: Iterable[Event]) -> list[str]:
-    """Return the events, newest first, a line each."""
+    """Return one line per event, newest first."""
     lines = []
     for event in sorted(events, key=lambda e: -e.at_seconds):
         about = " ".join((event.code, *([f"on {event.subject}"] if event.subject else []))) if event.finding else ""
@@ -284,7 +284,7 @@ def lines(events: Iterable[Event]) -> list[str]:
 
 
 def changed(view: View, most: int = 24) -> list[str]:
-    """For a page: since when what is raised is there, then the newest of what came, went and changed."""
+    """Return lines for a page: start times of raised findings, then the newest events."""
     raised = [f"{code}{f' on {subject}' if subject else ''}: {since_words(view, code, subject)}"
               for code, subject in view.since]  # fmt: skip
     return [*raised, *lines(view.events)[:most]]

@@ -1,9 +1,9 @@
-"""All checks of one host that need only a scan: those of the probes, of the topology and of the NCCL environment.
+"""All checks of one host that need only a scan: checks of the probes, the topology and the NCCL environment.
 
-Coverage: every device on a host's PCI bus must have been measured, or the verdict is "unknown"; no option changes that.
-A GPU on the bus makes every check of gpu.* required, an HCA every check of rdma.*. Devices that are not on the bus may
-be absent. The probes of what every host has must have succeeded, and without the PCI bus nothing is known.
-docs/reference/exit-codes.md states the rule.
+Coverage: if a device on the host's PCI bus was not measured, the verdict is "unknown"; no option changes this. A GPU on
+the bus makes every gpu.* check required, an HCA every rdma.* check. Devices that are not on the bus may be absent. The
+probes that apply to every host must succeed, and without the PCI bus nothing is known. docs/reference/exit-codes.md
+states the rule.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from topology import check as topology_check
 from topology.build import build
 from topology.graph import NodeTopology, Pairs, rank
 
-if TYPE_CHECKING:  # pydantic, which checks without expectations do not load
+if TYPE_CHECKING:  # pydantic, which is not loaded without expectations
     from agent.checks.expect import Expectation
 
 EXPECT_CODES = ("expect.node.unmet",)
-ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes of what every host has
+ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes that apply to every host
 NOT_REQUIRED: dict[str, str] = read_table(__file__, "rules.toml")["not_required"]
 """Codes that may be unknown although their probe answered, with the reason, which is not a fault of the device."""
-_SOFT_RDMA = ("rxe", "siw")  # software over any Ethernet interface: on no bus
+_SOFT_RDMA = ("rxe", "siw")  # software RDMA over an Ethernet interface, on no bus
 
 
 def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Mark the checks that the devices on the host's PCI bus make required; a pass without a measurement is unknown."""
+    """Mark checks that devices on the PCI bus make required; change a pass without a measurement to unknown."""
     pci = snapshot.facts(PciFacts)
     why = {"gpu": no_gpu_read(snapshot), "rdma": no_hca_read(snapshot)}
     unread = {family: text for family, text in why.items() if text}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     required = {*(failed & set(ALWAYS_THERE)), *_families_on_bus(snapshot, pci)}
-    # Outside of a container no device plugin adds device files: one that is missing here is missing for every job.
+    # Outside a container no device plugin adds device files, so a file that is missing here is missing for every job.
     on_host = {"rdma.uverbs.missing"} if pci is not None and pci.container is None else set()
     excused = NOT_REQUIRED.keys() - on_host
     return tuple(_with_coverage(check, required, unread, failed, excused) for check in checks)
@@ -64,7 +64,7 @@ def _with_coverage(
     check: Finding, required: set[str], unread: dict[str, str], failed: set[str], not_required: set[str]
 ) -> Finding:
     family = check.code.split(".")[0]
-    proven = check.evidence or check.code.endswith(".probe.failed")  # such a check stays as it is
+    proven = check.evidence or check.code.endswith(".probe.failed")  # such a check is not changed
     if family in unread and check.status in ("pass", "unknown") and not proven:
         check = replace(check, status=Status.UNKNOWN, message=unread[family])
     excused = check.code in not_required and family not in unread and family not in failed
@@ -74,16 +74,16 @@ def _with_coverage(
 
 
 def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
-    """Families of checks that the devices on this host's bus make required."""
+    """Return the families of checks that devices on this host's bus make required."""
     gpus = snapshot.facts(GpuFacts)
-    if pci is None:  # the GPUs that NVML and sysfs show
+    if pci is None:  # use the GPUs that NVML and sysfs show
         return {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
     shown = {"gpu"} if pci_probe.gpus(pci) or pci_probe.foreign_accelerators(pci) else set()
     return shown | ({"rdma"} if pci_probe.hcas(pci) else set())
 
 
 def no_gpu_read(snapshot: Snapshot) -> str:
-    """Why nothing is known of the GPUs on the bus; empty if one was read, or if there is none."""
+    """Return why no GPU on the bus could be read; empty if one was read or there is none."""
     pci = snapshot.facts(PciFacts)
     on_bus = pci_probe.gpus(pci) if pci else ()
     foreign = pci_probe.foreign_accelerators(pci) if pci else ()
@@ -105,7 +105,7 @@ def no_gpu_read(snapshot: Snapshot) -> str:
 
 
 def no_hca_read(snapshot: Snapshot) -> str:
-    """Why nothing is known of the HCAs on the bus; empty if one was read, or if there is none."""
+    """Return why no HCA on the bus could be read; empty if one was read or there is none."""
     pci = snapshot.facts(PciFacts)
     on_bus = pci_probe.hcas(pci) if pci else ()
     if not on_bus:
@@ -133,7 +133,7 @@ def _outcome(snapshot: Snapshot, name: str) -> str:
 
 
 def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
-    """Whether the hardware and modules could do GPUDirect RDMA on every host."""
+    """Return whether hardware and kernel modules support GPUDirect RDMA on every host."""
     for snapshot in snapshots:
         rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
         active = rdma is not None and any(p.state == "ACTIVE" for d in rdma.devices for p in d.ports)
@@ -149,9 +149,9 @@ def checks_of_hosts(
     snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
     expected: Expectation | str | None = None,
 ) -> tuple[Finding, ...]:  # fmt: skip
-    """All checks of these hosts; `earlier` scans of the same hosts show which counters rise.
+    """Run all checks of these hosts; `earlier` scans of the same hosts show which counters rise.
 
-    `expected` is what each of them must have, or why that could not be read.
+    `expected` contains the expectations for each host, or the reason why they could not be read.
     """
     checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
@@ -168,12 +168,12 @@ def checks_of_hosts(
 
 
 def checks_of_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
-    """All checks of these hosts without secrets."""
+    """Run all checks of these hosts and remove secrets."""
     return without_secrets(checks_of_hosts(snapshots, [build(snapshot) for snapshot in snapshots]))
 
 
 def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Remove secrets from the checks: messages and evidence quote environments, files and the kernel's log."""
+    """Remove secrets from checks, because messages and evidence quote environments, files and the kernel log."""
     return tuple(
         check if check.status == "pass" else replace(
             check, message=redact(check.message), evidence=tuple(map(redact, check.evidence)),
@@ -184,10 +184,10 @@ def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
-    """Every code of every probe, judged on one host.
+    """Return a result for every code of every probe on one host.
 
-    A check passes only where its probe answered, could judge that code and raised nothing under it; a probe that is
-    absent or failed leaves its checks "unknown", which is never a pass.
+    A check passes only if its probe answered, could evaluate the code and raised no finding. If a probe is absent or
+    failed, its checks are "unknown", which is never a pass.
     """
     checks: list[Finding] = []
     for probe in ALL:
@@ -215,7 +215,7 @@ def _unknown(node: str, codes: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Finding, ...]:
-    """The findings on their node, and a pass for each of `codes` that was judged and raised nothing."""
+    """Return the findings with their node, and a pass for each of `codes` that was evaluated without a finding."""
     found = tuple(replace(finding, node=node) for finding in findings)
     raised = {finding.code for finding in found}
     passed = (Finding(code=code, status=Status.PASS, node=node) for code in codes if code not in raised)
@@ -223,7 +223,7 @@ def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) ->
 
 
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
-    """All checks that need only a scan: those of the probes, of the topology and of the NCCL environment."""
+    """Run all checks of a node that need only a scan: of the probes, the topology and the NCCL environment."""
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
     snapshot = with_topology(snapshot, node)
     of_probes = (
@@ -251,11 +251,11 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
 
 
 def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
-    """Add facts that a probe alone cannot know: roles of RDMA devices, the number of GPUs, the backend of collectives.
+    """Add facts that need the topology: roles of RDMA devices, the number of GPUs, the backend of collectives.
 
-    A role is set where the node's topology decides it. Without a GPU, gloo makes the collectives.
-    Specification: NCCL src/graph/search.cc, ncclTopoSelectNets: the nets of each GPU are tried by path type, nearest
-    first, so that where every GPU has a NIC near it, a NIC that is nearest to no GPU carries no collective.
+    A role is set if the node's topology determines it. Without a GPU, the backend is gloo. Specification: NCCL
+    src/graph/search.cc, ncclTopoSelectNets: the nets of each GPU are tried by path type, nearest first. If every GPU
+    has a NIC near it, a NIC that is nearest to no GPU therefore carries no collective.
     """
     pci = snapshot.facts(PciFacts)
     on_bus = bool(gpus_on_bus(pci) or amd_gpus(pci)) if pci else not isinstance(snapshot.outcomes.get("pci"), Absent)
@@ -270,9 +270,9 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
 
 
 def _role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...]) -> str | None:
-    """RAIL where the device is nearest to a GPU, OTHER where each GPU has a nearer one, None where nothing decides.
+    """Return RAIL if the device is nearest to a GPU, OTHER if each GPU has a nearer device, None if undetermined.
 
-    A device whose ports are down is judged by its place: the rail of its GPU does not move to another card.
+    A device whose ports are down is classified by its position, because another card does not become the GPU's rail.
     """
     known = Pairs(node.pairs)
     nearest = [near for near in node.nearest_nic if near.decidable and near.local]
@@ -281,22 +281,22 @@ def _role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...
     others = [each for each in devices if each.name in names]
     best = max(map(_rate, others), default=0.0)
     if tied:
-        # an onboard port of a server without PCIe switches is as near as the rails, but slower and of another model
+        # on servers without PCIe switches an onboard port is as near as the rails, but slower and of another model
         models = {each.model for each in others if _rate(each) == best}
         return OTHER if _rate(device) < best and device.model and models.isdisjoint((device.model, None)) else RAIL
     return OTHER if nearest and len(nearest) == len(node.nearest_nic) and _rate(device) <= best else None
 
 
 def _rate(device: RdmaDevice) -> float:
-    """Bytes/s of the ACTIVE ports together; of a device without one what its model can do, 0 where that is unknown."""
+    """Return bytes/s of all ACTIVE ports; without one, the rate of the model, or 0 if that is unknown."""
     rates = [port.rate_bytes_per_second or 0.0 for port in device.ports if port.state == "ACTIVE"]
     return sum(rates) if rates else fastest(device.model) or 0.0
 
 
 def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:
-    """A host's interface that is slower than another costs nothing where RDMA, or Google's plugin, carries the data.
+    """Lower a finding about a slow host interface if RDMA or Google's plugin carries the data.
 
-    On a pod's default network it stays what it is: whether the pod's RDMA works is not proven by a scan.
+    On a pod's default network the finding is not changed, because a scan does not prove that RDMA works in the pod.
     """
     rdma, host = snapshot.facts(RdmaFacts), snapshot.facts(HostinfoFacts)
     interfaces = snapshot.facts(InterfacesFacts)
@@ -314,14 +314,14 @@ def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:
 
 
 def _with_name(check: Finding, names: Mapping[str, str]) -> Finding:
-    """Name the GPU in a check of the PCI probe, which knows only its address."""
+    """Add the GPU's name to a check of the PCI probe, which knows only the address."""
     name, words = names.get(check.subject), check.message.removeprefix("The GPU ")
     return check if name is None or words == check.message else replace(check, message=f"{name} {words}")
 
 
 def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
-    """The checks with the counters that rose since earlier scans; without an earlier scan these are unknown."""
-    past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a recording replayed is one scan
+    """Add checks of counters that rose since earlier scans; without an earlier scan these checks are unknown."""
+    past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
     if not past:
         why = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(
@@ -337,7 +337,7 @@ def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapsh
 
 
 def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
-    """Check the NCCL variables that a job would get on this host against the machine."""
+    """Check the NCCL variables that a job would get on this host against the hardware."""
     host = snapshot.facts(HostinfoFacts)
     if host is None or host.nccl_environment is None:
         why = "the environment of this host was not read"

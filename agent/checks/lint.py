@@ -1,4 +1,4 @@
-"""Lints an environment wherever it is written, and says so in the gate's words."""
+"""Check an environment in any source format and report the result as gate findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def process_environment(pid: str) -> str:
-    """The environment of a running process, as /proc gives it."""
+    """Return the environment of a running process from /proc."""
     try:
         return Path(f"/proc/{int(pid)}/environ").read_bytes().decode("utf-8", errors="replace")
     except ValueError:
@@ -33,15 +33,15 @@ def process_environment(pid: str) -> str:
 
 
 class Linted(NamedTuple):
-    """What was read of a text, and what is to be said of it."""
+    """What was read from a text, and the findings in it."""
 
-    read: str  # in words: how many variables, in which form
+    read: str  # text: how many variables, in which format
     checks: tuple[Finding, ...]
-    unread: str = ""  # in words: the lines that were not understood; empty where all were
+    unread: str = ""  # text: lines that were not understood; empty if all were
 
     @property
     def exit_code(self) -> int:
-        """3 where a setting is wrong, 5 where nothing is and part of the text was not understood."""
+        """Return 3 if a setting is wrong, 5 if none is wrong but part of the text was not understood."""
         if any(check.status == "fail" for check in self.checks):
             return EXIT_FAILED
         return EXIT_UNKNOWN if self.unread else EXIT_PASS
@@ -50,10 +50,10 @@ class Linted(NamedTuple):
 def lint_text(
     text: str, kind: str, *, nccl_version: str | None, machine: ProbedMachine | None, name: str = ""
 ) -> Linted:
-    """Check every environment in `text`; `name` is its file's.
+    """Check every environment in `text`; `name` is the file name.
 
-    Raises InputError for a text that cannot be read, or in which no variable is found: an environment that was
-    not found was not judged.
+    Raises InputError if the text cannot be read or contains no variable: an environment that was not found was not
+    checked.
     """
     found_version = parse_version(nccl_version)
     try:
@@ -73,7 +73,7 @@ def lint_text(
 def _checks(
     reading: Reading, version_in_use: tuple[int, ...] | None, machine: ProbedMachine | None
 ) -> Iterator[Finding]:
-    """What is found in each environment, each thing once for every place in the text."""
+    """Return the findings of each environment; a finding in several places is returned once with all places."""
     seen: set[tuple[str, Finding]] = set()
     for named in reading.environments:
         judged = lint(
@@ -92,7 +92,7 @@ def _checks(
 
 
 def _unread_in_words(reading: Reading) -> str:
-    """The lines that were not understood, each reason once."""
+    """Describe the lines that were not understood, each reason once."""
     if not reading.unread:
         return ""
     lines = [each.line for each in reading.unread if each.line]
@@ -102,7 +102,7 @@ def _unread_in_words(reading: Reading) -> str:
 
 
 def _read_in_words(reading: Reading) -> str:
-    """How many variables were read, in which form and where."""
+    """Describe how many variables were read, in which format and where."""
     found = reading.names()
     unreached = [
         f"{each.name} ({f'line {each.line}: ' if each.line else ''}{each.why})" for each in reading.unreached[:5]

@@ -1,4 +1,4 @@
-"""Checks that rest on a measurement (the benchmark, its evidence, the run), and the codes of all checks."""
+"""Checks based on a measurement (the benchmark, its evidence, the run), and the codes of all checks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ BASELINE: Final = "as in the baseline"
 BARS: tuple[BarName, ...] = (SHOULD, IS)
 JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 JUDGED_BYTES_PER_RANK = 64 << 20
-MOST_JUDGED_BYTES = 8 << 30  # this size is judged for any number of ranks: a larger one does not fit next to a job
-BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links: 0.88 to 0.98 of the wire (stas00, aws-samples)
+MOST_JUDGED_BYTES = 8 << 30  # checked for any number of ranks: larger sizes do not fit next to a job
+BASELINE_LEAST = 0.8  # fraction of the baseline; healthy links: 0.88 to 0.98 of wire rate (stas00, aws-samples)
 _TEXTS = read_table(__file__, "findings.toml")
 
 
@@ -39,39 +39,39 @@ def make_finding(
     key: str, node: str, status: Status | None = None, *, subject: str = "", evidence: tuple[str, ...] = (),
     **values: object,
 ) -> Finding:  # fmt: skip
-    """The finding of that key of findings.toml on a node, its texts filled in."""
+    """Create the finding with this key of findings.toml for a node, and fill in its texts."""
     return replace(finding(_TEXTS, key, status, subject, evidence, **values), node=node)
 
 
 def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
-    """Whether a result of this size says something of the links: smaller ones measure latency."""
+    """Return whether a result of this size shows the link bandwidth; smaller sizes measure latency."""
     return op in JUDGED_OPS and (size_bytes >= JUDGED_BYTES_PER_RANK * ranks or size_bytes >= MOST_JUDGED_BYTES)
 
 
 def judged_bytes(ranks: int) -> int:
-    """S that `ranks` are judged by."""
+    """Return the message size S at which `ranks` are evaluated."""
     return min(JUDGED_BYTES_PER_RANK * ranks, MOST_JUDGED_BYTES)
 
 
 def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[Finding]:
-    """The judgements of all that was measured with enough bytes."""
+    """Return the checks of all results measured with enough bytes."""
     node = ", ".join(sorted(set(result.hosts)))
     judged = [m for m in result.measurements if m.verified and is_judged_result(m)]
     return [*_busbw(judged, result, snapshots, node), _nvls(judged, result, node), _mnnvl(judged, result, node)]
 
 
 def least_of(m: Measurement) -> float | None:
-    """The greatest of the low ends of its bars, in bytes per second: what it is judged by; None where none is known."""
+    """Return the largest lower end of its bars, in bytes/s, against which it is checked; None if none is known."""
     return max((bar.low for bar in m.bars if bar.low is not None), default=None)
 
 
 def is_judged_result(m: Measurement) -> bool:
-    """Whether it was measured with enough bytes, or against a baseline."""
+    """Return whether the result was measured with enough bytes, or has a baseline."""
     return any(bar.name == BASELINE for bar in m.bars) or (bool(m.bars) and is_judged(m.op, m.bytes, len(m.ranks)))
 
 
 def baseline_bar(then: float, *more: str) -> Bar:
-    """The bar that a baseline's value makes, in bytes per second."""
+    """Return the bar for a baseline value, in bytes/s."""
     why = (f"the baseline measured {units.rate(then)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
     return Bar(
         name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=(*why, *more)
@@ -98,7 +98,7 @@ def _why_not(result: BenchResult) -> str:
 
 
 def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
-    """One measurement against its bars: the first gives what it should be, "as it is" the links that are left."""
+    """Compare a measurement with its bars: the first is the expected value, "as it is" counts only active links."""
     value = m.busbw_bytes_per_second
     first = next((bar for bar in m.bars if bar.name != IS), None)
     now = next((bar for bar in m.bars if bar.name == IS), None)
@@ -121,20 +121,20 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
 
 
 def expected_words(m: Measurement) -> str:
-    """What a measurement is held against, for a table: its first bar that is known, with the interval."""
+    """Format the first known bar of a measurement with its interval, for a table."""
     bar = next((bar for bar in m.bars if bar.low is not None), None)
     return bar_words(bar) if bar else units.rate(m.expected_busbw_bytes_per_second)
 
 
 def bar_words(bar: Bar) -> str:
-    """ "332 GB/s (278 GB/s to 424 GB/s)", "unknown"."""
+    """Format a bar: "332 GB/s (278 GB/s to 424 GB/s)", "unknown"."""
     if bar.low is None:
         return "unknown"
     return f"{units.rate(bar.typical)} ({units.rate(bar.low)} to {units.rate(bar.high)})"
 
 
 def status_of(value: float, bar: Bar) -> Status:
-    """By cost: under the low end warns, under half of it fails."""
+    """Return the status by cost: a value below the low end warns, below half of it fails."""
     low = bar.low or 0.0
     return Status.PASS if value >= low else Status.WARN if value >= low * FAILS_BELOW else Status.FAIL
 
@@ -142,7 +142,7 @@ def status_of(value: float, bar: Bar) -> Status:
 def _cause(
     m: Measurement, first: Bar | None, now: Bar | None, value: float, snapshots: Sequence[Snapshot]
 ) -> tuple[str, dict[str, object]]:
-    """The cause, as far as the two bars show it: the case of the finding, and what its text needs."""
+    """Return the cause as far as the two bars show it: the case of the finding, and the values for its text."""
     hosts = len(set(m.hosts))
     if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
         return " ring", {}
@@ -164,7 +164,7 @@ def _difference(first: Bar | None, now: Bar) -> str:
 
 
 def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
-    """All-reduce that stays within the ring's value although the switch could reduce."""
+    """Check for all-reduce bandwidth no higher than that of a ring although the NVLink switch supports reduction."""
     found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
     fabric = result.evidence.fabric if result.evidence else ()
     lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
@@ -185,7 +185,7 @@ def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Find
 
 
 def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
-    """Hosts of one NVLink domain whose ranks do not reach each other over it."""
+    """Check for hosts of one NVLink domain whose ranks do not reach each other over NVLink."""
     hosts, domains = len(set(result.hosts)), result.nvlink_domains
     if hosts < 2 or len(domains) != 1 or not domains[0]:
         why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
@@ -228,7 +228,7 @@ SEARCH_CODES = (
 )  # fmt: skip
 CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
 PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
-HOST_CODES: tuple[str, ...] = (  # what a preflight of a host judges, as far as it comes
+HOST_CODES: tuple[str, ...] = (  # checks that a preflight of a host can perform
     *PROBE_CODES, *SCAN_CODES, *TOPOLOGY_CODES, *ENVIRONMENT_CODES, *EXPECT_CODES, *BENCH_CODES, *RUN_CODES,
 )  # fmt: skip
 ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *SEARCH_CODES, *CLUSTER_CODES)
@@ -236,12 +236,12 @@ ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *SEARCH_CODES, *CL
 
 
 def unmeasured(codes: Sequence[str], why: str) -> tuple[Finding, ...]:
-    """Checks that this run did not measure: unknown, never a pass."""
+    """Return these checks as not measured by this run: unknown, never a pass."""
     return tuple(Finding(code=code, status=Status.UNKNOWN, node="", message=why) for code in codes)
 
 
 def with_bench(view: View, bench: BenchResult | None, at_seconds: float | None = None) -> View:
-    """The view with the checks of a benchmark of its hosts, which ended at `at_seconds` (Unix time)."""
+    """Add to the view the checks of a benchmark of its hosts, which ended at `at_seconds` (Unix time)."""
     if bench is None:
         return view
     checks = (*view.checks, *without_secrets(checks_of_bench(bench, view.snapshots)))
@@ -249,7 +249,7 @@ def with_bench(view: View, bench: BenchResult | None, at_seconds: float | None =
 
 
 def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
-    """What a benchmark established."""
+    """Return the checks of a benchmark."""
     node = ", ".join(sorted(set(result.hosts)))
     return (
         _unverified(result, node),
@@ -273,7 +273,7 @@ def _unverified(result: BenchResult, node: str) -> Finding:
 def _incomplete(result: BenchResult, node: str) -> Finding:
     if result.complete:
         return make_finding("bench.run.incomplete pass", node)
-    if result.stopped_by:  # what became of the ranks then says nothing of the machine
+    if result.stopped_by:  # the end of the ranks then shows nothing about the machine
         done = units.count(len(result.measurements), "size")
         key = "bench.run.incomplete stopped"
         return make_finding(key, node, evidence=result.problems, signal=result.stopped_by, done=done)
@@ -282,7 +282,7 @@ def _incomplete(result: BenchResult, node: str) -> Finding:
 
 
 def must_be_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The checks of a benchmark that this very answer was to rest on: one that was stopped is no pass then."""
+    """Change an incomplete benchmark from unknown to a failure, for a request that depends on its result."""
     return tuple(
         replace(check, status=Status.FAIL)
         if check.code == "bench.run.incomplete" and check.status == "unknown"
@@ -333,7 +333,7 @@ def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
 
 
 def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
-    """What the run established; `why` says why there is no record."""
+    """Return the checks of a run; `why` says why there is no record."""
     if record is None:
         return (make_finding("run.failed none", node, why=why), *unmeasured(RUN_CODES[1:], why))
     ended = "run.failed pass" if record.status == "complete" else "run.failed"

@@ -1,6 +1,6 @@
-"""The gate, findings in, a verdict and an exit code out; and the view, which is all that is known at one moment.
+"""The gate, which turns findings into a verdict and exit code, and the view, which holds all facts known at one time.
 
-The exit codes are a table in docs/reference/exit-codes.md. A view is computed once per scan and read by every request.
+The exit codes are a table in docs/reference/exit-codes.md. A view is computed once per scan and used by every request.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ FailOn = Literal["fail", "warn", "unknown"]
 
 
 class GateError(ValueError):
-    """A `--require`, `--skip` or expectation that cannot be used; the message says why."""
+    """A `--require`, `--skip` or expectation is invalid; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The sum of all checks."""
+    """The result of all checks together."""
 
     word: Literal["pass", "warn", "fail", "unknown"]
     exit_code: int
-    counts: dict[str, int]  # of results: a check on ten devices is ten
+    counts: dict[str, int]  # results by status: a check on ten devices counts ten times
     why: str
-    listed: dict[str, int] = field(default_factory=dict)  # failures and warnings as lists group them; other checks
+    listed: dict[str, int] = field(default_factory=dict)  # failures and warnings as grouped in lists; other checks
 
 
 def select(
     checks: Iterable[Finding], *, require: Sequence[str] = (), skip: Sequence[str] = (), known: Iterable[str] = ()
 ) -> tuple[Finding, ...]:
-    """Drop the skipped checks and mark the required ones; patterns are shell-style: "rdma.*".
+    """Remove skipped checks and mark required ones; patterns are shell-style: "rdma.*".
 
-    A pattern that matches none of `known` and none of the checks raises GateError: a typing error in a gate must
-    not read as a pass. A required check that was never judged at all is added as unknown.
+    Raises GateError if a pattern matches none of `known` and no check, because a typing error must not look like a
+    pass. A required check without any result is added as unknown.
     """
     checks = tuple(checks)
     names = {check.code for check in checks} | set(known)
@@ -84,10 +84,10 @@ def select(
 
 
 def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str = "") -> Verdict:
-    """The verdict and the exit code; a failure outweighs an unknown, an unknown outweighs a warning.
+    """Return the verdict and the exit code; a failure outweighs an unknown, an unknown outweighs a warning.
 
-    `stopped` is the signal that ended the run before it had judged all: it is no pass then, and after Ctrl-C the code
-    is the shell's for it, whatever was found until then.
+    `stopped` is the signal that ended the run before all checks were done. The verdict is then not a pass, and after
+    Ctrl-C the exit code is the shell's code for it, whatever was found before.
     """
     interrupted = EXIT_INTERRUPTED if stopped == "SIGINT" else None
     checks = tuple(checks)
@@ -127,7 +127,7 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
 
 
 def unjudged(checks: Iterable[Finding]) -> str:
-    """Return a warning where hosts were checked without their GPUs, whose pass says nothing of a GPU node; else ""."""
+    """Return a warning if hosts were checked without their GPUs, because a pass then does not cover them; else ""."""
     known: dict[str, bool] = {}
     for check in checks:
         if check.code.startswith("gpu.") and not check.code.endswith(".probe.failed") and check.node:
@@ -139,7 +139,7 @@ def unjudged(checks: Iterable[Finding]) -> str:
 
 
 def _unmeasured(checks: Sequence[Finding]) -> str:
-    """The codes by name; many of one family for one reason as "gpu.* (why)"."""
+    """Return the codes that were not measured; many codes of one family with one reason are written "gpu.* (why)"."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for check in checks:
         reasons.setdefault((check.code.split(".")[0], check.message.rstrip(".")), {})[check.code] = None
@@ -150,7 +150,7 @@ def _unmeasured(checks: Sequence[Finding]) -> str:
 
 
 def _listed(checks: Sequence[Finding], results: Mapping[Status, Sequence[Finding]]) -> dict[str, int]:
-    """Failures and warnings as every list groups them, and the other checks by their worst result."""
+    """Count failures and warnings as every list groups them, and the other checks by their worst result."""
     bad = Counter(group.status for group in grouped(checks))
     seen: set[str] = set()
     counts: dict[str, int] = {}
@@ -166,7 +166,7 @@ def _listed(checks: Sequence[Finding], results: Mapping[Status, Sequence[Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Snapshots, what follows from them, and the last results of benchmark and runs."""
+    """Snapshots, the results derived from them, and the latest benchmark and runs."""
 
     snapshots: tuple[Snapshot, ...]
     topologies: tuple[NodeTopology, ...]
@@ -174,12 +174,12 @@ class View:
     checks: tuple[Finding, ...]
     verdict: Verdict
     made_at_seconds: float
-    made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; a clock that jumps does not age a view
+    made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; not affected by changes of the clock
     bench: BenchResult | None = None
     bench_at_seconds: float | None = None
-    search: SearchResult | None = None  # the last search for bad nodes that this host planned
+    search: SearchResult | None = None  # the latest search for bad nodes that this host planned
     runs: tuple[RunRecord, ...] = ()  # newest first
-    events: tuple[Event, ...] = ()  # the newest, oldest first; of the resident agent's own host
+    events: tuple[Event, ...] = ()  # the newest events, oldest first; only for the resident agent's own host
     since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
 
 
@@ -191,9 +191,9 @@ def build_view(
     expected: Expectation | str | None = None,
     search: SearchResult | None = None,
 ) -> View:
-    """Derive topology, checks and verdict from snapshots; `earlier` ones of the same hosts show what rises.
+    """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.
 
-    `expected` is what each of them must have, or why that could not be read.
+    `expected` contains the expectations for each host, or the reason why they could not be read.
     """
     cluster = join([build(snapshot) for snapshot in snapshots])
     checks = checks_of_hosts(snapshots, cluster.nodes, earlier=earlier, expected=expected)
@@ -210,14 +210,14 @@ def build_view(
 
 
 def only(view: View, hostname: str) -> View:
-    """The same view of one node; measurements and runs are of the whole run and stay."""
+    """Return the view of one node; measurements and runs are of the whole run and remain."""
     others = {snapshot.hostname for snapshot in view.snapshots} - {hostname}
     checks = tuple(check for check in view.checks if hostname in _nodes(check) or not others & _nodes(check))
     return _part(view, {hostname}, checks)
 
 
 def named(view: View, name: str) -> View:
-    """The same view of what is called so: a node, or the checks of a device or of a code. UnknownNameError."""
+    """Return the view of the node, device or code with this name. Raises UnknownNameError."""
     hosts = {snapshot.hostname for snapshot in view.snapshots}
     if name in hosts:
         return only(view, name)
@@ -229,7 +229,7 @@ def named(view: View, name: str) -> View:
 
 
 def _part(view: View, hosts: Set[str], checks: tuple[Finding, ...]) -> View:
-    """The view of these hosts, with these checks of them."""
+    """Return the view of these hosts with these checks."""
     pairs = [pair for pair in zip(view.snapshots, view.topologies, strict=True) if pair[0].hostname in hosts]
     topologies = tuple(node for _, node in pairs)
     return replace(
@@ -239,16 +239,16 @@ def _part(view: View, hosts: Set[str], checks: tuple[Finding, ...]) -> View:
 
 
 class UnknownNameError(ValueError):
-    """A name that nothing in a view has."""
+    """No object in a view has this name."""
 
 
 def _nodes(check: Finding) -> set[str]:
-    """The nodes of a check: several where it is of a run over several, whose names need not be those of a scan."""
+    """Return the nodes of a check; a run's check can have several, with names that may differ from a scan."""
     return set(check.node.split(", "))
 
 
 def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snapshot:
-    """The same host as a job with these variables meets it: what the job sets is not to be held against the host."""
+    """Apply a job's environment variables to the host, so that no check blames the host for settings of the job."""
     snapshot = snapshot.with_facts(HostinfoFacts, lambda facts: replace(
         facts, nccl_environment={**(facts.nccl_environment or {}), **environment}))  # fmt: skip
     return snapshot.with_facts(InterfacesFacts, lambda facts: replace(
@@ -257,7 +257,7 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
 
 
 def for_next_job(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
-    """The checks as they count for a job that is to start now: memory that a running job fills is not its own."""
+    """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
     facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
     full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
     return tuple(

@@ -1,7 +1,7 @@
-"""`topoflight` and `python -m agent.cli`: light enough to wait in.
+"""Entry point of `topoflight` and `python -m agent.cli`, small enough that many processes can wait in it.
 
-In the agent's container every `kubectl exec ... topoflight VERB` is a process that holds 60 MiB beside the agent's 83
-of 256 (tests/images): there one verb runs at a time, and those that wait have imported nothing of it (3 MiB each).
+In the agent's container each `kubectl exec ... topoflight VERB` is a process of 60 MiB, next to the agent's 83 of 256
+(tests/images). Only one verb runs there at a time; the waiting ones have imported nothing yet (3 MiB each).
 """
 
 import fcntl
@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-TURN_SECONDS = 600.0  # a dozen scans of a host whose drivers hang, 40 s each
+TURN_SECONDS = 600.0  # a dozen scans of a host with hanging drivers take 40 s each
 
 
 def main() -> None:
@@ -20,17 +20,17 @@ def main() -> None:
         from agent.cli.main import main as run
 
         run()
-    except KeyboardInterrupt:  # while modules are imported, or while the verb ends
+    except KeyboardInterrupt:  # during imports or at the end of the verb
         sys.exit(130)
 
 
 def _wait_for_turn() -> None:
-    """Hold the container's lock until this process ends; the kernel lets it go. Exits with 1 where it is never free."""
+    """Hold the container's lock until this process ends, when the kernel releases it. Exit with 1 after the timeout."""
     place = os.path.join(os.environ.get("TOPOFLIGHT_STATE") or "/tmp", "verb.lock")  # noqa: PTH118, S108 - pathlib: 2 MiB
     try:
         lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
-        return  # nowhere to wait: better a verb that runs than none
+        return  # no lock file can be created: run the verb without the lock
     end = time.monotonic() + TURN_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The verbs bench, search and calibrate, which measure with real ranks."""
+"""The verbs bench, search and calibrate, which measure with real ranks and generate load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @command("bench")
 def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any) -> None:
-    """Measure, compare with a baseline, print, and end with the exit code."""
+    """Run the benchmark, compare it with a baseline, print the result, and exit with its code."""
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
     from agent.base.result_store import save_benchmark_result
@@ -38,7 +38,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     progress = Progress()
     try:
-        before = read_baseline(baseline, ("busbw",)).busbw  # first: a wrong file costs no run
+        before = read_baseline(baseline, ("busbw",)).busbw  # before the run, to reject a wrong file early
         spec = spec_of(options)
         progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
         result = run(spec, watch(progress.note), stop)
@@ -52,7 +52,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
 
 
 def _report_low(checks: Iterable[Finding]) -> bool:
-    """Say what is below its bar, on stderr; whether none of it fails."""
+    """Print results below their expected value to stderr; return whether none of them is a failure."""
     low = [check for check in checks if check.status in ("warn", "fail")]
     for check in low:
         print_text(f"{check.status}: {check.code} {check.subject}: {check.message}", err=True)
@@ -61,7 +61,7 @@ def _report_low(checks: Iterable[Finding]) -> bool:
 
 
 def stop_on_signals() -> tuple[threading.Event, list[int]]:
-    """Catch SIGTERM and SIGINT: they set the event, and the list holds the signals that arrived."""
+    """Catch SIGTERM and SIGINT. Each sets the returned event and adds its number to the returned list."""
     stop, got = threading.Event(), list[int]()
 
     def end(number: int, _frame: object) -> None:
@@ -74,7 +74,7 @@ def stop_on_signals() -> tuple[threading.Event, list[int]]:
 
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
-    """Write to the other host, or be written to; gives the exit code."""
+    """Measure RDMA writes to the other host, or serve as their target; return the exit code."""
     from agent.checks.baseline import read as read_baseline
     from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
@@ -85,7 +85,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     seconds = options["startup"] or perftest.WAIT_SECONDS
     progress = Progress()
     try:
-        before = read_baseline(baseline, ("writes",)).writes  # first: a wrong file costs no run
+        before = read_baseline(baseline, ("writes",)).writes  # before the run, to reject a wrong file early
         perftest.require_program()
         (found,) = snapshots((), ALL, stop=stop)
         ports = ports_of(found, options["devices"])
@@ -118,7 +118,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
 
 
 def _causes(found: Snapshot) -> list[Finding]:
-    """What this host's own scan knows that keeps RDMA from running."""
+    """Return findings of this host's scan that prevent RDMA."""
     from agent.checks.host_checks import checks_of_snapshot
 
     return [
@@ -135,7 +135,7 @@ def _bench_exit(result: BenchResult, well: bool) -> int:
 
 @command("search")
 def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **options: Any) -> None:
-    """Take part in the search, and on node 0 print the result."""
+    """Take part in the search; node 0 also prints the result."""
     from agent.base import result_store
     from agent.jobs import search as job
     from agent.terminal.findings import findings

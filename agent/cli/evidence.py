@@ -29,7 +29,7 @@ def evidence(
     form: str,
     verbose: bool,
 ) -> None:
-    """Read the logs, print what they prove, and end with the exit code."""
+    """Read the logs, print what they prove, and exit with the verdict's code."""
     from collectives.nccl_log import evidence as reader
 
     try:
@@ -44,7 +44,7 @@ _NVLINK_WORDS, _OUTCOMES = read_table(__file__, "evidence.toml").values()
 
 
 def _opening(out: Console, found: Evidence) -> None:
-    """What the log says of the transport, worst first, and what to do about it."""
+    """Print what the log says about the transport, worst first, and the remedy."""
     from agent.base.lines import headline
 
     if found.problems:
@@ -62,7 +62,7 @@ def _opening(out: Console, found: Evidence) -> None:
 
 
 def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
-    """The verdict on a log and what to do, the problems with their lines; `verbose` with the lines that prove it."""
+    """Print the verdict on a log, the remedy, and the problems with their lines; `verbose` adds the proving lines."""
     from rich.markup import escape
 
     from agent.base.lines import block, indented
@@ -90,7 +90,7 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     if found.transports:
         each = ", ".join(f"{number} via {name}" for name, number in sorted(found.transports.items()))
         rows.append(("channels", each))
-    hosts: dict[str, list[str]] = {}  # by what is said of them
+    hosts: dict[str, list[str]] = {}  # grouped by what the log says about them
     for host, networks in found.by_host.items():
         for network, way in networks.items():
             rdma = "" if network == "Socket" else f", {way.gdrdma} with GPUDirect RDMA"

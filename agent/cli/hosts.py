@@ -1,4 +1,4 @@
-"""The verbs scan, demo, capture, bundle and diff: hosts as their probes see them, recorded in files, and compared."""
+"""The verbs scan, demo, capture, bundle and diff, which read hosts, record them in files, and compare them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def demo(verbose: bool) -> None:
 
 @command("capture")
 def capture(root: str, target: Path | None) -> None:
-    """Scan this host and write its recording."""
+    """Scan this host and write the recording."""
     from probes.registry import ALL
     from probes.scanner import Scanner, dumps
 
@@ -70,7 +70,7 @@ def capture(root: str, target: Path | None) -> None:
 def bundle(
     root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
 ) -> None:
-    """Collect the files of the hosts and write them as one."""
+    """Collect the files of the hosts and write them into one archive."""
     from agent.jobs import bundle as making
 
     if cluster:
@@ -99,7 +99,7 @@ def bundle(
 @command("diff")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
 def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
-    """Read the recordings and print what differs."""
+    """Read the recordings and print the differences."""
     from probes.registry import ALL
     from topology import diff as differ
 
@@ -121,7 +121,7 @@ def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
 
 
 def _only(path: Path) -> Snapshot:
-    """The host of a recording, by its own name. Raises UsageError where there are several."""
+    """Return the host of a recording, by its own name. Raises UsageError if the file contains several hosts."""
     from probes.registry import ALL
 
     found = snapshots((path,), ALL)

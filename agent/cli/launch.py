@@ -1,4 +1,4 @@
-"""The verbs launch, run and wrap: the fine-tune on this host or on a cluster, and a user's own command or job."""
+"""The verbs launch, run and wrap: start the fine-tune on this host or a cluster, or a user's own command or job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launch(
     folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
     arguments: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
-    """Choose the layout, then launch here, on Slurm or on a cluster."""
+    """Choose the layout, then launch on this host, on Slurm or on a Kubernetes cluster."""
     from agent.advice import job_settings
     from agent.advice.advise import with_fsdp
     from agent.terminal.advice import rejected, summary
@@ -43,7 +43,7 @@ def launch(
     from planner.recommend import ROWS
     from probes.registry import ALL
 
-    storage_rate(options["storage_rate"])  # refused before anything starts
+    storage_rate(options["storage_rate"])  # reject an invalid value before anything starts
     if options["api"] == "slurm" and form == "json":
         raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
     if script is not None:
@@ -68,10 +68,10 @@ def launch(
     if why:
         print_text(why, err=True)
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
-    if shown != "brief" and not options["over"] and advice.total_seconds is not None:  # the run's length is known
+    if shown != "brief" and not options["over"] and advice.total_seconds is not None:  # its duration is known
         for word, line in summary(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
-    if folder is None:  # where the job writes, by its settings
+    if folder is None:  # the output folder of the job's settings
         settings = job_settings.explicit_settings(options["config"], options["overrides"], options["trainer"])
         folder = Path(settings.get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
@@ -85,7 +85,7 @@ def launch(
 
 
 def _in_brief(advice: Recommendation) -> None:
-    """Print the result of a dry run in brief, for a terminal; a file or a pipe gets the document."""
+    """Print the result of a dry run in brief on a terminal; a file or pipe gets the full document."""
     from agent.terminal.advice import in_brief
 
     print_text("✓ Dry run succeeded. → Remove --dry-run to start the job. In full: -o yaml")
@@ -93,7 +93,7 @@ def _in_brief(advice: Recommendation) -> None:
 
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
-    """Print the job in `form` ("brief": what it is), or create it where that is None."""
+    """Print the job in `form` ("brief": a summary), or create it if `form` is None."""
     from agent.advice.job_settings import grace_notice
     from agent.jobs import cluster_job
     from planner.kubernetes.job import SAVE_SECONDS, storage_rate
@@ -102,7 +102,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     cluster_job.refuse_what_cannot_train(advice, options)
     advice, left_out = cluster_job.for_pods(advice, options, found)
     advice = cluster_job.on_rails(advice, options, found)
-    # A launch queries the cluster, and so does a dry run if a cluster is named.
+    # A launch queries the cluster. A dry run does so if the user named a cluster.
     asks = bool(form is None or options["context"] or os.environ.get("KUBECONFIG"))
     options = {**options, **cluster_job.with_dra(advice, options, asks=asks)}
     advice = cluster_job.with_compute_domain(advice, options, asks=asks)
@@ -137,7 +137,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
 def _launch_on_slurm(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, form: str | None, options: dict[str, Any]
 ) -> None:
-    """Print the batch script, or in brief what it starts; submit it where `form` is None."""
+    """Print the batch script, or with "brief" a summary; submit it if `form` is None."""
     from agent.jobs import slurm
 
     folder = folder.absolute()
@@ -162,7 +162,7 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
     from agent.cluster.client import connect
     from agent.jobs import submission
 
-    warned: dict[str, None] = {}  # by the dry run and again when it is made
+    warned: dict[str, None] = {}  # from the dry run and again from the creation
     client = connect(options["context"], on_warning=lambda text: warned.setdefault(text))
     try:
         for line in submission.create(client, documents):
@@ -175,7 +175,7 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
 
 
 def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any]) -> None:
-    """Say how the job's pods come; exit with 3 where they are refused, 5 where none came and nothing says why."""
+    """Report the state of the job's pods; exit with 3 if they are refused, 5 if none appeared for an unknown reason."""
     from agent.jobs import submission
 
     with waiting("launch: waiting for the first pods"):
@@ -210,7 +210,7 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
 def _pass_gate(
     found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], ranks: int, progress: Progress
 ) -> None:
-    """Judge this host before the job starts, and with --measure benchmark it as `preflight --measure --quick` does.
+    """Check this host before the job starts; with --measure benchmark it like `preflight --measure --quick`.
 
     Exits if a check fails.
     """
@@ -231,7 +231,7 @@ def _pass_gate(
 def _gate(
     here: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
 ) -> None:  # fmt: skip
-    """Judge this host with the settings of the job. A required check that is unknown stops the job."""
+    """Check this host with the job's settings. A required check that is unknown stops the job."""
     from agent.checks.measured import ALL_CODES, must_be_measured, with_bench
     from agent.checks.verdict import build_view, judge, select, with_environment
 
@@ -255,7 +255,7 @@ def _launch_script(
     script: Path, arguments: Sequence[str], folder: Path, timeout: float, form: str | None, dry_run: bool,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """The user's own trainer on this host: the gate, torchrun with the recommended environment, and the record."""
+    """Run the user's trainer on this host: the gate, torchrun with the recommended environment, and the run record."""
     from agent.base.result_store import store_run
     from agent.jobs import script as trainer
     from agent.terminal import measured
@@ -333,7 +333,7 @@ def _launch_here(
 @command("run", context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND...", nargs=-1, required=True)
 def run(command: tuple[str, ...], folder: Path) -> None:
-    """Become the command, in an environment that starts the monitor."""
+    """Replace this process by the command, in an environment that starts the rank monitor."""
     from agent.jobs.script import monitored
 
     try:
@@ -345,7 +345,7 @@ def run(command: tuple[str, ...], folder: Path) -> None:
 @command("wrap")
 @click.argument("source", metavar="FILE|-")
 def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> None:
-    """Read the file, print what would change, and write it if requested."""
+    """Read the file, print the changes, and write them if requested."""
     from agent.jobs.script import wrapped
     from agent.jobs.slurm import wrapped_script
     from probes.registry import ALL
@@ -370,7 +370,7 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
 
 
 def _difference(before: str, after: str, source: str, target: str) -> str:
-    """As unified diff, which patch(1) and `git apply -p0` take; empty for the same text."""
+    """Return a unified diff for patch(1) and `git apply -p0`; empty if the texts are equal."""
     old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
     import difflib
 

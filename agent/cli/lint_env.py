@@ -17,7 +17,7 @@ _LIMIT_BYTES = 16 << 20
 @command("lint-env")
 @click.argument("source", default="-", metavar="FILE|-|PID")
 def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
-    """Read the environment, print the findings, and end with the exit code."""
+    """Read the environment, print the findings, and exit with the verdict's code."""
     from agent.checks.lint import lint_text, process_environment
 
     if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):

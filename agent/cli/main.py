@@ -1,7 +1,7 @@
-"""The command line, `topoflight VERB`, and the verb explain. Results go to stdout, everything else to stderr.
+"""The command line `topoflight VERB`, and the verb explain. Results go to stdout, everything else to stderr.
 
-Each verb is imported only when it is asked for, so that `--help` answers at once and no verb pays for another's
-libraries. Exit codes: docs/reference/exit-codes.md.
+Each verb is imported only when it runs. Therefore `--help` is fast, and no verb loads the libraries of another. Exit
+codes: docs/reference/exit-codes.md.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import click
 
 from agent.base import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE, streams, version
 
-# What a disk, a file or a folder of the user refuses is no fault of the program: one line, and no traceback.
+# An error of a user's disk, file or folder is not a program error: print one line without a traceback.
 FILE_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EISDIR,
     errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
 )  # fmt: skip
 
 VERBS: dict[str, tuple[str, str]] = {
-    # The module that has the function of the verb, and a line of help: it is here so that --help imports nothing.
+    # The module with the function of each verb, and its help line. The line is here so that --help imports no verb.
     "scan": ("agent.cli.hosts", "Inspect this host and print its devices and findings. Reads only."),
     "demo": ("agent.cli.hosts", "Show the findings of a faulty 8-GPU node that is built in."),
     "capture": ("agent.cli.hosts", "Record this host in a file that every command can read."),
@@ -51,7 +51,7 @@ class LazyGroup(click.Group):
     """A group that imports a verb when it is run, not when it is listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """The verbs, in the order of a run."""
+        """Return the verbs, in the order of a typical run."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
@@ -65,7 +65,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The verb and its words; one that is not known is answered with those that are close."""
+        """Return the verb and its arguments; for an unknown verb, suggest similar names."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             import difflib
 
@@ -120,7 +120,7 @@ def explain(code: str | None, listed: bool) -> None:
 
 
 def _show_entry(text: str) -> None:
-    """Print an entry of the pages of findings or alerts: its points under each other, commands marked."""
+    """Print an entry of the findings or alerts page: one point below the other, commands highlighted."""
     from rich.markup import escape
 
     from agent.base.lines import console, indented
@@ -141,20 +141,20 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = _run(words)
         streams.flush()
-    except BrokenPipeError:  # of standard error, or of a writer that could not go on
+    except BrokenPipeError:  # of stderr, or of a writer that could not continue
         streams.discard_output()
         code = EXIT_CLOSED_PIPE
     except OSError as error:
         if error.errno not in FILE_ERRORS:
             raise
-        streams.discard_output()  # what is held back cannot be written either
+        streams.discard_output()  # the buffered output cannot be written either
         click.echo(f"Error: {error.filename or 'standard output or a temporary folder'}: {error.strerror}", err=True)
         code = EXIT_USAGE if str(error.filename) in words else EXIT_TOOL_ERROR
     sys.exit(code)
 
 
 def _run(words: list[str]) -> int:
-    """Run the verb; gives its exit code."""
+    """Run the verb and return its exit code."""
     try:
         cli.main(args=words, prog_name="topoflight", standalone_mode=False)
     except click.exceptions.Exit as done:
@@ -162,10 +162,10 @@ def _run(words: list[str]) -> int:
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    except click.ClickException as error:  # of usage and input 2, else 1
+    except click.ClickException as error:  # usage and input errors have code 2, others 1
         error.show()
         return error.exit_code
-    except SystemExit as done:  # a verdict is a number; a text is an error, as Python does it
+    except SystemExit as done:  # a verdict is a number; a text is an error message, as in Python
         if isinstance(done.code, str):
             click.echo(done.code, err=True)
         return done.code if isinstance(done.code, int) else int(done.code is not None)

@@ -1,4 +1,4 @@
-"""The verb compare-networks: one fine-tune over each network, side by side."""
+"""The verb compare-networks: run one fine-tune over each network and compare the runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 
 @command("compare-networks")
 def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
-    """Run over each network, write the report, and end with the exit code."""
+    """Run the job over each network, write the report, and exit with the verdict's code."""
     from agent.jobs.namespaces import NamespaceError
     from agent.jobs.networks import picture
     from collectives.bench.processes import BusyError
@@ -50,7 +50,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
 
 
 def _here(options: dict[str, Any]) -> NetworkBars:
-    """Over namespaces of this host."""
+    """Run over network namespaces of this host."""
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, job_request
     from agent.advice.request import Request
     from agent.base.result_store import store_run
@@ -99,7 +99,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
 
 
 def _there(options: dict[str, Any]) -> NetworkBars:
-    """A job a network, one after another; with --dry-run they are printed, and the verb ends."""
+    """Run one cluster job per network, one after another; with --dry-run print the jobs and exit."""
     from agent.advice.advise import answer, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
@@ -159,7 +159,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
 
 
 def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
-    """The verdict and the bars on the terminal; what proves them where it is `verbose`."""
+    """Print the verdict and the bars; if `verbose`, also the evidence."""
     from rich.markup import escape
 
     from agent.base import units
@@ -187,7 +187,7 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
 
 
 def _verdict(found: NetworkBars, *, verbose: bool) -> str:
-    """Which network is the fastest, and what to do."""
+    """Return the verdict: the fastest network, and the recommended action."""
     ran = sorted((bar for bar in found.bars if bar.step_seconds), key=lambda bar: bar.step_seconds or 0.0)
     wrong = [f"{bar.network} {bar.status}" for bar in found.bars if bar.status not in ("measured", "not available")]
     if wrong:

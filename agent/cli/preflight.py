@@ -31,7 +31,7 @@ def preflight(
     forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Run the checks, write the results in each form, and end with the verdict."""
+    """Run the checks, write the results in each form, and exit with the verdict's code."""
     targets = [_target(form) for form in forms] or [("table", None)]
     from agent.advice.request import Request
     from agent.jobs.preflight import run, write_folder
@@ -63,7 +63,7 @@ def preflight(
 
 
 def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
-    """Which of the earlier runs are in no comparison of networks, each with the reason."""
+    """Return the earlier runs that are in no comparison of networks, each with the reason."""
     if not runs:
         return ()
     from agent.base import result_store
@@ -73,7 +73,7 @@ def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
-    """The gate over other nodes; reads what they publish, and makes no load."""
+    """Run the gate for other nodes from their published records, without generating load."""
     from agent.cluster.client import connect
     from agent.cluster.gate import checks_of, fleet, named, records_of
     from agent.jobs.preflight import expectation_of, report_of
@@ -122,7 +122,7 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
 
 
 def github(report: Report) -> str:
-    """Workflow commands of GitHub Actions: an annotation per failed or warned check."""
+    """Return workflow commands for GitHub Actions: one annotation per failed or warned check."""
     from agent.checks.groups import grouped
     from agent.checks.verdict import unjudged
 
@@ -132,7 +132,7 @@ def github(report: Report) -> str:
     named = len({check.node for check in report.checks if check.node}) > 1
     for group in grouped(report.checks):
         unmeasured = group.status == "unknown" and group.required
-        for check in group.checks[:1] if unmeasured else group.checks:  # one annotation for one reason
+        for check in group.checks[:1] if unmeasured else group.checks:  # one annotation per reason
             level = "error" if unmeasured else levels.get(check.status)
             if level:
                 words = (group.title if unmeasured else check.code, check.subject, f"on {check.node}" * named)
@@ -143,13 +143,13 @@ def github(report: Report) -> str:
 
 
 def _escape(text: str, *, attribute: bool = False) -> str:
-    """As the runner wants it: a line break would end the command."""
+    """Escape text for the runner, where a line break would end the command."""
     text = printable(text.replace("\r\n", "\n")).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if attribute else text
 
 
 def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool = False) -> None:
-    """The verdict and what to do, then what it rests on; `verbose` with hosts, links and proofs."""
+    """Print the verdict and the remedy, then the facts behind them; `verbose` adds hosts, links and evidence."""
     from rich.markup import escape
 
     from agent.terminal import hosts, measured
@@ -186,7 +186,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
 
 
 def _kind(node: NodeRecord) -> str:
-    """What a node has, by its record: "8 x NVIDIA H100; RDMA 8/8 active"."""
+    """Describe a node from its record: "8 x NVIDIA H100; RDMA 8/8 active"."""
     gpus = (
         "no GPU"
         if node.gpus == 0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @command("recommend")
 def recommend(**options: object) -> None:
-    """Ask the planner, and print the answer in the requested form."""
+    """Ask the planner and print the answer in the requested format."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
     from agent.advice.request import Request
     from planner.forecast.models import KNOWN
@@ -83,7 +83,7 @@ def recommend(**options: object) -> None:
 
 
 def _of_file(request: Request, config: Path, found: Sequence[Snapshot]) -> Recommendation:
-    """The advice for a file of a job's settings, with the line that says which trainer would run it."""
+    """Return the advice for a file of job settings, with a line that names the trainer that would run it."""
     from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
@@ -93,11 +93,11 @@ def _of_file(request: Request, config: Path, found: Sequence[Snapshot]) -> Recom
     return advice
 
 
-# What if, as tables.
+# Tables of what-if alternatives.
 
 
 def _numbers(text: str) -> list[int]:
-    """ "nodes=1,2,4" as numbers."""
+    """Parse "nodes=1,2,4" as numbers."""
     from agent.advice.advise import MOST_POINTS
 
     name, _, numbers = text.partition("=")
@@ -135,7 +135,7 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
         out.print(rows)
         assumed = "" if request.train.global_batch else " (assumed: give --global-batch to choose it)"
         trained = {(p.seconds.mid * (p.tokens_per_second or 0.0), p.global_batch) for p in points if p.seconds}
-        for tokens, batch in sorted(trained)[:1]:  # the same for all but a rounding
+        for tokens, batch in sorted(trained)[:1]:  # all are equal except for rounding
             out.print(f"every row trains {tokens:,.0f} tokens in steps of {batch} sequences{assumed}")
         spent = "cost" if all(p.cost for p in points if p.seconds) else "GPU-hours"
         out.print(f"✓ no other row has a shorter time and lower {spent} for the same tokens")

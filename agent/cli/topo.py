@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from topology.graph import NodeTopology
 
-# A header in a JSON string, and not in a recording, which holds no output of nvidia-smi.
+# Matches a matrix header in a JSON string. A recording contains no output of nvidia-smi, so it never matches.
 _MATRIX_IN_JSON = re.compile(rb"GPU0(?:\\t|[\s\"'|])+(?:GPU1|NIC0|mlx|CPU)")
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
 
@@ -36,7 +36,7 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
 def topo(
     hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool, slurm_conf: Path | None
 ) -> None:
-    """Read the topology, and print it in the requested form."""
+    """Read the topology and print it in the requested format."""
     from topology.paths import with_expectations
 
     if slurm_conf is not None or form.startswith("slurm"):
@@ -78,7 +78,7 @@ def topo(
 
 
 def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, folder: Path | None) -> None:
-    """Print topology.conf of the nodes, or how that and gres.conf in `folder` differ from them."""
+    """Print topology.conf for the nodes, or how that file and gres.conf in `folder` differ from the nodes."""
     from topology import slurm_conf as slurm
     from topology.build import SOURCES
 
@@ -111,14 +111,14 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, fold
 
 
 def _nodes(hosts: Sequence[Path], root: str = "/") -> list[NodeTopology]:
-    """The topologies of recorded hosts, or of this one."""
-    from topology.build import SOURCES, build  # which `topo --from` of a matrix does not need
+    """Return the topologies of recorded hosts, or of this host."""
+    from topology.build import SOURCES, build  # not needed by `topo --from` with a matrix
 
     return [build(snapshot) for snapshot in snapshots(hosts, SOURCES, root=root)]
 
 
 def read_topology(source: str) -> NodeTopology:
-    """A matrix, an XML file or a recording, told apart by content."""
+    """Read a matrix, an XML file or a recording; the format is detected from the content."""
     name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", which no topology is")
     from topology.formats import TopologyFileError
     from topology.formats.text import parse
@@ -126,12 +126,12 @@ def read_topology(source: str) -> NodeTopology:
     try:
         plain = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
     except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError):
-        return _recording(source, raw)  # whose reader says what is wrong with the file
+        return _recording(source, raw)  # its reader reports what is wrong with the file
     if plain.lstrip()[:1] == b"{" and not _MATRIX_IN_JSON.search(plain):
         return _recording(source, raw)
     text = b"".join(bounded.utf8_chunks(BytesIO(plain))).decode("utf-8", errors="replace")
     try:
-        # A matrix in HTML begins with "<" too.
+        # A matrix in HTML also begins with "<".
         if "<system" in text[:4096] or (text.lstrip().startswith("<") and "GPU0" not in text):
             from topology.formats import xml
 

@@ -33,7 +33,7 @@ def why(
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, limit: float, watch: bool, form: str,
     job: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Gather the sources, print the verdict, and end with the exit code."""
+    """Read the sources, print the verdict, and exit with its code."""
     from agent.advice.request import Request
     from agent.why import diagnosis as gathered
     from agent.why.ranks import watch as watch_run
@@ -41,7 +41,7 @@ def why(
     if watch and logs:
         raise click.UsageError("--watch and LOG cannot be combined.")
     options["nodes"], checks, published = _nodes(options["nodes"])
-    if run is None:  # a run's folder among the logs
+    if run is None:  # the logs may include the folder of a run
         run = next((Path(word) for word in logs if (Path(word) / "ranks").is_dir()), None)
         logs = tuple(word for word in logs if Path(word) != run)
     again = None
@@ -72,7 +72,7 @@ def why(
 
 
 def _of_job(job: str) -> JobFiles:
-    """The run's folder and the logs of a Slurm job; stderr says where they were found."""
+    """Return the run folder and logs of a Slurm job; print to stderr where they were found."""
     from agent.jobs.slurm import job_files
 
     if not re.fullmatch(r"[1-9]\d{0,8}([_+]\d{1,9})?", job):
@@ -83,7 +83,7 @@ def _of_job(job: str) -> JobFiles:
 
 
 def _print_change(verdict: Verdict, form: str) -> None:
-    """One line for each change of the verdict, with its time; a document in other forms."""
+    """Print one line per change of the verdict, with its time; in other formats print a document."""
     if form == "table":
         line = verdict.line if verdict.line.startswith(verdict.state) else f"{verdict.state}: {verdict.line}"
         print_text(f"{time.strftime('%H:%M:%S')} {line}")
@@ -92,7 +92,7 @@ def _print_change(verdict: Verdict, form: str) -> None:
 
 
 def _emit(verdict: Verdict, form: str) -> None:
-    """Print a verdict; for Slurm the nodes that it names, as a host list."""
+    """Print a verdict; for Slurm, print the nodes that it names as a host list."""
     if form != "slurm":
         emit(verdict, form, lambda out: show(out, verdict))
     elif verdict.nodes:
@@ -100,7 +100,7 @@ def _emit(verdict: Verdict, form: str) -> None:
 
 
 def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ...]]:
-    """(how many, (), ()), or (None, what the nodes' agents have found, what they read) of names and labels."""
+    """Parse --nodes: (count, (), ()), or for names and labels (None, findings and snapshots of the agents)."""
     if word is None or (word.isascii() and word.isdigit()):
         if word and not 1 <= int(word[:7]) <= most("nodes"):
             raise click.UsageError(f"--nodes {word[:20]}: must be from 1 to {most('nodes')}, names or labels")
@@ -118,7 +118,7 @@ def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ..
 
 
 def _file(word: str, stack: ExitStack) -> str:
-    """A log's name; of standard input a copy's, as it is read twice."""
+    """Return the name of a log; stdin is copied to a file, because it is read twice."""
     if word != "-":
         return word
     copy = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".log"))  # noqa: SIM115 - the stack closes it
@@ -131,7 +131,7 @@ _COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
 
 
 def show(out: Console, found: Verdict) -> None:
-    """The verdict, its causes with their evidence, and what is not known."""
+    """Print the verdict, its causes with their evidence, and what is unknown."""
     from rich.markup import escape
 
     from agent.base.lines import indented

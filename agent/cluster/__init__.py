@@ -1,1 +1,1 @@
-"""Kubernetes: the client, what nodes publish, the gate over nodes."""
+"""Kubernetes: the API client, the records published by nodes, and the gate for nodes."""

@@ -1,8 +1,8 @@
-"""The few calls that the product makes to Kubernetes: get, list in pages, watch, create, patch, apply.
+"""The Kubernetes API calls used by Topoflight: get, paged list, watch, create, patch, apply.
 
-The official client finds the API server and the way in (service account, kubeconfigs, certificates,
-tokens, credential plugins, proxies), and sends; retries, limits and streaming are here. It is imported with the first
-Client, so that an agent without Kubernetes does without (docs/decisions/0009).
+The official client finds the API server and credentials (service account, kubeconfigs, certificates, tokens, credential
+plugins, proxies) and sends requests. Retries, limits and streaming are implemented here. The library is imported with
+the first Client, so that an agent without Kubernetes never loads it (docs/decisions/0009).
 
 Specification: Kubernetes API concepts (pages, watch, bookmarks, 410), server-side apply, the Status kind of API errors,
 and user impersonation.
@@ -36,24 +36,24 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 JSON = "application/json"
-METADATA = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,{JSON}"  # where the server can leave the rest out
-APPLY = "application/apply-patch+yaml"  # JSON is YAML
+METADATA = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,{JSON}"  # if the server can omit the rest
+APPLY = "application/apply-patch+yaml"  # JSON is valid YAML
 WRITE = {"fieldManager": "topoflight", "fieldValidation": "Strict"}
 DRY_RUN = {"dryRun": "All"}
-PAGE = 100  # a GPU server's record has 20 KB; 500, as client-go asks for, would be 70 MiB once parsed
+PAGE = 100  # a GPU server's record has 20 KB; 500, the page size of client-go, would need 70 MiB once parsed
 BODY_LIMIT_BYTES = 64 << 20
-LINE_LIMIT_BYTES = 4 << 20  # one watch event; etcd holds no object above 1.5 MiB
+LINE_LIMIT_BYTES = 4 << 20  # one watch event; etcd stores no object larger than 1.5 MiB
 TOKEN_LIMIT_BYTES = 1 << 20
-CONNECTIONS = 4  # kept for reuse; threads that ask at once and no more
+CONNECTIONS = 4  # kept open for reuse; the number of threads that send at the same time
 TRIES = 5
 TIMEOUT_SECONDS = 15.0
 LONGEST_WAIT_SECONDS = 30.0
 BRIEF_SECONDS = 2.5
-_WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, as the API server writes it
-AGAIN = (429, 500, 502, 503, 504)  # what the API server answers while it is busy, starting or behind a balancer
+_WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, in the form that the API server writes
+AGAIN = (429, 500, 502, 503, 504)  # status while the API server is busy, starting or behind a load balancer
 
 
-# Why a call failed, by the status of the API server. The label `reason` of the metrics has no other values.
+# Reason of a failed call, by the API server's status. The metric label `reason` has no other values.
 REASONS = {
     0: "unreachable", 400: "invalid", 401: "unauthorized", 403: "forbidden", 404: "missing", 409: "conflict",
     410: "expired", 422: "invalid", 429: "busy",
@@ -61,7 +61,7 @@ REASONS = {
 
 
 def reason_of(status: int) -> str:
-    """The reason for a status; one that is not listed is an error of the server."""
+    """Return the reason for a status; an unlisted status is a server error."""
     return REASONS.get(status, "server")
 
 
@@ -70,11 +70,11 @@ Tally = defaultdict[tuple[str, ...], float]
 
 
 class AccessError(RuntimeError):
-    """No API server to speak to, or no way in; says which file or setting."""
+    """There is no API server or no credential; the message names the file or setting."""
 
 
 class ApiError(RuntimeError):
-    """The API server refused, or could not be reached (status 0); the message never holds a token."""
+    """The API server refused the request, or could not be reached (status 0); the message never contains a token."""
 
     def __init__(self, status: int, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -87,9 +87,9 @@ def connect(
     context: str | None = None, environment: Mapping[str, str] = os.environ, *, tries: int = TRIES,
     on_warning: Callable[[str], None] = lambda _text: None,
 ) -> Client:  # fmt: skip
-    """A client by KUBECONFIG where it is set, else by the pod's service account, else by ~/.kube/config.
+    """Create a client from KUBECONFIG if set, else from the pod's service account, else from ~/.kube/config.
 
-    Nothing is sent yet, but a credential plugin is run. Raises AccessError.
+    No request is sent yet, but a credential plugin may run. Raises AccessError.
     """
     from kubernetes.client import Configuration
     from kubernetes.config import ConfigException
@@ -117,7 +117,7 @@ def connect(
             )
     except (ConfigException, OSError) as error:
         raise AccessError(f"{source}: {error}") from None
-    except (YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # the library looks at no types
+    except (YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # the library does not check types
         raise AccessError(f"{source}: is no kubeconfig: {type(error).__name__}: {error}") from None
     return Client(configuration, namespace=namespace, headers=headers, tries=tries, on_warning=on_warning)
 
@@ -125,10 +125,10 @@ def connect(
 def _kubeconfig(
     configuration: Configuration, paths: str, context: str | None
 ) -> tuple[str, list[tuple[str, str]]]:  # fmt: skip
-    """Fill in the configuration; (namespace, headers) of the current or the named context.
+    """Fill in the configuration; return (namespace, headers) of the current or the named context.
 
-    What the library leaves to us, as kubectl does it: of several files the first that names a current context wins, a
-    token file is read before every request, and a user may impersonate another.
+    The library does not implement these kubectl rules: of several files, the first with a current context determines
+    it; a token file is read before every request; a user may impersonate another user.
     """
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
@@ -160,7 +160,7 @@ def _text(path: Path) -> str:
 
 
 def _impersonation(user: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The headers of `as`, `as-uid`, `as-groups` and `as-user-extra`."""
+    """Return the headers for `as`, `as-uid`, `as-groups` and `as-user-extra`."""
     extra = (user.get("as-user-extra") or {}).items()
     return [
         *((header, str(user[key])) for key, header in (("as", "Impersonate-User"), ("as-uid", "Impersonate-Uid"))
@@ -171,7 +171,7 @@ def _impersonation(user: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 class Client:
-    """Speaks to one API server. Safe to share between threads."""
+    """A connection to one API server. Instances can be shared between threads."""
 
     def __init__(
         self, configuration: Configuration, *, namespace: str = "default", headers: list[tuple[str, str]] | None = None,
@@ -180,7 +180,7 @@ class Client:
     ) -> None:  # fmt: skip
         from kubernetes.client import ApiClient
 
-        configuration.retries = False  # urllib3 would repeat what may have been done, and follow redirects
+        configuration.retries = False  # urllib3 would repeat requests that may have been executed, and follow redirects
         configuration.connection_pool_maxsize = CONNECTIONS
         self.namespace = namespace
         self.server = configuration.host
@@ -191,33 +191,33 @@ class Client:
         self._api.user_agent = f"topoflight/{version()}"
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close all connections."""
         self._api.close()
 
     def limited(self, *, tries: int, timeout_seconds: float | None = None) -> Client:
-        """The same server with other limits."""
+        """Return a client of the same server with other limits."""
         other = copy.copy(self)
         other._tries, other._timeout = tries, timeout_seconds or self._timeout
         return other
 
     def brief(self) -> Client:
-        """Ask twice and give up within 11 s (2.5 s to connect, 5 s to answer): for a call that somebody waits for."""
+        """Return a client for interactive calls: two attempts within 11 s (2.5 s to connect, 5 s to answer)."""
         return self.limited(tries=2, timeout_seconds=BRIEF_SECONDS)
 
     def token(self) -> str:
-        """The bearer token of the next request; empty where there is none. Raises ApiError."""
+        """Return the bearer token of the next request; empty without one. Raises ApiError."""
         headers: dict[str, str] = {}
         self._authorize(headers)
         return headers.get("authorization", "").partition(" ")[2]
 
     def get(self, path: str) -> Json:
-        """One object."""
+        """Read one object."""
         return self.request("GET", path)[1]
 
     def pages(
         self, path: str, query: Mapping[str, Any] | None = None, *, accept: str = JSON
     ) -> Iterator[tuple[list[Json], str]]:
-        """Items page by page, each with the resource version to watch from. METADATA: without spec and status."""
+        """Return items page by page, with the resource version to watch from. METADATA omits spec and status."""
         wanted = {**(query or {}), "limit": PAGE}
         while True:
             page = self.request("GET", path, query=wanted, headers={"Accept": accept})[1]
@@ -228,30 +228,30 @@ class Client:
             wanted["continue"] = about["continue"]
 
     def apply(self, path: str, document: Json, *, dry_run: bool = False) -> tuple[bool, Json]:
-        """Server-side apply: our fields become `document`'s, those of others stay.
+        """Server-side apply: set our fields to those of `document` and leave the fields of other managers.
 
-        Whether this made the object, which was not there before, and the object.
+        Returns whether the object was created, and the object.
         """
         query = {**WRITE, "force": "true", **(DRY_RUN if dry_run else {})}
         status, made = self.request("PATCH", path, query=query, body=document, headers={"Content-Type": APPLY})
         return status == 201, made
 
     def create(self, path: str, document: Json, *, repeatable: bool = False, dry_run: bool = False) -> Json:
-        """POST; tried again after an unclear failure only where twice is as good as once (reviews)."""
+        """Create an object with POST; retry after an unclear failure only if `repeatable` (reviews)."""
         query = {**WRITE, **(DRY_RUN if dry_run else {})}
         return self.request("POST", path, query=query, body=document, repeatable=repeatable)[1]
 
     def delete(self, path: str) -> Json:
-        """Delete an object after what it owns: once it is gone, its pods are."""
+        """Delete an object in the foreground: its dependents, such as pods, are deleted before it."""
         return self.request("DELETE", path, query={"propagationPolicy": "Foreground"})[1]
 
     def request(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> tuple[int, Json]:
-        """The status and the object of the first try that is answered for good. Raises ApiError."""
+        """Return the status and object of the first conclusive answer. Raises ApiError."""
         for attempt in range(self._tries):
             try:
                 return self._once(method, path, **options)
             except ApiError as error:
-                clear = error.status == 429  # refused before anything was done
+                clear = error.status == 429  # refused before any change was made
                 if attempt + 1 == self._tries or not (clear or (repeatable and error.status in (0, *AGAIN))):
                     raise
                 seconds = backoff_seconds(attempt, error.retry_after)
@@ -260,7 +260,7 @@ class Client:
         raise AssertionError("unreachable")
 
     def watch(self, path: str, resource_version: str, *, seconds: int = 300) -> Iterator[Json]:
-        """Events since `resource_version`, until the server ends the watch. Raises ApiError, 410 when it is too old."""
+        """Return events since `resource_version` until the server ends the watch. ApiError, 410 if it is too old."""
         query = {
             "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": resource_version,
             "timeoutSeconds": seconds,
@@ -304,7 +304,7 @@ class Client:
         self, method: str, path: str, *, read_seconds: float, query: Mapping[str, Any] | None = None,
         body: Json | None = None, headers: Mapping[str, str] = MappingProxyType({}),
     ) -> HTTPResponse:  # fmt: skip
-        """The answer with its body yet to be read. Raises ApiError of status 0 where there is none."""
+        """Return the response before its body is read. Raises ApiError of status 0 if there is none."""
         from urllib3 import HTTPHeaderDict
 
         sent = {
@@ -315,7 +315,7 @@ class Client:
         }
         self._authorize(sent)
         all_headers = HTTPHeaderDict(sent)
-        for name, value in self._headers:  # a user is in several groups: one header each
+        for name, value in self._headers:  # one header per group of the user
             all_headers.add(name, value)
         url = self.server + path
         if query:
@@ -328,7 +328,7 @@ class Client:
         return answer
 
     def _authorize(self, headers: dict[str, str]) -> None:
-        """Add the credentials, which the library reads anew where they end. Raises ApiError."""
+        """Add the credentials, which the library renews when they expire. Raises ApiError."""
         from kubernetes.config import ConfigException
 
         try:
@@ -339,25 +339,25 @@ class Client:
 
 @contextlib.contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """Turn what the library raises into an ApiError of status 0."""
+    """Convert exceptions of the library to an ApiError of status 0."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
     try:
         yield
-    except (HTTPError, ApiException) as error:  # the library makes the latter of what TLS refuses
+    except (HTTPError, ApiException) as error:  # the library raises the latter for TLS errors
         raise ApiError(0, f"{what}: {getattr(error, 'reason', None) or error}") from None
 
 
 def backoff_seconds(attempt: int, retry_after: float | None = None) -> float:
-    """Doubling from half a second, spread so that many agents do not come back at once; never before Retry-After."""
+    """Return the pause before a retry: doubled from 0.5 s, with jitter so that agents spread; at least Retry-After."""
     spread = random.uniform(0.5, 1.5)  # noqa: S311 - no secret
     doubling = min(LONGEST_WAIT_SECONDS, 0.5 * 2.0 ** min(attempt, 16)) * spread
     return max(doubling, min(retry_after or 0.0, 10 * LONGEST_WAIT_SECONDS) * max(1.0, spread))
 
 
 def path_of(group_version: str, resource: str, name: str = "", *, namespace: str | None = None, sub: str = "") -> str:
-    """The URL path of a resource; names are quoted, so that none becomes a path of its own."""
+    """Return the URL path of a resource; names are quoted, so that no name can add path segments."""
     root = "/api/v1" if group_version == "v1" else f"/apis/{group_version}"
     words = ["namespaces", quote(namespace, safe="")] if namespace else []
     words += [resource] + ([quote(name, safe="")] if name else []) + ([sub] if sub else [])
@@ -365,7 +365,7 @@ def path_of(group_version: str, resource: str, name: str = "", *, namespace: str
 
 
 def _event_of(line: bytes) -> Json:
-    """Parse one line of a watch. Raises ApiError if it is not an event, or if it reports an error."""
+    """Parse one line of a watch. Raises ApiError if it is not an event, or if the event is an error."""
     try:
         event: Json = json.loads(line)
         kind, item = event["type"], event["object"]
@@ -378,7 +378,7 @@ def _event_of(line: bytes) -> Json:
 
 
 def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
-    """An error from a Status document, or from whatever a proxy sent in its place."""
+    """Create an error from a Status document, or from the response of a proxy."""
     message, reason = f"HTTP {status}", ""
     try:
         value = json.loads(raw)

@@ -1,10 +1,10 @@
-"""Nodes of the cluster: which are selected, how the gate judges their published records, and in which rack they are.
+"""Nodes of the cluster: which nodes are selected, the gate for their published records, and their racks.
 
-`preflight --nodes` and `--selector` ask by name and by label. No single label names the rack of a node. Known are those
-of NVIDIA Topograph (network.topology.nvidia.com/leaf, and fabric.topograph.run/tier-0 since 1.0), EKS
-(topology.k8s.aws/network-node-layer-3, the layer next to an instance), GKE (cloud.google.com/gce-topology-subblock) and
-the GPU feature discovery (nvidia.com/gpu.clique, an NVLink domain); of a site's own labels those whose name ends with
-rack, leaf or switch.
+`preflight --nodes` and `--selector` select nodes by name and label. There is no standard label for the rack of a node.
+The following are recognised: NVIDIA Topograph (network.topology.nvidia.com/leaf, and fabric.topograph.run/tier-0 since
+1.0), EKS (topology.k8s.aws/network-node-layer-3, the layer next to an instance), GKE
+(cloud.google.com/gce-topology-subblock), GPU feature discovery (nvidia.com/gpu.clique, an NVLink domain), and site
+labels whose name ends with rack, leaf or switch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from collectives.bench.results import Bar
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 
-if TYPE_CHECKING:  # pydantic, which a gate without expectations does not load
+if TYPE_CHECKING:  # pydantic, which is not loaded without expectations
     from agent.checks.expect import Expectation
 
 _SILENT, _VERDICT = CLUSTER_CODES
 
 
 def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
-    """The nodes meant: by name, and by label of the Node. Raises ApiError, GateError where there are none."""
+    """Return the nodes selected by name and label. Raises ApiError, or GateError if there are none."""
     found = list(dict.fromkeys(names))
     if selector is not None:
         for items, _ in client.pages(path_of("v1", "nodes"), {"labelSelector": selector}):
@@ -44,20 +44,20 @@ def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[s
 
 
 def fleet(client: Client) -> Fleet:
-    """Every record, read once. Raises ApiError."""
+    """Read every record once. Raises ApiError."""
     held = Fleet()
     held.replace(item for items, _ in client.pages(path_of(API_VERSION, PLURAL)) for item in items)
     return held
 
 
 def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
-    """The record of each node; one that no agent publishes is unknown and was never heard of."""
+    """Return the record of each node; a node without a published record is unknown and was never scanned."""
     unknown = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
     return tuple(held.record(name) or replace(unknown, name=name, host=name) for name in names)
 
 
 def readable(names: Iterable[str], held: Fleet) -> tuple[Snapshot, ...]:
-    """What the agents of these nodes read, of each record that holds it."""
+    """Return what the agents of these nodes read, for each record that contains it."""
     records = [record for name in names if (record := held.record(name)) is not None]
     return tuple(held.snapshot(record) for record in records if held.topology(record) is not None)
 
@@ -65,7 +65,7 @@ def readable(names: Iterable[str], held: Fleet) -> tuple[Snapshot, ...]:
 def checks_of(
     names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
 ) -> tuple[Finding, ...]:
-    """What the agents found on these nodes; a node that says nothing is a failure, for nothing is known about it."""
+    """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now
     checks: list[Finding] = []
     peers = _peers(held.records())
@@ -82,11 +82,11 @@ def checks_of(
     return tuple(checks)
 
 
-LEAST_EQUALS = 5  # nodes: the best of fewer may be as sick as the rest
+LEAST_EQUALS = 5  # minimum number of nodes: among fewer, even the best may be faulty
 
 
 def _peers(records: Iterable[NodeRecord]) -> Mapping[tuple[Any, ...], list[float]]:
-    """Bus bandwidths of equal nodes that measured the same, best first."""
+    """Return bus bandwidths of nodes with equal hardware and equal measurements, best first."""
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for record in records:
         for one in record.measured if record.product else ():
@@ -99,9 +99,9 @@ def _measured_as(record: NodeRecord, one: Measured) -> tuple[Any, ...]:
 
 
 def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[float]]) -> list[Finding]:
-    """A node's own benchmark against the best tenth of equal nodes: same GPUs, op, size and ranks.
+    """Compare a node's benchmark with the best tenth of equal nodes: same GPUs, op, size and ranks.
 
-    Nothing where it published no benchmark; unknown where fewer than five equal nodes did.
+    Returns nothing without a published benchmark, and unknown if fewer than five equal nodes published one.
     """
     made = []
     for mine in record.measured:
@@ -111,7 +111,7 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
             why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
             made.append(Finding(code=BUSBW, status=Status.UNKNOWN, node=record.name, subject=subject, message=why))
             continue
-        best = same[max(2, -(-len(same) // 10)) - 1]  # never the best alone: a wrong record would accuse all others
+        best = same[max(2, -(-len(same) // 10)) - 1]  # never only the best: one wrong record would fail all others
         bar = Bar(name="best tenth", low=BASELINE_LEAST * best, typical=best, high=best / BASELINE_LEAST)
         status, case = status_of(value, bar), f"{BUSBW} equals"
         measured = f"{units.rate(value)} of {bar_words(bar)}"
@@ -121,7 +121,7 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
 
 
 def _settled(expected: Expectation, record: NodeRecord, held: Fleet, found: Sequence[Finding]) -> list[Finding]:
-    """The findings with the expectations of a node by its record; of a record of another release nothing is known."""
+    """Add the expectations of a node from its record; for a record of another release all of them are unknown."""
     from agent.checks import expect
 
     node = held.topology(record)
@@ -144,7 +144,7 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
 
 
 def published(name: str, record: NodeRecord) -> list[Finding]:
-    """Return the findings of a record, and its verdict where that is worse than all of them."""
+    """Return the findings of a record, and its verdict if that is worse than all findings."""
     statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
     found = [
         Finding(code=str(found.get("code", "")), node=name,
@@ -163,7 +163,7 @@ def published(name: str, record: NodeRecord) -> list[Finding]:
     return found
 
 
-# The rack or the switch of each node, by the labels of the Nodes.
+# The rack or switch of each node, from the labels of the Node objects.
 
 LABELS = tuple(map(re.compile, (
     r"(?:.*[./-])?rack", r"(?:.*[./-])?(?:leaf|switch)", r"fabric\.topograph\.run/tier-0",
@@ -174,7 +174,7 @@ LABELS = tuple(map(re.compile, (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """The racks or switches of nodes: `of` holds (node, value) by the label; without one, `why`."""
+    """The racks or switches of nodes: `of` contains (node, value) from the label, or `why` the reason for none."""
 
     label: str = ""
     of: tuple[tuple[str, str], ...] = ()
@@ -182,7 +182,7 @@ class Places:
 
 
 def places_by(labels: Mapping[str, Mapping[str, str]]) -> Places:
-    """By the first of LABELS that any node has; of several keys the one that most nodes have."""
+    """Use the first of LABELS that any node has; of several matching keys, the one that most nodes have."""
     counts = Counter(key for mine in labels.values() for key in mine)
     for pattern in LABELS:
         keys = [key for key, _ in counts.most_common() if pattern.fullmatch(key)]
@@ -193,7 +193,7 @@ def places_by(labels: Mapping[str, Mapping[str, str]]) -> Places:
 
 
 def read_places(client: Client) -> Places:
-    """From the API server; without the right to list Nodes there is none, and why."""
+    """Read the places from the API server; without permission to list Nodes they are empty, with the reason."""
     try:
         return places_by(dict(_labels(client)))
     except ApiError as error:

@@ -1,10 +1,10 @@
-"""What a record holds of its machine: the facts that the graph is built from and that advice asks for, structured.
+"""The facts about a machine in a node's record: the inputs of the topology graph and of the planner.
 
-The planner asks the probes' facts (interfaces with roles and speeds, ports, limits, CPU), and `topology.build` makes
-the graph of them: a record holds the facts and nothing that follows from them. It holds neither what changes from scan
-to scan (counters, temperatures) nor what only names one machine: addresses are numbered within their subnets and stand
-beside the facts, so that like nodes carry equal facts and a cluster of thousands is a handful. Names are the facts' in
-camelCase, a value that is the default is left out. Specification: deploy/daemonset/base/nodetopology-crd.yaml.
+The planner needs probe facts (interfaces with roles and speeds, ports, limits, CPU), and `topology.build` derives the
+graph from them, so a record stores facts and nothing derived from them. It omits values that change between scans
+(counters, temperatures) or identify one machine. Addresses are replaced by numbers within their subnets and stored
+separately. So nodes with equal hardware have equal facts, and a cluster of thousands has few distinct machines. Names
+are the fact names in camelCase; defaults are omitted. Specification: deploy/daemonset/base/nodetopology-crd.yaml.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from probes.rdma.facts import RdmaFacts, RdmaPort
 
 Json = dict[str, Any]
 MOST_ADDRESSES = 256
-MOST_ITEMS = 512  # of every list and map
-MOST_DEVICES = 256  # GPUs, and GPUs and NICs together: every pair of them is looked at
-MOST_LETTERS = 512  # of every text; what is longer is cut
-MOST_ROW = 16384  # letters of a row, which is never cut: 64 GPUs have 2,016 pairs
+MOST_ITEMS = 512  # in every list and map
+MOST_DEVICES = 256  # GPUs, and GPUs and NICs together: every pair is evaluated
+MOST_LETTERS = 512  # of every text; longer texts are cut
+MOST_ROW = 16384  # characters of a row, which is never cut: 64 GPUs have 2,016 pairs
 ROWS = frozenset(("indices", "busIds", "links", "between"))
-MEMORY_STEP_BYTES = 256 << 20  # of GPU memory that others hold
-_PAIR = 2  # addresses of a /31 or /127, which have no network address to leave out
+MEMORY_STEP_BYTES = 256 << 20  # rounding of GPU memory used by other processes
+_PAIR = 2  # addresses in a /31 or /127, which have no network address to skip
 _GIGATRANSFERS = 1e9
 _FACTS: dict[str, type[Any]] = {
     "gpu": GpuFacts, "pci": PciFacts, "rdma": RdmaFacts, "interfaces": InterfacesFacts, "limits": LimitsFacts,
@@ -48,9 +48,9 @@ _FACTS: dict[str, type[Any]] = {
 GRAPH_PARTS = ("gpu", "pci", "rdma", "interfaces", "hostinfo")
 """Parts of a machine that its graph is built from; limits and the memory that others hold are not among them."""
 
-# Which fields travel, by the name of their type: [kept] lists those of a type, [dropped] those that do not.
+# Published fields, by type name: [kept] lists the fields of a type to publish, [dropped] those to omit.
 _FIELDS = read_table(__file__, "node_facts.toml")
-MEMORY_USED = "gpuMemoryUsedBytes"  # the part of a machine that a job changes all the time
+MEMORY_USED = "gpuMemoryUsedBytes"  # the part of a machine that changes with every job
 _PROCESS = re.compile(r"^this process, pid \d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -59,12 +59,12 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def clean(text: str, most: int = MOST_LETTERS) -> str:
-    """A text of a host as a record may hold it: without secrets and control characters, cut to `most` letters."""
+    """Remove secrets and control characters from a text of the host, and cut it to `most` characters."""
     return _CONTROL.sub("?", redact(text[: 2 * most])[:most])
 
 
 def pack(snapshot: Snapshot) -> tuple[Json | None, tuple[str, ...]]:
-    """The facts as like nodes share them, and the node's own addresses; None where that is more than a record holds."""
+    """Return the facts shared by equal nodes, and the node's own addresses; None if they exceed the record limits."""
     outcomes = {
         name: replace(outcome, facts=_bare(outcome.facts)) if isinstance(outcome, Ok) else outcome
         for name in _FACTS
@@ -76,7 +76,7 @@ def pack(snapshot: Snapshot) -> tuple[Json | None, tuple[str, ...]]:
             outcomes[name] = replace(outcome, facts=_readdressed(outcome.facts, numbers))
     machine = {name: _part(outcome) for name, outcome in outcomes.items()}
     gpus = outcome.facts.gpus if isinstance(outcome := outcomes.get("gpu"), Ok) else ()
-    # apart from the GPUs: it varies while the graph does not
+    # stored apart from the GPUs, because it changes while the graph does not
     if used := {str(gpu.index): used for gpu in gpus if (used := gpu.memory_used_bytes) is not None}:
         machine[MEMORY_USED] = used
     bounded = _bounded(machine)
@@ -86,7 +86,7 @@ def pack(snapshot: Snapshot) -> tuple[Json | None, tuple[str, ...]]:
 
 
 def unpack(machine: Json) -> Snapshot:
-    """The snapshot without host name, addresses numbered. Raises ValueError where it is none of this release."""
+    """Return the snapshot without host name, with numbered addresses. ValueError for another release's format."""
     try:
         outcomes = {name: _outcome(name, machine[name]) for name in _FACTS if name in machine}
         gpus, used = outcomes.get("gpu"), machine.get(MEMORY_USED) or {}
@@ -112,7 +112,7 @@ def _outcome(name: str, part: Json) -> Outcome:
 
 
 def _bounded(value: Any) -> Any:
-    """The value with its texts cleaned; None for the whole where a list or map is too long, or a number is negative."""
+    """Return the value with cleaned texts; None if a list or map is too long or a number is negative."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, bool):
@@ -129,7 +129,7 @@ def _bounded(value: Any) -> Any:
 
 
 def of_node(snapshot: Snapshot, *, name: str, addresses: tuple[str, ...]) -> Snapshot:
-    """An unpacked snapshot as that node's: under its name, with its own addresses."""
+    """Convert an unpacked snapshot to that of a node: add its name and addresses."""
     own = _Addresses(addresses)
     for kind in (InterfacesFacts, RdmaFacts):
         snapshot = snapshot.with_facts(kind, lambda facts: _readdressed(facts, own))
@@ -137,19 +137,19 @@ def of_node(snapshot: Snapshot, *, name: str, addresses: tuple[str, ...]) -> Sna
 
 
 def unpublished(name: str, why: str) -> Snapshot:
-    """The snapshot of a node whose record holds no facts: everything but its graph is unknown, and says why."""
-    outcomes: dict[str, Any] = {probe: Failed(error=why) for probe in _FACTS if probe != "gpu"}  # the graph has those
+    """Return a snapshot for a record without facts: everything except the graph is unknown, with the reason."""
+    outcomes: dict[str, Any] = {probe: Failed(error=why) for probe in _FACTS if probe != "gpu"}  # in the graph
     return Snapshot(hostname=name, taken_at_seconds=0.0, outcomes=outcomes)
 
 
 def travelling(kind: type[Any]) -> frozenset[str]:
-    """The fields of a type of facts that records hold."""
+    """Return the fields of a fact type that records contain."""
     every = [field.name for field in fields(kind)]
     return frozenset(_FIELDS["kept"].get(kind.__name__, every)) - frozenset(_FIELDS["dropped"].get(kind.__name__, ()))
 
 
 def _bare(value: Any) -> Any:
-    """Facts without the fields that do not travel."""
+    """Return facts without the fields that records omit."""
     if isinstance(value, tuple):
         return tuple(_bare(each) for each in value)
     if not is_dataclass(value) or isinstance(value, type):
@@ -163,7 +163,7 @@ def _bare(value: Any) -> Any:
             changes[field.name] = field.default_factory()
         else:
             changes[field.name] = () if field.default is MISSING else field.default
-    if isinstance(value, Gpu) and value.memory_used_bytes is not None:  # a job's varies all the time
+    if isinstance(value, Gpu) and value.memory_used_bytes is not None:  # it varies with every job
         changes["memory_used_bytes"] = value.memory_used_bytes // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES
     if isinstance(value, PciFacts):
         changes["devices"] = tuple(_bare(each) for each in _on_the_way(value.devices))
@@ -177,7 +177,7 @@ def _bare(value: Any) -> Any:
 
 
 def _on_the_way(devices: Sequence[PciDevice]) -> tuple[PciDevice, ...]:
-    """Devices, and of the bridges those that they hang from, or that redirect what passes (ACS)."""
+    """Return the devices, and the bridges above them or those that redirect traffic (ACS)."""
     known, wanted = {device.bus_id: device for device in devices}, set[str]()
     for device in devices:
         above = None if is_bridge(device.class_code) and not device.acs_source_validation else device
@@ -188,7 +188,7 @@ def _on_the_way(devices: Sequence[PciDevice]) -> tuple[PciDevice, ...]:
 
 
 def _stable(device: PciDevice) -> Json:
-    """The link as it runs, where that is less than it could and not for idleness: an idle GPU's link is slower."""
+    """Return the current link if it is below its maximum; a GPU's speed is omitted, because it is lower when idle."""
     speed, width = device.link_transfers_per_second, device.link_width
     idle = device.link_transfers_per_second_max is not None and not is_network(device.class_code)
     return {
@@ -200,7 +200,7 @@ def _stable(device: PciDevice) -> Json:
 
 
 def camel(name: str) -> str:
-    """A field's name in a record."""
+    """Return the name of a field in a record."""
     first, *rest = name.split("_")
     return first + "".join(word.capitalize() for word in rest)
 
@@ -235,7 +235,7 @@ def _reader(kind: type[Any]) -> Callable[[Any, Any], Any]:
 
 
 def _device_out(made: Json) -> Json:
-    """As lspci writes: class and ids in hexadecimal, a link as one text."""
+    """Format like lspci: class and ids in hexadecimal, a link as one text."""
     ids = f"{made.pop('vendorId'):04x}:{made.pop('deviceId'):04x}"
     made |= {"class": f"{made.pop('classCode'):06x}", "id": ids}
     for name, end in (("link", "Max"), ("running", "")):
@@ -263,7 +263,7 @@ def _finite(value: float) -> float:
 
 
 def _tree_out(devices: Iterable[PciDevice]) -> list[Json]:
-    """Devices by the host bridge and NUMA node that they hang from."""
+    """Group devices by host bridge and NUMA node."""
     write = _converter.get_unstructure_hook(PciDevice)
     roots: dict[tuple[str | None, int | None], list[Json]] = {}
     for device in devices:
@@ -286,7 +286,7 @@ def _tree_in(value: Any, _: Any) -> tuple[PciDevice, ...]:
 
 
 def _alike(items: Iterable[Any], **own: Any) -> list[tuple[Json, list[Any]]]:
-    """Items that differ in `own` alone: what they share as JSON, and they themselves, in order of appearance."""
+    """Group items that differ only in `own`: return the shared fields as JSON and the items, in order of appearance."""
     groups: dict[Any, list[Any]] = {}
     for item in items:
         groups.setdefault(replace(item, **own), []).append(item)
@@ -294,7 +294,7 @@ def _alike(items: Iterable[Any], **own: Any) -> list[tuple[Json, list[Any]]]:
 
 
 def _gpus_out(gpus: Iterable[Gpu]) -> list[Json]:
-    """GPUs that are alike as one entry, their indices and bus ids in a row; one without a bus id by itself."""
+    """Combine equal GPUs into one entry, with a row of indices and bus ids; a GPU without a bus id is separate."""
     made = []
     for shared, same in _alike(gpus, index=0, bus_id=None, memory_used_bytes=None):
         for known in (True, False):
@@ -318,7 +318,7 @@ def _gpus_in(value: Any, _: Any) -> tuple[Gpu, ...]:
 
 
 def _rows_out(items: Iterable[Any], row: str, words: str, **own: Any) -> list[Json]:
-    """Items that differ in `own` alone as one entry, and what each has of its own in a row, by the format `words`."""
+    """Combine items that differ only in `own` into one entry; `words` formats the values of each item in a row."""
     return [
         {name: value for name, value in shared.items() if name not in own}
         | {row: " ".join(words.format(one) for one in same)}
@@ -327,7 +327,7 @@ def _rows_out(items: Iterable[Any], row: str, words: str, **own: Any) -> list[Js
 
 
 def _rows_in(value: Any, _: Any, *, kind: type[Any], row: str, own: Sequence[str], most: int) -> tuple[Any, ...]:
-    """Items from entries with a row each, of whose words the parts are the members `own`."""
+    """Create items from entries with a row; the parts of each word of the row are the members `own`."""
     read = _converter.get_structure_hook(kind)
     made: list[Any] = []
     for one in value:
@@ -345,7 +345,7 @@ def _row_bounded(row: str) -> str | None:
 
 
 def _few(made: list[Any], most: int) -> list[Any]:
-    """The list. Raises ValueError where it is longer: a short row may name very many, each of which costs time."""
+    """Return the list. Raises ValueError if it is too long: a short row can name many items, and each costs time."""
     if len(made) > most:
         raise ValueError(f"{len(made)} are more than the {most} that are read")
     return made
@@ -379,19 +379,19 @@ _converter = _made_converter()
 
 
 class _Addresses:
-    """Replaces addresses: those of a node by numbers within their subnets, or the numbers by another node's own.
+    """Replace the addresses of a node by numbers within their subnets, or the numbers by the addresses of another node.
 
-    Numbers are given in the order in which addresses come: the same for like nodes. `own` are the addresses of the
-    node that take the places of the numbers, in the order of `numbered`; the interfaces come first.
+    Numbers are assigned in order of first appearance, so equal nodes have equal numbers. `own` are the node's addresses
+    that replace the numbers, in the order of `numbered`; the interfaces come first.
     """
 
     def __init__(self, own: Sequence[str] | None = None) -> None:
         self._known: dict[Address, Address] = {}
         self._left = None if own is None else list(reversed(own))
-        self.numbered: list[str] = []  # of interfaces, in order
+        self.numbered: list[str] = []  # addresses of interfaces, in order
 
     def interface(self, text: str) -> str:
-        """An address with its prefix length. Raises ValueError where the node's own is not in that subnet."""
+        """Replace an address with a prefix length. Raises ValueError if the node's own address is not in the subnet."""
         try:
             parsed = ipaddress.ip_interface(text)
         except ValueError:
@@ -401,7 +401,7 @@ class _Addresses:
         return f"{self._known[parsed.ip]}/{parsed.network.prefixlen}"
 
     def gid(self, text: str) -> str:
-        """A GID: the address of an interface, or one of a device whose interface is elsewhere."""
+        """Replace a GID: an address of an interface, or of a device whose interface is in another namespace."""
         try:
             parsed = ipaddress.IPv6Address(text)
         except ValueError:
@@ -414,10 +414,10 @@ class _Addresses:
         return str(ipaddress.IPv6Address(f"::ffff:{found}") if found.version == 4 else found)
 
     def _replacement(self, address: Address, network: Network, *, of_interface: bool) -> Address:
-        """The replacement of an address that is new; the address itself where there is none."""
+        """Return the replacement of an address that appears for the first time; the address itself if there is none."""
         if self._left is not None:
             own = ipaddress.ip_address(self._left.pop()) if of_interface and self._left else address
-            if own is not address and own not in network:  # a record that was tampered with
+            if own is not address and own not in network:  # the record was manipulated
                 raise ValueError(f"{own} is not in {network}")
             return own
         if of_interface:

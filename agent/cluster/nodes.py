@@ -1,9 +1,9 @@
-"""Every node at a glance: one record per node, made from a scan, carried by the custom resource NodeTopology.
+"""One record per node, created from a scan and stored in the custom resource NodeTopology.
 
-Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record holds the machine's facts without host name, UUIDs
-and addresses (agent.cluster.node_facts), so that equal nodes carry equal facts: thousands of nodes are then a handful
-of machines. What people read of it (`status.graph`: devices, the matrix, islands, nearest NICs) follows from the facts;
-it is written for them and never read back. agent.cluster.publish makes the record of the own node.
+Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record contains the machine's facts without host name,
+UUIDs and addresses (agent.cluster.node_facts). Equal nodes therefore have equal facts, and thousands of nodes have only
+a few distinct machines. `status.graph` (devices, the matrix, islands, nearest NICs) is derived from the facts for human
+readers and is never read back. agent.cluster.publish creates the record of the own node.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Json = dict[str, Any]
 API_VERSION = "topoflight.io/v1alpha1"
 KIND = "NodeTopology"
 PLURAL = "nodetopologies"
-SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
+SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
 LEAST_SILENT_SECONDS = 120.0
 
 
 class Measured(TypedDict):
-    """One collective at its largest verified size."""
+    """The result of one collective at its largest verified size."""
 
     op: str
     bytes: int
@@ -50,43 +50,43 @@ class Measured(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """What one agent says of its node."""
+    """The record that one agent publishes about its node."""
 
-    name: str  # of the Kubernetes Node, or the host name
-    host: str  # as the probes saw it
+    name: str  # name of the Kubernetes Node, or the host name
+    host: str  # name that the probes read
     verdict: str  # "pass", "warn", "unknown", "fail"
     scanned_at_seconds: float
-    interval_seconds: float = 300.0  # between two writes at most
+    interval_seconds: float = 300.0  # longest time between two writes
     gpus: int | None = None
     product: str | None = None
-    links: str | None = None  # classes of GPU pairs: "NV18 (28 pairs)"
+    links: str | None = None  # link types of GPU pairs: "NV18 (28 pairs)"
     hcas: int | None = None
     rdma: str | None = None  # "8/8 active"
     memlock: str | None = None  # "unlimited", "8.0 MiB"
     findings: tuple[dict[str, str], ...] = ()
-    graph: str | None = None  # key of what the graph is built from: nodes with the same one have equal graphs
-    facts: str | None = None  # key of the whole machine
-    machine: dict[str, Json] | None = field(default=None, compare=False, repr=False)  # of these keys
-    drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for people, of the own node only
-    addresses: tuple[str, ...] = ()  # the node's own, which replace the numbers in the facts
-    measured: tuple[Measured, ...] = ()  # by its last benchmark on itself alone
-    changes: tuple[dict[str, str], ...] = ()  # what came, went and changed of late, oldest first: at, kind, text, code
+    graph: str | None = None  # key of the graph's inputs: nodes with the same key have equal graphs
+    facts: str | None = None  # key of all facts
+    machine: dict[str, Json] | None = field(default=None, compare=False, repr=False)  # facts with these keys
+    drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for human readers; own node only
+    addresses: tuple[str, ...] = ()  # of the node, they replace the numbers in the facts
+    measured: tuple[Measured, ...] = ()  # its last benchmark with all ranks on this node
+    changes: tuple[dict[str, str], ...] = ()  # recent changes, oldest first: at, kind, text, code
     agent_version: str = version()
-    stopped_at_seconds: float | None = None  # when its agent ended and said so; None while it runs, or died unheard
+    stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
 
     def age_seconds(self, now: float) -> float:
-        """Since the scan; clocks that differ do not make it negative."""
+        """Return the seconds since the scan, at least 0 even if clocks differ."""
         return max(0.0, now - self.scanned_at_seconds)
 
     def silent(self, now: float) -> bool:
-        """Whether its agent has ended, missed too many writes to be believed still, or claims a scan yet to come."""
+        """Return whether its agent ended, missed too many writes, or reports a scan in the future."""
         if self.stopped_at_seconds is not None or self.scanned_at_seconds > now + LEAST_SILENT_SECONDS:
             return True
         return self.age_seconds(now) > max(LEAST_SILENT_SECONDS, SILENT_INTERVALS * self.interval_seconds)
 
 
 def keys_of(machine: Json | None) -> tuple[str | None, str | None]:
-    """Keys of what the graph is built from, and of the whole; equal facts have equal keys. Raises ValueError."""
+    """Return the keys of the graph's inputs and of all facts; equal facts have equal keys. Raises ValueError."""
     if machine is None:
         return None, None
     graph = _key([_key(machine.get(part)) for part in node_facts.GRAPH_PARTS])
@@ -102,7 +102,7 @@ def _key(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-# Members of a status that are members of a record under another name, or the same one.
+# Members of a status and the names of the corresponding members of a record.
 NAMES = {
     "agentVersion": "agent_version", "node": "host", "interval": "interval_seconds",
     **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "findings", "machine",
@@ -110,12 +110,12 @@ NAMES = {
 }  # fmt: skip
 _VERDICTS = ("pass", "warn", "unknown", "fail")
 _MOST = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
-# Of another release, or of somebody else's hand
+# The object was written by another release or edited by another client.
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 def read_resource(item: Json) -> NodeRecord:
-    """As `from_resource`; an object of another program is an unknown node, and hides no other. Raises KeyError."""
+    """Like `from_resource`, but return an unknown node for an object of another program. Raises KeyError."""
     try:
         return from_resource(item)
     except _UNREADABLE as error:
@@ -125,14 +125,14 @@ def read_resource(item: Json) -> NodeRecord:
 
 
 def from_resource(item: Json) -> NodeRecord:
-    """A record from the API server's object. An agent that has not written yet is an unknown node, never scanned.
+    """Create a record from an API object. If its agent has not written yet, the node is unknown and never scanned.
 
-    Raises ValueError for an object of another program, which an older or missing definition does not reject.
+    Raises ValueError for an object of another program, which an old or missing CRD does not reject.
     """
     name, status = str(item["metadata"]["name"]), item.get("status") or {}
     ended = seconds_of(status["stoppedAt"]) if status.get("stoppedAt") else None
     if ended is not None and ended < seconds_of(status.get("scannedAt")):
-        ended = None  # an agent has scanned since
+        ended = None  # an agent has scanned since then
     verdict = (status.get("lastVerdict") if ended is not None else None) or status.get("verdict") or "unknown"
     given = {own: status[theirs] for theirs, own in NAMES.items() if status.get(theirs) not in (None, "")}
     record = plain.read(
@@ -149,14 +149,14 @@ def from_resource(item: Json) -> NodeRecord:
 
 
 class _Machine:
-    """The facts that equal nodes share, and what follows from them."""
+    """The facts that equal nodes share, and values derived from them."""
 
     def __init__(self, facts: dict[str, Json]) -> None:
         self.facts = facts
 
     @cached_property
     def snapshot(self) -> Snapshot | None:
-        """The snapshot without host name; None where the facts are of another release."""
+        """Return the snapshot without host name; None if the facts are of another release."""
         try:
             return node_facts.unpack(self.facts)
         except _UNREADABLE:
@@ -164,29 +164,29 @@ class _Machine:
 
     @cached_property
     def alike(self) -> str:
-        """A key of all of it but for GPU memory in use."""
+        """Return a key of all facts except GPU memory in use."""
         parts = (part for part in sorted(self.facts) if part != node_facts.MEMORY_USED)
         return _key([(part, _key(self.facts[part])) for part in parts])
 
 
 class Fleet:
-    """All records, by name; what a watch or this agent's own scan feeds, and requests read."""
+    """All records by name; updated by a watch or by this agent's own scan, and read by requests."""
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
-        self._machines: dict[str, _Machine] = {}  # by the key of their facts: equal nodes hold them once
-        # By key, and with it the key of an equal graph, whatever else of their facts differs: hashing a graph takes
-        # longer than all the rest of an answer
+        self._machines: dict[str, _Machine] = {}  # by key of the facts, so that equal nodes share one object
+        # By key, with the key of an equal graph (other facts may differ), because hashing a graph takes longer than the
+        # rest of an answer
         self._graphs: dict[str, tuple[NodeTopology, str] | None] = {}
         self._kinds: dict[NodeTopology, str] = {}
         self._lock = threading.Lock()
 
     def replace(self, items: Iterable[Json]) -> None:
-        """A whole list of resources."""
+        """Replace all records by a complete list of resources."""
         self.set(read_resource(item) for item in items)
 
     def set(self, records: Iterable[NodeRecord]) -> None:
-        """Exactly these records."""
+        """Replace all records by these."""
         found = {record.name: self._interned(record) for record in records}
         with self._lock:
             self._records = found
@@ -196,38 +196,38 @@ class Fleet:
             self._graphs = {key: one for key, one in self._graphs.items() if {key, one[1] if one else key} <= held}
 
     def put(self, item: Json) -> None:
-        """One resource that is new or has changed."""
+        """Store one resource that is new or has changed."""
         record = self._interned(read_resource(item))
         with self._lock:
             self._records = {**self._records, record.name: record}
 
     def remove(self, item: Json) -> None:
-        """One resource that is gone."""
+        """Remove the record of a deleted resource."""
         name = item["metadata"]["name"]
         with self._lock:
             self._records = {key: value for key, value in self._records.items() if key != name}
 
     def records(self) -> tuple[NodeRecord, ...]:
-        """By name."""
+        """Return all records, sorted by name."""
         found = self._records
         return tuple(found[name] for name in sorted(found))
 
     def record(self, name: str) -> NodeRecord | None:
-        """What that node publishes; None where no agent publishes it."""
+        """Return the record that this node publishes; None if no agent publishes one."""
         return self._records.get(name)
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
-        """The record's graph under its own host name; nodes with equal graphs share one."""
+        """Return the record's graph with its own host name; nodes with equal graphs share one."""
         found = self._graph(record)
         return replace(found[0], hostname=record.name) if found else None
 
     def kind(self, record: NodeRecord) -> str | None:
-        """A key that records with equal graphs share, to the last link; None without a graph of this release."""
+        """Return a key shared by records with equal graphs; None without a graph of this release."""
         found = self._graph(record)
         return found[1] if found else None
 
     def machine_key(self, record: NodeRecord) -> str | None:
-        """A key that records share whose facts are equal, but for GPU memory in use; None without readable facts."""
+        """Return a key shared by records with equal facts except GPU memory in use; None without readable facts."""
         machine = self._machines.get(record.facts or "")
         return machine.alike if machine is not None and machine.snapshot is not None else None
 
@@ -236,10 +236,10 @@ class Fleet:
             try:
                 graph = _graph_of(self._machine(record))
             except _UNREADABLE:
-                graph = None  # of another release
+                graph = None  # written by another release
             if graph is None:
                 self._graphs[record.graph] = None
-            else:  # one object for equal graphs: by that the planner knows that they are alike
+            else:  # one object for equal graphs, which lets the planner detect equal nodes
                 kind = self._kinds.setdefault(graph, record.graph)
                 self._graphs[record.graph] = self._graphs.get(kind) or (graph, kind)
         return self._graphs.get(record.graph or "")
@@ -249,9 +249,9 @@ class Fleet:
         return machine.snapshot if machine is not None else None
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
-        """What the node's agent read, as far as advice needs it, under the record's name.
+        """Return what the node's agent read, as far as advice needs it, with the record's name.
 
-        Where the record holds no facts that this release reads, each probe failed for that reason.
+        If the record contains no facts that this release can read, each probe is failed with that reason.
         """
         facts = self._machine(record)
         try:
@@ -263,7 +263,7 @@ class Fleet:
         return node_facts.unpublished(record.name, why)
 
     def _interned(self, record: NodeRecord) -> NodeRecord:
-        """The record with its machine and its keys shared: equal nodes hold each of them once."""
+        """Return the record with shared machine and key objects, so that equal nodes use memory once."""
         graph, facts = (text and sys.intern(text) for text in (record.graph, record.facts))
         machine = record.machine
         if machine is not None and facts is not None:
@@ -272,8 +272,9 @@ class Fleet:
 
 
 def _graph_of(snapshot: Snapshot | None) -> NodeTopology | None:
-    """The graph of a record's facts, without host name. Raises ValueError where two devices have one name, or too many
-    are there: every pair of them is looked at.
+    """Build the graph of a record's facts, without host name.
+
+    Raises ValueError if two devices have the same name, or if there are too many, as every pair is evaluated.
     """
     if snapshot is None:
         return None
@@ -287,7 +288,7 @@ def _graph_of(snapshot: Snapshot | None) -> NodeTopology | None:
 
 
 def row(record: NodeRecord, now: float | None = None) -> Json:
-    """One line of /nodes. A silent node's verdict is unknown, whatever it said last."""
+    """Return one row of /nodes. A silent node is unknown, whatever its last verdict was."""
     now = time.time() if now is None else now
     silent = record.silent(now)
     made: Json = {
@@ -302,12 +303,12 @@ def row(record: NodeRecord, now: float | None = None) -> Json:
 
 
 def time_of(seconds: float) -> str:
-    """A Unix time as a record has it."""
+    """Format a Unix time as in a record."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def seconds_of(text: Any) -> float:
-    """Unix time of a time in a record; 0 where it is none."""
+    """Parse a time of a record to Unix time; 0 if it is invalid."""
     try:
         return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
     except ValueError:

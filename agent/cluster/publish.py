@@ -1,8 +1,8 @@
-"""Makes this node's record and writes it into the cluster: the NodeTopology resource, and labels through NFD.
+"""Create this node's record and write it to the cluster: the NodeTopology resource, and node labels through NFD.
 
 Specifications: deploy/daemonset/base/nodetopology-crd.yaml, whose objects agent.cluster.nodes reads; server-side apply;
-NFD's NodeFeature (nfd.k8s-sigs.io/v1alpha1, docs/usage/custom-resources.md), which turns `spec.labels` into labels of
-the Node, so that this agent needs no right to change Nodes.
+NFD's NodeFeature (nfd.k8s-sigs.io/v1alpha1, docs/usage/custom-resources.md). NFD copies `spec.labels` to labels of the
+Node, so that this agent needs no permission to modify Nodes.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from probes.rdma.facts import RdmaFacts
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
 
 MOST_FINDINGS = 64
-MOST_CHANGES = 32  # the newest; why so many: docs/decisions/0026
+MOST_CHANGES = 32  # the newest; docs/decisions/0026 explains the number
 
 
 def records_of(view: View, *, name: str | None = None, interval_seconds: float = 300.0) -> tuple[NodeRecord, ...]:
-    """One record per snapshot of the view; `name` is the Node's, where there is one snapshot."""
+    """Return one record per snapshot of the view; `name` is the Node's name, if there is one snapshot."""
     pairs = zip(view.snapshots, view.topologies, strict=True)
     only = len(view.snapshots) == 1
     made = tuple(
@@ -73,7 +73,7 @@ def records_of(view: View, *, name: str | None = None, interval_seconds: float =
 
 
 def history_of_record(record: NodeRecord) -> HistoryState:
-    """The history that the record holds: its changes, and the findings that held with the time since when.
+    """Return the history in the record: its changes, and the raised findings with their start times.
 
     Raises ValueError, KeyError or TypeError if another program wrote the record.
     """
@@ -93,7 +93,7 @@ def history_of_record(record: NodeRecord) -> HistoryState:
 
 
 def _measured(result: BenchResult) -> tuple[Measured, ...]:
-    """Each op at its largest verified size, where one host measured itself and nothing ended it early."""
+    """Return each op at its largest verified size, if one host measured itself and the benchmark was not stopped."""
     if len(set(result.hosts)) > 1 or not result.complete:
         return ()
     job = f"{result.world_size} {result.backend} ranks on 1 host"
@@ -116,7 +116,7 @@ def _record(
     return NodeRecord(
         name=clean(name, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word, scanned_at_seconds=at,
         interval_seconds=interval,
-        gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus and unread: unknown, and not none
+        gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
         product=clean(models.most_common(1)[0][0], 128) if models else None,
         links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
@@ -142,7 +142,7 @@ def _memlock(limits: LimitsFacts | None) -> str | None:
 
 
 def _findings(checks: Sequence[Finding]) -> tuple[Json, ...]:
-    """The worst of what did not pass; what could not be measured where it was required, each reason once."""
+    """Return the worst checks that did not pass, and required checks that were not measured, each reason once."""
     bad = [c for c in worst_first(checks) if c.status in ("fail", "warn")]
     unmeasured = {(c.code.split(".")[0], c.message): c for c in reversed(worst_first(checks)) if c.required and
                   c.status == "unknown"}  # fmt: skip
@@ -161,13 +161,13 @@ def _findings(checks: Sequence[Finding]) -> tuple[Json, ...]:
 
 
 class FirstSeen:
-    """The time at which each finding appeared: by the history, else as far as this process knows."""
+    """The time at which each finding appeared: from the history, else as far as this process knows."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, str], str] = {}
 
     def dated(self, record: NodeRecord, known: Mapping[tuple[str, str], float] = MappingProxyType({})) -> NodeRecord:
-        """The record with `since` in each finding; a new one began with this scan."""
+        """Add `since` to each finding of the record; a new finding starts with this scan."""
         now = time_of(record.scanned_at_seconds)
         first_seen = {**self._since, **{key: time_of(at) for key, at in known.items()}}
         since = {key: first_seen.get(key, now) for key in map(_which, record.findings)}
@@ -180,7 +180,7 @@ def _which(finding: Json) -> tuple[str, str]:
 
 
 def drawn(node: NodeTopology) -> Json | None:
-    """The graph as `kubectl get nodetopology -o yaml` shows it; None where there is no device, or too many."""
+    """Return the graph for `kubectl get nodetopology -o yaml`; None without devices or with too many."""
     if not 1 <= len(node.devices) <= node_facts.MOST_DEVICES:
         return None
     known, names = Pairs(node.pairs), [device.name for device in node.devices]
@@ -214,19 +214,19 @@ def _device(device: GpuNode | NicNode) -> Json:
 
 
 def _known(**named: Any) -> Json:
-    """What is known of it, texts cleaned."""
+    """Return the members that are not None, with cleaned texts."""
     known = {name: value for name, value in named.items() if value is not None}
     return {name: clean(value, 128) if isinstance(value, str) else value for name, value in known.items()}
 
 
 def to_resource(record: NodeRecord) -> tuple[Json, Json]:
-    """The object, and the object with its status: two writes, as the status is a subresource."""
+    """Return the object, and the object with its status: two writes, because status is a subresource."""
     about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": record.name}}
     status = {name: getattr(record, member) for name, member in NAMES.items()} | {
         "scannedAt": time_of(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
         "verdict": record.verdict, "graph": record.drawn,
     }  # fmt: skip
-    if record.stopped_at_seconds is not None:  # nothing watches the node now, so its last verdict is outdated
+    if record.stopped_at_seconds is not None:  # no agent watches the node now, so its last verdict is outdated
         status |= {
             "stoppedAt": time_of(record.stopped_at_seconds), "verdict": "unknown", "lastVerdict": record.verdict,
         }  # fmt: skip
@@ -238,28 +238,28 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
     return {**about, "spec": {"nodeName": record.name}}, {**about, "status": known}
 
 
-# Writing it.
+# Writing the record.
 
 
 log = logging.getLogger(__name__)
 
 NFD_VERSION = "nfd.k8s-sigs.io/v1alpha1"
 NFD_NODE_LABEL = "nfd.node.kubernetes.io/node-name"
-READ_SECONDS = 2.0  # to connect, twice that to answer: a scan waits for the history in the record
-END_SECONDS = 2.0  # for the last word, within the pod's grace period
-MISSING_SECONDS = 300.0  # until a missing resource definition is looked for again
+READ_SECONDS = 2.0  # to connect, and twice that for the answer: a scan waits for the history in the record
+END_SECONDS = 2.0  # for the final write, within the pod's grace period
+MISSING_SECONDS = 300.0  # until a missing CRD is looked for again
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 class Publisher:
-    """A thread that writes a node's record when it changes, and every `interval_seconds` though it does not."""
+    """A thread that writes a node's record when it changes, and at least every `interval_seconds`."""
 
     def __init__(
         self, client: Client, latest: Callable[[], NodeRecord | None], *, namespace: str,
         interval_seconds: float = 300.0, look_seconds: float = 5.0, labels: bool = True,
     ) -> None:  # fmt: skip
         self._shared, self._latest, self._namespace = client, latest, namespace
-        self._client = client.limited(tries=1)  # our pauses grow: more tries in each are more load of thousands
+        self._client = client.limited(tries=1)  # this thread backs off: retries of thousands add load
         self._interval, self._look = interval_seconds, look_seconds
         self._labels = labels
         self._stop = threading.Event()
@@ -270,16 +270,16 @@ class Publisher:
         self._nfd_again = 0.0
         self._owner: dict[str, Any] | None = None
         self.writes = 0
-        # a record is written this often though nothing changed
+        # maximum time between writes of an unchanged record
         self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
         self.error: str | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; a write under way is given a moment."""
+        """Stop the thread; a write in progress gets a short time to finish."""
         self._stop.set()
         self._client.close()
         self._shared.close()
@@ -288,7 +288,7 @@ class Publisher:
             self._write_end(self._last)
 
     def _write_end(self, record: NodeRecord) -> None:
-        """Say that nothing watches the node from here on; without an API server the record's age has to tell."""
+        """Write that no agent watches the node any more; without an API server only the record's age shows this."""
         client = self._client.limited(tries=1, timeout_seconds=END_SECONDS)
         ended = replace(record, stopped_at_seconds=time.time())
         try:
@@ -333,7 +333,7 @@ class Publisher:
         return replace(record, scanned_at_seconds=0.0) != replace(self._last, scanned_at_seconds=0.0)
 
     def write(self, record: NodeRecord) -> None:
-        """Write object, status and labels once. Raises ApiError."""
+        """Write the object, its status and the labels once. Raises ApiError."""
         self.tally["publish_attempts_total",] += 1
         whole, status = to_resource(record)
         if not self._exists:
@@ -346,7 +346,7 @@ class Publisher:
             self._client.apply(path_of(API_VERSION, PLURAL, record.name, sub="status"), status)
         except ApiError as error:
             if error.status == 404:
-                self._exists = False  # someone deleted it: make it anew on the next try
+                self._exists = False  # it was deleted: create it again at the next attempt
             raise
         if self._labels:
             self._write_labels(record)
@@ -354,14 +354,14 @@ class Publisher:
         self.error = None
         self.tally["publish_success_timestamp_seconds",] = time.time()
         self._last = record
-        # spread, so that thousands of agents that started together do not write together for ever
+        # with jitter, so that thousands of agents that started together do not keep writing at the same time
         self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret
 
     def _feature_path(self, record: NodeRecord) -> str:
         return path_of(NFD_VERSION, "nodefeatures", f"topoflight-{record.name}", namespace=self._namespace)
 
     def _write_labels(self, record: NodeRecord) -> None:
-        """Where NFD is not installed, or refuses, the cluster view goes on without labels."""
+        """Write the labels; if NFD is not installed or refuses, the cluster view works without labels."""
         if time.monotonic() < self._nfd_again:
             return
         try:
@@ -373,19 +373,19 @@ class Publisher:
 
 
 class PreviousRecord:
-    """What the agent before has left in the node's record: read before the record is written over.
+    """The history that the previous agent left in the node's record, read before this agent overwrites the record.
 
-    `view` is the newest that is handed out. Called by the scan, whose view holds what is taken in.
+    `view` is the newest published view. The scan calls this object, and its view contains the merged history.
     """
 
     def __init__(self, client: Client, name: str, view: Callable[[], View | None]) -> None:
         self._client, self._name, self._view = client.limited(tries=1, timeout_seconds=READ_SECONDS), name, view
         self._read = False
         self._error: ApiError | None = None
-        self._without: View | None = None  # made before it was read
+        self._without: View | None = None  # the view made before the history was read
 
     def __call__(self) -> HistoryState | None:
-        """The history; empty if there is no record, None if it must be read again."""
+        """Return the history; empty if there is no record, None if it must be read again."""
         self._without, found = self._view(), HistoryState()
         try:
             found = history_of_record(from_resource(self._client.get(path_of(API_VERSION, PLURAL, self._name))))
@@ -400,17 +400,17 @@ class PreviousRecord:
         return found
 
     def is_in_view(self) -> bool:
-        """Whether the newest view, and so the next record, holds it. Raises ApiError where it could not be read."""
+        """Return whether the newest view, and so the next record, contains it. ApiError if it could not be read."""
         if not self._read and self._error is not None:
             raise self._error
         return self._read and self._view() is not self._without
 
 
 def owner_of(token: str, node: str) -> dict[str, Any] | None:
-    """Return the Node as an object's owner, so that the object ends with it; None where the token does not name it.
+    """Return the Node as an owner reference, so that the object is deleted with it; None if the token has no Node.
 
-    A pod's own token names its node with its uid since Kubernetes 1.30 (bound service account tokens, the claim
-    kubernetes.io), so that the agent needs no right to get Nodes. On an older cluster the record outlives the Node.
+    Since Kubernetes 1.30 a pod's own token contains its node's name and uid (bound service account tokens, claim
+    kubernetes.io), so the agent needs no permission to get Nodes. In an older cluster the record outlives the Node.
     """
     named = claims_of(token).get("node")
     if not isinstance(named, dict) or named.get("name") != node or not named.get("uid"):
@@ -420,9 +420,9 @@ def owner_of(token: str, node: str) -> dict[str, Any] | None:
 
 
 def claims_of(token: str) -> dict[str, Any]:
-    """What a service account's token says of its pod and node, which the API server has signed; else empty.
+    """Return the claims about pod and node in a service account token, which the API server has signed; else empty.
 
-    Read for no decision.
+    No decision depends on them.
     """
     try:
         claims = token.split(".")[1]
@@ -433,7 +433,7 @@ def claims_of(token: str) -> dict[str, Any]:
 
 
 def node_feature(record: NodeRecord, namespace: str, owner: dict[str, Any] | None = None) -> dict[str, Any]:
-    """NFD's resource; a fact that is unknown is no label."""
+    """Return NFD's resource; an unknown fact has no label."""
     verdict = "unknown" if record.stopped_at_seconds is not None else record.verdict
     active = (record.rdma or "").partition("/")[0]
     wanted = {

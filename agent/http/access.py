@@ -1,13 +1,13 @@
-"""Access to the HTTP agent: who may use which endpoint, and how long a connection may wait for its client.
+"""Access to the HTTP agent: which client may use which endpoint, and how long a connection may wait for its client.
 
-Reads are open unless configured otherwise; whatever makes load, or leaves something here, needs a bearer token. In a
-cluster the API server judges it: TokenReview (authentication.k8s.io/v1, with our audience, so that a token made for
-another service is no use here), then SubjectAccessReview (authorization.k8s.io/v1, nonResourceAttributes). Outside, a
-file of tokens. With neither, these endpoints stay closed. No token is logged or stored: verdicts are remembered for
-some seconds under its SHA-256.
+Reads are open by default. Requests that generate load or store data need a bearer token. In a cluster the API server
+checks the token: first TokenReview (authentication.k8s.io/v1, with this agent's audience, so that a token for another
+service is rejected), then SubjectAccessReview (authorization.k8s.io/v1, nonResourceAttributes). Outside a cluster, a
+file of tokens is used. Without either, these endpoints are closed. Tokens are never logged or stored: results are
+cached for some seconds under the token's SHA-256.
 
-A token is judged before the body is read, in a thread that does nothing else: an API server that hangs delays
-requests with a token, and no others. The NetworkPolicy in deploy/daemonset limits who may connect.
+A token is checked before the body is read, in a separate thread. If the API server hangs, only requests with a token
+are delayed. The NetworkPolicy in deploy/daemonset limits which clients can connect.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from agent.http.answers import problem
 from agent.http.worker import ProblemError
 from contracts import bounded
 
-PROBES = ("/healthz", "/readyz")  # the kubelet's, which brings no token
-HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
-KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
+PROBES = ("/healthz", "/readyz")  # used by the kubelet, which sends no token
+HEAD_BYTES = 16384  # request line and headers; a bearer token may use most of it
+KEEP_ALIVE_SECONDS = 65  # longer than a scrape interval of one minute, the usual one
 _CHECK_SECONDS = 1.0
 _ROOM_SECONDS = 0.05
 AUDIENCE = "topoflight"
-REMEMBERED_SECONDS = 10.0  # as long as kube-apiserver's own authorizer keeps a refusal, and what it costs to revoke
+REMEMBERED_SECONDS = 10.0  # as long as kube-apiserver caches a refusal; a revoked token stays valid this long
 MOST_REMEMBERED = 1024
 LONGEST_TOKEN = 16384
-_MOST_TOKEN_BYTES = 1 << 20  # of a file of tokens
+_MOST_TOKEN_BYTES = 1 << 20  # size of a token file
 READS = ("GET", "HEAD")
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 
 
-Judgement = str | ProblemError  # what was decided about one token at one endpoint: the user, or why not
+Judgement = str | ProblemError  # the result for one token and endpoint: the user name, or the error
 
 
 class Tokens:
-    """Judges bearer tokens; raises ProblemError 401, 403 or 503."""
+    """Checks bearer tokens; raises ProblemError 401, 403 or 503."""
 
     def __init__(
         self, *, client: Client | None = None, token_file: Path | None = None, audience: str = AUDIENCE,
@@ -67,13 +67,13 @@ class Tokens:
     ) -> None:  # fmt: skip
         self._client, self._file, self._audience = client, token_file, audience
         self.reads_open = reads_open
-        self._judged: dict[tuple[str, str, str], tuple[float, Judgement]] = {}  # written by the thread alone
+        self._judged: dict[tuple[str, str, str], tuple[float, Judgement]] = {}  # only the thread writes to it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokens")
 
     async def judge(self, connection: HTTPConnection, *, path: str, verb: str) -> str:
-        """The caller's name, where the token of a request may `verb` (get, post) `path`.
+        """Return the caller's name, if the token of the request permits `verb` (get, post) on `path`.
 
-        Judged in the thread for that where the verdict is not remembered: the API server may keep it waiting.
+        If the result is not cached, the token is checked in the separate thread, because the API server may be slow.
         """
         token = self._token(connection.headers.get("authorization"), path, verb)
         key = hashlib.sha256(token.encode()).hexdigest(), path, verb
@@ -86,7 +86,7 @@ class Tokens:
         return judgement
 
     def _decide(self, key: tuple[str, str, str], token: str) -> Judgement:
-        """The verdict on a token, remembered from now on."""
+        """Return the result for a token, and cache a new one."""
         judgement = self._remembered(key)
         if judgement is None:
             judgement = self._from_file(token) if self._client is None else self._review(self._client, token, *key[1:])
@@ -122,14 +122,14 @@ class Tokens:
         return ProblemError(401, detail, headers=CHALLENGE, grant=self._how_to_get_one())
 
     def _from_file(self, token: str) -> Judgement:
-        """One token a line; read each time, so that a line taken out is out within seconds."""
+        """Check a token against the file (one per line); it is read each time, so that a removed token expires soon."""
         assert self._file is not None  # noqa: S101 - `_token` has made sure
         try:
             lines = read_tokens(self._file)
         except (OSError, ValueError) as error:
             raise ProblemError(503, f"the token file cannot be used: {error}") from None
         sent = token.encode()
-        if sum(hmac.compare_digest(line.encode(), sent) for line in lines):  # all of them, each in constant time
+        if sum(hmac.compare_digest(line.encode(), sent) for line in lines):  # all lines, each in constant time
             return "token-file"
         return self._refused()
 
@@ -141,7 +141,7 @@ class Tokens:
                  "spec": {"token": token, "audiences": [self._audience]}},
                 repeatable=True,
             ).get("status") or {}  # fmt: skip
-            # a server that knows no audiences returns none: the token is then not proven to be ours
+            # a server without audience support returns none: the token is then not proven to be for this agent
             if reviewed.get("authenticated") is not True or self._audience not in (reviewed.get("audiences") or ()):
                 return self._refused()
             user = reviewed.get("user") or {}
@@ -163,13 +163,13 @@ class Tokens:
 
 
 class ReadHosts(TrustedHostMiddleware):
-    """Refuses reads under a foreign name: a web page whose name was bound to this address anew reads nothing here.
+    """Reject reads under a foreign host name, to prevent DNS rebinding by a web page.
 
-    An address is no name that could be bound anew, and a client without Host is no browser.
+    An IP address cannot be rebound, and a client that sends no Host header is not a browser.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 400."""
+        """Forward the request, or answer 400."""
         named = Headers(scope=scope).get("host") if scope["type"] == "http" else None
         if named is None or scope["method"] not in READS or _is_address(named):
             await self.app(scope, receive, send)
@@ -185,16 +185,16 @@ def _is_address(host: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware that judges the token before anything reads the body.
+    """ASGI middleware that checks the token before the body is read.
 
-    `posts` holds the paths that take POST, each of which needs a token; reads need one where `tokens` says so.
+    `posts` contains the POST paths, which always need a token; reads need one if `tokens` requires it.
     """
 
     def __init__(self, app: ASGIApp, tokens: Tokens, posts: Collection[str]) -> None:
         self._app, self._tokens, self._posts = app, tokens, posts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, with the caller's name in its state, or refuse it."""
+        """Forward the request with the caller's name in its state, or reject it."""
         if scope["type"] == "http":
             method, path = scope["method"], scope["path"]
             reads = method in READS and not self._tokens.reads_open and path not in PROBES
@@ -210,7 +210,7 @@ class Guard:
 
 
 def grant(user: str, verb: str, path: str) -> str:
-    """The two commands that let a user do this, under a name that no other user or path has: none exists already."""
+    """Return the two commands that grant this permission, with object names that are unique per user and path."""
     who = hashlib.sha256(f"{user} {verb}".encode()).hexdigest()[:8]  # a user's name holds what an object's may not
     role = "-".join(["topoflight-load", *re.findall(r"[a-z0-9]+", path.lower()), who])
     return (
@@ -220,7 +220,7 @@ def grant(user: str, verb: str, path: str) -> str:
 
 
 def read_tokens(path: Path) -> list[str]:
-    """The tokens of a file that only its owner (or group) may read. Raises ValueError."""
+    """Read the tokens of a file that only its owner (or group) may read. Raises ValueError."""
     if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ValueError(f"{path} may be read or written by everyone: chmod 640")
     try:
@@ -233,34 +233,33 @@ def read_tokens(path: Path) -> list[str]:
     return tokens
 
 
-# One connection: every wait for its client has an end, and health checks get through.
-#
-# uvicorn's `limit_concurrency` answers 503 to every path, health checks included, and its keep-alive timer starts only
-# after the first response. Here a connection that waits for its client gives its place to a new one when all are taken.
+# One connection: every wait for the client is limited, and health checks are always served.
+# uvicorn's `limit_concurrency` answers 503 for every path, health checks included, and its keep-alive timer starts only
+# after the first response. Here a new connection replaces one that waits for its client, if the limit is reached.
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection."""
+    """One client connection."""
 
-    most_connections = 512  # each costs some 20 KiB while it is open
-    most_at_once = 192  # as many come within _ROOM_SECONDS before room is made without delay
-    most_over_limit = 32  # further ones while all of those are at work, which only health checks use
-    # Longest wait for a first request's head, a later head, a body, and for the client to read what was written
+    most_connections = 512  # each uses about 20 KiB while open
+    most_at_once = 192  # new ones within _ROOM_SECONDS before connections are closed without delay
+    most_over_limit = 32  # additional ones if all of those are busy; only health checks use them
+    # Longest wait for the first request's head, a later head, a body, and for the client to read a response
     seconds = {"head": 20.0, "next head": KEEP_ALIVE_SECONDS + 20.0, "body": 20.0, "reader": 30.0}  # noqa: RUF012
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._application, self.app = self.app, self._answer_within_limits
         self._wait: tuple[str | None, object] = "", None
-        self.since = 0.0  # when the present wait began
+        self.since = 0.0  # start of the current wait
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection; where all places are taken, make room for it."""
+        """Accept the connection; if the limit is reached, close another one."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that an answer that the client does not read is noticed
+        transport.set_write_buffer_limits(high=0)  # so that a response the client does not read is detected
         self._check_wait()
         over = len(self.connections) - self.most_connections
-        if over > 0:  # only after what the others have sent is read, unless a flood comes
+        if over > 0:  # delayed so that received data is read first, unless a flood of connections comes
             self.loop.call_later(_ROOM_SECONDS if over < self.most_at_once else 0, self._make_room)
 
     def _make_room(self) -> None:
@@ -277,12 +276,12 @@ class LimitedProtocol(H11Protocol):
         return [one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self]
 
     def _is_over_limit(self) -> bool:
-        """Whether as many other connections as are allowed are at work."""
+        """Return whether the maximum number of other connections is busy."""
         over = len(self.connections) > self.most_connections
         return over and sum(not one.awaited() for one in self._others()) >= self.most_connections
 
     def awaited(self) -> str | None:
-        """What the client has to do next; None while the application is at work."""
+        """Return what the client must do next; None while the application works."""
         if self.flow.write_paused:
             return "reader"
         if self.cycle is None or self.cycle.response_complete:
@@ -290,14 +289,14 @@ class LimitedProtocol(H11Protocol):
         return "body" if self.conn.their_state is h11.SEND_BODY else None
 
     def is_idle(self) -> bool:
-        """Whether it waits for its client; not where bytes have come that a busy loop has not read yet."""
+        """Return whether it waits for its client; received bytes that a busy event loop has not read are not a wait."""
         if self.awaited() in (None, "reader"):
             return self.awaited() is not None
         descriptor = self.transport.get_extra_info("socket").fileno()
         return descriptor < 0 or not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
 
     def _check_wait(self) -> None:
-        """Each second: end the connection where one wait, of one request, has taken too long."""
+        """Check every second, and close the connection if one wait within one request has taken too long."""
         if self.transport.is_closing():
             return
         wait, now = (self.awaited(), self.cycle), self.loop.time()
@@ -309,19 +308,19 @@ class LimitedProtocol(H11Protocol):
         self.loop.call_later(_CHECK_SECONDS, self._check_wait)
 
     def end(self) -> None:
-        """End the connection now."""
+        """Close the connection immediately."""
         self.connections.discard(self)
         self.transport.abort()
 
     async def _answer_within_limits(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request whose end is ambiguous, and all but health checks where every place is taken."""
+        """Reject a request with an ambiguous body length, and all but health checks if the limit is reached."""
         names = {name for name, _ in scope["headers"]}
         framed_twice = b"content-length" in names or scope["http_version"] == "1.0"  # RFC 9112, 6.1
         status = 0
         if b"transfer-encoding" in names and framed_twice:
             status = 400
             detail = "Transfer-Encoding with Content-Length, or in HTTP/1.0: where the body ends is ambiguous"
-        elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:  # h11 bounds what is parted
+        elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:  # h11 bounds split ones
             status, detail = 400, f"the headers have more than {HEAD_BYTES} bytes"
         elif scope["path"] not in PROBES and self._is_over_limit():
             status, detail = 503, f"{self.most_connections} connections are in use"

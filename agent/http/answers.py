@@ -1,7 +1,7 @@
-"""What endpoints answer: documents rendered once for each view, errors as problem documents, and the models of both.
+"""Responses of endpoints: documents rendered once per view, errors as problem documents, and the models of both.
 
-Handlers return finished responses: the models are what the OpenAPI document says of them, and the tests ask every
-endpoint for what is allowed and what is not, and compare. Specification: OpenAPI 3.1; RFC 9457 for problems.
+Handlers return complete responses. The models only describe them in the OpenAPI document; the tests send valid and
+invalid requests to every endpoint and compare. Specification: OpenAPI 3.1; RFC 9457 for problems.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from contracts.tables import read_table
 
 MOST_ANSWERS = 64
 MOST_BYTES = 16 << 20
-PIECE_BYTES = 128 << 10  # what one slow reader holds of a large answer; Starlette compresses such pieces in a thread
+PIECE_BYTES = 128 << 10  # held by a slow reader of a large response; Starlette compresses such pieces in a thread
 PROBLEM_TYPE = "application/problem+json"
 Responses = dict[int | str, dict[str, Any]]
 
@@ -39,7 +39,7 @@ COMMON = (400, 401, 403, 422, 503)
 _WORDS: dict[str, str] = read_table(__file__, "problems.toml")
 _REFERENCE = {"$ref": "#/components/schemas/Problem"}
 _TEXT = {"schema": {"type": "string"}}
-TOKEN = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))]  # for the document: agent.http.access judges it
+TOKEN = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))]  # for the document; agent.http.access checks it
 
 
 class Problem(BaseModel):
@@ -80,23 +80,23 @@ class StoreAnswer(BaseModel):
 
 
 def problems(*more: int, common: tuple[int, ...] = COMMON) -> Responses:
-    """The problem documents of an endpoint, beside those that all have."""
+    """Return the problem documents of an endpoint, including those that all endpoints have."""
     found: Responses = {
         status: {"description": _WORDS[str(status)], "content": {PROBLEM_TYPE: {"schema": _REFERENCE}}}
         for status in sorted({*common, *more})
     }
-    if 413 in found:  # Starlette refuses it before any handler
+    if 413 in found:  # Starlette rejects it before any handler runs
         found[413]["content"] = {"text/plain": _TEXT}
     return found
 
 
 def texts(*media_types: str) -> Responses:
-    """What an endpoint also answers as text."""
+    """Return the text responses of an endpoint."""
     return {200: {"content": dict.fromkeys(media_types, _TEXT)}}
 
 
 class Rendered:
-    """Answers that follow from one view and the question alone: rendered once, and dropped with the view."""
+    """Responses that depend only on one view and the request: rendered once, and discarded with the view."""
 
     def __init__(self) -> None:
         self._view: View | None = None
@@ -106,7 +106,7 @@ class Rendered:
         self._rendering = threading.Lock()
 
     def get(self, view: View, key: Hashable) -> Answer | None:
-        """What was rendered for this question; None where nothing was."""
+        """Return the response rendered for this request; None if there is none."""
         with self._lock:
             newer = self._view is None or view.made_at_monotonic >= self._view.made_at_monotonic
             if view is not self._view and newer:
@@ -117,7 +117,7 @@ class Rendered:
             return self._answers[key]
 
     def put(self, view: View, key: Hashable, answer: Answer) -> None:
-        """Store an answer, unless a newer view has come; those that were not asked for longest give way."""
+        """Store a response, unless a newer view exists; the least recently used responses are removed."""
         with self._lock:
             if view is not self._view or key in self._answers:
                 return
@@ -126,13 +126,13 @@ class Rendered:
                 self._bytes -= len(self._answers.popitem(last=False)[1].body)
 
     async def of(self, view: View, key: tuple[Hashable, ...], value: Callable[[], Any]) -> Response:
-        """`value()` as JSON, made in a thread."""
+        """Return `value()` as JSON, computed in a thread."""
         return respond(await self.answer(view, key, lambda: document(value())))
 
     async def compute(
         self, request: Request, worker: Worker, view: View, key: Hashable, name: str, /, **given: Any
     ) -> Answer:
-        """The stored answer, or the one that the worker gives to the question `name`."""
+        """Return the stored response, or let the worker answer the question `name`."""
         answer = self.get(view, key)
         if answer is None:
             answer = await worker.ask(request, name, **given)
@@ -140,7 +140,7 @@ class Rendered:
         return answer
 
     async def answer(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Answer:
-        """The stored answer, or the one that `make` gives in a thread: one question is rendered at a time."""
+        """Return the stored response, or compute it with `make` in a thread; one request is rendered at a time."""
         answer = self.get(view, key)
         return answer if answer is not None else await run_in_threadpool(self._made, view, key, make)
 
@@ -154,7 +154,7 @@ class Rendered:
 
 
 def respond(answer: Answer) -> Response:
-    """The response; a large one goes out in pieces, so that slow readers share its bytes."""
+    """Return the response; a large one is sent in pieces, so that slow readers share its bytes."""
     size = len(answer.body)
     headers = {"Cache-Control": "no-store", **answer.headers}
     if size <= PIECE_BYTES:
@@ -170,18 +170,18 @@ async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
 
 
 def complaints(error: ValidationError | RequestValidationError, most: int | None = None) -> tuple[list[Any], str]:
-    """Where a body or a query is not what it should be and why, at most so many; and the same in one line."""
+    """Return the invalid parts of a body or query with reasons, at most `most`; and the same in one line."""
     found = [{"where": ".".join(map(str, e["loc"])) or "body", "message": e["msg"]} for e in error.errors()[:most]]
     return found, "; ".join(f"{each['where'][:64]}: {each['message']}" for each in found)
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """What the OpenAPI document says of a body that the endpoint reads by itself."""
+    """Describe, for the OpenAPI document, a body that the endpoint parses itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the whole body of a request. ProblemError 400 where the client leaves before its end."""
+    """Read the whole body of a request. Raises ProblemError 400 if the client disconnects before its end."""
     try:
         return await request.body()
     except ClientDisconnect:
@@ -191,7 +191,7 @@ async def read_body(request: Request) -> bytes:
 def problem(
     request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **more: Any
 ) -> JSONResponse:
-    """One problem document."""
+    """Create one problem document."""
     body = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -204,7 +204,7 @@ def problem(
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of the application a problem document, and add their schema, which no route returns."""
+    """Convert every error of the application to a problem document, and add their schema, which no route returns."""
 
     @app.exception_handler(ProblemError)
     async def refused(request: Request, error: ProblemError) -> JSONResponse:

@@ -1,9 +1,9 @@
-"""The cluster view: the records of all nodes, and the documents that are made of them.
+"""The cluster view: the records of all nodes, and the documents made from them.
 
-Where the records come from: a watch of the NodeTopology resources, or the hosts that this agent itself serves. A watch
-lists once, then follows the changes, and lists again only when the server forgot. It begins with the first question and
-ends some minutes after the last one: were every agent of a large cluster to watch always, each write would go out as
-many times as there are nodes.
+The records come from a watch of the NodeTopology resources, or from the hosts that this agent serves. A watch lists
+once, then follows the changes, and lists again only if the server has dropped the resource version. It starts with the
+first request and ends some minutes after the last one. If every agent of a large cluster watched all the time, each
+write would be sent once per node.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Json = dict[str, Any]
 Samples = list[tuple[tuple[str, ...], float]]
 GONE = 410
 SHORTEST_WATCH_SECONDS = 1.0
-BUSY_TRIES = 3  # of a first list, each after a longer pause, before a busy server counts as one that does not answer
+BUSY_TRIES = 3  # attempts of the first list, with growing pauses, before a busy server counts as unavailable
 LOOK_SECONDS = 0.05
-LIST_SECONDS = 20.0  # the first question waits this long for the first list, and no longer than the first refusal
+LIST_SECONDS = 20.0  # longest wait of the first request for the first list; a refusal ends it earlier
 IDLE_SECONDS = 600.0
-PLACES_SECONDS = 600.0  # Nodes are labelled when they come
+PLACES_SECONDS = 600.0  # Nodes get their labels when they join
 MORE = "only the nodes that this agent itself scans; on Kubernetes, agents started with --publish show every node"
-# Findings that the recommended settings correct: a node with no other failure is part of the advice.
+# Findings that the recommended settings correct: a node without other failures is included in the advice.
 CORRECTED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"}
 
 
-# The watch of the records, and how watching and publishing have gone.
+# The watch of the records, and metrics of watching and publishing.
 
 
 class Watcher:
@@ -63,21 +63,21 @@ class Watcher:
         self, client: Client, path: str, fleet: Fleet, *, seconds: int = 300, tally: Tally | None = None
     ) -> None:
         self.tally = Tally(float) if tally is None else tally
-        # One attempt per call: this thread pauses between attempts, and reports the first refusal at once
+        # One attempt per call: this thread pauses between attempts and reports the first refusal immediately
         self._client, self._path, self._fleet, self._seconds = client.limited(tries=1), path, fleet, seconds
         self._stop = threading.Event()
         self.listed = False  # whether the first list has been read
-        self.refused = False  # whether the last attempt failed before the first list, and waiting would not help
+        self.refused = False  # whether the last attempt failed before the first list, so that waiting is useless
         self.error: str | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self.tally["watch_lists_total",] += 0
         name = f"watch {self._path.rsplit('/', 1)[-1]}"
         threading.Thread(target=self._loop, name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """End at the next event; the thread is a daemon and is not waited for."""
+        """Stop at the next event; the thread is a daemon and is not joined."""
         self._stop.set()
 
     def _loop(self) -> None:
@@ -91,13 +91,13 @@ class Watcher:
                     version, failures = seen, 0
                     self._heard()
                 if version == first and time.monotonic() - began < SHORTEST_WATCH_SECONDS:
-                    self._stop.wait(backoff_seconds(failures))  # a server that ends watches at once is not hammered
+                    self._stop.wait(backoff_seconds(failures))  # avoids a busy loop if the server ends watches at once
                     failures += 1
             except ApiError as error:
                 self.tally["watch_restarts_total", reason_of(error.status)] += 1
                 if error.status == GONE:
                     version = ""
-                    if failures == 0:  # the first time this is normal
+                    if failures == 0:  # the first one is normal
                         failures = 1
                         continue
                 busy = error.status in AGAIN and failures + 1 < BUSY_TRIES
@@ -108,7 +108,7 @@ class Watcher:
                 failures = self._pause(f"an object that is none: {type(error).__name__}: {error}", failures)
 
     def _pause(self, error: str, failures: int, retry_after: float | None = None, *, refused: bool = True) -> int:
-        """Say what went wrong and wait before the next try; one failure more."""
+        """Log the error, wait before the next attempt, and return the increased number of failures."""
         self.error = error
         self.refused = refused and not self.listed
         log.warning("watch of %s: %s", self._path, error)
@@ -147,7 +147,7 @@ class Watcher:
 
 
 def samples(*tallies: Tally) -> Iterable[tuple[str, Samples]]:
-    """Pairs of family name and its samples, as of now. An agent that does not publish or watch has no such families."""
+    """Return pairs of metric family and samples. An agent that does not publish or watch has no such families."""
     found: dict[str, Samples] = {}
     for tally in tallies:
         for (family, *labels), value in sorted(dict(tally).items()):
@@ -156,14 +156,14 @@ def samples(*tallies: Tally) -> Iterable[tuple[str, Samples]]:
 
 
 class Cluster:
-    """Records of all nodes, from whichever source there is."""
+    """Records of all nodes, from Kubernetes or from this agent's own scans."""
 
     def __init__(
         self, state: State, *, name: str | None = None, client: Client | None = None,
         interval_seconds: float = 300.0, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
         self._state, self._name = state, name
-        self.client = client  # to the API server that has the records; None: they are this agent's own scans
+        self.client = client  # of the API server with the records; None: they are this agent's own scans
         self._interval, self._idle = interval_seconds, idle_seconds
         self._fleet = Fleet()
         self._lock = threading.Lock()
@@ -178,11 +178,11 @@ class Cluster:
 
     @property
     def source(self) -> str:
-        """Where the records come from."""
+        """Return where the records come from."""
         return "kubernetes" if self.client else "hosts"
 
     def own(self) -> Mapping[str, NodeRecord]:
-        """Records by name of what this agent itself scans, made once for each view; empty before the first scan."""
+        """Return the records of this agent's own scans by name, created once per view; empty before the first scan."""
         view = self._state.view
         with self._lock:
             if view is not None and view is not self._of_view:
@@ -193,9 +193,9 @@ class Cluster:
             return self._own
 
     async def records(self) -> Mapping[str, NodeRecord]:
-        """The records by name, current. Holds no thread while it waits for the API server.
+        """Return the current records by name. The wait for the API server does not block a thread.
 
-        ProblemError 503 before the first scan, and where the API server does not answer.
+        Raises ProblemError 503 before the first scan, and if the API server does not answer.
         """
         self._state.current()
         if self.client is None:
@@ -204,14 +204,14 @@ class Cluster:
         return {record.name: record for record in self._fleet.records()}
 
     async def places(self) -> Places:
-        """The rack or switch of each node, by the labels of the Nodes; read again after ten minutes."""
+        """Return the rack or switch of each node from the labels of the Nodes; cached for ten minutes."""
         if self.client is not None and time.monotonic() - self._places_at > PLACES_SECONDS:
             self._places_at = time.monotonic()
             self._places = await run_in_threadpool(read_places, self.client.brief())
         return self._places
 
     def stop(self) -> None:
-        """End the watch."""
+        """Stop the watch."""
         with self._lock:
             if self._timer:
                 self._timer.cancel()
@@ -220,7 +220,7 @@ class Cluster:
             self._watcher = self._timer = None
 
     def watch_error(self) -> str | None:
-        """Why the records may be behind; None where they are not."""
+        """Return why the records may be outdated; None if they are current."""
         return self._watcher.error if self._watcher else None
 
     def _follow(self, client: Client) -> Watcher:
@@ -233,7 +233,7 @@ class Cluster:
             return self._watcher
 
     async def _listed(self, watcher: Watcher) -> None:
-        """Wait for the first list, no longer than the first refusal."""
+        """Wait for the first list or the first refusal."""
         until = time.monotonic() + LIST_SECONDS
         while not watcher.listed:
             if watcher.refused or time.monotonic() > until:
@@ -248,7 +248,7 @@ class Cluster:
         self._timer.start()
 
     def _rest(self) -> None:
-        """End the watch after a while without requests; else look again later."""
+        """Stop the watch if there were no requests for a while; otherwise check again later."""
         with self._lock:
             left = self._requested + self._idle - time.monotonic()
             if left > 0:
@@ -259,7 +259,7 @@ class Cluster:
 
 
 def nodes_document(fleet: Fleet, source: str, *, now: float | None = None) -> Json:
-    """Every node as a row, and how many of each verdict."""
+    """Return every node as a row, and the number of nodes per verdict."""
     now = time.time() if now is None else now
     rows = [row(record, now) for record in fleet.records()]
     counts = Counter(made["verdict"] for made in rows)
@@ -268,10 +268,10 @@ def nodes_document(fleet: Fleet, source: str, *, now: float | None = None) -> Js
 
 
 def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) -> tuple[Recommendation, int]:
-    """One recommendation for all nodes that are heard of and did not fail, or `request.nodes` of them; how many.
+    """Return one recommendation for all nodes that report and did not fail, or `request.nodes` of them; and how many.
 
-    It rests on what the records hold, of this agent's node as of the others: each gets the answer that its own agent
-    gives. Of nodes that are alike one is asked for all.
+    It uses only the records, also for this agent's own node, so that every agent gives the same answer. Of equal nodes,
+    only one is evaluated.
     """
     now = time.time() if now is None else now
     used: list[NodeRecord] = []
@@ -306,7 +306,7 @@ def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) 
 
 
 def _fails_jobs(record: NodeRecord) -> bool:
-    """Whether a node has a failure that the settings of a job do not correct."""
+    """Return whether a node has a failure that job settings do not correct."""
     if record.verdict != "fail":
         return False
     failed = {str(found.get("code")) for found in record.findings if found.get("severity") == "fail"}
@@ -314,7 +314,7 @@ def _fails_jobs(record: NodeRecord) -> bool:
 
 
 def _topologies(fleet: Fleet, used: Sequence[NodeRecord], ranks: int | None) -> list[NodeTopology]:
-    """Of each node; those of one kind share their parts, by which the planner knows that they are alike."""
+    """Return the topology of each node; equal nodes share objects, by which the planner detects that they are equal."""
     cut: dict[str | None, NodeTopology] = {}
     found = []
     for record in used:

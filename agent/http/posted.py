@@ -1,8 +1,8 @@
-"""Endpoints that take POST: store the record of a run, and run the gate on a new scan.
+"""Endpoints for POST: store the record of a run, and run the gate on a new scan.
 
-Specification: run.json of docs/reference/finetune-job.md. A record is posted by the service account of a job, not by
-the administrator. It is bounded in bytes and in values, because all stored records are held in memory and open to every
-reader.
+Specification: run.json in docs/reference/finetune-job.md. A record is posted by the service account of a job, not by an
+administrator. Its size and number of values are limited, because all stored records are held in memory and every reader
+can get them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from contracts.run_record import RunRecord, dumps, record_of
 
 log = logging.getLogger(__name__)
 
-# 50 of these are kept, in the 64 MiB that deploy/daemonset gives the state folder; 4096 steps take 60 KiB
+# 50 of these are stored in the 64 MiB that deploy/daemonset gives the state folder; 4096 steps take 60 KiB
 MOST_RECORD_BYTES = 512 << 10
-MOST_VALUES = 16384  # 4096 steps and evaluations; a value takes some 100 bytes of memory
+MOST_VALUES = 16384  # 4096 steps and evaluations; each value uses about 100 bytes of memory
 
 _Time = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$", max_length=20)]
 _Text = Annotated[str, Field(max_length=4096)]
@@ -67,8 +67,8 @@ class PostedRecord(BaseModel):
 
 
 def read_record(body: bytes) -> RunRecord:
-    """The record. ProblemError 400 where it is no JSON of ours, 422 where a member is not what it should be."""
-    if (values := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MOST_VALUES:  # before any is made
+    """Parse the record. Raises ProblemError 400 if it is not such JSON, 422 if a member is invalid."""
+    if (values := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MOST_VALUES:  # counted before parsing
         raise ProblemError(422, f"the record holds {values} values: {MOST_VALUES} are taken")
     try:
         record = plain.loads(body, unknown_numbers=True)  # a loss may be NaN
@@ -80,7 +80,7 @@ def read_record(body: bytes) -> RunRecord:
         found, detail = complaints(error, 16)
         raise ProblemError(422, detail, errors=found) from None
     made = record_of(record)
-    if len(dumps(made)) > MOST_RECORD_BYTES:  # as it is kept, which may be longer than as it came
+    if len(dumps(made)) > MOST_RECORD_BYTES:  # as stored, which may be larger than received
         raise ProblemError(422, f"the record takes more than {MOST_RECORD_BYTES} bytes to keep")
     return made
 
@@ -96,7 +96,7 @@ class Preflight(BaseModel):
 
 
 def gate(checks: Iterable[Finding], require: Sequence[str], skip: Sequence[str], fail_on: FailOn) -> dict[str, Any]:
-    """What the gate answers of these checks. ProblemError 400 for a check that does not exist."""
+    """Return the gate's result for these checks. Raises ProblemError 400 for a check that does not exist."""
     try:
         found = select(checks, require=require, skip=skip, known=ALL_CODES)
     except GateError as error:
@@ -105,9 +105,9 @@ def gate(checks: Iterable[Finding], require: Sequence[str], skip: Sequence[str],
 
 
 def store_record(state: State, lock: threading.Lock, record: RunRecord, who: str) -> bool:
-    """Store a record once, in the state folder: whether it is new here.
+    """Store a record once in the state folder; return whether it is new.
 
-    ProblemError 409 if it conflicts with a stored record, 507 without room.
+    Raises ProblemError 409 if it conflicts with a stored record, 507 if there is no space.
     """
     folder = state.folder
     if folder is None or not folder.is_dir():
@@ -127,7 +127,7 @@ def store_record(state: State, lock: threading.Lock, record: RunRecord, who: str
 
 
 def install(app: FastAPI, state: State) -> None:
-    """Add the endpoints."""
+    """Add the endpoints to the application."""
     lock = threading.Lock()
 
     @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
@@ -150,7 +150,7 @@ def install(app: FastAPI, state: State) -> None:
         log.info("POST %s by %s", request.url.path, request.state.user)
         wanted = requested or Preflight()
         options = wanted.require, wanted.skip, wanted.fail_on
-        gate((), *options)  # a wrong word costs no scan
+        gate((), *options)  # reject invalid options before the scan
         return JSONResponse(
             plain_document(gate(state.refresh().checks, *options)), headers={"Cache-Control": "no-store"}
         )

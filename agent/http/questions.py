@@ -1,7 +1,7 @@
-"""The worker process (agent.http.worker): answers costly questions, one at a time, from what it was handed.
+"""The worker process of agent.http.worker: answers expensive questions one at a time, from data sent to it.
 
-Each question is a function of what is known and of plain arguments, under the name by which it is asked. Whatever is
-wrong with a question is a ProblemError; an error of ours is logged and refused with 500.
+Each question is a function of the known data and plain arguments; its name is the name of the question. An invalid
+question raises ProblemError. An internal error is logged and answered with 500.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ FRONTIER_NODES = (1, 2, 4, 8)
 
 log = logging.getLogger(__name__)
 
-_NICENESS = 10  # scrapes go before plans
+_NICENESS = 10  # scrapes have priority over plans
 
 
 class Known:
-    """What was handed over."""
+    """The data sent by the agent."""
 
-    view: View  # handed over with every question that asks for it
+    view: View  # sent with every question that needs it
 
     def __init__(self) -> None:
         self.records: dict[str, NodeRecord] = {}
-        self.fleet: Fleet | None = None  # of the records; None where they have changed
+        self.fleet: Fleet | None = None  # of the records; None if they have changed
 
     def take(self, kind: str, payload: Any) -> bool:
-        """Whether this was something to know, and not a question."""
+        """Store a message if it contains data; return False if it is a question."""
         if kind == "view":
             self.view = payload
         elif kind == "records":
@@ -61,7 +61,7 @@ class Known:
         return kind in ("view", "records")
 
     def nodes(self) -> Fleet:
-        """The cluster."""
+        """Return the fleet of all nodes."""
         if self.fleet is None:
             self.fleet = Fleet()
             self.fleet.set(self.records.values())
@@ -69,14 +69,14 @@ class Known:
 
 
 def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
-    """Environment and layout, as JSON or as an export."""
+    """Return environment and layout, as JSON or as an export."""
     wanted, view = Request.of(**dict(options), allow_files=False), known.view
     hosts = wanted.nodes or (1 if wanted.machine else len(view.snapshots))
     return _advice(advise.for_view(view, wanted), form, hosts)
 
 
 def recommendations_of_all(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
-    """The same for all nodes of the cluster."""
+    """Return the same for all nodes of the cluster."""
     advice, hosts = cluster.advise_cluster(known.nodes(), Request.of(**dict(options), allow_files=False))
     return _advice(advice, form, hosts)
 
@@ -88,7 +88,7 @@ def _advice(advice: Recommendation, form: str, hosts: int) -> Answer:
 
 
 def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
-    """The page of layouts; its form is read here, so that the page names a wrong field."""
+    """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
     from agent.pages import render as pages
 
     form, view = dict(fields), known.view
@@ -105,7 +105,7 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
 
 
 def _frontier(wanted: Request, advice: Recommendation) -> tuple[FrontierPoint, ...]:
-    """Other numbers of nodes, by the batch of the recommended layout wherever it is large enough for their ranks."""
+    """Compare other node counts, with the batch of the recommended layout if it is large enough for their ranks."""
     here = wanted.nodes or 1
     counts = sorted({*FRONTIER_NODES, here})
     if advice.chosen is not None:
@@ -116,7 +116,7 @@ def _frontier(wanted: Request, advice: Recommendation) -> tuple[FrontierPoint, .
 
 
 def nodes(known: Known, *, source: str, behind: str | None) -> Answer:
-    """Every node as a row."""
+    """Return every node as a row."""
     rows = cluster.nodes_document(known.nodes(), source)
     return document({**rows, "behind": behind} if behind else rows)
 
@@ -125,7 +125,7 @@ def cluster_page(
     known: Known, *, source: str, behind: str | None, places: Places, filters: tuple[tuple[str, Any], ...],
     node: str | None = None,
 ) -> Answer:  # fmt: skip
-    """Every node that publishes, for people, or one of them by name. ProblemError where there is none of that name."""
+    """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
     from agent.pages import render as pages
 
     fleet = known.nodes()
@@ -145,7 +145,7 @@ QUESTIONS: dict[str, Callable[..., Answer]] = {
 
 
 def read_form(form: Mapping[str, str]) -> Request:
-    """The question of a form, where an empty field is one left out. Raises RequestError that names a wrong field."""
+    """Parse a form; an empty field counts as omitted. Raises RequestError that names an invalid field."""
     given = {name: text.strip() for name, text in form.items() if text.strip()}
     try:
         return Request.of(**dict(question.model().model_validate(given)), allow_files=False)
@@ -160,7 +160,7 @@ def read_form(form: Mapping[str, str]) -> Request:
 
 
 def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
-    """One question, whatever becomes of it."""
+    """Answer one question; every exception becomes a ProblemError."""
     try:
         return QUESTIONS[name](known, **payload)
     except ProblemError as error:
@@ -173,7 +173,7 @@ def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | Prob
 
 
 def send(pipe: Connection, found: Answer | ProblemError) -> None:
-    """Send texts and bytes only: nothing that the agent would unpack into objects."""
+    """Send only texts and bytes, so that the agent never unpickles objects from the worker."""
     header: dict[str, Any] = {"status": found.status}
     if isinstance(found, ProblemError):
         header["detail"] = found.detail
@@ -184,10 +184,10 @@ def send(pipe: Connection, found: Answer | ProblemError) -> None:
 
 
 def main() -> None:
-    """Serve the descriptor named on the command line until the other side closes it."""
+    """Serve requests on the file descriptor given on the command line until the other side closes it."""
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this goes and not the agent
+        Path("/proc/self/oom_score_adj").write_text("1000")  # without memory, the kernel kills this and not the agent
     log_to_stderr(logging.WARNING)
     pipe, known = Connection(int(sys.argv[1])), Known()
     pipe.send_bytes(b"ready")

@@ -22,14 +22,14 @@ from agent.base.output import print_text
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
-GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemonset gives 15
-SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
+BACKLOG = 256  # connections in the listen queue of the kernel; asyncio accepts as many at once
+GRACE_SECONDS = 12.0  # from the signal to the exit, even if something hangs; deploy/daemonset gives 15
+SWITCH_SECONDS = 0.001  # longest time a request waits for a scan or question that computes in another thread
 
 
 @command("serve")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
-    """Scan and listen until a signal says to end."""
+    """Scan and listen until a signal arrives."""
     from agent.base.hosts import snapshots
     from agent.checks.history import History
     from agent.http.state import State
@@ -37,14 +37,14 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     from probes.registry import ALL
     from probes.scanner import Scanner
 
-    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))  # an import may swallow a KeyboardInterrupt
-    if os.getpid() == 1:  # in a container: to the first process a signal that it does not handle means nothing
+    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))  # an import may swallow KeyboardInterrupt
+    if os.getpid() == 1:  # in a container: process 1 ignores a signal that it does not handle
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     _check(hosts, options)
     _make_state_folder(options["folder"])
     client = connected(options)
-    places = bind(address, port)  # who asks while the rest is loaded waits, and is not refused
-    os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
+    places = bind(address, port)  # clients that connect during the imports wait instead of being refused
+    os.environ.setdefault(ROLE, "agent")  # the probe process inherits it, so it is set first
     scanner = None if hosts else Scanner(root, probes=ALL)
     if scanner:  # the child imports while this process does
         threading.Thread(target=scanner.start, name="start", daemon=True).start()
@@ -65,7 +65,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
 
 
 def _expected(options: dict[str, Any]) -> Any:
-    """What each node must have now: the ConfigMap of an administrator comes, changes and goes. Raises GateError."""
+    """Return the current expectations; the ConfigMap can appear, change and disappear. Raises GateError."""
     from agent.checks.expect import expectation
 
     file: Path | None = options["expect_file"]
@@ -73,21 +73,21 @@ def _expected(options: dict[str, Any]) -> Any:
 
 
 def _url(address: str, port: int) -> str:
-    """Where a person on this host finds the page."""
+    """Return the URL of the page for a user on this host."""
     host = {"0.0.0.0": "localhost", "::": "localhost"}.get(address, address)  # noqa: S104 - read, not bound
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def bind(address: str, port: int) -> list[socket.socket]:
-    """Listen at every address of the name. Raises ClickException where that is refused."""
+    """Listen on every address of the name. Raises ClickException if that fails."""
     places: list[socket.socket] = []
     try:
         named = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
         for family, host in dict.fromkeys((family, str(found[0])) for family, _, _, _, found in named):
-            wanted = places[0].getsockname()[1] if places else port  # of port 0: one for all of them
+            wanted = places[0].getsockname()[1] if places else port  # the first socket's port if port is 0
             places.append(socket.create_server((host, wanted), family=family))
-            # Connections inherit it. asyncio sets it only where the socket names its protocol, and without it a kept
-            # connection waits 40 ms for each answer: Nagle's algorithm against the client's delayed acknowledgement.
+            # Connections inherit it. asyncio sets it only if the socket names its protocol. Without it each response on
+            # a kept connection takes 40 ms more (Nagle's algorithm and the client's delayed acknowledgement).
             places[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         for place in places:
@@ -97,7 +97,7 @@ def bind(address: str, port: int) -> list[socket.socket]:
 
 
 def listen(app: Any, address: str, port: int, places: list[socket.socket] | None = None) -> None:
-    """Serve until a signal says to end, at `places` where they are bound already."""
+    """Serve until a signal arrives, on the sockets in `places` if they are already bound."""
     import uvicorn
 
     from agent.http.access import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
@@ -105,7 +105,7 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
         app, host=address, port=port,
-        # uvicorn warns of each request that is no HTTP: without -v only errors are logged
+        # uvicorn logs a warning for each request that is not HTTP: without -v only errors are logged
         log_level=logging.ERROR if logging.getLogger().level >= logging.WARNING else logging.getLogger().level,
         access_log=False, ws="none", http=LimitedProtocol, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
         h11_max_incomplete_event_size=HEAD_BYTES, timeout_graceful_shutdown=5,
@@ -113,7 +113,7 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if not self.should_exit:  # whatever hangs, the process ends
+            if not self.should_exit:  # the process exits even if something hangs
                 end = threading.Timer(GRACE_SECONDS, os._exit, (128 + sig,))
                 end.daemon = True
                 end.start()
@@ -121,8 +121,8 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
 
     server = Server(config)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    server.run(sockets=places or bind(address, port))  # raises KeyboardInterrupt after Ctrl-C, once all is closed
-    if not server.started:  # its own words are in the log
+    server.run(sockets=places or bind(address, port))  # raises KeyboardInterrupt after Ctrl-C, when all is closed
+    if not server.started:  # uvicorn has logged the reason
         raise click.ClickException("the HTTP agent did not start")
 
 
@@ -147,7 +147,7 @@ def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
 
 
 def _make_state_folder(folder: Path) -> None:
-    """Create the folder that --state or TOPOFLIGHT_STATE names. Without the default folder the agent stores nothing."""
+    """Create the folder given by --state or TOPOFLIGHT_STATE. If the default folder is missing, nothing is stored."""
     if click.get_current_context().get_parameter_source("folder") is ParameterSource.DEFAULT:
         return
     try:
@@ -157,7 +157,7 @@ def _make_state_folder(folder: Path) -> None:
 
 
 def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
-    """Endpoints, cluster view and publisher around one state; `client` as `connected` returns it."""
+    """Connect endpoints, cluster view and publisher to one state; `client` is the result of `connected`."""
     from agent.http.access import Tokens
     from agent.http.cluster import Cluster
     from agent.http.server import create
@@ -191,10 +191,10 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
 
 
 def _names(address: str, options: dict[str, Any]) -> list[str]:
-    """The names under which this agent may be read: this host's, and in a pod those of services in its namespace.
+    """Return the host names under which this agent may be read: this host's, and in a pod its services' names.
 
-    SERVICE.NAMESPACE may be a public domain, which anybody can bind to this address, where the namespace is named like
-    a top-level domain (dev, app, cloud). Those are letters alone, or begin with xn-- (RFC 3696, section 2).
+    SERVICE.NAMESPACE is excluded if the namespace is named like a top-level domain (dev, app, cloud), because anybody
+    could point that public domain here. Those have only letters or begin with xn-- (RFC 3696, section 2).
     """
     names = {"localhost", os.uname().nodename, address, options["node_name"], *options["allowed_hosts"]}
     if namespace := os.environ.get("POD_NAMESPACE"):
@@ -206,7 +206,7 @@ def _names(address: str, options: dict[str, Any]) -> list[str]:
 
 
 def connected(options: dict[str, Any]) -> Any:
-    """The client, where it is needed. Raises AccessError where there is no way to an API server."""
+    """Return the client, if one is needed. Raises AccessError if there is no way to an API server."""
     if not (options["publish"] or options["token_review"]):
         return None
     from agent.cluster.client import connect

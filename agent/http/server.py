@@ -53,13 +53,13 @@ log = logging.getLogger(__name__)
 MOST_BODY_BYTES = 65536
 MOST_WAIT_SECONDS = 60.0
 LOOK_SECONDS = 0.1
-WORTH_BYTES = 1024  # below it gzip saves less than a packet
+WORTH_BYTES = 1024  # gzip on a smaller response saves less than one packet
 GZIP_LEVEL = 4
-STALE_SCANS = 4  # not ready once this many scans in a row have been missed
+STALE_SCANS = 4  # not ready after this many missed scans in a row
 
 Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node, or every node that publishes.")]
 
-FormField = Annotated[str, Query(max_length=4096)]  # of a form, where an empty one is one left out
+FormField = Annotated[str, Query(max_length=4096)]  # a form field; empty means omitted
 
 
 class Recommendations(question.model()):  # type: ignore[misc]  # its members are the rows of contracts/question.toml
@@ -72,17 +72,17 @@ class Recommendations(question.model()):  # type: ignore[misc]  # its members ar
 WhatIf: Any = create_model("WhatIf", **dict.fromkeys(advise.FORM, (FormField, "")))  # type: ignore[call-overload]
 
 _FORM: Responses = problems(500)
-_FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form again, with what is wrong
+_FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form again, with the error
 
 
 def create(
     state: State, *, tokens: Tokens | None = None, cluster: Cluster | None = None, publisher: Publisher | None = None,
     worker: Worker | None = None, hosts: Sequence[str] | None = None,
 ) -> FastAPI:  # fmt: skip
-    """The application around one state; scanning and publishing start and end with it.
+    """Create the application for one state; it starts and stops scanning and publishing.
 
-    Without `tokens` whatever needs a token is closed; without `cluster` the cluster is what this agent scans. Costly
-    questions go to `worker`, by default one of its own. `hosts` are the names under which this agent may be read.
+    Without `tokens`, endpoints that need a token are closed; without `cluster`, it is the hosts that this agent scans.
+    `worker` answers expensive questions (by default a new one). `hosts` are the names under which this agent is read.
     """
     tokens, cluster, worker = tokens or Tokens(), cluster or Cluster(state), worker or Worker()
 
@@ -101,8 +101,8 @@ def create(
     app = FastAPI(
         title="Topoflight", version=base.version(), lifespan=lifespan,
         max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
-        generate_unique_id_function=lambda route: route.name,  # of the operation: the handler's
-        docs_url=None, redoc_url=None,  # both load scripts from elsewhere; there is a page of our own
+        generate_unique_id_function=lambda route: route.name,  # operation id: the name of the handler
+        docs_url=None, redoc_url=None,  # both load scripts from other hosts; the agent has its own page
         description="Topology-aware preflight for GPU training: devices, findings and recommendations for this node.",
     )  # fmt: skip
     answers.install(app)
@@ -123,7 +123,7 @@ def create(
 
 
 def _refuse_unknown_parameters(request: Request) -> None:
-    """Dependency of every route: a query parameter that the route does not declare is refused, never ignored."""
+    """Reject a query parameter that the route does not declare; this is a dependency of every route."""
     if not request.query_params:
         return
     known = [field.alias for field in get_flat_params(request.scope["route"].dependant)]
@@ -151,7 +151,7 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
         """The first scan is done and the last one is recent."""
         until = time.monotonic() + wait
         while state.view is None and state.error is None and time.monotonic() < until:
-            await asyncio.sleep(LOOK_SECONDS)  # an agent that has just started does not fail its probe
+            await asyncio.sleep(LOOK_SECONDS)  # so that a new agent does not fail its probe
         view = state.current()
         oldest = max(60.0, STALE_SCANS * state.interval_seconds)
         if age_seconds(view) > oldest:
@@ -177,10 +177,10 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
 
 
 def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
-    """Endpoints for people: the page, the what-if form and the list of endpoints.
+    """Add endpoints for people: the page, the what-if form and the list of endpoints.
 
-    Every page works without scripts and asks no other host for anything (Content Security Policy level 3). What draws a
-    page is imported with the first one: a node that only a scraper asks does not pay for it.
+    Every page works without scripts and loads nothing from other hosts (Content Security Policy level 3). The code that
+    renders pages is imported with the first page, so that a node that is only scraped does not use memory for it.
     """
 
     @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problems(404))
@@ -252,7 +252,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
 
 
 def _recommended(view: View) -> tuple[Recommendation | None, str]:
-    """The environment to run with, or why there is none."""
+    """Return the recommended environment, or why there is none."""
     try:
         return advise.for_view(view, Question()), ""
     except RequestError as error:
@@ -261,7 +261,7 @@ def _recommended(view: View) -> tuple[Recommendation | None, str]:
 
 def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
     async def of_view(request: Request, make: Callable[[View], Any]) -> Response:
-        """What follows from the newest view alone."""
+        """Return a response that depends only on the newest view."""
         view = state.current()
         return await rendered.of(view, (request.url.path,), lambda: make(view))
 

@@ -1,4 +1,4 @@
-"""The agent's memory: one `View` at a time, replaced whole after each scan."""
+"""The agent's state: one `View` at a time, replaced as a whole after each scan."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class State:
-    """Scans in its own thread every `interval_seconds`, and has the newest view.
+    """Scans in its own thread every `interval_seconds`, and holds the newest view.
 
-    `scan` returns the snapshots: of this host, or of recordings. `folder` holds what benchmarks and runs left.
-    `expected` says what each host must have, None for nothing; `history` which findings hold, None for each at once.
+    `scan` returns the snapshots of this host, or of recordings. `folder` contains benchmarks and runs. `expected`
+    returns each host's expectations or None. `history` decides which findings are raised; None raises each at once.
     """
 
     def __init__(
@@ -42,34 +42,34 @@ class State:
     ) -> None:  # fmt: skip
         self._scan, self._expected = scan, expected
         self.interval_seconds, self.folder, self.history = interval_seconds, folder, history
-        self.view: View | None = None  # the newest; None until the first scan is done
-        self.error: str | None = None  # why the last scan failed as a whole; None where it did not
+        self.view: View | None = None  # None until the first scan is done
+        self.error: str | None = None  # why the last scan failed as a whole; None if it succeeded
         self._past = Past()
-        self.before: list[Callable[[View], None]] = []  # called with each new view before it is handed out
+        self.before: list[Callable[[View], None]] = []  # called with each new view before it is published
         self._stop = threading.Event()
         self._scanning = threading.Lock()
-        self._handing = threading.Lock()  # what is handed out is being replaced
+        self._handing = threading.Lock()  # held while the published view is replaced
         self._thread = threading.Thread(target=self._loop, name="scan", daemon=True)
 
     def current(self) -> View:
-        """The newest view. ProblemError 503 before the first scan: nothing is known of this node."""
+        """Return the newest view. Raises ProblemError 503 before the first scan, because nothing is known yet."""
         if self.view is None:
             raise ProblemError(503, self.error or "the first scan is not done yet", headers={"Retry-After": "2"})
         return self.view
 
     def start(self) -> None:
-        """Begin scanning."""
+        """Start scanning."""
         if self.folder is not None:
             result_store.sweep(self.folder)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the scan that is under way; waits a moment only."""
+        """Stop the thread after the current scan; waits only briefly."""
         self._stop.set()
         self._thread.join(timeout=2)
 
     def refresh(self) -> View:
-        """Scan now; concurrent callers share one scan after another, never two at once."""
+        """Scan now; concurrent callers scan one after another, never two at once."""
         with self._scanning:
             bench, bench_at = result_store.last_benchmark(self.folder) if self.folder else (None, None)
             scanned = build_view(
@@ -91,14 +91,14 @@ class State:
             return view
 
     def _read_expectation(self) -> Expectation | str | None:
-        """What a node must have, read for each scan: a ConfigMap may have changed. Words where it cannot be read."""
+        """Read the expectations for each scan, because a ConfigMap may have changed; return a text if that fails."""
         try:
             return self._expected()
         except GateError as error:
             return str(error)
 
     def reread_runs(self) -> None:
-        """Make a view of the last scan with the runs that are stored now."""
+        """Create a view of the last scan with the runs that are stored now."""
         with self._handing:
             if self.view is not None:
                 self.view = replace(self.view, runs=self._runs())
@@ -113,7 +113,7 @@ class State:
             self._stop.wait(self.interval_seconds)
 
     def _last_search(self) -> SearchResult | None:
-        """The last search for bad nodes that this host planned; None where there is none that can be read."""
+        """Return the latest search for bad nodes that this host planned; None if there is no readable one."""
         if self.folder is None or not (path := self.folder / SEARCH_FILE).exists():
             return None
         from collectives.search.plan import SearchResult
@@ -129,5 +129,5 @@ class State:
 
 
 def age_seconds(view: View) -> float:
-    """How old the newest view is, whatever has been done to the clock since."""
+    """Return the age of the newest view, independent of changes of the clock."""
     return time.monotonic() - view.made_at_monotonic

@@ -1,9 +1,9 @@
-"""Costly questions are answered in a process of their own: recommendations, what-if, and whatever is about the cluster.
+"""Answer expensive questions in a separate process: recommendations, what-if, and documents about the cluster.
 
-The event loop and /metrics share no interpreter with the planner. One worker process (agent.http.questions) is started
-when something is first asked, answers one question at a time, is killed and replaced when a question takes too long or
-no client waits for it any more, and ends after some idle minutes. What it knows is sent once: each view whole, of
-the cluster's records those that have changed. Why a process, and what it costs: docs/decisions/0010.
+The event loop and /metrics share no Python interpreter with the planner. One worker process (agent.http.questions) is
+started by the first question and answers one at a time. It is killed and replaced if a question takes too long or no
+client waits for it any more, and ends after some idle minutes. Data is sent to it once: each view as a whole, and of
+the cluster's records those that changed. Reasons and costs: docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 256  # questions that differ; who asks what another has asked shares the answer
-LONGEST_SECONDS = 60.0  # of one question, and for Python to start and to import: a node in trouble is slow
-LEFT_SECONDS = 1.0  # a question that no client waits for may take so much longer before its process is killed
+MOST_WAITING = 256  # different questions; equal questions share one answer
+LONGEST_SECONDS = 60.0  # for one question, including the start and imports of Python: a faulty node is slow
+LEFT_SECONDS = 1.0  # time that a question without a waiting client may still take before its process is killed
 IDLE_SECONDS = 600.0
-RECORDS_AT_ONCE = 250  # packing them holds the interpreter for some milliseconds
+RECORDS_AT_ONCE = 250  # packing them holds the GIL for some milliseconds
 COMMAND = (sys.executable, "-P", "-m", "agent.http.questions")
 _LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is sent, whole."""
+    """A complete response."""
 
     body: bytes
     media_type: str
@@ -55,7 +55,7 @@ class Answer:
 
 
 class ProblemError(Exception):
-    """A request that cannot be answered; becomes a problem document."""
+    """A request that cannot be answered; it becomes a problem document."""
 
     def __init__(self, status: int, detail: str, *, headers: dict[str, str] | None = None, **more: Any) -> None:
         super().__init__(detail)
@@ -71,7 +71,7 @@ def _busy(detail: str) -> ProblemError:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
-    """One question, and how many wait for its answer."""
+    """One question, and the number of clients that wait for its answer."""
 
     name: str
     given: Mapping[str, Any]
@@ -82,19 +82,19 @@ class _Job:
 
 
 def document(value: Any) -> Answer:
-    """`value` as a JSON document, without secrets."""
+    """Return `value` as a JSON document without secrets."""
     return Answer(body=render(without_secrets(plain(value)), "json").encode(), media_type="application/json")
 
 
 def page_of(html: str, status: int = 200) -> Answer:
-    """A page, with the policy that holds its scripts."""
+    """Return a page, with the policy that allows its scripts."""
     from agent.pages import render as pages
 
     return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
 
 
 class _Process:
-    """The worker process, and what it has been told. Belongs to one thread, and dies with it."""
+    """The worker process, and the data already sent to it. It belongs to one thread and ends with it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
@@ -115,9 +115,9 @@ class _Process:
         self._records: Mapping[str, NodeRecord] = {}
 
     def ask(self, job: _Job, longest: float) -> Answer:
-        """Raises ProblemError where it refuses, TimeoutError where it is too slow or no client waits any more.
+        """Return the answer. ProblemError if refused, TimeoutError if it is too slow or no client waits any more.
 
-        Raises EOFError or OSError where the process has ended. What comes back is text and bytes, and never unpacked.
+        Raises EOFError or OSError if the process has ended. The answer is text and bytes and is never unpickled.
         """
         until = time.monotonic() + longest
         self._send_news(job)
@@ -133,7 +133,7 @@ class _Process:
         return Answer(body=body, **header)
 
     def _send_news(self, job: _Job) -> None:
-        """Hand over what has changed since the last question."""
+        """Send the data that changed since the last question."""
         if job.view is not None and job.view is not self._view:
             self._pipe.send(("view", replace(job.view, runs=())))
             self._view = job.view
@@ -146,20 +146,20 @@ class _Process:
             self._records = now
 
     def kill(self) -> None:
-        """End it now; the thread that asks it hears EOFError."""
+        """Kill it now; the thread that waits for its answer gets EOFError."""
         self._process.kill()
         self._process.wait()
 
 
 class Worker:
-    """Where costly questions are asked, from one event loop. They wait for the one thread, which starts the process."""
+    """Sends expensive questions from one event loop to one thread, which starts the process and asks them in order."""
 
     def __init__(
         self, *, command: Sequence[str] = COMMAND, most_waiting: int = MOST_WAITING,
         longest_seconds: float = LONGEST_SECONDS, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
         self._command, self._most, self._longest, self._idle = command, most_waiting, longest_seconds, idle_seconds
-        self._jobs: dict[Hashable, _Job] = {}  # not answered yet
+        self._jobs: dict[Hashable, _Job] = {}  # questions without an answer yet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._process: _Process | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -169,9 +169,9 @@ class Worker:
         self, request: Request, name: str, *, view: View | None = None,
         records: Mapping[str, NodeRecord] | None = None, **given: Any,
     ) -> Answer:  # fmt: skip
-        """The answer of agent.http.questions to `name`, whose arguments are plain and hashable.
+        """Return the answer of agent.http.questions to `name`; the arguments are plain and hashable.
 
-        ProblemError: 503 where too many wait, it takes too long or the client leaves; else as the worker refuses it.
+        ProblemError: 503 if too many questions wait, it takes too long or the client disconnects; else the worker's.
         """
         key = name, tuple(sorted(given.items())), id(view)
         job = self._jobs.get(key)
@@ -183,7 +183,7 @@ class Worker:
             job.answered.add_done_callback(lambda _: self._jobs.pop(key, None))
         job.waiting += 1
         answered, until = asyncio.wrap_future(job.answered), time.monotonic() + 2 * self._longest
-        # An error that comes after the client has left is read here, or asyncio logs it with a traceback.
+        # Retrieve an exception that arrives after the client disconnected; otherwise asyncio logs it with a traceback.
         answered.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             while not (await asyncio.wait((answered,), timeout=_LOOK_SECONDS))[0]:
@@ -195,18 +195,18 @@ class Worker:
         finally:
             job.waiting -= 1
             if not job.waiting:
-                job.answered.cancel()  # where it is not begun; `_Process.ask` sees to the one that is
+                job.answered.cancel()  # if it has not started; `_Process.ask` handles a running one
             self._end_later()
 
     def stop(self) -> None:
-        """End the process and the thread; clients that wait are refused."""
+        """Stop the process and the thread; reject waiting clients."""
         self._stopping = True
         if (process := self._process) is not None:
             process.kill()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _end_later(self) -> None:
-        """End the process after some idle minutes."""
+        """Stop the process after some idle minutes."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         if not self._stopping:
@@ -214,7 +214,7 @@ class Worker:
             self._idle_timer = loop.call_later(self._idle, self._thread.submit, self._end_process)
 
     def _serve(self, job: _Job) -> Answer:
-        """Answer in the worker's thread. Whatever ends a process, another takes its place."""
+        """Answer in the worker's thread. If the process ends for any reason, it is replaced."""
         try:
             if self._process is None:
                 self._process = _Process(self._command)

@@ -1,1 +1,1 @@
-"""Benchmarks and training runs: started, followed, kept."""
+"""Benchmarks and training runs: start, follow and store them."""

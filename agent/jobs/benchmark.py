@@ -55,7 +55,7 @@ from topology.paths import Due, host_links, joined
 
 
 def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
-    """Process ids that hold this host's GPUs."""
+    """Return the ids of processes that use this host's GPUs."""
     return tuple(
         process.pid
         for snapshot in found
@@ -65,9 +65,9 @@ def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
     )
 
 
-SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and where the wire begins to count
-STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for ranks to meet; a pod may first have to fetch its image
-ALONE_SECONDS = 60.0  # of the verb bench
+SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
+STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
+ALONE_SECONDS = 60.0  # budget of the verb bench
 
 
 def preflight_spec(
@@ -95,7 +95,7 @@ _NVLS_SINCE = (2, 17)
 
 
 def links_of(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> dict[str, Any]:
-    """This host's links in plain values, for the ranks of other hosts; empty without a GPU."""
+    """Return this host's links as plain values for the ranks of other hosts; empty without a GPU."""
     if not found:
         return {}
     node = build(found[0])
@@ -106,12 +106,12 @@ def links_of(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> d
 
 
 def expected(found: Sequence[Snapshot]) -> Expect | None:
-    """The bars of each result of a run; None where this host shows no GPU."""
+    """Return the function that gives the bars of each result of a run; None if this host shows no GPU."""
     if not found or not build(found[0]).gpus:
         return None
 
     def bars(op: str, size_bytes: int, hello: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
-        nccl = bool(hello) and "nccl" in (hello[0].get("versions") or {})  # gloo's speed is the processors'
+        nccl = bool(hello) and "nccl" in (hello[0].get("versions") or {})  # the speed of gloo depends on the CPU
         if op not in JUDGED_OPS or len(hello) < 2 or not nccl:
             return ()
         return tuple(_bar_of(name, op, size_bytes, hello) for name in BARS)
@@ -141,7 +141,7 @@ def _bar_of(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[str
 
 
 def _links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
-    """The links that a host's first rank reported."""
+    """Return the links that a host's first rank reported."""
     try:
         return plain.read((row.get("links") or {})[name], Paths)
     except (KeyError, TypeError, ValueError):
@@ -149,7 +149,7 @@ def _links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
 
 
 def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
-    """Whether the ranks' library may reduce in the switch, and why not; None where its version is not known."""
+    """Return whether the ranks' NCCL version may use NVLS, and why not; None if the version is unknown."""
     environment = row.get("environment") or {}
     if environment.get("NCCL_NVLS_ENABLE") == "0":
         return False, ("NCCL_NVLS_ENABLE=0 in the environment: NVLS is off by a setting",)
@@ -163,7 +163,7 @@ def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
 
 
 def _allows_nvls(text: str) -> bool:
-    """NCCL's list: "ring,tree", "^nvls" for all but these, "allreduce:nvls;allgather:ring" by collective."""
+    """Evaluate NCCL's list: "ring,tree", "^nvls" for all but these, "allreduce:nvls;allgather:ring" per collective."""
     for part in text.lower().split(";"):
         collective, _, names = part.rpartition(":")
         if collective not in ("", "allreduce"):
@@ -177,7 +177,7 @@ def _allows_nvls(text: str) -> bool:
 
 
 def spec_of(options: Mapping[str, Any]) -> BenchSpec:
-    """The benchmark that the command line asks for, on this host."""
+    """Return the benchmark that the command line describes, on this host."""
     from agent.base.hosts import snapshots
     from probes.registry import ALL
 
@@ -199,9 +199,9 @@ def spec_of(options: Mapping[str, Any]) -> BenchSpec:
 
 
 def network_environment(found: Sequence[Snapshot]) -> dict[str, str]:
-    """What a job between hosts is advised to set on this one, less what is set already: its network is measured.
+    """Return the advised environment of a multi-node job without variables already set: its network is measured.
 
-    In a pod with a secondary network that is the interface's name; without it the ranks would take the default network.
+    In a pod with a secondary network this names the interface; otherwise the ranks would use the default network.
     """
     cluster = join([build(snapshot) for snapshot in found])
     advised = nccl_env.settings(situation(found, cluster, multi_node=True)).settings
@@ -209,7 +209,7 @@ def network_environment(found: Sequence[Snapshot]) -> dict[str, str]:
 
 
 def percent(text: str) -> float:
-    """ "5%" or "0.05" as a ratio."""
+    """Parse "5%" or "0.05" as a ratio."""
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
@@ -217,7 +217,7 @@ def percent(text: str) -> float:
 
 
 def watch(note: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
-    """Write the progress of the ranks to `note`."""
+    """Report the progress of the ranks through `note`."""
 
     def event(happened: dict[str, Any]) -> None:
         if happened.get("event") == "measured" and happened.get("rank") in (0, None):
@@ -229,16 +229,16 @@ def watch(note: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
 # RDMA writes between two hosts, compared with the wire rate of the port.
 
 (LOW_BANDWIDTH,) = RDMA_BENCH_CODES
-# Of the payload a wire carries. Azure's node health checks (Azure/azurehpc-health-checks, ib_write_bw) ask for 380 of
-# 400 Gb/s and 170 to 180 of 200; they report 393 of a healthy node and 351 of one that was taken out.
+# Payload fraction of the wire rate. Azure's node health checks (Azure/azurehpc-health-checks, ib_write_bw) require 380
+# of 400 Gb/s and 170 to 180 of 200. They report 393 for a healthy node and 351 for one that was taken out.
 LEAST, USUAL = 0.90, 0.97
-# Bytes of a packet without its payload: RoCE v2 over Ethernet has preamble, gap, header and FCS (38), IPv4 and UDP
-# (28), BTH and ICRC (16); InfiniBand LRH, BTH, both CRCs and delimiters (IBTA vol. 1, 5.2; annex A17).
+# Bytes per packet in addition to the payload. RoCE v2 over Ethernet: preamble, gap, header and FCS (38), IPv4 and UDP
+# (28), BTH and ICRC (16). InfiniBand: LRH, BTH, both CRCs and delimiters (IBTA vol. 1, 5.2; annex A17).
 HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 
 
 def ports_of(snapshot: Snapshot, wanted: Sequence[str]) -> list[Port]:
-    """The ACTIVE ports of this host in order, or those of `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
+    """Return the ACTIVE ports of this host in order, or those in `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
     every = [(device, port) for device, port in _ports(snapshot) if port.state == "ACTIVE"]
     found = [Port(device=d.name, port=p.port, gid_index=nccl_gid_index(p)) for d, p in every]
     for name in wanted:
@@ -254,7 +254,7 @@ def _ports(snapshot: Snapshot) -> list[tuple[RdmaDevice, RdmaPort]]:
 
 
 def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaWrite]) -> RdmaResult:
-    """The result, each port with its rate and the bars that its writes are compared with."""
+    """Add to each port its rate and the bars for its writes."""
     known = {f"{device.name}:{port.port}": (device, port) for device, port in _ports(snapshot)}
     nics = {nic.name: nic for nic in build(snapshot).nics}
     made = []
@@ -273,7 +273,7 @@ def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaW
 def _of_port(
     write: RdmaWrite, device: RdmaDevice, port: RdmaPort, equals: Sequence[RdmaPort], nic: NicNode | None
 ) -> tuple[Bar, ...]:
-    """As it should be: the fastest of its equals on this host, in its slot. As it is: its own rate, PCIe as it runs."""
+    """Return the bars: expected (fastest equal port here, PCIe slot) and "as it is" (own rate, current PCIe link)."""
     if device.kind == "rxe":
         why = ("Soft-RoCE moves data through the CPU, so its rate is no reference; use --baseline",)
         return (Bar(name=SHOULD, why=why), Bar(name=IS, why=why))
@@ -297,7 +297,7 @@ def _bar(name: str, write: RdmaWrite, port: RdmaPort, rate: float | None, pcie: 
 
 
 def checks_of_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Finding]:
-    """One check for each port that was measured."""
+    """Return one check per measured port."""
     return [_held_write(write, result, before.get(write.port)) for write in result.writes]
 
 
@@ -321,7 +321,7 @@ def _held_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) ->
 
 
 def _changed(write: RdmaWrite, then: RdmaWrite) -> tuple[str, str] | None:
-    """What of the port itself is less than in the baseline."""
+    """Return which property of the port is lower than in the baseline."""
     if (write.rate_bytes_per_second or 0.0) < (then.rate_bytes_per_second or 0.0):
         now, before = units.bits(write.rate_bytes_per_second), units.bits(then.rate_bytes_per_second)
         return f"the port runs at {now}, {before} in the baseline", (
@@ -335,7 +335,7 @@ def _changed(write: RdmaWrite, then: RdmaWrite) -> tuple[str, str] | None:
 
 
 def _cause_of_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> tuple[str, str]:
-    """The cause, as far as it is known on this host, and the remedy."""
+    """Return the cause, as far as this host shows it, and the remedy."""
     if then is not None and (changed := _changed(write, then)):
         return changed
     now = next((bar for bar in write.bars if bar.name == IS and bar.low is not None), None)

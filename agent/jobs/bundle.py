@@ -1,7 +1,7 @@
-"""The support bundle: one file with the recording of each host, its agent's files and kubelet's devices, no secrets.
+"""The support bundle: one file with each host's recording, agent files and kubelet devices, without secrets.
 
-A zip archive with a folder per host. `--host FILE` replays its recordings. Nothing is sent anywhere.
-Kubelet's checkpoint: kubernetes/kubernetes, pkg/kubelet/cm/devicemanager/checkpoint.
+It is a zip archive with a folder per host. `--host FILE` replays its recordings. Nothing is uploaded. Kubelet's
+checkpoint: kubernetes/kubernetes, pkg/kubelet/cm/devicemanager/checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from probes.scanner import dumps
 
 Files = dict[str, bytes]
 MOST_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB
-MOST_BUNDLE_BYTES = 512 << 20  # of a bundle, unpacked
+MOST_BUNDLE_BYTES = 512 << 20  # of an unpacked bundle
 LOG_LINES = 2000
 NODE_SECONDS = 180
 AT_ONCE = 8
@@ -44,11 +44,11 @@ _TABLE = read_table(__file__, "bundle.toml")
 
 
 class BundleError(RuntimeError):
-    """Why no bundle came; the message says what to do."""
+    """The bundle could not be created; the message says what to do."""
 
 
 def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: Path) -> Files:
-    """The files of this host, by their name in its folder."""
+    """Return the files of this host, by name in its folder."""
     checks = worst_first(checks_of_scans((snapshot,)))
     found: Files = {
         "recording.json": dumps(without_secrets(recording)).encode(),
@@ -91,7 +91,7 @@ def _read(path: Path) -> Any:
 
 
 def _document(name: str, made: Callable[[], Any]) -> Files:
-    """A JSON document under this name; one that cannot be had is named with the reason."""
+    """Return a JSON document under this name; if it cannot be created, a file with the reason."""
     try:
         return {name: _json(made())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BundleError) as error:
@@ -99,21 +99,21 @@ def _document(name: str, made: Callable[[], Any]) -> Files:
 
 
 def _kubelet(checkpoint: Any) -> dict[str, Any]:
-    """Kubelet's devices, registered and handed out, without what containers got for them (AllocResp)."""
+    """Return kubelet's registered and allocated devices, without what containers received for them (AllocResp)."""
     entries = checkpoint["Data"]["PodDeviceEntries"] or ()
     handed = [{key: value for key, value in each.items() if key != "AllocResp"} for each in entries]
     return {"RegisteredDevices": checkpoint["Data"]["RegisteredDevices"], "PodDeviceEntries": handed}
 
 
 def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
-    """The file, the same for the same content. Raises BundleError where it is too large."""
+    """Create the archive; equal content gives an identical file. Raises BundleError if it is too large."""
     if sum(len(data) for files in hosts.values() for data in files.values()) > MOST_BUNDLE_BYTES:
         raise BundleError(f"the bundle is larger than {MOST_BUNDLE_BYTES >> 20} MiB: name fewer nodes with --node")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for host, files in hosts.items():
             for name, data in files.items():
-                entry = zipfile.ZipInfo(f"{folder_name(host)}/{name}")  # without a time of its own
+                entry = zipfile.ZipInfo(f"{folder_name(host)}/{name}")  # without a modification time
                 entry.external_attr = 0o600 << 16
                 cut = data[:MOST_FILE_BYTES] if not name.startswith("recording") else data
                 archive.writestr(entry, cut, zipfile.ZIP_DEFLATED)
@@ -121,7 +121,7 @@ def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
 
 
 def folder_name(host: str) -> str:
-    """The folder of a host in a bundle."""
+    """Return the folder of a host in a bundle."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
 
 
@@ -142,11 +142,11 @@ def unpack_bundle(content: bytes) -> dict[str, Files]:
     return found
 
 
-# A whole cluster, with what `kubectl` may do: exec into the agents' pods, read their logs, nodes and records.
+# A whole cluster, through `kubectl`: exec into the agents' pods, read their logs, nodes and records.
 
 
 def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> dict[str, Files]:
-    """A folder per node, and `cluster`. What is refused is said in the node's `error.txt`. Raises BundleError."""
+    """Return a folder per node, and `cluster`. Errors are written to the node's `error.txt`. Raises BundleError."""
     base = ["kubectl", *(["--context", context] if context else []), "-n", namespace]
     agents = list(_listed([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight"])["items"])
     placed = [pod for pod in agents if pod["spec"].get("nodeName")]
@@ -170,7 +170,7 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
 
 
 def not_started(agents: Sequence[Mapping[str, Any]], namespace: str) -> list[str]:
-    """Why an agent's pod does not run, by the status that kubelet and scheduler gave it."""
+    """Return why agent pods do not run, from the status set by kubelet and scheduler."""
     if not agents:
         return [f"there is no agent's pod in the namespace {namespace}: daemonsets.json and events.json say why"]
     lines = []
@@ -188,7 +188,7 @@ def not_started(agents: Sequence[Mapping[str, Any]], namespace: str) -> list[str
 
 
 def _plugins(base: list[str]) -> tuple[dict[str, tuple[str, str, str]], str]:
-    """(namespace, pod, container) of NVIDIA's device plugin on each node, and why none could be listed."""
+    """Return (namespace, pod, container) of NVIDIA's device plugin on each node, and why none could be listed."""
     found, refused = {}, ""
     for label in _TABLE["plugins"]:
         try:
@@ -212,7 +212,7 @@ def _node(base: list[str], node: str, pod: str, plugin: tuple[str, str, str] | N
         files["error.txt"] = f"{node}: {redact(str(error))}\n".encode()
     files["log.txt"] = _log([*base, "logs", pod])
     if plugin is not None:
-        # The agent mounts nothing of the host; the plugin's pod has kubelet's folder, since it registers there.
+        # The agent mounts nothing of the host. The plugin's pod mounts kubelet's folder, because it registers there.
         there = [*base[:-2], "-n", plugin[0]]
         files["plugin-log.txt"] = _log([*there, "logs", plugin[1], "-c", plugin[2]])
         if "kubelet.json" not in files:

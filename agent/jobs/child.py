@@ -1,9 +1,9 @@
-"""Measures, calibrates and trains on this host in a child process, and returns its results.
+"""Measure, calibrate and train on this host in a child process, and return its results.
 
-The children are agent.jobs.benchmark and agent.jobs.launch: they hold the host's lock, start the ranks, read NCCL's log
-and end all processes that they started, so that a verb which only needs the result loads none of that. A child reads
-one JSON document from standard input and answers in JSON lines: {"note": words} while it works, and at the end
-{"answer": value} or {"error": words}.
+The children are agent.jobs.benchmark and agent.jobs.launch. They hold the host's lock, start the ranks, read NCCL's log
+and end all processes that they started. A verb that only needs the result loads none of this code. A child reads one
+JSON document from stdin and answers in JSON lines: {"note": text} during the work, and at the end {"answer": value} or
+{"error": text}.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from probes.gpu.facts import GpuFacts
 from topology.paths import Due
 
 BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
-PASSED_ON = (signal.SIGTERM, signal.SIGINT)  # blocked in the child until it has its handlers
+PASSED_ON = (signal.SIGTERM, signal.SIGINT)  # blocked in the child until its handlers are installed
 
 
 class ChildError(click.ClickException):
@@ -47,7 +47,7 @@ class ChildError(click.ClickException):
 
 
 def default_ranks(found: Sequence[Snapshot]) -> int:
-    """One rank per usable GPU of this host; 2 where there is none."""
+    """Return one rank per usable GPU of this host; 2 if there is none."""
     for snapshot in found:
         facts = snapshot.facts(GpuFacts)
         if facts and facts.gpus:
@@ -56,7 +56,7 @@ def default_ranks(found: Sequence[Snapshot]) -> int:
 
 
 def has_gpu(found: Sequence[Snapshot]) -> bool:
-    """Whether any of these hosts shows a GPU."""
+    """Return whether any of these hosts shows a GPU."""
     return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in found)
 
 
@@ -64,9 +64,9 @@ def measure(
     host: Snapshot, ranks: int, progress: Progress, stop: threading.Event, *, budget_seconds: float | None = None,
     quick: bool = False, force: bool = False, due: Due | None = None, environment: Mapping[str, str] | None = None,
 ) -> BenchResult:  # fmt: skip
-    """Benchmark collectives on this host under a line of progress, and store the result. Raises ChildError.
+    """Benchmark collectives on this host, show progress, and store the result. Raises ChildError.
 
-    `quick` leaves out the sizes that nothing judges; `environment` is added to that of the ranks.
+    `quick` omits sizes that are not checked; `environment` is added to that of the ranks.
     """
     seconds = budget_seconds or (QUICK_SECONDS if quick else BENCH_SECONDS)
     progress.step(f"measure: {', '.join(JUDGED_OPS)} with {units.count(ranks, 'rank')}, up to {units.seconds(seconds)}")
@@ -76,7 +76,7 @@ def measure(
     }  # fmt: skip
     found, signals = _ask("agent.jobs.benchmark", request, progress.note, stop)
     result = result_from_json(found)
-    if signals:  # also one that came after the last measurement
+    if signals:  # also a signal received after the last measurement
         result = replace(result, stopped_by=signals[0])
     save_benchmark_result(result)
     return result
@@ -86,9 +86,9 @@ def calibration(
     model: str, *, sequence_length: int, tokens: int, budget_seconds: float, ranks: int, method: str, gpu: bool,
     stop: threading.Event | None = None,
 ) -> Calibration:  # fmt: skip
-    """Measure GEMMs and a layer of the model as so many ranks of this host at once run them.
+    """Measure GEMMs and a layer of the model with `ranks` processes at once on this host.
 
-    `tokens` is one micro-batch. Raises ChildError, ModelError for an unknown model.
+    `tokens` is one micro-batch. Raises ChildError, or ModelError for an unknown model.
     """
     shape = model_named(model)
     request = {
@@ -107,7 +107,7 @@ def train(
     plan: JobPlan, output: Path, *, timeout_seconds: float, grace_seconds: int, on_line: Callable[[str], None],
     stop: threading.Event,
 ) -> tuple[RunRecord | None, str]:  # fmt: skip
-    """Run the job of the plan to its end: its record, and why the run is not usable, empty if it is.
+    """Run the job of the plan to its end; return its record, and why the run is not usable (empty if it is).
 
     Raises ChildError, OSError.
     """
@@ -128,14 +128,14 @@ def _end_if_interrupted(signals: Sequence[str]) -> None:
 def _ask(
     program: str, request: Mapping[str, Any], on_note: Callable[[str], None], stop: threading.Event
 ) -> tuple[Any, Sequence[str]]:
-    """The child's answer, and the names of the signals received meanwhile. Raises ChildError, KeyboardInterrupt."""
+    """Return the child's answer, and the signals received meanwhile. Raises ChildError, KeyboardInterrupt."""
     last: dict[str, Any] = {}
     with _child(program, stop) as (child, signals):
         assert child.stdin is not None and child.stdout is not None  # noqa: S101 - opened for it
         with contextlib.suppress(BrokenPipeError), child.stdin:  # the child has died; its exit code is reported below
             child.stdin.write(json.dumps(request))
         for line in child.stdout:
-            last = json.loads(line) if line.endswith("\n") else {}  # a child that is killed may end within a line
+            last = json.loads(line) if line.endswith("\n") else {}  # a killed child may leave an incomplete line
             if "note" in last:
                 on_note(last["note"])
     if "answer" in last:
@@ -146,9 +146,9 @@ def _ask(
 
 @contextlib.contextmanager
 def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """The child, which has ended when the block is left, and the names of the signals that were passed on to it.
+    """Start the child; yield it and the names of the signals forwarded to it. It has ended when the block is left.
 
-    SIGTERM and Ctrl-C wait until the child has its handlers. It then answers with the results that it has. A second
+    SIGTERM and Ctrl-C are delayed until the child has its handlers. It then answers with the results it has. A second
     Ctrl-C raises KeyboardInterrupt, which kills the child. A SIGTERM that the caller does not handle ends this process
     after the child.
     """
@@ -191,13 +191,13 @@ Work = Callable[[dict[str, Any], Callable[[str], None], threading.Event], Any]  
 
 
 def answer(work: Work) -> None:
-    """In the child: do the work of the request. The message of a RuntimeError or an OSError is sent as the answer."""
+    """In the child: do the requested work. The message of a RuntimeError or OSError is sent as the answer."""
     stop = threading.Event()
     for number in PASSED_ON:
         signal.signal(number, lambda *_: stop.set())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)  # the output of libraries goes to stderr
+        os.dup2(2, 1)  # output of libraries goes to stderr
 
         def send(**words: object) -> None:
             answers.write(json.dumps(words) + "\n")
@@ -211,7 +211,7 @@ def answer(work: Work) -> None:
 
 @contextlib.contextmanager
 def sigterm(stop: threading.Event | None = None) -> Iterator[threading.Event]:
-    """Set an event on SIGTERM instead of ending, so that what runs can end and save its results."""
+    """Set an event on SIGTERM instead of exiting, so that the current work can stop and save its results."""
     stop = stop or threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,4 +1,4 @@
-"""A fine-tune job for a cluster: what the command line asks for, rendered by the planner's manifests."""
+"""A fine-tune job for a cluster, built from the command line and rendered by the planner's manifests."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from planner.kubernetes.manifests import Document
 from planner.nccl_env.situation import Reason, Setting
 from probes.api import Snapshot
 
-# Device plugins' names of the devices that a DRA claim takes: GPUs, and NICs shared, by SR-IOV or of EFA.
+# Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
 NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 DEVICES = ("nvidia.com/", *NICS)
 _texts = read_texts(__file__, "cluster_job.toml")
 
 
 def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
-    """The job that the options describe, with the recommendation inside. JobError names what is missing.
+    """Return the job for these options, including the recommendation. Raises JobError that names what is missing.
 
-    `offered` are the nodes' resources where the cluster was asked; what --resource names comes before them. With
-    options["dra"] the claim takes GPU and NIC, which the device plugins must then not be asked for as well.
+    `offered` are the nodes' resources, if the cluster was queried; those in --resource come first. With options["dra"]
+    the claim requests GPU and NIC, so the job must not also request them from the device plugins.
     """
     if not options["image"]:
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
@@ -87,14 +87,14 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
 
 
 def _check_gate(options: Mapping[str, Any]) -> None:
-    """GateError where a required check does not exist, JobError where there is no gate to require it."""
+    """Raise GateError if a required check does not exist, JobError if checks are required without a gate."""
     select((), require=options["require"], known=ALL_CODES)
     if options["require"] and not options["preflight_image"]:
         raise JobError(_texts("no_gate", check=options["require"][0]))
 
 
 def warnings(spec: JobSpec) -> Iterator[str]:
-    """Warn about a job that can be launched."""
+    """Warn about problems of a job that can be launched."""
     nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(NICS)]
     has_nic = spec.resource_claim_template or any(spec.limits[name] != "0" for name in nics)
     if spec.nodes > 1 and spec.ipc_lock and not has_nic:
@@ -110,7 +110,7 @@ def warnings(spec: JobSpec) -> Iterator[str]:
 
 
 def _device_classes(words: Sequence[str]) -> tuple[str, str]:
-    """The DeviceClasses of GPU and NIC by --dra gpu=NAME and nic=NAME; one that is not named has its usual name."""
+    """Return the DeviceClasses of GPU and NIC from --dra gpu=NAME and nic=NAME, by default the usual names."""
     found = dict(zip(("gpu", "nic"), DEVICE_CLASSES, strict=True))
     for word in words:
         kind, name = _pair(word, "--dra")
@@ -122,7 +122,7 @@ def _device_classes(words: Sequence[str]) -> tuple[str, str]:
 
 
 def with_dra(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> dict[str, Any]:
-    """Whether --dra requests GPU and NIC by a claim, and of which classes. Raises CannotError if they are not there."""
+    """Return whether --dra requests GPU and NIC by a claim, and the classes. CannotError if they do not exist."""
     chosen = {"dra": bool(options["dra"]), "device_classes": _device_classes(options["dra"])}
     if chosen["dra"] and asks:
         spec = spec_of(advice, {**options, **chosen})
@@ -135,7 +135,7 @@ def with_dra(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) 
 
 
 def _ask_cluster(options: Mapping[str, Any], question: Callable[[Client], None]) -> tuple[str, str]:
-    """Why the cluster cannot, and why that is unknown; both are empty if it can."""
+    """Return why the cluster cannot do this, and why that is unknown; both are empty if it can."""
     try:
         question(connect(options["context"], tries=2))
     except submission.CannotError as error:
@@ -146,7 +146,7 @@ def _ask_cluster(options: Mapping[str, Any], question: Callable[[Client], None])
 
 
 def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> Recommendation:
-    """The recommendation, without its ComputeDomain where the option or the cluster says so; stderr says why."""
+    """Remove the ComputeDomain if the option or the cluster requires it, and print the reason to stderr."""
     need = next((each for each in advice.needs if each.name == "compute_domain"), None)
     if need is None or (options["nodes"] or 1) == 1:
         return advice
@@ -165,15 +165,15 @@ def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, a
 def for_pods(
     advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]
 ) -> tuple[Recommendation, list[str]]:
-    """The recommendation without what holds on a host and not in a pod, and a line for each setting left out."""
-    # without --host this machine was scanned: a node's pod, or the administrator's own
+    """Remove settings that apply to a host but not to a pod; return a line for each removed setting."""
+    # without --host this machine was scanned: a pod of the node, or the administrator's machine
     here = not options.get("hosts") and not options.get("machine")
     settings, notes = in_pods(advice, found, here=here)
     return _threads(settings, options), notes
 
 
 def _threads(advice: Recommendation, options: Mapping[str, Any]) -> Recommendation:
-    """OMP_NUM_THREADS as the pods' own CPU limit allows, where ranks compute on the CPU or are alone in their pod."""
+    """Set OMP_NUM_THREADS from the pods' CPU limit, if ranks compute on the CPU or each pod has one rank."""
     cores = [_cores(word.partition("=")[2]) for word in options["resources"] if word.startswith("cpu=")]
     if not cores or cores[0] is None or advice.chosen is None:
         return advice
@@ -192,7 +192,7 @@ def _threads(advice: Recommendation, options: Mapping[str, Any]) -> Recommendati
 
 
 def _cores(quantity: str) -> float | None:
-    """ "4" or "3500m"."""
+    """Parse the CPU quantity "4" or "3500m"."""
     try:
         return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
     except ValueError:
@@ -200,20 +200,20 @@ def _cores(quantity: str) -> float | None:
 
 
 def documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
-    """Return the ConfigMap with the job's plan, then the job of the API asked for."""
+    """Return the ConfigMap with the job's plan, then the job for the chosen API."""
     return (manifests.config_map(spec, {"plan.json": dumps(plan)}), *manifests.APIS[api](spec))
 
 
 def network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None = None) -> tuple[Document, ...]:
-    """The network resources that the probed interfaces call for; `host_mofed` None: as the nodes show it."""
+    """Return the network resources for the scanned interfaces; `host_mofed` None: as the nodes show it."""
     named = {} if host_mofed is None else {"host_mofed": host_mofed}
     return networks.network(networks.from_snapshots(found, namespace=namespace, **named))
 
 
 def on_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
-    """The recommendation for pods on the networks that --network prints with the job, where these are several.
+    """Adapt the recommendation to the networks that --network prints with the job, if there are several.
 
-    A record of a pod that is on them already says so itself, and a job of one node needs none.
+    The record of a pod attached to them already contains them, and a single-node job does not need them.
     """
     if not options["with_network"] or (options["nodes"] or 1) == 1 or networks.seen_from_a_pod(found):
         return advice
@@ -239,12 +239,12 @@ def network_warnings(found: Sequence[Snapshot], host_mofed: bool | None) -> Iter
 
 
 def claim_of(options: Mapping[str, Any]) -> str | None:
-    """The claim's name; one that is made without a name is called "shared"."""
+    """Return the claim's name; a claim created without a name is called "shared"."""
     return options["claim"] or ("shared" if options.get("storage_class") else None)
 
 
 def storage(options: Mapping[str, Any]) -> tuple[Document, ...]:
-    """The claim itself, where a storage class says to make it."""
+    """Return the claim to create, if a storage class is given."""
     if not options["storage_class"]:
         return ()
     check_form("object", "--storage-class=", options["storage_class"])
@@ -268,12 +268,12 @@ def plan_of(advice: Recommendation, options: Mapping[str, Any], found: Sequence[
 
 
 def _on_claim(folder: str) -> str:
-    """A folder of the settings as the pods see it: one that is relative lies where the claim is."""
+    """Return a folder of the settings as the pods see it; a relative path is on the claim."""
     return posixpath.normpath(posixpath.join(MOUNT, folder))
 
 
 def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any]) -> None:
-    """JobError where the pods would start and train nothing, or train nothing that lasts; it says what to give."""
+    """Raise JobError if the pods would train nothing, or could not store the result; the message says what to add."""
     explicit, nodes = _explicit_settings(options), options["nodes"] or 1
     if why := job_settings.untrainable(advice, explicit):
         raise JobError(why)
@@ -285,15 +285,15 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
 
 
 def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What --config and, over it, --set say."""
+    """Return the settings of --config, overridden by --set."""
     trainer = options.get("trainer", job_settings.OURS)
     return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()), trainer)
 
 
 def resources_for(advice: Recommendation, options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The resources that the nodes offer, where the job needs devices that the user has not named.
+    """Return the resources that the nodes offer, if the job needs devices that the user did not name.
 
-    These are families, whose name only the cluster knows ("rdma/*"), and NICs of one name on every cluster, as EFA's.
+    These are families whose exact name depends on the cluster ("rdma/*"), and NICs with a fixed name, such as EFA.
     """
     if options["dra"]:
         return None
@@ -313,7 +313,7 @@ def resources_for(advice: Recommendation, options: Mapping[str, Any]) -> tuple[s
         print_text(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
         return None
     for name in fixed:
-        if name not in offered:  # an autoscaler may yet bring such nodes
+        if name not in offered:  # an autoscaler may add such nodes later
             needed_on = f"{name} is needed on {count(options['nodes'] or 1, 'node')}"
             print_text(f"warning: {needed_on}, and fewer nodes offer it: the pods wait until enough nodes do", err=True)
     return offered
@@ -324,7 +324,7 @@ def _named_by_user(options: Mapping[str, Any]) -> list[str]:
 
 
 def _offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The extended resources that enough of the selected nodes have to give away (node.status.allocatable)."""
+    """Return extended resources that enough of the selected nodes can allocate (node.status.allocatable)."""
     query = {"labelSelector": ",".join(options["node_selector"])} if options["node_selector"] else {}
     having: Counter[str] = Counter()
     for nodes, _ in client.pages(path_of("v1", "nodes"), query):

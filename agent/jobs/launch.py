@@ -1,7 +1,7 @@
-"""Launches the fine-tune job on this host through torchrun, with the recommendation inside.
+"""Launch the fine-tune job on this host through torchrun, with the recommendation.
 
-The job learns everything from plan.json and leaves run.json (docs/reference/finetune-job.md). It ends with this
-process, and ends within its time.
+The job reads everything from plan.json and writes run.json (docs/reference/finetune-job.md). It ends with this process,
+and within its time limit.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from contracts.redaction import redact
 from contracts.run_record import RunRecord
 
 RESUMABLE = run_record.RESUMABLE
-_TAIL_BYTES = 65536  # of the job's log: torchrun's report and the tracebacks before it
-_LAST_SECONDS = 1.0  # for processes that did not end on SIGTERM, or outlived torchrun
+_TAIL_BYTES = 65536  # of the job's log: contains torchrun's report and the tracebacks before it
+_LAST_SECONDS = 1.0  # for processes that ignored SIGTERM or outlived torchrun
 _AGAIN = "run the same command again to resume from the last checkpoint, if one was saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A job that ended."""
+    """A job that has ended."""
 
-    exit_code: int  # the job's own (docs/reference/finetune-job.md) where it could write it, else torchrun's
+    exit_code: int  # of the job (docs/reference/finetune-job.md) if it could write it, else of torchrun
     seconds: float
     output: Path
-    last_lines: tuple[str, ...]  # of its output, without secrets: a report quotes them
-    cut_short: str = ""  # why the job got SIGTERM before it was done; empty: it ended by itself
-    killed: bool = False  # it did not end on SIGTERM
-    grace_seconds: int = GRACE_SECONDS  # that it had to end
+    last_lines: tuple[str, ...]  # of its output, without secrets, because a report quotes them
+    cut_short: str = ""  # why the job got SIGTERM early; empty: it ended by itself
+    killed: bool = False  # whether it ignored SIGTERM
+    grace_seconds: int = GRACE_SECONDS  # time that it had to end
     raised: str = ""  # the last error that a rank printed
-    after_end: str = ""  # how a rank ended that had done all its work, where it ended by a signal
-    record: RunRecord | None = None  # run.json of this start, where the job came to write it
+    after_end: str = ""  # how a rank was ended by a signal after all its work
+    record: RunRecord | None = None  # run.json of this start, if the job wrote it
 
     @property
     def wrote_its_end(self) -> bool:
-        """Whether the job itself wrote how it ended; else `record_of` wrote `ending`."""
+        """Return whether the job itself wrote how it ended; otherwise `record_of` wrote `ending`."""
         return self.record is not None and self.record.reason != self.ending
 
     @property
     def ending(self) -> str:
-        """How the job ended, in one sentence."""
+        """Describe in one sentence how the job ended."""
         if self.exit_code == RESUMABLE:
             ending = "the job saved and ended; run the same command again to resume"
         elif self.killed:
@@ -75,10 +75,10 @@ class Launched:
 
 
 def command(plan: Path, ranks: int) -> list[str]:
-    """The torchrun line of one host."""
+    """Return the torchrun command of one host."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     job = [sys.executable, "-m", "finetune.train", "--plan", str(plan)]
-    # torchrun's ranks outlive it when it is killed: each is tied to it
+    # ranks survive if torchrun is killed, so each is set to end with torchrun
     return [*words, "--no-python", *processes.tethered(job, parent=0)]
 
 
@@ -88,7 +88,7 @@ def train(
 ) -> Launched:  # fmt: skip
     """Run the job of a plan to its end on this host; plan.json, job.log and run.json are in `output`.
 
-    `stop` is set where SIGTERM ended it, and may be set before: the job is then asked to end.
+    `stop` is set when SIGTERM arrives, and may already be set: the job is then asked to end.
     """
     assert plan.layout is not None  # noqa: S101 - a plan that is launched has one
     output.mkdir(parents=True, exist_ok=True)
@@ -106,15 +106,15 @@ def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
     before = run_record.of_start(path, began)
     closed = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.ending, began=began)
     if before is not None and closed is not None and before.status == "running" != closed.status:
-        # says on stderr what went wrong
+        # prints errors to stderr
         subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
     return closed
 
 
 def environment(settings: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """This process's environment with these settings on top, for so many ranks of this host."""
-    # torchrun would set the same 1 for each of several ranks and print a banner about it; a rank alone has all cores.
-    # A user's or the advice's value comes before.
+    """Return this process's environment with these settings added, for the given number of ranks on this host."""
+    # With several ranks torchrun would also set 1, and print a banner about it; a single rank uses all cores. A value
+    # of the user or the advice has priority.
     threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
     return {**threads, **os.environ, "PYTHONUNBUFFERED": "1", **settings}
 
@@ -129,7 +129,7 @@ def run(
     *,
     grace_seconds: int = GRACE_SECONDS,
 ) -> Launched:
-    """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
+    """Run a command, write its output to a log and pass each line to `on_line`; always end its whole process tree."""
     started = time.monotonic()
     log = output / "job.log"
     with log.open("wb") as stream, sigterm(stop) as stopping, processes.run_folder() as temporary:
@@ -156,7 +156,7 @@ def run(
 
 @contextlib.contextmanager
 def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> Iterator[None]:
-    """Hand every line of a growing file to `on_line` until the block is left."""
+    """Pass every line of a growing file to `on_line` until the block is left."""
     ended = threading.Event()
 
     def follow() -> None:
@@ -184,7 +184,7 @@ def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> It
 
 
 def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.Event) -> str:
-    """Run the requested job and return why the run is not usable, empty if it is."""
+    """Run the requested job and return why the run is not usable (empty if it is)."""
     output = Path(request["output"])
     done = train(
         job_plan.read(output / "plan.json"), output, timeout_seconds=request["timeout_seconds"],

@@ -1,9 +1,9 @@
-"""Two hosts on this machine, as network namespaces that several networks of known speed join.
+"""Two hosts on this machine: network namespaces connected by several networks of known speed.
 
-Surface: unshare(1), veth(4) and tc-tbf(8) through pyroute2's netlink. Each namespace is held by a process that ends
-with this one, however that ends; with the last process in it the kernel takes down the namespace, its veth and their
-qdiscs, so that nothing is ever left to be swept. What runs in them is forked by the fork server of `multiprocessing`,
-which has imported torch and ends with this process, too. Linux, root.
+Surface: unshare(1), veth(4) and tc-tbf(8) through pyroute2's netlink. A process holds each namespace and ends with this
+process in all cases. When the last process in a namespace ends, the kernel removes the namespace, its veth and their
+qdiscs, so no cleanup is needed. Ranks are forked by the fork server of `multiprocessing`, which has imported torch and
+also ends with this process. Linux, root.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from collectives.bench import processes
 
 HOSTS = 2
 MOST_NETWORKS = 8
-BURST_SECONDS = 0.01  # of the rate: tc-tbf(8) asks for rate / HZ at least, and HZ is 100 or more
-LEAST_BURST_BYTES = 65536  # one segment as veth hands it over
+BURST_SECONDS = 0.01  # times the rate: tc-tbf(8) requires at least rate / HZ, and HZ is 100 or more
+LEAST_BURST_BYTES = 65536  # one segment in the size that veth delivers
 _RATE = re.compile(r"([A-Za-z][A-Za-z0-9]{0,14})=([1-9][0-9]{0,5})(mbit|gbit)")
 _NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # linux/sched.h: CLONE_NEWUTS, CLONE_NEWNET
-_GRACE_SECONDS = 5.0  # for the others, once one rank has failed
-MODULES = ["collectives.bench.rank", "collectives.bench.calibrate", "finetune.train"]  # what the ranks import
+_GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
+MODULES = ["collectives.bench.rank", "collectives.bench.calibrate", "finetune.train"]  # modules that the ranks import
 
 
 class NamespaceError(RuntimeError):
-    """Namespaces cannot be made here; says why."""
+    """Namespaces cannot be created here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """One network: the name of its interface in every host, and what it carries."""
+    """One network: the name of its interface in every host, and its rate."""
 
     name: str
     bits_per_second: float
@@ -67,7 +67,7 @@ def parse(words: Sequence[str]) -> tuple[Shaped, ...]:
 
 
 def match_each(words: Sequence[str], pattern: re.Pattern[str], allowed: str) -> list[re.Match[str]]:
-    """Match the words of --over; group 1 is the interface. InputError where one is malformed or not named once."""
+    """Match the arguments of --over; group 1 is the interface. InputError for a malformed or repeated argument."""
     found = []
     for word in words:
         one = pattern.fullmatch(word)
@@ -80,7 +80,7 @@ def match_each(words: Sequence[str], pattern: re.Pattern[str], allowed: str) -> 
 
 
 def missing() -> str:
-    """Why namespaces cannot be made here; empty where they can."""
+    """Return why namespaces cannot be created here; empty if they can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -93,14 +93,14 @@ def missing() -> str:
 
 @dataclass(slots=True)
 class Rig:
-    """The hosts: one process holds the namespace of each."""
+    """The hosts; one process holds the namespace of each."""
 
     networks: tuple[Shaped, ...]
     pids: tuple[int, ...]
-    stop: threading.Event = field(default_factory=threading.Event)  # ends the ranks
+    stop: threading.Event = field(default_factory=threading.Event)  # set to end the ranks
 
     def address(self, network: Shaped, host: int) -> str:
-        """IPv4 of a host on a network: private addresses, in namespaces that nothing else reaches."""
+        """Return the IPv4 address of a host on a network: private, in namespaces without outside connections."""
         return f"10.244.{self.networks.index(network)}.{host + 1}"
 
     def run(
@@ -120,13 +120,13 @@ class Rig:
 
 @contextlib.contextmanager
 def hosts(networks: Sequence[Shaped], stop: threading.Event) -> Iterator[Rig]:
-    """Two hosts that the networks join; all is gone at the end. NamespaceError says why not.
+    """Create two hosts connected by the networks, and remove all at the end. NamespaceError gives the reason.
 
-    Once `stop` is set the ranks end.
+    Once `stop` is set, the ranks end.
     """
     if why := missing():
         raise NamespaceError(why)
-    start_fork_server()  # it imports torch while the hosts are made
+    start_fork_server()  # it imports torch while the hosts are created
     with contextlib.ExitStack() as stack:
         rig = Rig(tuple(networks), tuple(_hold(stack) for _ in range(HOSTS)), stop)
         for network in rig.networks:
@@ -135,7 +135,7 @@ def hosts(networks: Sequence[Shaped], stop: threading.Event) -> Iterator[Rig]:
 
 
 def _hold(stack: contextlib.ExitStack) -> int:
-    """A process in a network namespace of its own, which ends when our end of its standard input does."""
+    """Start a process in a new network namespace; it ends when our end of its stdin is closed."""
     held = subprocess.Popen(
         ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -157,7 +157,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _join(rig: Rig, network: Shaped) -> None:
-    """A veth from host to host, shaped at both ends."""
+    """Create a veth pair between the hosts, shaped at both ends."""
     from pyroute2 import NetNS
     from pyroute2.netlink.exceptions import NetlinkError
 
@@ -177,11 +177,11 @@ def _join(rig: Rig, network: Shaped) -> None:
         raise NamespaceError(f"{network.name}: {error}") from None
 
 
-# Ranks, which the fork server forks: none needs seconds to import torch.
+# Ranks are forked by the fork server, so that none needs seconds to import torch.
 
 
 def start_fork_server() -> None:
-    """Start the fork server, with one OpenMP thread and without GPUs for all ranks. It imports MODULES on its own."""
+    """Start the fork server, with one OpenMP thread and no GPUs for all ranks. It imports MODULES in the background."""
     before = dict(os.environ)
     os.environ |= {
         **processes.SAFE_PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
@@ -198,9 +198,9 @@ def start_fork_server() -> None:
 def fork_rank(
     module: str, words: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path
 ) -> ForkServerProcess:
-    """Start a rank, which is the `main(words)` of a module.
+    """Start a rank, which runs `main(words)` of a module.
 
-    It enters the network namespace of process `pid` (setns(2)), calls itself `host` and writes to `log`.
+    It enters the network namespace of process `pid` (setns(2)), sets the host name `host` and writes to `log`.
     """
     rank = multiprocessing.get_context("forkserver").Process(
         target=_run_rank, args=(module, words, dict(environment), pid, host, str(log)), daemon=True
@@ -210,9 +210,9 @@ def fork_rank(
 
 
 def wait_for_ranks(ranks: Sequence[ForkServerProcess], seconds: float, stop: threading.Event) -> list[int]:
-    """Wait for all ranks, and kill those left after `seconds`; an exit code below 0 is a signal.
+    """Wait for all ranks, and kill the remaining ones after `seconds`; an exit code below 0 is a signal.
 
-    Where one fails, the others have a few seconds, as torchrun gives them. Raises NamespaceError once `stop` is set.
+    If one fails, the others have a few seconds, as under torchrun. Raises NamespaceError once `stop` is set.
     """
     until = time.monotonic() + seconds
     while left := [rank for rank in ranks if rank.exitcode is None]:

@@ -1,12 +1,12 @@
-"""One fine-tune over each network, on this host or on a cluster: what each took, proven, beside its forecast.
+"""Run one fine-tune over each network, on this host or a cluster, and compare the measured and forecast times.
 
-Each network is measured first, by all-gathers and reduce-scatters over it, and so is what the ranks compute with: both
-feed the forecast. A run stands for a network only where its own sockets, or NCCL's log, say that it took it; what was
-not run is no bar.
+Before each run, all-gathers and reduce-scatters over the network and the compute rate of the ranks are measured; the
+forecast uses both. A run counts for a network only if its own sockets or NCCL's log prove that it used it. A network
+without a run has no bar.
 
-On a cluster there is a job per network, one after another. Its pods are attached to the network and told to take it;
-pod 0 leaves the short form of its record as its container's termination message (finetune.post). Surface: the job APIs
-of `launch`, and pods of core/v1.
+On a cluster there is one job per network, one after another. Its pods are attached to the network and configured to use
+it. Pod 0 writes a short record as its container's termination message (finetune.post). Surface: the job APIs of
+`launch`, and pods of core/v1.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from probes.rdma.facts import RdmaFacts
 from topology.cluster import join
 from topology.graph import NodeTopology
 
-BENCH_BYTES = 1 << 20  # of the order of what FSDP gathers of a layer; larger only takes longer over a slow network
+BENCH_BYTES = 1 << 20  # similar to what FSDP gathers per layer; larger sizes only take longer on a slow network
 BENCH_SECONDS = 2.0
 POLL_SECONDS = 2.0
 _RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
 _WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
 _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
-# What the gate of a TCP job would hold against the comparison itself: the job is set to use this interface and no
-# RDMA, and it has no IPC_LOCK, device or network for RDMA. That the interface is there is still judged.
+# Gate checks that a TCP job would fail by design: the job is configured for this interface without RDMA, and has no
+# IPC_LOCK, device or network for RDMA. The presence of the interface is still checked.
 _OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
-STEPS = 8  # beside warm-up and profiled ones three count (agent.terminal.measured.LEAST_STEPS)
+STEPS = 8  # three count, besides warm-up and profiled ones (agent.terminal.measured.LEAST_STEPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +73,18 @@ class Bar:
     """One network. Without seconds there is no bar, and `why` says what is missing."""
 
     network: str  # "eth0", "net1", "RDMA"
-    carries: str = ""  # what is known of it: "shaped to 200 Mbit/s", "default/net1"
+    carries: str = ""  # known properties: "shaped to 200 Mbit/s", "default/net1"
     status: str = "unknown"  # "measured", "not available", "failed", "unproven", "unknown"
     why: str = ""
-    proof: tuple[str, ...] = ()  # the sockets' or NCCL's own words
-    busbw_bytes_per_second: float | None = None  # of the all-gather over it, before the run
+    proof: tuple[str, ...] = ()  # quotes from the sockets or NCCL's log
+    busbw_bytes_per_second: float | None = None  # of the all-gather over it, measured before the run
     step_seconds: float | None = None
     forecast: Interval | None = None  # of a step
     inside: bool | None = None
     run_seconds: float | None = None  # of the whole run
     run_forecast: Interval | None = None
     cost: float | None = None
-    record: str = ""  # where the run's record, run.json, is
+    record: str = ""  # path of the run record run.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +101,13 @@ class NetworkBars:
 
     @property
     def exit_code(self) -> int:
-        """0; 3 where a run failed; 5 where one is unproven or unknown. What no node has is neither."""
+        """Return 0; 3 if a run failed; 5 if one is unproven or unknown. A network that no node has is neither."""
         found = {bar.status for bar in self.bars}
         return 3 if "failed" in found else 5 if found & {"unproven", "unknown"} else 0
 
 
 def proof_of(record: RunRecord, interface: str, *, rdma: bool = False) -> tuple[bool, tuple[str, ...]]:
-    """Whether the run's own log or sockets say that it took this network between hosts, and their words."""
+    """Return whether the run's log or sockets prove that it used this network between hosts, with the quotes."""
     nccl, seen = record.nccl, tuple(record.transports)
     if rdma:
         between = [name for name in seen if name.startswith(("NET/IB", "NET/AWS Libfabric"))]
@@ -121,7 +121,7 @@ def proof_of(record: RunRecord, interface: str, *, rdma: bool = False) -> tuple[
 
 
 def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = False) -> Bar:
-    """The network with what its run's record says."""
+    """Add the results of the run record to the network."""
     if record is None:
         return replace(bar, status="failed", why=bar.why or "the job left no record of its run")
     if record.status != "complete":
@@ -139,7 +139,7 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
 
 
 def priced(found: NetworkBars) -> NetworkBars:
-    """With time and cost of the whole run."""
+    """Add time and cost of the whole run."""
     each = found.node_hour_price * found.nodes / 3600 if found.node_hour_price is not None else None
     bars = []
     for bar in found.bars:
@@ -154,7 +154,7 @@ def priced(found: NetworkBars) -> NetworkBars:
 
 
 def rdma_here(found: Sequence[Snapshot]) -> Bar:
-    """RDMA between namespaces of this host: never run, and why."""
+    """Return RDMA between namespaces of this host as not run, with the reason."""
     devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
     if not devices:
         return Bar(network="RDMA", status="not available", why="no RDMA device on this host")
@@ -173,7 +173,7 @@ class Local:
     folder: Path
     timeout_seconds: float
     note: Callable[[str], None]
-    layout: Layout | None = None  # of the first network: the others run the same
+    layout: Layout | None = None  # of the first network; the others run the same layout
 
     def bar(self, rig: Rig, network: Shaped, result: BenchResult, timed: Calibration) -> Bar:
         """Forecast and run the job over one network."""
@@ -202,8 +202,8 @@ class Local:
         return replace(bar_of(bar, record, network.name), record=str(path))
 
     def _advice(self, measured: tuple[Measurement, ...], timed: Calibration) -> Recommendation:
-        """The job's plan over what was measured; the layout is that of the first network."""
-        # the namespaces as the planner sees them: they share this machine's processors, and have no GPU
+        """Return the job's plan from the measurements; the layout is that of the first network."""
+        # model of the namespaces for the planner: they share this machine's CPUs and have no GPU
         cores = max(1, (os.cpu_count() or HOSTS) // HOSTS)
         cluster = join([NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores)
                         for n in range(HOSTS)])  # fmt: skip
@@ -223,7 +223,7 @@ class Local:
 
 
 def measure(rig: Rig, network: Shaped) -> BenchResult:
-    """All-gathers and reduce-scatters of two ranks over one network."""
+    """Measure all-gathers and reduce-scatters of two ranks over one network."""
     spec = BenchSpec(
         cases=tuple(Case(op=op, bytes=BENCH_BYTES) for op in ("all_gather", "reduce_scatter")), backend="gloo",
         ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=f"{rig.address(network, 0)}:29511",
@@ -244,7 +244,7 @@ def measure(rig: Rig, network: Shaped) -> BenchResult:
 
 
 def _how_ended(codes: Sequence[int], folder: Path) -> str:
-    """The ranks' exit codes, and the last words of the one that failed first: the others lose their connections."""
+    """Return the exit codes of the ranks, and the last output of the one that failed first; others lose connections."""
     rank, code = max(enumerate(codes), key=lambda each: (each[1] > 1, each[1] < 0, each[1] != 0, -each[0]))
     log = (folder / f"rank{rank}.log").read_text(errors="replace")
     error = run_record.raised(log) or " ".join(log.strip().splitlines()[-1:])
@@ -253,7 +253,7 @@ def _how_ended(codes: Sequence[int], folder: Path) -> str:
 
 
 def time_layer(rig: Rig, request: Request) -> Calibration:
-    """GEMMs and a layer of the model, by as many copies at once as the job has ranks. InputError says why not."""
+    """Measure GEMMs and a layer of the model in as many processes as the job has ranks. InputError gives the reason."""
     model = model_of(request)
     assert model is not None  # noqa: S101 - job_request has named one
     train = request.train
@@ -274,7 +274,7 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
 
 
 def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapshot], stop: threading.Event) -> list[Bar]:
-    """Measure and run over each network in turn; NamespaceError where none can be made here."""
+    """Measure and run over each network in turn. Raises NamespaceError if no namespace can be created."""
     job.folder.mkdir(parents=True, exist_ok=True)
     with processes.lock_host(), hosts(networks, stop) as rig:
         job.note("load torch")
@@ -290,7 +290,7 @@ def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapsho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """A network of the pods: their own, or one that Multus attaches."""
+    """A network of the pods: their default network, or one that Multus attaches."""
 
     name: str  # of the interface in the pods; "rdma" for RDMA
     attachment: str | None = None  # NetworkAttachmentDefinition: "net" or "namespace/net"
@@ -298,12 +298,12 @@ class Attached:
 
     @property
     def rdma(self) -> bool:
-        """Whether the network is used with RDMA instead of TCP."""
+        """Return whether the network is used with RDMA instead of TCP."""
         return self.name == "rdma"
 
 
 def parse(words: Sequence[str]) -> tuple[Attached, ...]:
-    """Read "eth0,10G", "net1=training/macvlan,25G" or "rdma=training/macvlan". InputError names what is wrong."""
+    """Parse "eth0,10G", "net1=training/macvlan,25G" or "rdma=training/macvlan". InputError names what is wrong."""
     allowed = (
         "INTERFACE[=ATTACHMENT][,RATE] as the pods see it: eth0 (the pods' own network), net1=training/macvlan,25G, or "
         "rdma=training/macvlan for RDMA"
@@ -313,13 +313,13 @@ def parse(words: Sequence[str]) -> tuple[Attached, ...]:
 
 
 def over(advice: Recommendation, network: Attached, request: Request, found: Sequence[Snapshot]) -> Recommendation:
-    """The same plan over this network; with its rate, the forecast of the same layout over it."""
+    """Return the same plan over this network, and if its rate is given, the forecast of the same layout."""
     chosen = advice.chosen
     assert chosen is not None  # noqa: S101 - the verb has refused otherwise
     if not (network.rdma or network.attachment) and request.hosts:
         pods = [one for one in found if (facts := one.facts(InterfacesFacts))
                 and any(link.role == "pod-default" for link in facts.interfaces)]  # fmt: skip
-        if wrong := missing_interface(network.name, pods):  # of a host: a pod has interfaces of its own
+        if wrong := missing_interface(network.name, pods):  # of a host; a pod has its own interfaces
             raise InputError(f"--over {network.name}: {wrong}")
     if network.rate:
         on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
@@ -335,7 +335,7 @@ def over(advice: Recommendation, network: Attached, request: Request, found: Seq
 
 
 def missing_interface(name: str, found: Sequence[Snapshot]) -> str:
-    """Which recorded node has no usable interface of this name, and what it has; "" where none is known to lack it."""
+    """Return which recorded node lacks a usable interface of this name, and what it has; "" if none is known to."""
     for one in found:
         if facts := one.facts(InterfacesFacts):
             usable = [link.name for link in facts.interfaces if link.addresses and link.up is not False]
@@ -346,7 +346,7 @@ def missing_interface(name: str, found: Sequence[Snapshot]) -> str:
 
 
 def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
-    """The same plan over TCP on this interface, without what only RDMA needs."""
+    """Return the same plan over TCP on this interface, without settings that only RDMA needs."""
     why = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
     settings = tuple(
         setting for setting in advice.settings
@@ -354,7 +354,7 @@ def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
     )  # fmt: skip
     backend = "NCCL" if advice.backend == "nccl" else "GLOO"
     variables = [(f"{backend}_SOCKET_IFNAME", interface), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
-    if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would take by itself
+    if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would otherwise load
         variables.append(("NCCL_NET", "Socket"))
     return replace(
         advice, settings=(*settings, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
@@ -366,7 +366,7 @@ def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
 def documents(
     advice: Recommendation, network: Attached, options: Mapping[str, Any], found: Sequence[Snapshot]
 ) -> tuple[Document, ...]:
-    """The job of one network: its name ends with the network's, and so does its output folder."""
+    """Return the job of one network; its name and output folder end with the network's name."""
     options = {**options, "name": f"{options['name']}-{network.name}"}
     spec = cluster_job.spec_of(advice, options)
     if network.attachment:
@@ -375,7 +375,7 @@ def documents(
     if not network.rdma:
         spec = replace(spec, preflight_skip=_OF_RDMA)
     plan = cluster_job.plan_of(advice, options, found)
-    if not (network.rate or network.rdma):  # nothing is known of it that the run could be held against
+    if not (network.rate or network.rdma):  # without a known rate there is no forecast to compare with
         plan = replace(plan, forecast=RunForecast())
     return cluster_job.documents(spec, options["api"], plan)
 
@@ -384,7 +384,7 @@ def run(
     client: Client, made: Sequence[Document], network: Attached, api: str, *, seconds: float,
     report: Callable[[str], None], sleep: Callable[[float], None], clock: Callable[[], float],
 ) -> Bar:  # fmt: skip
-    """Create one network's job, wait for its end, and read its record. ApiError where it cannot be made."""
+    """Create the job of one network, wait for its end, and read its record. Raises ApiError if it cannot be created."""
     bar = Bar(network=network.name, carries=network.attachment or "the pods' own network")
     for line in submission.create(client, made):
         report(line)
@@ -408,7 +408,7 @@ def run(
 
 
 def left(pod: Mapping[str, Any]) -> RunRecord | None:
-    """The short record that pod 0 left as its termination message; None where this pod has none."""
+    """Return the short record that pod 0 left as its termination message; None if there is none."""
     for each in (pod.get("status") or {}).get("containerStatuses") or ():
         message = ((each.get("state") or {}).get("terminated") or {}).get("message") or ""
         try:
@@ -421,7 +421,7 @@ def left(pod: Mapping[str, Any]) -> RunRecord | None:
 
 
 def picture(found: NetworkBars) -> str:
-    """The bars as a self-contained SVG: step time, the forecast's interval on it, time and cost of the whole run."""
+    """Draw the bars as a self-contained SVG: step time, the forecast's interval, time and cost of the whole run."""
     from jinja2 import Environment, FileSystemLoader
 
     full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in found.bars)])
@@ -433,7 +433,7 @@ def picture(found: NetworkBars) -> str:
 
 
 def words_of(bar: Bar, best: float) -> tuple[str, str]:
-    """The two labels of a bar: the step and the whole run, then the forecast."""
+    """Return the two labels of a bar: the step and the whole run, then the forecast."""
     step = bar.step_seconds or 0.0
     factor = f" ({step / best:.2f} x)" if best and step > best else ""
     cost = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""

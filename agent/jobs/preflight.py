@@ -1,6 +1,6 @@
-"""One preflight from scan to comparison, and its report. What a stage could not do becomes a note.
+"""One preflight, from scan to comparison, and its report. A stage that could not run becomes a note.
 
-`report.json` is the whole document, `report.html` one self-contained page, `junit.xml` what CI systems read.
+`report.json` is the complete document, `report.html` one self-contained page, `junit.xml` a file for CI systems.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from topology.paths import Due
 if TYPE_CHECKING:
     from agent.checks.expect import Expectation
 
-REASON_CHARACTERS = 400  # `sinfo -R` and logs show it in one line
-PROBE_SECONDS = 30.0  # that a probe may take; a node in trouble is slow
-CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
+REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
+PROBE_SECONDS = 30.0  # for each probe; a faulty node is slow
+CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; more rows only take longer
 CALIBRATION_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that one run established, and what it could not."""
+    """All results of one run, and notes on what it could not do."""
 
     started_at_seconds: float = 0.0
     seconds: float = 0.0
@@ -75,36 +75,36 @@ class Report:
     recommendation: Recommendation | None = None
     run: RunRecord | None = None
     runs: tuple[RunRecord, ...] = ()  # of this and earlier runs, newest first
-    notes: tuple[str, ...] = ()  # steps that were left out, and why
-    nodes: tuple[NodeRecord, ...] = ()  # judged by what their agents published, without their graphs
+    notes: tuple[str, ...] = ()  # stages that did not run, and why
+    nodes: tuple[NodeRecord, ...] = ()  # checked from records published by their agents, without graphs
     schema_version: int = REPORT_VERSION
 
     @property
     def of_this_host(self) -> bool:
-        """Whether it is about the host that it was made on."""
+        """Return whether the report is about the host on which it was created."""
         return len(self.snapshots) == 1 and self.snapshots[0].hostname == host_name()
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
-        """Step time and memory of the run compared with its forecast; empty without a run."""
+        """Compare step time and memory of the run with its forecast; empty without a run."""
         return compare(self.run) if self.run else ()
 
     @property
     def subject(self) -> str:
-        """The hosts or nodes that this is about, in words."""
+        """Describe the hosts or nodes of the report."""
         names = [s.hostname for s in self.snapshots] or [node.name for node in self.nodes]
         return units.some(names)
 
 
 def run(options: Mapping[str, Any], progress: Progress) -> Report:
-    """Scan, build, measure, recommend, train, compare, judge. After SIGTERM: what was known by then.
+    """Scan, build, measure, recommend, train, compare, judge. After SIGTERM, return the results so far.
 
-    `options` are those of the verb, with the question to the planner as `request` and the report's folder as `output`.
+    `options` are those of the verb, with `request` for the planner and the report's folder as `output`.
     """
     started, clock = time.time(), time.monotonic()
     expected = expectation_of(options["expect"], options["expect_file"])  # first: a wrong word costs no run
     with child.sigterm() as stop:
-        # first: a wrong file costs no run
+        # first, so that a wrong file is rejected before the run
         needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
         before = read_baseline(options["baseline"], needs)
         settings(options["config"], options["overrides"])
@@ -125,7 +125,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
 
 
 def _unscanned(options: Mapping[str, Any], progress: Progress) -> Report:
-    """SIGTERM came before the hosts were scanned: every check is unknown, and none is worse than in a baseline."""
+    """Return the report if SIGTERM arrived before the scan: every check is unknown, and no regression is reported."""
     progress.done()
     checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
     checks = select(checks, require=options["require"], skip=options["skip"])
@@ -139,7 +139,7 @@ def _judged(
     options: Mapping[str, Any], progress: Progress, found: tuple[Snapshot, ...], before: Baseline,
     stop: threading.Event, expected: Expectation | None,
 ) -> Report:  # fmt: skip
-    """All that follows the scan. What makes load ends soon after `stop` is set, and what follows it makes none."""
+    """Do everything after the scan. Load ends soon after `stop` is set, and no later stage generates load."""
     notes: list[str] = []
     extra: list[Finding] = []
 
@@ -166,7 +166,7 @@ def _judged(
         notes.append(f"not trained: {failed}")
     elif options["train"] and not options["hosts"]:
         record, why = _train(options, advice, progress, stop)
-        if stop.is_set() and record is None:  # what became of the job then says nothing of the machine
+        if stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
             extra += measured.unmeasured(measured.RUN_CODES, why)
         else:
             extra += measured.checks_of_run(record, found[0].hostname, why)
@@ -188,26 +188,26 @@ def _judged(
 
 
 def _stopped_by(result: BenchResult | None, stop: threading.Event) -> str:
-    """The signal that ended the run; nothing where none did."""
+    """Return the signal that ended the run; empty if none did."""
     return (result.stopped_by if result else None) or ("SIGTERM" if stop.is_set() else "")
 
 
 def _against(before: Baseline, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
-    """The checks against the baseline; what a stopped run could not measure is no regression."""
+    """Compare the checks with the baseline; checks that a stopped run did not measure are not regressions."""
     cut = {*measured.BENCH_CODES, *measured.RUN_CODES} if stopped else set()
     unmeasured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
     return (*regressions([check for check in checks if check not in unmeasured], before.statuses), *unmeasured)
 
 
 def _as_trained(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Finding, ...]:
-    """The checks with the settings of the run: a setting that it corrects does not stop it."""
+    """Apply the settings of the run to the checks, so that a problem which they correct does not stop the run."""
     settings = {setting.name: setting.value for setting in advice.settings}
     scanned = build_view([with_environment(one, settings) for one in view.snapshots], expected=expected)
     return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
 
 
 def _stopping(options: Mapping[str, Any], found: Sequence[Finding], before: Baseline) -> str:
-    """What failed before training and so stops it; nothing where it may start. What is unknown stops nothing."""
+    """Return the failure that prevents training; empty if it may start. Unknown checks do not prevent it."""
     checks = select(measured.must_be_measured(found), skip=options["skip"], known=ALL_CODES)
     checks = regressions(checks, before.statuses)
     failed = sorted({check.code for check in checks if check.status == "fail"})
@@ -215,7 +215,7 @@ def _stopping(options: Mapping[str, Any], found: Sequence[Finding], before: Base
 
 
 def _runs(options: Mapping[str, Any]) -> tuple[RunRecord, ...]:
-    """This run and the earlier ones: those named, those below the report's folder, those the agent keeps."""
+    """Return this run and earlier ones: those named, those in the report's folder, those stored by the agent."""
     stored = result_store.folder()
     places = [*options["runs"], options["output"] / "runs", *([stored / result_store.RUNS_FOLDER] if stored else [])]
     return result_store.read_runs(places) if options["train"] or options["runs"] else ()
@@ -225,7 +225,7 @@ def report_of(
     found: Sequence[Finding], *, nodes: Sequence[NodeRecord] = (), require: Sequence[str], skip: Sequence[str],
     fail_on: FailOn, baseline: Path | None,
 ) -> Report:  # fmt: skip
-    """A report of checks that others made: nothing is scanned, measured or advised here."""
+    """Create a report from existing checks; nothing is scanned, measured or recommended."""
     checks = select(found, require=require, skip=skip, known=ALL_CODES)
     checks = regressions(checks, read_baseline(baseline, ("statuses",)).statuses)
     return Report(
@@ -236,7 +236,7 @@ def report_of(
 
 
 def expectation_of(words: Sequence[str], path: Path | None) -> Expectation | None:
-    """What each node must have; None where neither says so, and pydantic is not loaded then. Raises GateError."""
+    """Return the expectations; None without any, and pydantic is then not loaded. Raises GateError."""
     if not words and path is None:
         return None
     from agent.checks.expect import expectation
@@ -245,7 +245,7 @@ def expectation_of(words: Sequence[str], path: Path | None) -> Expectation | Non
 
 
 def due_of(expected: Expectation | None) -> Due | None:
-    """What --expect says of the links, as the first bar of a measurement."""
+    """Return the link expectations of --expect, as the first bar of a measurement."""
     if expected is None:
         return None
     wire = expected.hcas[0].value * expected.rate[0].value if expected.hcas and expected.rate else None
@@ -256,7 +256,7 @@ def _measure(
     options: Mapping[str, Any], found: Sequence[Snapshot], progress: Progress, notes: list[str], stop: threading.Event,
     due: Due | None,
 ) -> tuple[BenchResult | None, Calibration | None]:  # fmt: skip
-    """Collectives with real ranks, then GEMMs where there is to be a run."""
+    """Measure collectives with real ranks, then GEMMs if there will be a training run."""
     if not (options["measure"] or options["train"]):
         return None, None
     if options["hosts"]:
@@ -289,7 +289,7 @@ def _measure(
 
 
 def _request(options: Mapping[str, Any]) -> Request:
-    """The question to the planner; a run without a named model trains the embedded job."""
+    """Return the request to the planner; a run without a named model trains the embedded job."""
     request: Request = options["request"]
     return job_request(request, options["config"], options["overrides"]) if options["train"] else request
 
@@ -309,7 +309,7 @@ def _train(
 ) -> tuple[RunRecord | None, str]:
     """Launch the job with exactly the recommended environment and layout."""
     progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
-    # A new folder for every run: the job would resume what it finds, and a finished run has no step left
+    # A new folder for every run: otherwise the job would resume, and a finished run has no steps left
     output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     try:
         plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
@@ -325,7 +325,7 @@ def _train(
 
 
 def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
-    """Write the report's files into `folder`, made if need be; returns their paths."""
+    """Write the report's files into `folder`, which is created if needed; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "report.json": json.dumps(document(report), indent=1, sort_keys=True) + "\n",
@@ -336,7 +336,7 @@ def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
 
 
 def _blocking(report: Report) -> list[Finding]:
-    """The checks that keep the verdict from passing; empty where it passes."""
+    """Return the checks that prevent a pass; empty if the verdict is a pass."""
     if report.verdict.exit_code == EXIT_PASS:
         return []
     found = [check for check in worst_first(report.checks) if check.status == report.verdict.word]
@@ -344,20 +344,20 @@ def _blocking(report: Report) -> list[Finding]:
 
 
 def _slurm_node(check: Finding) -> str:
-    """The node of a check as Slurm names it; this host where it names none, because nothing was scanned."""
+    """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
     return slurm_name(check.node or host_name())
 
 
 def slurm_hosts(report: Report) -> str:
-    """The nodes that do not pass as a host list of Slurm, for --exclude and `scontrol update NodeName=`."""
+    """Return the nodes that do not pass as a Slurm host list, for --exclude and `scontrol update NodeName=`."""
     names = {_slurm_node(check) for check in _blocking(report) if check.node or report.of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 
 
 def slurm_reasons(report: Report) -> str:
-    """One line for each finding that keeps a node from passing: node, code, device and message.
+    """Return one line for each finding that prevents a node from passing: node, code, device and message.
 
-    What was not measured is one line for all checks of a node.
+    Checks of a node that were not measured are combined into one line.
     """
     unknown = report.verdict.word == "unknown"
     lines = (
@@ -369,7 +369,7 @@ def slurm_reasons(report: Report) -> str:
 
 
 def junit(report: Report) -> str:
-    """JUnit XML: a suite per node, a case per check; unknown is an error only where it was required."""
+    """Return JUnit XML: a suite per node, a case per check; an unknown check is an error only if it was required."""
     from xml.etree import ElementTree
 
     aside = unjudged(report.checks)
@@ -390,7 +390,7 @@ def junit(report: Report) -> str:
         for check in worst_first(checks):
             name = f"{check.code} [{check.subject}]" if check.subject else check.code
             case = ElementTree.SubElement(suite, "testcase", classname=f"{node}.{check.code.split('.')[0]}", name=name)
-            # viewers show a message without its suite: it names the node by itself
+            # viewers show a message without its suite, so the message names the node
             message = f"{check.node}: {check.message}" if check.node and check.message else check.message
             text = "\n".join((message, *check.evidence, check.remedy)).strip()
             if check.status == "fail":

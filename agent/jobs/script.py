@@ -1,8 +1,8 @@
-"""A trainer that is not ours: started on this host, or by a manifest to which `wrap` adds what it lacks.
+"""A trainer of the user: run it on this host, or add missing settings to its manifest with `wrap`.
 
-On this host: torchrun, the recommended environment, NCCL's log, and the run's record. What the trainer measured is read
-from transformers' trainer_state.json, where it left one; all else is unknown. Of a manifest: the machine that its jobs
-ask for, and their forecast.
+On this host: torchrun, the recommended environment, NCCL's log, and the run record. Measured values are read from
+transformers' trainer_state.json, if the trainer wrote one; others are unknown. For a manifest: the machine that its
+jobs request, and their forecast.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ from planner.stacks.arguments import CommandSettings, as_run, read_command
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 
-AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # its files start the monitor
-_LIMIT_BYTES = 1 << 20  # of a file that the arguments name
+AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # files that start the monitor
+_LIMIT_BYTES = 1 << 20  # of a file named by the arguments
 _STATE = "trainer_state.json"
-_WARM_UP = 2  # first steps that allocate and compile
+_WARM_UP = 2  # first steps, which allocate and compile
 _MPIRUN = re.compile(r"\b(mpirun|mpiexec|sshd)\b")
 _RENDERED = "; a template is wrapped as it is rendered: helm template CHART | topoflight wrap -"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptPlan:
-    """What will run."""
+    """The process to run."""
 
     words: list[str]
     ranks: int
     document: JobPlan
-    environment: dict[str, str]  # of the processes, whole
+    environment: dict[str, str]  # complete environment of the processes
     notes: tuple[str, ...]
-    output_dir: Path | None  # where the trainer says that it writes
-    grace_seconds: int  # that it has to save after SIGTERM
+    output_dir: Path | None  # the trainer's output folder
+    grace_seconds: int  # time to save after SIGTERM
 
 
 def plan_of(
     script: Path, arguments: Sequence[str], found: Sequence[Snapshot], options: Mapping[str, Any], folder: Path
 ) -> ScriptPlan:
-    """The torchrun line of this host, and the forecast where the arguments tell the layout."""
+    """Return the torchrun command for this host, and the forecast if the arguments contain the layout."""
     ranks = options["ranks"] or default_ranks(found)
     command = read_command(["torchrun", str(script), *arguments], _text)
     output_dir = command.settings.get("output_dir")
@@ -88,7 +88,7 @@ def plan_of(
         log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder.absolute() / "nccl" / "nccl.%h.%p.log")}
         settings |= {name: value for name, value in log.items() if name not in os.environ}
     python = _python()
-    # The script's own folder stays on its path, as under plain torchrun; a user's own PYTHONSAFEPATH stays too.
+    # The script's folder stays on its path, as under plain torchrun; PYTHONSAFEPATH of the user is respected.
     unsafe = [] if "PYTHONSAFEPATH" in os.environ else ["env", "-u", "PYTHONSAFEPATH"]
     job = [*unsafe, python, script_rank.__file__, str(script), *arguments]
     words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
@@ -106,13 +106,13 @@ def plan_of(
 
 
 def monitored(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The environment in which each rank's Python starts the monitor by itself (finetune/autostart)."""
+    """Return the environment in which each rank's Python starts the monitor by itself (finetune/autostart)."""
     path = os.pathsep.join(filter(None, (AUTOSTART, environment.get("PYTHONPATH"))))
     return {**environment, "TOPOFLIGHT_RUN": str(folder.absolute()), "PYTHONPATH": path}
 
 
 def _python() -> str:
-    """The interpreter that has the trainer's packages: that of the environment that is first on PATH, else this one.
+    """Return the interpreter with the trainer's packages: of the first environment on PATH, else this one.
 
     An environment is a folder with pyvenv.cfg or conda-meta, or one with torchrun. Raises InputError without torch.
     """
@@ -149,7 +149,7 @@ def train(
     record = RunRecord(status="running", host=os.uname().nodename, started_at=_now(), plan=plan.document,
                        layout=RunLayout(family=layout.family if layout else None))  # fmt: skip
     run_record.save(path, record)
-    mark = folder / "ended."  # and the rank: written by script_rank
+    mark = folder / "ended."  # followed by the rank; written by script_rank
     for old in (*folder.glob(f"{mark.name}*"), *folder.glob(f"{script_rank.LEFT}*")):
         old.unlink()
     variables = monitored({**plan.environment, script_rank.ENDED: str(mark.absolute())}, folder)
@@ -173,7 +173,7 @@ def train(
 
 
 def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
-    """What script_rank wrote, by rank."""
+    """Read the files of script_rank, by rank."""
     found = {}
     for each in folder.glob(f"{script_rank.LEFT}*"):
         with contextlib.suppress(OSError, ValueError):
@@ -183,14 +183,14 @@ def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _first_error(left: Mapping[int, Mapping[str, Any]], failed: int | None) -> str:
-    """The error of the rank that failed first, else of the lowest that has one: "rank 1: ValueError: ..."."""
+    """Return the error of the rank that failed first, else of the lowest with an error: "rank 1: ValueError: ..."."""
     errors = {rank: str(one["error"]) for rank, one in left.items() if one.get("error")}
     rank = failed if failed in errors else next(iter(errors), None)
     return "" if rank is None else redact(f"rank {rank}: {' '.join(errors[rank].split())[:300]}")
 
 
 def _add_reports(record: RunRecord, left: Mapping[int, Mapping[str, Any]]) -> None:
-    """Step times and memory, as the ranks measured them themselves."""
+    """Add step times and memory measured by the ranks."""
     steps: list[float] = max((one.get("seconds") or [] for one in left.values()), key=len, default=[])
     if not left:
         return
@@ -216,7 +216,7 @@ def _now() -> str:
 
 
 def _channels(where: Path, began: float) -> NcclChannels | None:
-    """What NCCL's own log of this start shows; None where no rank wrote one."""
+    """Return what NCCL's log of this start shows; None if no rank wrote one."""
     logs = [each for each in sorted(where.glob("*.log")) if each.stat().st_mtime >= began] if where.is_dir() else []
     if not logs:
         return None
@@ -226,7 +226,7 @@ def _channels(where: Path, began: float) -> NcclChannels | None:
 
 
 def _take_state(record: RunRecord, output_dir: Path | None, began: float) -> None:
-    """Steps, losses and the mean step of transformers' trainer_state.json, if the trainer wrote one."""
+    """Read steps, losses and the mean step from transformers' trainer_state.json, if the trainer wrote one."""
     if output_dir is None:
         return
     states = [each for each in output_dir.glob(f"**/{_STATE}") if each.stat().st_mtime >= began]
@@ -260,7 +260,7 @@ def _take_state(record: RunRecord, output_dir: Path | None, began: float) -> Non
 
 
 def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The manifest with what its jobs lack on these hosts, and notes. Raises InputError."""
+    """Add what the manifest's jobs lack on these hosts; return it with notes. Raises InputError."""
     for name in ("monitor", "require"):
         if options[name] and not options["preflight_image"]:
             raise InputError(f"--{name} requires --preflight-image for a manifest: that image has the program")
@@ -292,16 +292,16 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
         template = isinstance(error, YamlTextError) and "{{" in text
         raise InputError(f"{error}{_RENDERED if template else ''}") from None
     except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
-        # the manifest is a user's, in any shape that YAML has: a member of another kind than its API knows
+        # a user's manifest can have any YAML type in place of the type of the API
         raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
     return made, list(dict.fromkeys([*notes, *of_wrap]))
 
 
 def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[str]:
-    """What lint-env says of the environment that the manifest has, on these hosts where they are one.
+    """Return lint-env findings for the manifest's environment, using the hardware if there is one host.
 
-    Of interfaces only where the recording is of the network that the pods will have: their own, or their node's.
+    Interfaces are checked only if the recording shows the network of the pods: their own, or their node's.
     """
     facts = [each for snapshot in found if (each := snapshot.facts(InterfacesFacts))]
     of_pod = any(link.role in POD_ROLES - {"loopback"} for each in facts for link in each.interfaces)
@@ -309,7 +309,7 @@ def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[s
     try:
         machine = machine_of(found[0]) if len(found) == 1 else None
         checks = lint_text(text, "auto", nccl_version=None, machine=machine).checks
-    except InputError:  # it sets no variable of NCCL's
+    except InputError:  # it sets no NCCL variable
         return []
     return [
         f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip()
@@ -327,7 +327,7 @@ def _resource(word: str) -> tuple[str, str]:
 
 
 def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
-    """The advice for the job's nodes, and what was read of its command, or is unknown."""
+    """Return the advice for the job's nodes, and what was read from its command or is unknown."""
 
     def file(name: str) -> str | None:
         if name in job.files:
@@ -345,7 +345,7 @@ def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> 
 
 
 def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapshot]) -> tuple[Recommendation, list[str]]:
-    """The advice with the forecast of the trainer's own layout, where all of it could be read; and why not."""
+    """Add the forecast of the trainer's own layout, if it could be read completely; also return why not."""
     advice, unknown = None, [f"forecast: unknown: {text}" for text in said.unknown]
     if not unknown and "model_name_or_path" not in said.settings:
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
@@ -374,7 +374,7 @@ def _question(request: Request, config: JobConfig, settings: dict[str, Any]) -> 
 
 
 def forecast(advice: Recommendation) -> dict[str, str]:
-    """Annotations: what the run is to be held against."""
+    """Return annotations with the forecast that the run will be compared with."""
     if advice.chosen is None:
         return {}
     due = advice.chosen.forecast

@@ -1,13 +1,13 @@
-"""Run a user's script as `python SCRIPT ARGS...` does, and end the interpreter only when torch's gloo threads are idle.
+"""Run a user's script like `python SCRIPT ARGS...`, and end the interpreter only when torch's gloo threads are idle.
 
-torch 2.13 takes Python's lock in a worker thread of gloo to release the tensors of a finished collective
-(torch/csrc/PyInterpreter.cpp, decref). Where the thread gets no CPU until the interpreter is being finalized, Python up
-to 3.13 ends the thread at that point, and the process aborts with "terminate called without an active exception" after
-all of its work. Plain `python` aborts in the same way; here the threads are waited for.
+In torch 2.13 a gloo worker thread takes the GIL to release the tensors of a finished collective
+(torch/csrc/PyInterpreter.cpp, decref). If the thread first runs while the interpreter is being finalized, Python up to
+3.13 ends the thread at that point, and the process aborts with "terminate called without an active exception" after all
+its work. Plain `python` aborts in the same way; this module waits for the threads.
 
-This file runs in the user's Python, so it needs the standard library alone. The variable ENDED holds the path, without
-the rank at its end, of a file that is written once the script has run to its end. In the same folder `left.RANK` is
-written however the script ends in Python: the seconds of its optimizer steps, its peak memory, and its uncaught error.
+This file runs in the user's Python and therefore needs only the standard library. The variable ENDED contains a path
+without the rank at its end; the file is written after the script has finished. `left.RANK` in the same folder is
+written however the script ends in Python: seconds of its optimizer steps, peak memory, and uncaught error.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 
 ENDED = "TOPOFLIGHT_SCRIPT_ENDED"
 _HOOK = Path(__file__).resolve().parents[2] / "contracts" / "import_hook.py"
-LEFT = "left."  # and the rank
-MOST_STEPS = 4096  # whose times are kept
+LEFT = "left."  # followed by the rank
+MOST_STEPS = 4096  # number of step times stored
 _MOST_ERROR = 2000  # characters
-_MOST_SECONDS = 10.0  # for the threads to become idle
+_MOST_SECONDS = 10.0  # longest wait for idle threads
 _LOOK_SECONDS = 0.02
-_IDLE_LOOKS = 3  # in a row: a thread that waits for Python's lock has it by then
+_IDLE_LOOKS = 3  # consecutive checks: a thread that waits for the GIL has it by then
 
 
 def _gloo_works() -> bool:
@@ -55,13 +55,13 @@ def wait_for_gloo() -> None:
 
 
 def note_end() -> None:
-    """Write the file that shows the launcher that this rank's script has finished."""
-    with contextlib.suppress(KeyError, OSError):  # the record then says less
+    """Write the file that tells the launcher that this rank's script has finished."""
+    with contextlib.suppress(KeyError, OSError):  # without it the record contains less
         Path(os.environ[ENDED] + os.environ.get("RANK", "0")).touch()
 
 
 class Watch:
-    """Counts the steps of the first optimizer that steps, from the import of torch.optim on.
+    """Counts the steps of the first optimizer that runs a step, after torch.optim is imported.
 
     Surface: torch.optim.optimizer.register_optimizer_step_post_hook, VmHWM and VmRSS (proc(5)).
     """
@@ -73,12 +73,12 @@ class Watch:
         self.resident_before = 0
 
     def begin(self, optimizers: Any) -> None:
-        """Watch torch.optim.optimizer, which has been imported. With another torch the record says less."""
+        """Watch torch.optim.optimizer, which has been imported. If torch differs, the record contains less."""
         optimizers.register_optimizer_step_post_hook(self.count)
         self.resident_before = _resident("VmRSS")
 
     def count(self, optimizer: object, *_: object) -> None:
-        """Count a step that an optimizer has ended."""
+        """Count a finished step of an optimizer."""
         self.first = self.first or id(optimizer)
         if id(optimizer) == self.first:
             self.steps += 1
@@ -110,7 +110,7 @@ def _resident(name: str) -> int:
 
 
 def run(script: str) -> None:
-    """Run the script as __main__, with its own folder on the path where Python would put it there."""
+    """Run the script as __main__, with its folder on sys.path if Python would add it."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(script).resolve().parent)
     code = compile(Path(script).read_bytes(), script, "exec")
@@ -121,7 +121,7 @@ def run(script: str) -> None:
 
 if __name__ == "__main__":
     del sys.argv[0]
-    atexit.register(wait_for_gloo)  # the first to be registered is the last to run
+    atexit.register(wait_for_gloo)  # registered first, so it runs last
     watch = Watch()
     runpy.run_path(str(_HOOK))["AfterImport"]("torch.optim.optimizer", watch.begin)
     failure: BaseException | None = None

@@ -1,4 +1,4 @@
-"""The search for bad nodes: what this node does in it, and its result as findings."""
+"""The search for bad nodes: this node's part in it, and the result as findings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from contracts.host_list import compress_host_list, list_names, slurm_name
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 
-MOST_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: some 20 KB for each node
-# What a node shares with its neighbours, nearest first: GPU feature discovery, NVIDIA topograph and its older names.
+MOST_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: about 20 KB per node
+# Labels shared with neighbouring nodes, nearest first: GPU feature discovery, NVIDIA Topograph, its older names.
 DOMAIN_LABELS = (
     "nvidia.com/gpu.clique", "accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator",
     "fabric.topograph.run/tier-0", "network.topology.nvidia.com/leaf",
 )  # fmt: skip
-# Colour of a transfer by the excess of its time over the middle one, the worst first.
+# Color of a transfer by how much its time exceeds the median, worst first.
 COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
 WHY = {
     "undecided": "it was slow or stuck in some rounds, and fine in as many others",
@@ -43,7 +43,7 @@ WHY = {
 
 
 def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec:
-    """Make the spec of this node from the command line and the launcher's environment. Raises SpecError."""
+    """Create the spec of this node from the command line and the launcher's environment. Raises SpecError."""
     launched = from_environment(os.environ)
     nodes = options["nodes"] or launched.get("nodes", 1)
     node = launched.get("node", 0) if options["node_rank"] is None else options["node_rank"]
@@ -70,7 +70,7 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
 
 
 def _domain(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> str:
-    """Name the domain of the node from the options, its labels, NVLink or Slurm's topology; "" is unknown."""
+    """Return the domain of the node from the options, its labels, NVLink or Slurm's topology; "" if unknown."""
     if options["domain"]:
         return str(options["domain"])
     if options["topology"]:
@@ -82,7 +82,7 @@ def _domain(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ra
 
 
 def labelled_domain(path: Path, name: str) -> str:
-    """The nearest domain that the labels of a node name, in the output of `kubectl get nodes -o json`."""
+    """Return the nearest domain in the labels of a node, from the output of `kubectl get nodes -o json`."""
     read = plain.loads(bounded.read_text(path, MOST_TOPOLOGY_BYTES))
     for item in read.get("items", ()) if isinstance(read, dict) else ():
         metadata = item.get("metadata", {})
@@ -92,11 +92,11 @@ def labelled_domain(path: Path, name: str) -> str:
     raise SpecError(f"topology: {path} has no node {name!r}; allowed: the output of `kubectl get nodes -o json`")
 
 
-# The result as findings, as text, as a picture, and for the schedulers.
+# The result as findings, text, picture, and input for schedulers.
 
 
 def findings_of(result: SearchResult) -> list[Finding]:
-    """One finding for each bad node, bad link, and node that was not judged."""
+    """Return one finding for each bad node, bad link, and node without a result."""
     found = [_finding(verdict, result.hosts[verdict.node]) for verdict in result.verdicts if verdict.state != "good"]
     for link in result.links:
         ends = {"source": result.hosts[link.source], "target": result.hosts[link.target]}
@@ -140,21 +140,21 @@ def _share(loss: float) -> str:
 
 
 def bad_nodes(result: SearchResult) -> list[str]:
-    """Names of the bad nodes."""
+    """Return the names of the bad nodes."""
     return [result.hosts[verdict.node] for verdict in result.verdicts if verdict.state == "bad"]
 
 
 def slurm_hosts(result: SearchResult) -> str:
-    """The bad nodes as a host list of Slurm, for --exclude."""
+    """Return the bad nodes as a Slurm host list, for --exclude."""
     names = [slurm_name(host) for host in bad_nodes(result)]
     return f"{compress_host_list(names)}\n" if names else ""
 
 
 def affinity(result: SearchResult) -> dict[str, Any]:
-    """The affinity of a pod that keeps it off the bad nodes; empty where there is none.
+    """Return a pod affinity that excludes the bad nodes; empty if there are none.
 
-    A field selector takes one value (Kubernetes API reference, NodeSelectorTerm), and all of a term must hold. By the
-    name of the node, as its label kubernetes.io/hostname may differ.
+    A field selector has one value (Kubernetes API reference, NodeSelectorTerm), and all parts of a term must hold. The
+    node's name is used, because the label kubernetes.io/hostname may differ.
     """
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in bad_nodes(result)]
     terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
@@ -162,7 +162,7 @@ def affinity(result: SearchResult) -> dict[str, Any]:
 
 
 def summary(result: SearchResult) -> list[str]:
-    """Name the bad nodes in the first line; then what the search did, and how to exclude the bad nodes from jobs."""
+    """Name the bad nodes in the first line; then describe the search, and how to exclude the bad nodes from jobs."""
     bad, count = bad_nodes(result), len(result.hosts)
     open_count = sum(verdict.state == "not judged" for verdict in result.verdicts)
     first = f"Bad nodes: {list_names(bad)}" if bad else "No bad node was found"
@@ -186,7 +186,7 @@ def summary(result: SearchResult) -> list[str]:
 
 
 def picture(result: SearchResult) -> str:
-    """The matrix of pairs as an `<svg>` with its own colours, for a file and for a page."""
+    """Draw the matrix of pairs as an `<svg>` with its own colors, for a file and a page."""
     places = {node: place for place, node in enumerate(result.drawn)}
     links = {(link.source, link.target) for link in result.links}
     cells = [

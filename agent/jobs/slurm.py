@@ -1,4 +1,4 @@
-"""Jobs of Slurm: a fine-tune that is submitted, a user's own script that gets what it lacks, and the files of a job.
+"""Slurm jobs: submit a fine-tune, add missing settings to a user's script, and find the files of a job.
 
 Surface: sbatch(1), scontrol(1) `show job`, sacct(1) of Slurm 22.05.
 """
@@ -31,15 +31,15 @@ from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
 from planner.slurm import ScriptError, batch_script, check_options, check_word, nodes_of, wrap_script
 from probes.api import Snapshot
 
-ANSWER_SECONDS = 30.0  # Slurm's clients ask an absent controller again for minutes
-SYNTAX_SECONDS = 10.0  # bash reads a script of 1 MiB in a fraction of a second
+ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
+SYNTAX_SECONDS = 10.0  # bash parses a script of 1 MiB in a fraction of a second
 _LIKE_THIS_HOST = "the nodes are taken to be like this host; give a recording of a node: --host FILE"
 _AGAIN = read_table(__file__, "slurm.toml")["again"]
-_LIST_BYTES = 1 << 20  # of a file with hosts
+_LIST_BYTES = 1 << 20  # of a file with host names
 
 
 class SlurmError(RuntimeError):
-    """What a Slurm command refused, or that it did not answer."""
+    """A Slurm command was refused or did not answer."""
 
 
 def slurm(*words: str) -> str:
@@ -62,7 +62,7 @@ def slurm(*words: str) -> str:
 def script_of(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
-    """The batch script of the job that the options describe, and notes. Raises InputError or ValueError."""
+    """Return the batch script of the job described by the options, and notes. Raises InputError or ValueError."""
     select((), require=options["require"], known=ALL_CODES)
     nodes, notes = options["nodes"] or 1, list[str]()
     if not (options["hosts"] or options["machine"]):
@@ -102,14 +102,14 @@ def script_of(
 
 
 def _hosts(word: str | None) -> tuple[str, ...]:
-    """The hosts of --exclude: a list, or a file with lists."""
+    """Return the hosts of --exclude: a list, or a file of lists."""
     if word and ("/" in word or os.path.isfile(word)):  # noqa: PTH113 - Path.is_file raises OSError for a long list
         word = read_input(word, _LIST_BYTES, hint="").decode(errors="replace")
     return expand_host_list(word or "")
 
 
 def submit(script: str, folder: Path) -> str:
-    """Write the script to the output folder and submit it; returns the id of the job. Raises SlurmError."""
+    """Write the script to the output folder and submit it; return the job id. Raises SlurmError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.sbatch"
     queued = [
@@ -126,7 +126,7 @@ def submit(script: str, folder: Path) -> str:
 
 
 def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The script with what it lacks, and notes. Raises InputError that names the line."""
+    """Add missing settings to the script; return it with notes. Raises InputError that names the line."""
     from agent.jobs.script import AUTOSTART
 
     if options["resources"] or options["preflight_image"]:
@@ -153,7 +153,7 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
 
 
 def _check_syntax(text: str) -> list[str]:
-    """Notes if the syntax is not checked. Raises ScriptError for a script that bash, which only parses it, refuses."""
+    """Return notes if the syntax was not checked. Raises ScriptError if `bash -n` rejects the script."""
     if shell := re.match(r"#!.*\b([kz]sh)\b", text):
         return [f"the script is for {shell[1]}, whose syntax is not checked"]
     try:
@@ -171,19 +171,19 @@ def _check_syntax(text: str) -> list[str]:
 
 
 class JobFiles(NamedTuple):
-    """The files of a Slurm job, and what Slurm says of it."""
+    """The files of a Slurm job, and its state in Slurm."""
 
-    run: Path | None  # the run's folder; None where the job has none
+    run: Path | None  # the run's folder; None if the job has none
     logs: tuple[Path, ...]
-    where: str  # they were found, in words
-    again: str  # what the job does now if it was queued again, in words; empty: it was not, or it has ended for good
+    where: str  # text: where they were found
+    again: str  # text: what a requeued job does now; empty: it was not requeued, or it has ended for good
 
 
 def job_files(job_id: str) -> JobFiles:
-    """The run's folder of a job, its logs, and where they were found. Raises SlurmError.
+    """Return the run's folder of a job, its logs, and where they were found. Raises SlurmError.
 
-    `launch` writes the log into the run's folder, in which the script is, too. A script that `wrap` has changed has
-    NCCL's logs and the ranks' states in topoflight-ID below the folder that the job was submitted from.
+    `launch` writes the log into the run's folder, which also contains the script. A script changed by `wrap` has NCCL's
+    logs and the ranks' states in topoflight-ID below the folder from which the job was submitted.
     """
     fields = _shown(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
@@ -196,7 +196,7 @@ def job_files(job_id: str) -> JobFiles:
     of_job = [work, *(path.parent for path in scripts)] if fields else []
     folders = tuple(dict.fromkeys([*of_job, Path.cwd()]))
     names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
-    own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array's task
+    own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array task
     known = fields.get("by", "neither the controller nor the accounting (sacct)")
     for folder in folders:
         log = next((path for name in names if (path := folder / name).is_file()), None)
@@ -204,7 +204,7 @@ def job_files(job_id: str) -> JobFiles:
         logs = (*((log,) if log else ()), *sorted(own.glob("*.log")))
         if logs:
             places = (own, log.parent, folder) if log else (own,)
-            # where the ranks will write: a wrapped script makes the first, and launch has its script beside its log
+            # future folder of the ranks: a wrapped script creates the first, launch has its script next to its log
             awaited = own if own.is_dir() else logs[0].parent if logs[0].parent / "job.sbatch" in scripts else None
             run = next((path for path in places if (path / "ranks").is_dir()), awaited)
             whose = f"which {known} names" if folder in of_job else "the current folder"
@@ -218,9 +218,9 @@ def job_files(job_id: str) -> JobFiles:
 
 
 def _shown(job_id: str) -> dict[str, str]:
-    """What Slurm knows of a job, by the names of scontrol, and `by` what; empty where it does not know the job.
+    """Return Slurm's fields of a job, by scontrol name, and `by` which command; empty if Slurm does not know the job.
 
-    The controller forgets a job some minutes after its end; the accounting still knows it then. Raises SlurmError for
+    The controller forgets a job some minutes after its end; the accounting database still has it. Raises SlurmError for
     the id of an array or a heterogeneous job, which are several jobs.
     """
     try:

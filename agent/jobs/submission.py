@@ -1,8 +1,8 @@
-"""One job and its cluster: whether it has the classes of the job's claims, takes the job, and whether its pods come.
+"""Submit one job to its cluster: check the classes of its claims, create the job, and wait for its pods.
 
 Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery and DeviceClass; the job APIs, and pods and
-events of core/v1 in the job's namespace: a controller that may not make a pod (Pod Security, quota, an SCC) says so in
-an event of the job alone.
+events of core/v1 in the job's namespace. If a controller may not create a pod (Pod Security, quota, an SCC), only an
+event of the job shows it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from planner.kubernetes.job import JobSpec
 from planner.kubernetes.manifests import POD_LABELS, Document, claims
 
 MOST_LISTED = 20  # DeviceClasses in a message
-GONE_SECONDS = 30.0  # for a job that failed to be deleted, after the time that its pods have to end
-WAIT_SECONDS = 60.0  # a controller makes pods within seconds; the images may take longer
+GONE_SECONDS = 30.0  # for the deletion of a failed job, after the grace period of its pods
+WAIT_SECONDS = 60.0  # a controller creates pods within seconds; image pulls can take longer
 _POLL_SECONDS = 1.0
 _REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobSet; of the Training Operator
 
 
 class CannotError(RuntimeError):
-    """Why the cluster cannot, in a few words."""
+    """The cluster cannot run the job; the message says why."""
 
 
 def check(client: Client, spec: JobSpec) -> None:
-    """CannotError says that the API or a DeviceClass that the job's claims name is not there; ApiError: unknown."""
+    """Raise CannotError if the API or a DeviceClass of the job's claims does not exist, ApiError if this is unknown."""
     api = claims(spec)[0]["apiVersion"]
     group, _, version = api.partition("/")
     serves(client, group, version)
@@ -48,7 +48,7 @@ def check(client: Client, spec: JobSpec) -> None:
 
 
 def serves(client: Client, group: str, version: str) -> None:
-    """CannotError where the cluster does not have this version of the API."""
+    """Raise CannotError if the cluster does not have this version of the API."""
     try:
         known = client.get(f"/apis/{group}")
     except ApiError as error:
@@ -62,11 +62,11 @@ def serves(client: Client, group: str, version: str) -> None:
 
 
 def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
-    """Create the objects through the API, after the server has admitted each of them in a dry run.
+    """Create the objects through the API, after the server has accepted each in a dry run.
 
-    The job, which is the last, must be new, or have failed: it is then deleted first, and the new one resumes from its
-    checkpoints. A claim that is there stays as it is; what else the job needs is applied over what an earlier launch
-    left. Yields a line per object. ApiError says what the server refused, and what was made before it.
+    The job, which is last, must be new or have failed. A failed job is deleted first, and the new one resumes from its
+    checkpoints. An existing claim is not changed; other objects are applied over those of an earlier launch. Yields a
+    line per object. Raises ApiError with what the server refused and what was created before.
     """
     done: list[str] = []
     failed = False
@@ -104,8 +104,8 @@ def _path(client: Client, document: Document, name: str = "") -> str:
 
 
 def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
-    """What the job needs; what became of it."""
-    if document["kind"] == "PersistentVolumeClaim":  # another size in it would resize what is not ours
+    """Create an object that the job needs; return what was done."""
+    if document["kind"] == "PersistentVolumeClaim":  # applying another size would resize a claim that is not ours
         try:
             client.create(_path(client, document), document, dry_run=dry_run)
         except ApiError as error:
@@ -118,7 +118,7 @@ def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
 
 
 def _admit(client: Client, job: Document) -> bool:
-    """Have the server judge the job; whether one of its name is there that has failed, which is to be deleted first."""
+    """Validate the job in a dry run; return whether a failed job of the same name must be deleted first."""
     try:
         client.create(_path(client, job), job, dry_run=True)
         return False
@@ -136,19 +136,19 @@ def _admit(client: Client, job: Document) -> bool:
 
 
 def stored(client: Client, document: Document) -> Document:
-    """The object as the server has it."""
+    """Return the object as stored on the server."""
     return client.get(_path(client, document, document["metadata"]["name"]))
 
 
 def job_state(job: Document) -> str:
-    """ "failed", "complete" or "": by the conditions that the APIs of jobs write."""
+    """Return "failed", "complete" or "", from the conditions that job APIs write."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     true = {str(each.get("type")) for each in conditions if str(each.get("status")) == "True"}
     return "failed" if "Failed" in true else "complete" if true & {"Complete", "Completed", "Succeeded"} else ""
 
 
 def _last_words(ended: Mapping[str, Any]) -> str:
-    """A container's termination message; of the short record that the fine-tune job leaves there its reason."""
+    """Return a container's termination message; for a fine-tune job's short record, its reason."""
     text = str(ended.get("message") or "")
     try:
         record = json.loads(text)
@@ -158,14 +158,14 @@ def _last_words(ended: Mapping[str, Any]) -> str:
 
 
 def why_failed(job: Document) -> list[str]:
-    """What a job that failed says of it itself: its pods may be gone."""
+    """Return the reasons in a failed job's own status, because its pods may be gone."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     return [_line(str(each.get("reason") or "Failed"), "", each.get("message")) for each in conditions
             if each.get("type") == "Failed" and str(each.get("status")) == "True"]  # fmt: skip
 
 
 def _grace(node: Any) -> Iterator[int]:
-    """How long each pod below has to end."""
+    """Return the termination grace period of each pod in the document."""
     below = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
     if isinstance(node, Mapping) and "terminationGracePeriodSeconds" in node:
         yield node["terminationGracePeriodSeconds"]
@@ -174,7 +174,7 @@ def _grace(node: Any) -> Iterator[int]:
 
 
 def _delete(client: Client, job: Document, seconds: float) -> None:
-    """Delete the job and wait until it is gone; ApiError where it does not go."""
+    """Delete the job and wait until it is gone. Raises ApiError if it is not deleted in time."""
     path = _path(client, job, job["metadata"]["name"])
     until = time.monotonic() + seconds
     try:
@@ -190,7 +190,7 @@ def _delete(client: Client, job: Document, seconds: float) -> None:
 
 
 class Came(NamedTuple):
-    """What became of the pods."""
+    """The state of the pods."""
 
     exit_code: int
     lines: tuple[str, ...]
@@ -199,7 +199,7 @@ class Came(NamedTuple):
 def wait(
     client: Client, job: Document, *, api: str, nodes: int, seconds: float, sleep: Callable[[float], None]
 ) -> Came:
-    """Wait until all pods run or say why they do not, at most `seconds`."""
+    """Wait at most `seconds` until all pods run or show why they do not."""
     about = job["metadata"]
     namespace, name = about["namespace"], about["name"]
     until = time.monotonic() + seconds
@@ -222,7 +222,7 @@ def wait(
             missing = [f"{len(pods)} of {nodes} pods are there"] if len(pods) < nodes else []
             return Came(EXIT_PASS, (*missing, *waiting))
         spec = job["spec"]
-        held = spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend")  # Kueue admits it
+        held = spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend")  # suspended until Kueue admits it
         if held and not pods and late:
             return Came(EXIT_PASS, ("no pod yet: the job waits for its queue to admit it",))
         if late:
@@ -231,7 +231,7 @@ def wait(
 
 
 def how_failed(pod: Mapping[str, Any]) -> str:
-    """Which container of a failed pod ended with which code; empty where it did not fail."""
+    """Return which container of a failed pod exited with which code; empty if it did not fail."""
     status = pod.get("status") or {}
     if status.get("phase") != "Failed":
         return ""
@@ -245,7 +245,7 @@ def how_failed(pod: Mapping[str, Any]) -> str:
 
 
 def why_waiting(pod: Mapping[str, Any]) -> str:
-    """Why a pod does not run, in Kubernetes' words; empty where it runs or has run."""
+    """Return why a pod does not run, in Kubernetes' terms; empty if it runs or has run."""
     status = pod.get("status") or {}
     if status.get("phase") != "Pending":
         return ""
@@ -263,13 +263,13 @@ def why_waiting(pod: Mapping[str, Any]) -> str:
 
 
 def _refusals(client: Client, namespace: str, name: str, since: str) -> tuple[str, ...]:
-    """What the job's controllers say of pods that they may not make, since the job is there."""
+    """Return events of the job's controllers about pods that could not be created, since the job was created."""
     path = path_of("v1", "events", namespace=namespace)
     found: dict[str, None] = {}
     for events, _ in client.pages(path, {"fieldSelector": "type=Warning"}):
         for event in events:
             about = event.get("involvedObject") or {}
-            owned = about.get("name") in (name, f"{name}-node-0")  # the Job that JobSet makes of a TrainJob
+            owned = about.get("name") in (name, f"{name}-node-0")  # the Job that JobSet creates for a TrainJob
             when = str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
             if owned and event.get("reason") in _REFUSED and when >= since:
                 found[_line(str(event["reason"]), "", event.get("message"))] = None
@@ -277,7 +277,7 @@ def _refusals(client: Client, namespace: str, name: str, since: str) -> tuple[st
 
 
 def _silence(client: Client, job: Document, namespace: str, seconds: float, api: str) -> str:
-    """Neither pods nor an event: what the job itself says, or that no controller works on it."""
+    """Explain the lack of pods and events: from the job's status, or because no controller handles it."""
     try:
         now = client.get(path_of(job["apiVersion"], f"{api}s", job["metadata"]["name"], namespace=namespace))
     except ApiError as error:

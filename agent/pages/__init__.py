@@ -1,1 +1,1 @@
-"""HTML for people."""
+"""HTML pages."""

@@ -1,6 +1,6 @@
-"""The agent's pages: the sections of the report, and a small script for comfort.
+"""The agent's pages: the sections of the report, and a small optional script.
 
-`policy` is the Content Security Policy that holds them to what the document itself has.
+`policy` is the Content Security Policy that limits the pages to the content of the document itself.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from planner.sweep import FrontierPoint, panels_svg, series
 from topology import diff
 from topology.cluster import join
 
-ROWS = 100  # of one page of the table of the cluster's nodes
+ROWS = 100  # per page of the table of the cluster's nodes
 
 
 def node_page(
     view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None, fleet: int = 1,
     others: bool = False,
 ) -> str:  # fmt: skip
-    """The page of one node; `fleet` is how many are served in all.
+    """Return the page of one node; `fleet` is the number of nodes served in total.
 
-    `trouble` is why the newest scan failed, where this view is an older one; `others` says that a page of the whole
-    cluster has something to show.
+    `trouble` is why the newest scan failed, if this view is an older one; `others` says that the page of the whole
+    cluster is not empty.
     """
     return _page("node", view, advice=advice, why_not=why_not, trouble=trouble, fleet=fleet, others=others)
 
 
 def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None) -> str:
-    """The page of several nodes: which is sick, and with what."""
+    """Return the page of several nodes: which of them are faulty, and why."""
     found = rows(records_of(view), view.checks, view.made_at_seconds)
     shown = [replace(row, link=f"./?node={quote(row.name, safe='')}") for row in found]
     return _page("cluster", view, advice=advice, why_not=why_not, trouble=trouble, rows=shown)
@@ -65,14 +65,14 @@ def fleet_page(
     fleet: Fleet, *, source: str, behind: str | None, places: Places | None = None,
     asked: NodeFilter | None = None,
 ) -> str:  # fmt: skip
-    """The page of every node that publishes, from the records alone."""
+    """Return the page of all publishing nodes, from the records alone."""
     now = time.time()
     shown = console(fleet, places or Places(), asked or NodeFilter(), now)
     return _rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
 
 
 def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
-    """The page of one node of the cluster, by what its agent publishes."""
+    """Return the page of one node of the cluster, from its published record."""
     now = time.time()
     snapshot, node = fleet.snapshot(record), fleet.topology(record)
     topologies = () if node is None else (node,)
@@ -89,7 +89,7 @@ def what_if_page(
     view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str,
     examples: Sequence[tuple[Mapping[str, str], Recommendation]] = (), points: Sequence[FrontierPoint] = (),
 ) -> str:  # fmt: skip
-    """The form and, where it was answered, layouts side by side and the frontier; without a question, examples."""
+    """Return the form with, if it was answered, layouts and the comparison of machines; without a request, examples."""
     given = {name: asked[name] for name in FORM if asked.get(name)}
     drawn = Markup("".join(panels_svg(points))) if points else ""  # noqa: S704 - escaped there
     return _page(
@@ -99,18 +99,18 @@ def what_if_page(
 
 
 def why_page(view: View) -> str:
-    """How to diagnose a run, and the runs recorded on this node."""
+    """Return the page on diagnosing a run, with the runs recorded on this node."""
     return _rendered("why", view=view)
 
 
 def examples() -> list[dict[str, str]]:
-    """Return the questions that the what-if page opens with."""
+    """Return the requests that the what-if page opens with."""
     found: list[dict[str, str]] = read_table(__file__, "examples.toml")["example"]
     return found
 
 
 def endpoints_page(document: Mapping[str, Any]) -> str:
-    """Every endpoint of the agent, from its OpenAPI document."""
+    """Return the page of all endpoints, from the OpenAPI document."""
     endpoints = [
         {"path": path, "method": method, "about": about.get("description", ""), "takes": about.get("parameters", [])}
         for path, methods in document["paths"].items()
@@ -120,7 +120,7 @@ def endpoints_page(document: Mapping[str, Any]) -> str:
 
 
 def policy() -> str:
-    """The Content Security Policy of the agent's pages: nothing from anywhere but this document and this agent."""
+    """Return the Content Security Policy of the agent's pages: only content from the document and this agent."""
     return (
         f"default-src 'none'; style-src '{digest('style.css')}'; script-src '{digest('page.js')}'; img-src data:; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -128,7 +128,7 @@ def policy() -> str:
 
 
 def headers() -> dict[str, str]:
-    """What each of the agent's pages is sent with."""
+    """Return the headers of the agent's pages."""
     return {
         "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store", "Content-Security-Policy": policy(),
@@ -147,7 +147,7 @@ def _rendered(name: str, **values: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    """The templates with what only the agent's pages need."""
+    """Return the templates with the functions that only the agent's pages need."""
     made = make_environment()
     made.globals.update(
         field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.changed,
@@ -157,13 +157,13 @@ def _environment() -> Environment:
     return made
 
 
-# The page of the whole cluster, from the records of its nodes alone.
+# The page of the whole cluster, created from the records alone.
 
 
 def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Finding, ...]:
-    """What the agents of these nodes found, or of all; where an older agent's record has no remedy, docs give one.
+    """Return findings of these nodes' agents, or of all; if an older record has no remedy, use that of the docs.
 
-    A node that fell silent is unknown on the pages. The gate fails for it, because a job cannot be started there.
+    A silent node is unknown on the pages. The gate fails for it, because a job cannot be started there.
     """
     found = checks_of([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
     silent, _ = CLUSTER_CODES
@@ -189,7 +189,7 @@ class NodeFilter:
     page: int = 1
 
     def query(self, **other: str | int) -> str:
-        """The address of this page with some filters changed, from its first rows on."""
+        """Return the address of this page with some filters changed, starting at the first rows."""
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"page": 1} | other
         active = {name: value for name, value in values.items() if value not in ("", 1)}
         return "cluster" + (f"?{urlencode(active)}" if active else "")
@@ -203,7 +203,7 @@ class NodeFilter:
 
 
 def console(fleet: Fleet, places: Places, asked: NodeFilter, now: float) -> SimpleNamespace:
-    """All that the page shows for these filters, at `now` (Unix seconds)."""
+    """Return all values that the page shows for these filters, at `now` (Unix seconds)."""
     records, checks = fleet.records(), checks_of_records(fleet, now)
     where, kinds = dict(places.of), _kinds(fleet, records)
     every = tuple(
@@ -229,7 +229,7 @@ def console(fleet: Fleet, places: Places, asked: NodeFilter, now: float) -> Simp
 
 
 def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[Group, str]]:
-    """Each finding over all nodes, with the time of the oldest."""
+    """Return each finding over all nodes, with the earliest start time."""
     since = {
         (record.name, each.get("code"), each.get("subject")): seconds_of(each.get("since"))
         for record in records
@@ -242,7 +242,7 @@ def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterato
 
 
 def _kinds(fleet: Fleet, records: Iterable[NodeRecord]) -> dict[str, str]:
-    """Each node's kind in words: nodes of one kind are alike to the last link."""
+    """Return each node's hardware in words; nodes of one kind have equal links."""
     named: dict[str | None, str] = {None: "unknown"}
     of = {record.name: fleet.kind(record) for record in records}
     sizes, first = Counter(of.values()), {of[record.name]: record for record in records}
@@ -255,7 +255,7 @@ def _kinds(fleet: Fleet, records: Iterable[NodeRecord]) -> dict[str, str]:
 
 
 def _map(rows: Sequence[Row], places: Places) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-    """Nodes by place, those without one last; all in one where no place is known."""
+    """Group nodes by place, those without a place last; one group if no place is known."""
     found: Mapping[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: by_name(row.name)):
         found[row.place].append(row)
@@ -266,7 +266,7 @@ def _map(rows: Sequence[Row], places: Places) -> tuple[tuple[str, tuple[Row, ...
 
 
 def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:
-    """Compare the reporting nodes with one kind of GPU, and return how some of them differ from the majority.
+    """Compare the reporting nodes with the same GPU model, and return how some of them differ from the majority.
 
     Equal machines are compared once.
     """

@@ -1,6 +1,6 @@
 """The report as one HTML document, and the sections that it shares with the agent's pages.
 
-Everything is in the document itself: style and drawings. The report has no script at all.
+Style and drawings are in the document itself. The report has no script.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg", "topof
 
 
 def explained(code: str) -> Markup:
-    """The entry of a code as a list; empty where there is none."""
+    """Return the entry of a code as a list; empty if there is none."""
     try:
         text = section(code)
     except UnknownCodeError:
@@ -59,14 +59,14 @@ def explained(code: str) -> Markup:
 
 
 def inline(text: str) -> Markup:
-    """One line of prose: code between backticks, and strong words."""
+    """Render one line of prose: code between backticks, and strong words."""
     safe = str(escape(" ".join(text.split())))
     safe = re.sub(r"`([^`]+)`", r"<code>\1</code>", safe)
     return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", safe))  # noqa: S704 - escaped above
 
 
 def headline(group: Group) -> Markup:
-    """What is wrong and with what: "GPU5: the driver cannot reach this GPU"."""
+    """Return the device and the fault: "GPU5: the driver cannot reach this GPU"."""
     message = group.message if group.alike else group.message.split(";")[0]
     first = group.checks[0].subject
     if first and (len(group.subjects) == 1 or not group.alike):
@@ -75,7 +75,7 @@ def headline(group: Group) -> Markup:
 
 
 def with_subject(subject: str, message: str) -> Markup:
-    """A message behind its subject, where it does not begin with it."""
+    """Put the subject before a message, unless the message begins with it."""
     if not subject or re.match(rf"{re.escape(subject)}(?![\w.:])", message):
         return inline(sentence(message))
     return Markup("<code>{}</code>: {}").format(subject, inline(message))
@@ -88,11 +88,11 @@ def sentence(text: str) -> str:
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_SHOWN_LAYOUTS = 4  # the chosen one and three others fit side by side
+_SHOWN_LAYOUTS = 4  # the chosen one and three others fit on the page
 
 
 def make_environment() -> Environment:
-    """The templates with what every page and the report draw with."""
+    """Return the templates with the functions that every page and the report use."""
     made = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -124,7 +124,7 @@ def report_page(report: Report) -> str:
 
 
 def when(seconds: float) -> str:
-    """A time as people compare it across machines."""
+    """Format a time so that it can be compared across machines."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
@@ -132,32 +132,32 @@ _environment = cache(make_environment)
 
 
 def rendered(name: str, environment: Environment, **values: Any) -> str:
-    """One page from its template."""
+    """Render one page from its template."""
     template = environment.get_template(f"{name}.html.j2")
     return template.render(style=asset("style.css"), script=asset("page.js"), **values)
 
 
 @cache
 def asset(name: str) -> Markup:
-    """The text of a style sheet or a script of ours."""
+    """Return the text of one of the project's style sheets or scripts."""
     return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 - our own file
 
 
 @cache
 def digest(name: str) -> str:
-    """A source of the policy: the digest of an inline block's exact text."""
+    """Return a CSP source: the digest of an inline block's exact text."""
     return "sha256-" + base64.b64encode(hashlib.sha256(asset(name).encode()).digest()).decode()
 
 
 def _layouts(advice: Recommendation) -> dict[str, Any]:
-    """The best layouts and the scales they share, so that bars can be compared by eye."""
+    """Return the best layouts and their common scales, so that bars can be compared visually."""
     ranked: Sequence[RankedLayout] = [r for r in (advice.chosen, *advice.runners_up) if r is not None][:_SHOWN_LAYOUTS]
     forecasts = [r.forecast for r in ranked]
     capacity = max((f.capacity_bytes for f in forecasts if f.capacity_bytes), default=None)
     memory = [sum(p.value for p in f.memory_parts) for f in forecasts]
     return {
         "ranked": ranked,
-        # every name once, in order of first appearance: its place is its colour in every bar
+        # every name once, in order of first appearance, because its position determines its color in every bar
         "time_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.time_parts if p.value > 0)),
         "memory_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.memory_parts if p.value > 0)),
         "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
@@ -166,7 +166,7 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
 
 
 def _kind(label: str) -> str:
-    """The style class of a link's label, which makes its cell darker or lighter."""
+    """Return the style class of a link's label, which sets the brightness of its cell."""
     word = "nv" if nvlinks(label) else level(label).lower()
     return f"k-{word}" if word in ("nv", "pix", "pxb", "phb", "node", "sys") else ""
 
@@ -179,14 +179,14 @@ def _outcome(outcome: Ok[object] | Absent | Failed) -> Markup:
     return Markup("<br>").join(outcome_lines(outcome))
 
 
-# A node as the page draws it: topology's drawing, with glyphs where findings are and what a benchmark measured.
+# The drawing of a node: the topology, with glyphs for findings and the results of a benchmark.
 
 
 def picture(
     node: NodeTopology, *, snapshot: Snapshot | None = None, checks: Iterable[Finding] = (),
     bench: BenchResult | None = None,
 ) -> Markup:  # fmt: skip
-    """The node as one inline `<svg>`; empty where there is nothing to join."""
+    """Draw the node as one inline `<svg>`; empty if there are no links to draw."""
     mine = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
     drawn = svg.picture(
         node, pci=snapshot.facts(PciFacts) if snapshot else None, status=partial(_status, mine),
@@ -196,14 +196,14 @@ def picture(
 
 
 def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
-    """The worst of the findings whose subject names the device."""
+    """Return the worst status of the findings whose subject names the device."""
     patterns = [re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])") for name in names if name]
     statuses = {c.status for c in checks if c.subject and any(p.search(c.subject) for p in patterns)}
     return next((word for word in ("fail", "warn") if word in statuses), "")
 
 
 def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, ...], str]:
-    """Of islands that a benchmark of one host ran on as a whole."""
+    """Return results for islands on which a benchmark of one host ran as a whole."""
     gathers = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
     if bench is None or not gathers or len(set(bench.hosts)) != 1:
         return {}
@@ -212,26 +212,26 @@ def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, 
     return {island.gpus: words for island in node.islands if len(island.gpus) == bench.world_size}
 
 
-# Nodes as the rows of a table, and what to read first of one.
+# Nodes as rows of a table, and the summary of one node.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One node of a table, and of the map."""
+    """One node in a table and on the map."""
 
     name: str
-    word: str  # of its verdict
-    worst: Group | None  # the first thing to read, where something failed or warned
+    word: str  # status word of its verdict
+    worst: Group | None  # the first finding to read, if something failed or warned
     more: int  # further findings
-    codes: tuple[str, ...]  # of all that failed or warned, worst first
+    codes: tuple[str, ...]  # of all failures and warnings, worst first
     gpus: str
     links: str
     rdma: str
     memlock: str
     version: str
     age: float | None  # seconds since its scan; None: never scanned
-    since: float  # Unix seconds at which the oldest of its findings began; 0 where that is not known
-    link: str = ""  # to its own page
+    since: float  # Unix seconds of the start of its oldest finding; 0 if unknown
+    link: str = ""  # address of its own page
     kind: str = "unknown"
     place: str = ""
 
@@ -272,9 +272,9 @@ def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: b
 
 
 def lines(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
-    """The lines of a table, in the order of the rows: one for each failed node, and one for each group of equal nodes.
+    """Return the lines of a table, in row order: one per failed node, and one per group of equal nodes.
 
-    Equal nodes have the same findings and the same hardware and versions; name, place and times may differ.
+    Equal nodes have the same findings, hardware and versions; name, place and times may differ.
     """
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -285,7 +285,7 @@ def lines(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
 
 
 def gpu_text(record: NodeRecord) -> str:
-    """As a record has them."""
+    """Format the GPUs as in a record."""
     if not record.gpus:
         return "unknown" if record.gpus is None else "none"
     return f"{record.gpus} × {record.product or 'unknown model'}"
@@ -297,7 +297,7 @@ def by_name(text: str) -> list[tuple[int, str]]:
 
 
 def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
-    """The first facts to read of a machine: as the terminal shows them, and the newest measurement."""
+    """Return the main facts about a machine as the terminal shows them, and the newest measurement."""
     yield from machine(snapshot, node)
     found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
     best = max(found, key=lambda m: m.bytes, default=None)

@@ -1,1 +1,1 @@
-"""What the terminal shows: tables of 80 columns, words beside glyphs, failures first with the remedy."""
+"""Terminal output: tables of 80 columns, status words with glyphs, failures first with the remedy."""

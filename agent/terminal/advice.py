@@ -1,4 +1,4 @@
-"""Environment, layout and forecast on the terminal."""
+"""Print environment, layout and forecast on the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTHING_TO_SET = "nothing: NCCL detects what this machine has"
 
 
 def recommendation(out: Console, advice: Recommendation, *, brief: bool = False, explain: bool = False) -> None:
-    """The layout with its forecast, then the settings; reasons, runners-up and what was rejected unless `brief`."""
+    """Print the layout with its forecast, then the settings; unless `brief`, also reasons and other layouts."""
     if brief:
         in_brief(out, advice)
         return
@@ -44,7 +44,7 @@ def recommendation(out: Console, advice: Recommendation, *, brief: bool = False,
 
 
 def need_words(name: str, value: str) -> str:
-    """What a pod needs, in words: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
+    """Describe a pod's requirement: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
     if name == "shm_bytes" and value.isdigit():
         return f"{units.size(float(value))} of shared memory (/dev/shm)"
     if name == "compute_domain":
@@ -53,7 +53,7 @@ def need_words(name: str, value: str) -> str:
 
 
 def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
-    """The layout, its speed, hours, cost and memory, and the first settings; `where` says where the reasons are."""
+    """Print layout, speed, hours, cost, memory and the first settings; `where` says where to find the reasons."""
     if advice.chosen is None and advice.model is not None:
         layout(out, advice)
         return
@@ -91,7 +91,7 @@ def _remarks(out: Console, advice: Recommendation) -> None:
 
 
 def parts_grid(shown: Sequence[RankedLayout]) -> Grid:
-    """The parts of step time and memory; of several layouts each part with the layout's name."""
+    """Return the parts of step time and memory; for several layouts each part has the layout's name."""
     rows = [
         (*([ranked.layout.family] if len(shown) > 1 else []), part.name, show(part.value), part.detail)
         for ranked in shown
@@ -102,12 +102,12 @@ def parts_grid(shown: Sequence[RankedLayout]) -> Grid:
 
 
 def device_of(advice: Recommendation) -> str:
-    """What holds a rank's memory: its GPU, or the host's share of a rank where there is none."""
+    """Return the device whose memory a rank uses: its GPU, or without a GPU the rank's share of the host."""
     return "rank" if advice.backend == "gloo" else "GPU"
 
 
 def layout(out: Console, advice: Recommendation) -> None:
-    """The chosen layout, the runners-up and what was rejected."""
+    """Print the chosen layout, the next best ones and the rejected ones."""
     if advice.chosen is None:
         if advice.model is not None:
             unjudged = advice.backend == "rccl"
@@ -116,7 +116,7 @@ def layout(out: Console, advice: Recommendation) -> None:
             for help_ in advice.helps_most:
                 sentence, _, command = help_.partition(": topoflight ")
                 point(out, "→", escape(sentence))
-                if command:  # unbroken, so that it can be copied
+                if command:  # not wrapped, so that it can be copied
                     out.print(f"  topoflight {escape(command)}", soft_wrap=True)
         return
     chosen = advice.chosen
@@ -177,7 +177,7 @@ def batch_words(shape: Layout) -> str:
 
 
 def sharding_words(shape: Layout) -> str:
-    """What data parallelism does with the weights, and whether FSDP reshards them; "" where it is off."""
+    """Describe how data parallelism shards the weights, and whether FSDP reshards them; "" if it is off."""
     if shape.data_parallel == 1:
         return ""
     if shape.sharding == "ddp" or shape.dp_shard == 1:
@@ -195,7 +195,7 @@ def sharding_words(shape: Layout) -> str:
 
 
 def as_it_is(advice: Recommendation) -> tuple[str, ...]:
-    """Return what these nodes lose against healthy ones, in time and by which findings; empty for healthy nodes."""
+    """Return the time these nodes lose compared with healthy ones, and the findings that cause it; empty if healthy."""
     chosen, sound = advice.chosen, advice.sound
     if chosen is None or not advice.slowed:
         return ()
@@ -224,7 +224,7 @@ def slower(times: float) -> str:
 
 
 def layout_title(shape: Layout) -> str:
-    """All settings of a layout, in a line of markup."""
+    """Return all settings of a layout, in a line of markup."""
     recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
     kept = shape.sharding == "zero3" and shape.dp_shard > 1 and not shape.reshard_after_forward
     offloaded = {"optimizer": ", optimizer offloaded to the CPU", "all": ", weights and optimizer offloaded to the CPU"}
@@ -236,7 +236,7 @@ def layout_title(shape: Layout) -> str:
 
 
 def rejected(out: Console, advice: Recommendation) -> None:
-    """Families that were rejected, with the rule that did it."""
+    """Print the families that were rejected, with the rule that rejected them."""
     if advice.rejected:
         rows = tuple((item.what, item.reason) for item in advice.rejected[:12])
         out.print(table_of(Grid(columns=("rejected", "because"), rows=rows)))

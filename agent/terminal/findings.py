@@ -1,4 +1,4 @@
-"""Findings on the terminal, failures first with the remedy, and the verdict."""
+"""Print findings, failures first with the remedy, and the verdict."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.markup import escape
 from agent.base import units
 from agent.base.lines import SHOWN, indented, mark
 
-if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
+if TYPE_CHECKING:  # loaded with checks; a topology read from a file has only findings
     from agent.checks.groups import Group
     from contracts.finding import Finding
 
 
 def findings(out: Console, checks: Iterable[Finding], *, everything: bool = False) -> None:
-    """Findings worst first, the same one on several subjects once; unknowns by name, passes as a count."""
+    """Print findings worst first, equal ones of several subjects once; unknown checks by name, passes as a count."""
     from agent.checks.groups import grouped, passed_ids
 
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
@@ -36,7 +36,7 @@ def findings(out: Console, checks: Iterable[Finding], *, everything: bool = Fals
 
 
 def unknowns(out: Console, groups: Sequence[Group]) -> None:
-    """Checks that were not measured, by name under what kept them from it."""
+    """Print the checks that were not measured, grouped by the reason."""
     if groups:
         number = units.count(len({group.id for group in groups}), "check")
         out.print(f"{mark('unknown')} {number} could not run")
@@ -51,12 +51,12 @@ def finding(
     out: Console, group: Group, *, named: bool = False, brief: bool = False,
     names: Callable[[Sequence[str]], str] = units.some,
 ) -> None:  # fmt: skip
-    """One finding: what, where, what to do, and unless `brief` what proves it, and every message.
+    """Print one finding: what, where and the remedy, and unless `brief` the evidence and every message.
 
-    `named` says its node though it be one only; `names` joins the names of nodes and devices.
+    `named` prints the node even if there is only one; `names` joins the names of nodes and devices.
     """
     nodes = group.nodes if named or len(group.nodes) > 1 else ()
-    one = len(group.subjects) == 1 and (group.alike or bool(group.trouble))  # which the heading names
+    one = len(group.subjects) == 1 and (group.alike or bool(group.trouble))  # the heading names it
     where = group.place if one and len(group.nodes) <= 1 else group.places
     out.print(f"{mark(group.status)} [bold]{escape(group.title)}[/bold] {escape(where)}".rstrip())
     indented(out, f"{group.trouble}:" if group.trouble else "")
@@ -75,7 +75,7 @@ def finding(
 def _places(
     out: Console, group: Group, *, named: bool, one: bool, most: int, names: Callable[[Sequence[str]], str]
 ) -> None:
-    """Every place that no message names; equal messages share a line, and so do nodes with the same devices."""
+    """Print every place that no message names; equal messages share a line, and so do nodes with the same devices."""
     by_message: dict[str, dict[str, dict[str, None]]] = {}
     for check in group.checks:
         words = check.message if len(group.checks) <= most else group.message

@@ -1,4 +1,4 @@
-"""Hosts on the terminal: one row per probe."""
+"""Print hosts: one row per probe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from topology.graph import NodeTopology
 
 
 def scan(out: Console, view: View, *, verbose: bool, everything: bool) -> None:
-    """The verdict of what a scan shows, hosts and their findings."""
+    """Print the verdict of a scan, the hosts and their findings."""
     one = view.snapshots[0].hostname if len(view.snapshots) == 1 else ""
     opening(out, view.verdict, view.checks, at=one)
     if not verbose:
@@ -46,7 +46,7 @@ def scan(out: Console, view: View, *, verbose: bool, everything: bool) -> None:
 def hosts_in_brief(
     out: Console, snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], checks: Sequence[Finding]
 ) -> None:
-    """One machine in a few rows; of several those that are sound, by kind."""
+    """Print one machine in a few rows; for several hosts, the healthy ones by hardware."""
     found = list(zip(snapshots, topologies, strict=True))
     if len(found) == 1:
         pairs(out, machine(*found[0]))
@@ -55,7 +55,7 @@ def hosts_in_brief(
 
 
 def host(out: Console, snapshot: Snapshot) -> None:
-    """What one host has, one row per probe; absent and failed ones say so."""
+    """Print the hardware of one host, one row per probe, including absent and failed probes."""
     out.print(f"\n[bold]{escape(snapshot.hostname)}[/bold]")
     rows = table("probe", "found")
     for name, outcome in snapshot.outcomes.items():
@@ -66,14 +66,14 @@ def host(out: Console, snapshot: Snapshot) -> None:
 
 
 def outcome_lines(outcome: Ok[object] | Absent | Failed) -> list[str]:
-    """What a probe found in a few lines, or why it found nothing."""
+    """Return what a probe found in a few lines, or why it found nothing."""
     if isinstance(outcome, Absent):
         return [f"absent: {outcome.why}"]
     return [f"failed: {outcome.error}"] if isinstance(outcome, Failed) else facts_lines(outcome.facts)
 
 
 def facts_lines(facts: object) -> list[str]:
-    """One probe's facts in a few lines."""
+    """Return one probe's facts in a few lines."""
     if isinstance(facts, HostinfoFacts):
         where = f", virtual machine ({facts.virtual_machine})" if facts.virtual_machine else ""
         return [
@@ -132,7 +132,7 @@ def _counted(number: int | None, one: str) -> str:
 
 
 def _cpus(text: str) -> str:
-    """A kernel's CPU list; one that alternates between sockets is long, and its number says more."""
+    """Format a kernel CPU list; a long one (CPUs that alternate between sockets) becomes a count."""
     parts = text.split(",")
     if len(parts) < 5:
         return text
@@ -145,7 +145,7 @@ TODO = {"pass": "Nothing to do.", "unknown": "Read the reasons below, then measu
 
 
 def opening(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str = "") -> None:
-    """The verdict, its reason, and what to do first."""
+    """Print the verdict, its reason, and the first action."""
     bad = [group for group in by_weight(checks) if group.status in ("fail", "warn")]
     first = next((group for group in bad if group.status == judged.word), None)
     line, todo = judged.why, TODO.get(judged.word, "")
@@ -160,7 +160,7 @@ def opening(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str
 
 
 def by_weight(checks: Iterable[Finding]) -> list[Group]:
-    """Faults worst first, of the same severity those of most nodes."""
+    """Return faults worst first; of equal severity, those on most nodes first."""
     return sorted(grouped(checks), key=lambda group: (ORDER.index(group.status), -len(group.nodes)))
 
 
@@ -189,7 +189,7 @@ def sound_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence
 
 
 def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
-    """Failures, warnings and what was required and not measured, each fault once with its nodes; the rest counted."""
+    """Print failures, warnings and required checks that were not measured, each once with its nodes; count the rest."""
     groups = by_weight(checks)
     checks = [check for group in groups for check in group.checks]
     named = len({check.node for check in checks if check.node}) > 1
@@ -206,13 +206,13 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
 
 
 def last_line(out: Console, judged: Verdict, seconds: float) -> None:
-    """The verdict in one line, with the time that it took."""
+    """Print the verdict in one line, with the duration."""
     summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.listed))))
     out.print(f"\n{mark(judged.word)} {escape(summary)} in {units.seconds(seconds)}")
 
 
 def machine(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, str]]:
-    """What a host has: GPUs, links, RDMA, sockets; a probe that gave nothing says why."""
+    """Return the hardware of a host: GPUs, links, RDMA, sockets; a probe without a result shows the reason."""
     yield "GPUs", _gpus(snapshot, topology)
     yield from links(topology)
     yield "RDMA", _rdma(snapshot)
@@ -226,7 +226,7 @@ def machine(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, s
 
 
 def kind_of(snapshot: Snapshot, topology: NodeTopology) -> str:
-    """What makes a node one of its kind, in a few words: GPUs and ports."""
+    """Describe the hardware by which nodes are grouped: GPUs and ports."""
     return f"{_gpus(snapshot, topology)}; RDMA {_rdma(snapshot)}"
 
 

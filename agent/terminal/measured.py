@@ -1,4 +1,4 @@
-"""Benchmarks and runs on the terminal, and runs of one job side by side, as the pages show them too."""
+"""Print benchmarks and runs, and compare runs of one job; the pages use the same comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from contracts.run_record import RunRecord, compare
 
 
 def results_grid(found: Sequence[Measurement]) -> Grid:
-    """A row for each result of a benchmark."""
+    """Return a row for each result of a benchmark."""
     expected = any(m.expected_busbw_bytes_per_second for m in found)
     rows = [
         (m.op, units.size(m.bytes), units.seconds(m.median_seconds),
@@ -32,7 +32,7 @@ def results_grid(found: Sequence[Measurement]) -> Grid:
 
 
 def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
-    """Measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
+    """Print measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
     shown = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
     where = f"{result.world_size} {result.backend} ranks on {units.some(sorted(set(result.hosts))) or 'this host'}"
@@ -59,7 +59,7 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
 
 
 def _verdict(result: BenchResult, wrong: int) -> str:
-    """The first line: what the measurement is worth, and what to do with it."""
+    """Return the first line: whether the measurement can be used, and the recommended action."""
     many = units.count(len(result.measurements), "result")
     if wrong:
         return f"[bold red]✗ FAIL[/bold red] [bold]Measured[/bold]: {wrong} of {many} not verified"
@@ -73,7 +73,7 @@ def _verdict(result: BenchResult, wrong: int) -> str:
 
 
 def rdma(out: Console, result: RdmaResult) -> None:
-    """Measured RDMA writes, one row per port."""
+    """Print measured RDMA writes, one row per port."""
     bars = [next((bar for bar in write.bars if bar.low is not None), None) for write in result.writes]
     rows = [
         (write.port, units.bits(write.rate_bytes_per_second), str(write.mtu_bytes or "?"),
@@ -101,7 +101,7 @@ def comparison(out: Console, record: RunRecord) -> None:
 
 
 def run(out: Console, record: RunRecord) -> None:
-    """What the job says of itself."""
+    """Print the job's own report."""
     out.print(f"\n[bold]Run[/bold] {escape(record.placements)}")
     loss, measured = "loss unknown", record.measured
     if record.loss.first is not None and record.loss.last is not None:
@@ -115,7 +115,7 @@ def run(out: Console, record: RunRecord) -> None:
 
 
 def networks(out: Console, records: Iterable[RunRecord]) -> None:
-    """Runs of one job over different networks, a bar each."""
+    """Print runs of one job over different networks, a bar each."""
     for bars in by_network(records):
         out.print(f"\n[bold]{escape(bars.title)}[/bold]")
         rows = grid(2, 3)
@@ -125,34 +125,34 @@ def networks(out: Console, records: Iterable[RunRecord]) -> None:
 
 
 def blocks(share: float, width: int = 20) -> str:
-    """A bar of block characters; `share` is 1 for the whole width."""
+    """Return a bar of block characters; `share` is 1 for the full width."""
     return "█" * max(1, round(width * share))
 
 
-# Runs of one job side by side.
+# Comparison of runs of one job.
 
 _GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/reference/finetune-job.md)
-LEAST_STEPS = 3  # a median of fewer is one of the values, or the mean of two: no typical step
+LEAST_STEPS = 3  # a median of fewer values is one of them, or the mean of two: not a typical step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One bar of a comparison: what ran, and the number it got."""
+    """One bar of a comparison: the run and its value."""
 
     label: str  # "RDMA", "TCP on net1"
     value: float  # seconds
-    shown: str  # the number as people read it
+    shown: str  # the value formatted for people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """Runs side by side."""
+    """A comparison of runs."""
 
     title: str
     runs: tuple[Run, ...]
 
     def rows(self) -> list[tuple[str, float, str]]:
-        """Of each run its label, its share of the longest bar, and its number with the factor to the best."""
+        """Return for each run its label, its share of the longest bar, and its value with the factor to the best."""
         values = [run.value for run in self.runs]
         full = max(values, default=1.0) or 1.0
         best = min(values, default=0.0)
@@ -164,7 +164,7 @@ class Bars:
 
 
 def division(record: RunRecord) -> str:
-    """What the step waits for longest, and seconds of each part; empty where nothing was profiled."""
+    """Return what the step waits for longest, and the seconds of each part; empty if nothing was profiled."""
     by_part = ", ".join(
         f"{part.words} {units.seconds(record.seconds_of(part))}"
         + (f" (forecast {units.seconds(part.forecast_seconds)})" if part.forecast_seconds is not None else "")
@@ -175,9 +175,9 @@ def division(record: RunRecord) -> str:
 
 
 def transport_of(record: RunRecord) -> str:
-    """The networks NCCL logged, without device numbers, or the backend; with the interface where it was TCP.
+    """Return the networks in NCCL's log, without device numbers, or the backend; with the interface for TCP.
 
-    "TCP over net1 (NET/Socket)", "RDMA (NET/IB/GDRDMA)", or "" where it was not reported.
+    "TCP over net1 (NET/Socket)", "RDMA (NET/IB/GDRDMA)", or "" if it was not reported.
     """
     seen = record.transports
     networks = ", ".join(sorted({re.sub(r"/\d+(?=/|$)", "", name) for name in seen if name.startswith("NET")}))
@@ -192,7 +192,7 @@ def transport_of(record: RunRecord) -> str:
 
 
 def _interface(record: RunRecord, networks: str) -> str:
-    """Those that gloo's or NCCL's TCP was seen to take; what the environment set only where none was seen."""
+    """Return the interfaces that gloo's or NCCL's TCP used; the environment's setting only if none was observed."""
     if networks:
         seen = record.nccl.interfaces if record.nccl else []
     else:
@@ -204,10 +204,10 @@ def _interface(record: RunRecord, networks: str) -> str:
 
 
 def by_network(records: Iterable[RunRecord]) -> tuple[Bars, ...]:
-    """What the wire costs, as measured: complete runs of one model, layout and number of ranks, a bar per network.
+    """Compare complete runs of one model, layout and number of ranks: one bar per network, as measured.
 
-    The newest run of each network counts that is long enough; none where fewer than two networks differ. What is left
-    out, and why, is `not_drawn`.
+    The newest run of each network that is long enough counts; fewer than two networks give no comparison. `not_drawn`
+    returns the excluded runs with reasons.
     """
     newest: dict[str, dict[str, Run]] = {}  # by job and network
     for record in records:
@@ -223,14 +223,14 @@ def by_network(records: Iterable[RunRecord]) -> tuple[Bars, ...]:
 
 
 def _job(record: RunRecord) -> str:
-    """What must be alike for two runs to be compared."""
+    """Return what must be equal for two runs to be compared."""
     ranks = record.layout.effective.world_size if record.layout.effective else None
     named = (record.model.name, record.layout.family, f"{ranks} ranks" if ranks else None)
     return ", ".join(word for word in named if word)
 
 
 def why_not_drawn(run: RunRecord) -> str:
-    """What keeps a run from standing for its network; empty where nothing does."""
+    """Return why a run cannot represent its network; empty if it can."""
     if run.status != "complete":
         return f"its status is {run.status}, not complete"
     if not run.model.name or not run.measured.step_seconds:
@@ -246,7 +246,7 @@ def why_not_drawn(run: RunRecord) -> str:
 
 
 def not_drawn(records: Iterable[RunRecord]) -> tuple[str, ...]:
-    """Runs that are in no comparison by network, each with the reason."""
+    """Return the runs that are in no comparison by network, each with the reason."""
     rows = []
     networks: dict[str, set[str]] = {}
     for run in records:

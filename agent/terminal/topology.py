@@ -1,4 +1,4 @@
-"""A node's links on the terminal: the matrix, or blocks where it is too wide."""
+"""Print a node's links: the matrix, or blocks if it is too wide."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from topology.render import columns, render_matrix
 
 
 def matrix(out: Console, node: NodeTopology) -> None:
-    """The link matrix: as `nvidia-smi topo -m` prints it for a pipe or a wide terminal, else in blocks that fit."""
+    """Print the link matrix: like `nvidia-smi topo -m` for a pipe or a wide terminal, else in blocks that fit."""
     whole = render_matrix(node)
     widest = max(len(line.expandtabs()) for line in whole.splitlines()[: len(node.devices) + 1])
     if not out.is_terminal or widest <= out.width:
@@ -29,7 +29,7 @@ def matrix(out: Console, node: NodeTopology) -> None:
 
 
 def blocks(out: Console, node: NodeTopology) -> None:
-    """GPUs among themselves, then GPUs to NICs, as many columns at a time as the width takes; NICs by number."""
+    """Print GPU to GPU, then GPU to NIC, in blocks of as many columns as fit; NICs by number."""
     known, labels = Pairs(node.pairs), columns(node)
     fitting = max(1, (out.width - 6) // 7)
     for devices in (node.devices,) if len(node.devices) <= fitting else (node.gpus, node.nics):
@@ -52,7 +52,7 @@ def blocks(out: Console, node: NodeTopology) -> None:
 
 
 def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
-    """Matrix, islands, nearest NICs, expectations and warnings of one node; in a report the matrix in blocks."""
+    """Print matrix, islands, nearest NICs, expectations and warnings of one node; in a report the matrix in blocks."""
     out.print(f"\n[bold]{escape(topology.hostname)}[/bold] ({escape(topology.source)})")
     if topology.sku or topology.gpus:
         out.print(f"recognised as: {escape(topology.sku or 'not in the reference table')}")
@@ -78,7 +78,7 @@ def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
 
 
 def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:
-    """The verdict on a node's links, and how they are in a few rows; the matrix is `-v`."""
+    """Print the verdict on a node's links and a summary in a few rows; `-v` prints the matrix."""
     bad = [*departures(topology), *(f.code for f in found if f.status in ("fail", "warn"))]
     open_ = bool(topology.lacking) or any(f.status == "unknown" for f in found)
     worst = "fail" if any(f.status == "fail" for f in found) else "warn" if bad else "unknown"
@@ -100,7 +100,7 @@ def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> Non
 
 
 def nearest_nics(out: Console, topology: NodeTopology) -> None:
-    """Each GPU's nearest NIC; GPUs that share theirs on one line."""
+    """Print each GPU's nearest NIC; GPUs with the same NIC share a line."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for nearest in topology.nearest_nic:
         doubt = nearest.why and f"; {'' if nearest.decidable else 'cannot be determined: '}{nearest.why}"
@@ -111,7 +111,7 @@ def nearest_nics(out: Console, topology: NodeTopology) -> None:
 
 
 def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
-    """GPUs among themselves, to their nearest NICs, and what that should carry."""
+    """Return the links between GPUs and to their nearest NICs, and the rate that they should reach."""
     gpus = {gpu.name for gpu in topology.gpus}
     labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)
     if labels:

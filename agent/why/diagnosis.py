@@ -1,4 +1,4 @@
-"""Diagnose a run: read its folder, its logs, NCCL's answers and scans of its nodes, and apply the rules to them."""
+"""Diagnose a run: read its folder, its logs, NCCL RAS answers and scans of its nodes, and apply the rules to them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _PASSED = re.compile(r"(?:NCCL DIAG |^ *)\[OK\] ")
 
 
 class WhyError(InputError):
-    """A source that cannot be read; names it."""
+    """A source cannot be read; the message names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +65,16 @@ class WhySources:
     recorder: Path | None = None
     diagnostics: tuple[str, ...] = ()
     manifest: Path | None = None
-    request: Request = field(default_factory=Request)  # where and which run, for the price
-    checks: tuple[Finding, ...] = ()  # of nodes, as their agents publish them
-    published: tuple[Snapshot, ...] = ()  # ... and what these read, as far as advice needs it
-    layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
-    limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
-    again: str | None = None  # what a job does that was queued again; "": it has ended; None: not known
+    request: Request = field(default_factory=Request)  # machine and run, used for prices
+    checks: tuple[Finding, ...] = ()  # of nodes, as published by their agents
+    published: tuple[Snapshot, ...] = ()  # what these agents read, as far as advice needs it
+    layout: str = ""  # of the run: "dp_shard=4,micro_batch=32"
+    limit: float = BUSY_SECONDS  # longest time that ranks may wait for a busy rank
+    again: str | None = None  # what a requeued job does; "": it has ended; None: unknown
 
 
 def answer(sources: WhySources) -> Verdict:
-    """The verdict on all sources. Raises WhyError."""
+    """Return the verdict from all sources. Raises WhyError."""
     sources = _with_saved_ras(sources)
     seen, found, wrong = _facts(sources)
     verdict = why.judge(seen)
@@ -111,12 +111,12 @@ def answer(sources: WhySources) -> Verdict:
     verdict = with_gate(with_restart(verdict, record, again), _last_log(sources))
     folder = sources.run or "DIR"
     asked = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
-    whole: Verdict = without_secrets(replace(verdict, unknown=(*asked, *unknown)))  # lines of logs are in it
+    whole: Verdict = without_secrets(replace(verdict, unknown=(*asked, *unknown)))  # it contains log lines
     return whole
 
 
 def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
-    """What the run's folder, the dumps and the logs hold, what the logs prove, and what could not be read."""
+    """Read the run's folder, dumps and logs; return facts, evidence of the logs, and what could not be read."""
     seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
         beside = states.NAME.format(rank="*")  # of the ranks' monitors
@@ -134,11 +134,11 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
         raise WhyError(f"{error.filename}: {error.strerror}") from None
     except LogFileError as error:
         raise WhyError(str(error)) from None
-    if found is not None and found.outcome == "finished":  # what ranks wrote before that did not end the job
+    if found is not None and found.outcome == "finished":  # what ranks wrote before did not end the job
         log = replace(log, errors={}, rendezvous={})
     tails = list(_tails(sources.logs))
     hosts = {int(row[2]): row[1] for text in tails for row in _FAILED.finditer(text)}
-    # torchrun lists every rank of its node that it ended; its root cause alone is no list
+    # torchrun lists every rank of its node that it ended; a table with only its root cause is not such a list
     listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
     worlds = [*filter(None, (seen.world, listed, found.ranks if found else None)), *members]
@@ -164,7 +164,7 @@ def _record(folder: Path | None) -> RunRecord | None:
 
 
 def _lines(sources: Sequence[str]) -> Iterator[str]:
-    """Lines of logs, packed or not, and of the logs in folders. Raises OSError and LogFileError."""
+    """Read lines of logs, compressed or not, and of the logs in folders. Raises OSError and LogFileError."""
     return islice((line for path in evidence.files_of(sources) for line in _lines_of(path)), _MOST_LOG_LINES)
 
 
@@ -178,7 +178,7 @@ def _lines_of(path: Any) -> Iterator[str]:
 
 
 def _with_saved_ras(sources: WhySources) -> WhySources:
-    """The sources with a log that is a saved answer of RAS, and nothing else, given as --ras would give it."""
+    """Treat a log that contains only a saved RAS answer as a source of --ras."""
 
     def is_ras(log: str) -> bool:
         with suppress(OSError, LogFileError), Path(log).open("rb") as stream:
@@ -191,7 +191,7 @@ def _with_saved_ras(sources: WhySources) -> WhySources:
 
 
 def _tails(logs: Sequence[str]) -> Iterator[str]:
-    """The ends of logs, where torchrun writes its table."""
+    """Return the ends of logs, where torchrun writes its table."""
     for log in logs:
         with suppress(OSError), bounded.open_regular(log) as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
@@ -199,7 +199,7 @@ def _tails(logs: Sequence[str]) -> Iterator[str]:
 
 
 def _last_log(sources: WhySources) -> str:
-    """The end of the log that was written last; without logs, of the batch scripts' logs in the run's folder."""
+    """Return the end of the newest log; without logs, of the batch scripts' logs in the run's folder."""
     logs = [Path(path) for path in evidence.files_of(sources.logs) if isinstance(path, str | Path)]
     if not logs and sources.run is not None:
         logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
@@ -213,9 +213,9 @@ _OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
 
 
 def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """Python stacks in the logs by rank, as the text, the file's name, or the rank's process number tells it.
+    """Return Python stacks in the logs by rank, which the text, the file name or the process number identifies.
 
-    Those whose rank nothing tells come second, by their process or file.
+    Stacks of unknown ranks are returned second, by process or file.
     """
     by_pid: dict[int | None, int] = {state.pid: rank for rank, state in seen.states.items() if state.pid}
     found: dict[int, tuple[str, ...]] = {}
@@ -233,10 +233,10 @@ def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, .
 
 
 def _first_ended(tails: Sequence[str]) -> int | None:
-    """The rank that torchrun saw end first, by the ends of logs."""
+    """Return the rank that ended first according to torchrun, from the ends of logs."""
     for text in tails:
-        # NCCL's watchdog aborts ranks that have waited in vain, so which of them ends first is chance; schedulers and
-        # launchers end ranks with SIGTERM
+        # NCCL's watchdog aborts waiting ranks, so the order in which they end is random; schedulers and launchers end
+        # ranks with SIGTERM
         first = run_record.first_failed_rank(text)
         if first and first.exit_code not in (-signal.SIGABRT, -signal.SIGTERM):
             return first.rank
@@ -244,7 +244,7 @@ def _first_ended(tails: Sequence[str]) -> int | None:
 
 
 def _ras(source: str) -> ras.RasReport:
-    """A file, or what the socket answers."""
+    """Read a RAS report from a file or a socket."""
     host, colon, port = source.rpartition(":")
     try:
         if not bounded.exists(source) and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
@@ -255,7 +255,7 @@ def _ras(source: str) -> ras.RasReport:
 
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
-    """Add RAS to the verdict: it decides where nothing else does, else it agrees or is shown to differ."""
+    """Add RAS to the verdict: it decides if no other source does; otherwise agreement or conflict is shown."""
     source = f"RAS: {report.total} communicators of up to {report.most} ranks"
     verdict = replace(verdict, sources=(*verdict.sources, source))
     report, unheard = _heard(report, earlier)
@@ -294,7 +294,7 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
 
 
 def _cause_of_rank(one: ras.RasRank, words: str, source: str) -> Cause:
-    """What RAS says of a rank, or of a process whose rank it does not give."""
+    """Return RAS's statement about a rank, or about a process whose rank it does not give."""
     kind = {"dead": "gone", "": "unknown"}.get(one.missing, "silent")
     where = f" (GPU {one.gpu} of process {one.pid} on {one.host})" if one.host else ""
     who = f"rank {one.rank}{where}" if one.rank >= 0 else f"process {one.pid} on {one.host}, GPU {one.gpu},"
@@ -310,7 +310,7 @@ def _by_counts(
     if is_moving:
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
-    if counts and not is_first:  # the most are behind: they are not accused
+    if counts and not is_first:  # most ranks are behind, so none of them is the cause
         found = RunFacts().named("ras_majority", counts=counts)
         return replace(found, sources=verdict.sources, unknown=(*verdict.unknown, *found.unknown))
     if counts:
@@ -321,10 +321,10 @@ def _by_counts(
 
 
 def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
-    """The report without ranks that only lack data, and these.
+    """Split off the ranks that only lack data; return the report without them, and these ranks.
 
-    A process that makes or ends a communicator lacks its data, too. Silence counts where RAS has waited for an answer
-    in vain, calls a process unresponsive or dead, or two answers lack the same.
+    A process that creates or destroys a communicator also lacks data. A missing answer counts if RAS timed out waiting,
+    calls a process unresponsive or dead, or two reports lack the same rank.
     """
     if report.timeouts or any(one.missing == "dead" for one in report.dead):
         return report, []
@@ -347,7 +347,7 @@ def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
 _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted")  # that the job ended, not why
 
 
-# The driver's own line, and that of NCCL's diagnostics (2.32)
+# The driver's line, and that of NCCL's diagnostics (2.32)
 _XID = re.compile(
     r"Xid (?:\(([^)]{1,60})\): (?:45\b.{1,200}previous Xid )?(\d{1,4})\b|"
     r"(\d{1,4}) detected .{1,40}? on host (\S{1,253})\. )"
@@ -355,9 +355,9 @@ _XID = re.compile(
 
 
 def _cause_of(problem: LogProblem) -> Cause:
-    """The cause that a problem of a log is; an Xid by its number and the GPU's address.
+    """Return the cause for a log problem; an Xid gets its number and the GPU's address.
 
-    An Xid of the GPU itself takes its node out of the pool.
+    After an Xid of the GPU itself, the node must be taken out of the pool.
     """
     lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
     at = f"{problem.place}: " if problem.place else ""
@@ -375,7 +375,7 @@ def _cause_of(problem: LogProblem) -> Cause:
 
 
 def with_log(verdict: Verdict, found: Evidence) -> Verdict:
-    """The log's problems: the reasons of a failure, and of a transport that is slower than it could be."""
+    """Add the log's problems: reasons of a failure, and of a transport that is slower than possible."""
     lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines) for p in found.problems}
     verdict = replace(
         verdict,
@@ -384,7 +384,7 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     known = (*_ENDS, *(cause.code for cause in verdict.causes))
     rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]
     diagnosed = any(p.code.startswith("diag_") for p in rows)
-    rows = [p for p in rows if not diagnosed or p.code != "no_transport_evidence"]  # these need no channel
+    rows = [p for p in rows if not diagnosed or p.code != "no_transport_evidence"]  # these do not need a channel
     rows.sort(key=lambda p: p.severity != "fail")
     fails = {p.code for p in rows if p.severity == "fail"}
     causes = tuple(_cause_of(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)

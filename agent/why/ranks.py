@@ -1,7 +1,6 @@
-"""Read a run's folder: the ranks' own files, their calls and their processes; and write the verdict into it.
+"""Read a run's folder: the ranks' files, their calls and processes; and write the verdict into it.
 
-Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. Only `request_dumps` makes a rank do
-anything.
+Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. Only `request_dumps` affects a rank.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from planner import why
 from planner.why import RunFacts, Verdict
 from planner.why.facts import BUSY_SECONDS, SILENT_RUN_SECONDS, STALE_SECONDS
 
-WATCH_SECONDS = 5.0  # between two looks of a watcher
-ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
-MOST_ASK_SECONDS = 480.0  # twice as long after each look that found the run fine: a dump costs the job some 0.1 s
+WATCH_SECONDS = 5.0  # between two reads by --watch
+ASK_SECONDS = 30.0  # between two dumps requested by --watch
+MOST_ASK_SECONDS = 480.0  # doubled after each read without a fault: a dump costs the job about 0.1 s
 SUSPICION_SECONDS, MOST_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps while something looks wrong, and how long
-SETTLED_SECONDS = 4.0  # ranks that lose another notice, and write, within
-WRITES_SECONDS = 12.0  # within which a rank that can write does: its monitor writes every ten seconds
-COPIED_SECONDS = 300.0  # by which no clock of a cluster is off that can still train
+SETTLED_SECONDS = 4.0  # time in which ranks notice the loss of another rank and write it
+WRITES_SECONDS = 12.0  # a working rank writes within this time: its monitor writes every ten seconds
+COPIED_SECONDS = 300.0  # larger than any clock error of a cluster that can still train
 
 
 def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> dict[int, str]:
-    """What became of the ranks' processes, of those that started since this host's boot: "runs", "stopped", "gone"."""
+    """Return the state of ranks' processes that started since this host's boot: "runs", "stopped", "gone"."""
     boot = numbers = ""
     with suppress(OSError):
         boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
@@ -47,7 +46,7 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
             continue
         if len(words) > 19 and int(words[19]) == state.started:
             found[rank] = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(words[0], "runs")
-        elif state.pid_namespace == numbers:  # a pod numbers its processes by itself, even with the host's name
+        elif state.pid_namespace == numbers:  # a pod has its own process numbers, even with the host's name
             found[rank] = "gone"
     return found
 
@@ -56,11 +55,11 @@ class Heartbeats:
     """When each rank last wrote, by the clock of this process, which reads the files again: no other clock counts."""
 
     def __init__(self) -> None:
-        self.heard: dict[int, tuple[float, float]] = {}  # by rank: what its file says, and when that was first seen
-        self.changed = False  # any file since the first look
+        self.heard: dict[int, tuple[float, float]] = {}  # by rank: the time in its file, and when it was first seen
+        self.changed = False  # whether any file changed since the first read
 
     def ages(self, states: Mapping[int, RankState], by_files: Mapping[int, float]) -> dict[int, float]:
-        """Seconds by which each rank's last write is older than the newest; at the first look, by the files' times."""
+        """Return how many seconds each rank's last write is older than the newest; at the first read, by file times."""
         now = time.monotonic()
         for rank, state in states.items():
             written, at = self.heard.get(rank, (state.written, now - by_files.get(rank, 0.0)))
@@ -71,10 +70,10 @@ class Heartbeats:
 
 
 def of_run(folder: Path) -> tuple[RunFacts, list[str]]:
-    """What a run's folder holds of its ranks, and what could not be read.
+    """Read a run's folder; return its facts, and what could not be read.
 
-    Where a rank, or all, seem to have stopped writing, they are looked at once more, because clocks of files may
-    differ; where some have just ended with an error, because the others may be about to write how they ended.
+    If a rank, or all, seem to have stopped writing, the folder is read again, because file clocks may differ. If some
+    ranks have just failed, it is read again, because others may be about to write how they ended.
     """
     beats = Heartbeats()
     facts, wrong = read_run(folder, beats)
@@ -97,14 +96,15 @@ def of_run(folder: Path) -> tuple[RunFacts, list[str]]:
 
 
 def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
-    """One look at a run's folder."""
+    """Read a run's folder once."""
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     states, wrong = calls.read_ranks(ranks.glob("state_rank_*.json"), read_state)
     traces, bad = calls.read_ranks(ranks.glob("*trace_rank_*"), calls.read_file)
     newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
     alive = processes(states)
     written = {rank: state.written for rank, state in states.items()}
-    # files have the time of one clock, the file system's, unless the folder was copied: then it is not that of writing
+    # File times come from one clock, that of the file system, unless the folder was copied: then they are not write
+    # times
     modified = {rank: _modified(ranks / NAME.format(rank=rank)) for rank in states}
     copied = any(abs(modified[rank] - when) > COPIED_SECONDS for rank, when in written.items())
     times = written if copied else modified
@@ -129,12 +129,12 @@ def _modified(path: Path) -> float:
 
 
 def newest(traces: Mapping[int, calls.RankTrace]) -> float:
-    """When the newest call was made, Unix seconds; 0 where no dump says."""
+    """Return the time of the newest call in Unix seconds; 0 if no dump contains it."""
     return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
 
 
 def request_dumps(folder: Path) -> bool:
-    """Have every rank of a run dump its calls at its next look. False: the request could not be written."""
+    """Ask every rank of a run to dump its calls. False: the request could not be written."""
     try:
         (folder / RANKS_FOLDER / ASK).touch()
     except OSError:
@@ -154,7 +154,7 @@ def watch(
 
     def judge() -> tuple[Verdict, RunFacts]:
         facts = replace(read_run(folder, beats)[0], limit=limit)
-        verdict: Verdict = without_secrets(why.judge(facts))  # errors of the ranks are in it
+        verdict: Verdict = without_secrets(why.judge(facts))  # it contains errors of the ranks
         return verdict, facts
 
     last: object = None
@@ -165,7 +165,7 @@ def watch(
         if verdict.state == "failed":  # the other ranks still write how they ended
             time.sleep(SETTLED_SECONDS)
             verdict, facts = judge()
-        running = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # which is what runs here
+        running = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # --watch is already running
         verdict = replace(verdict, unknown=running)
         over = bool(facts.states) and all(state.ended for state in facts.states.values())
         if over and verdict.state == "fine":
