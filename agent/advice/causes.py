@@ -6,7 +6,7 @@ TCP and RDMA are compared by their forecasts. Slow steps are read from the run r
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import guess_kind
 from planner.recommend import forecast_layout, plan
 from planner.why import Cause, Verdict
-from planner.why.facts import cause_named
+from planner.why.facts import STALE_SECONDS, cause_named
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
@@ -118,6 +118,21 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
 
 # Log problems that mean the job was asked to stop. Slurm and torchrun also log them for a job that saved a checkpoint.
 _TOLD_TO_END = {"job_cancelled", "job_requeued", "job_stopped", "job_preempted", "time_limit_reached"}
+
+
+def with_end_of_job(verdict: Verdict, ages: Mapping[int, float]) -> Verdict:
+    """Name the end of the whole Slurm job as the cause, if the ranks that are gone wrote their files until then.
+
+    `ages` are the seconds by which the file of a rank is older than the newest one. A rank that was gone before stays
+    the cause, and so does a rank whose loss ended a step of the job (`*** STEP` in the log).
+    """
+    ends = [one for one in verdict.causes if one.code in _TOLD_TO_END and "*** JOB " in " ".join(one.evidence)]
+    gone = [one for one in verdict.causes if one not in ends]
+    early = any(ages.get(rank, 0.0) > STALE_SECONDS for one in gone for rank in one.ranks or ages)
+    if not (ends and gone) or early or {one.code for one in gone} - {"rank.gone", "ranks.gone"}:
+        return verdict
+    line = f"failed: {ends[0].message}"
+    return replace(verdict, line=line, causes=tuple(ends), ranks=(), nodes=(), gpus=(), unknown=())
 
 
 def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) -> Verdict:

@@ -202,14 +202,14 @@ def job_files(job_id: str) -> JobFiles:
         log = next((path for name in names if (path := folder / name).is_file()), None)
         own = folder / f"topoflight-{own_id}"
         logs = (*((log,) if log else ()), *sorted(own.glob("*.log")))
-        if logs:
+        if logs or own.is_dir():
             places = (own, log.parent, folder) if log else (own,)
             # future folder of the ranks: a wrapped script creates the first, launch has its script next to its log
             awaited = own if own.is_dir() else logs[0].parent if logs[0].parent / "job.sbatch" in scripts else None
             run = next((path for path in places if (path / "ranks").is_dir()), awaited)
             whose = f"which {known} names" if folder in of_job else "the current folder"
             what = f"job {job_id}{f' ({words})' if words else ''}: {units.count(len(logs), 'log')}"
-            return JobFiles(run, logs, f"{what} in {logs[0].parent}, {whose}", again)
+            return JobFiles(run, logs, f"{what} in {logs[0].parent if logs else own}, {whose}", again)
     if state == "PENDING":
         raise SlurmError(f"job {job_id} has not started ({words}), so there is nothing to diagnose yet")
     where = ", ".join(map(str, folders))

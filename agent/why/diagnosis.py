@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.causes import (
+    with_end_of_job,
     with_gate,
     with_manifest,
     with_nodes,
@@ -108,6 +109,7 @@ def answer(sources: WhySources) -> Verdict:
     again = sources.again
     if again is None and (found_again := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
         again = f"it {found_again[1]}"
+    verdict = with_end_of_job(verdict, seen.ages)
     verdict = with_gate(with_restart(verdict, record, again), _last_log(sources))
     folder = sources.run or "DIR"
     asked = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from agent.jobs.search import findings_of, slurm_hosts
 from agent.jobs.slurm import SlurmError, job_files
 from collectives.search.coordinator import Settings, coordinate, read_journal
 from collectives.search.plan import SearchResult
+from collectives.traces.states import NAME, RankState, dumps
 from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
 from finetune.rank_monitor import _identity
@@ -319,6 +321,29 @@ def test_a_job_that_saved_and_was_queued_again_has_not_failed(
     causes = [text for cause in found["causes"] for text in (cause["code"], *cause["evidence"], cause["action"])]
     text = "; ".join([found["line"], *causes])
     assert done.exit_code == code and all(part in text for part in wanted.split("; ")) and absent not in text, text
+
+
+@pytest.mark.parametrize("ends", [TOLD, TOLD.replace(" ***", " DUE TO TIME LIMIT ***")])
+@pytest.mark.parametrize("early", [0.0, 100.0])
+def test_the_end_of_a_job_is_the_cause_where_its_ranks_ran_until_then(ends: str, early: float, tmp_path: Path) -> None:
+    """A rank that was gone 100 s before the other is no effect of the end of the job."""
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        state = RankState(rank=rank, host=f"n{rank + 1}", pid=7, calls=50, phase="collective" if early else "compute",
+                          written=time.time() - 500 - early * rank)  # fmt: skip
+        path = tmp_path / "ranks" / NAME.format(rank=rank)
+        path.write_text(dumps(state))
+        os.utime(path, (state.written, state.written))
+    log = tmp_path / "slurm-7.log"
+    log.write_text(ends)
+    done = topoflight("why", log, "--run", tmp_path, "-o", "json")
+    found = json.loads(done.stdout)
+    if early:
+        assert found["causes"][0]["code"] == "ranks.gone", found
+    else:
+        code = "time_limit_reached" if "LIMIT" in ends else "job_cancelled"
+        assert (found["nodes"], [cause["code"] for cause in found["causes"]]) == ([], [code]), found
+    assert done.exit_code == 3
 
 
 @each_row(("code", "reason", "line"), rows("gated"))
