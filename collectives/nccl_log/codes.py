@@ -106,7 +106,7 @@ _OF_NEEDLE = {
 
 @lru_cache(maxsize=4_096)
 def _needles_in(shape: bytes) -> tuple[bytes, ...]:
-    """Needles of a message without its digits, which no needle has: messages differ by their numbers most."""
+    """Return the texts in a message without digits, which no text contains: messages differ mostly in numbers."""
     return tuple(needle for needle in _NEEDLES if needle in shape)
 
 

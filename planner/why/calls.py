@@ -57,7 +57,7 @@ class BlockedCalls:
             if call.created:
                 self.usual = max(self.usual, _longest_pause(trace, call))
         for wait in self.waits.values():
-            if len(wait.here) == wait.size and wait.call.created:  # the call can move since the last one came
+            if len(wait.here) == wait.size and wait.call.created:  # the call can proceed only after the last rank came
                 wait.seconds = min(one.seconds for rank, one in self.waits.items()
                                    if rank in wait.here and one.call.group == wait.call.group
                                    and one.call.number == wait.call.number and one.call.created)  # fmt: skip
@@ -203,7 +203,7 @@ class BlockedCalls:
                 if rank not in self.waits or (not self.waits[rank].missing and is_earlier(rank))}  # fmt: skip
 
     def _few(self, ranks: set[int]) -> set[int]:
-        """The ranks, if they are fewer than half of those that wait: most are not held up by themselves."""
+        """Return the ranks if they are fewer than half of the waiting ones; a majority does not block itself."""
         return ranks if len(ranks) < len(self.waits) / 2 else set()
 
     def _find_mismatches(self) -> Iterator[Cause]:
