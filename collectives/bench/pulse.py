@@ -81,6 +81,7 @@ def block_sigterm() -> None:
 
 
 # Bytes moved by this process's TCP connections, and over which interfaces, as counted by the kernel.
+#
 # Surface: getsockopt(2) TCP_INFO on the process's own sockets (struct tcp_info of include/uapi/linux/tcp.h), found in
 # /proc/self/fd; the host's interfaces through psutil. It needs no privileges and sees no traffic of other processes.
 

@@ -39,6 +39,7 @@ from contracts.bounded import open_regular, utf8_chunks
 from contracts.redaction import without_secrets
 
 # Derive the verdict from counted lines: the transport between nodes and within a node, and GPUDirect RDMA.
+#
 # Rules: Channel lines are proof. The selected network proves that GPUDirect RDMA is off if it is Socket, and never that
 # it is on. "GDR 1" in the summary line proves nothing (it is the initial value). P2P does not prove NVLink. Without a
 # channel line there is no evidence.
