@@ -41,8 +41,8 @@ MATTERS = 0.1  # minimum fraction of the time that the others lose
 MOST_SECONDS_LEFT = 3600.0  # a difference that takes longer to prove is near the limit and not yet a suspicion
 MIN_CALLS = 2 * BLOCKS  # calls that all ranks made
 MIN_LOOKS = 30  # samples per rank: the standard error of a fraction is then below 0.1
-# Other processes of a system come and go within seconds. A rank that is late in all blocks without a visible cause is
-# named only if each block took at least one polling interval of the monitor.
+# Other work of a host comes and goes within seconds. A rank that is late without a visible cause is named only if its
+# calls have been recorded for so long that each block can cover one polling interval of the monitor.
 MIN_SECONDS = BLOCKS * LOOK_SECONDS
 AS_OTHERS = Activity("unknown", "is late; what it does longer than the others is not known")
 MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
@@ -87,7 +87,7 @@ class Lateness:
     def seconds_left(self) -> float:
         """Return the time until the sampling error is small enough; infinite if the clock error alone is too large."""
         room = self.excess - (self.margin - self.sampling)
-        return max(MIN_SECONDS - self.seconds, self.seconds * ((self.sampling / room) ** 2 - 1)) if room > 0 else inf
+        return max(0.0, self.seconds * ((self.sampling / room) ** 2 - 1)) if room > 0 else inf
 
 
 def _quantile(ranks: int) -> float:
@@ -102,10 +102,11 @@ def _late(facts: RunFacts) -> Verdict | None:
     rows = [one for one in rows if one.rank not in refuted] + by_looks
     late = sorted((one for one in rows if one.excess > 0), key=lambda one: -one.excess)
     proven = {one.rank: one for one in reversed(late) if one.is_proven}
-    causes, not_at_fault = [], []
+    causes, not_at_fault, young = [], [], dict[int, float]()
     for one in sorted(proven.values(), key=lambda one: -one.excess):
         what = _habit(one.rank, facts)
-        if what == AS_OTHERS and one.seconds < MIN_SECONDS:
+        if what == AS_OTHERS and (seconds := _seconds_seen(facts.states[one.rank])) < MIN_SECONDS:
+            young[one.rank] = MIN_SECONDS - seconds
             continue
         if what.kind in LONG_PHASES:
             not_at_fault.append(f"rank {one.rank} {what.words}; {one.wait}")
@@ -125,9 +126,14 @@ def _late(facts: RunFacts) -> Verdict | None:
         return None
     one = min(open_rows, key=lambda one: one.seconds_left)
     line = (f"not distinguishable yet: rank {one.rank} works in {one.work:.0%} of the time, the others in "
-            f"{one.usual:.0%}, and the margin is {one.margin:.0%}; if this goes on, it will be in about "
-            f"{max(1.0, one.seconds_left):.0f} s")  # fmt: skip
+            f"{max(0.0, one.usual):.0%}, and the margin is {one.margin:.0%}; if this goes on, it will be in about "
+            f"{max(1.0, one.seconds_left, young.get(one.rank, 0.0)):.0f} s")  # fmt: skip
     return Verdict(state="fine", line=line)
+
+
+def _seconds_seen(state: RankState) -> float:
+    """For how long the collectives of a rank have been seen."""
+    return state.written - next((mark.at for mark in state.marks if mark.calls), state.written)
 
 
 class Waits(NamedTuple):

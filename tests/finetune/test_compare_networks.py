@@ -236,7 +236,7 @@ def test_nothing_is_left_however_it_ends(tmp_path, number):
         assert len(held) == 2
         verb.send_signal(number)
         verb.wait(60)
-        assert not psutil.wait_procs(children, timeout=30)[1]
+        assert not psutil.wait_procs(children, timeout=120)[1]
     finally:
         if verb.is_running():
             verb.kill()
