@@ -1,1 +1,1 @@
-"""Measures collectives with real ranks, and reads NCCL's own log for what the wire did."""
+"""Benchmark collectives with real ranks, and read NCCL's log for the transports that were used."""

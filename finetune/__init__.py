@@ -1,1 +1,1 @@
-"""The fine-tune job that ships: ``torchrun -m finetune.train``."""
+"""The built-in fine-tune job: ``torchrun -m finetune.train``."""

@@ -1,8 +1,8 @@
-"""Which transport the ranks' collectives really take, whatever was set: NCCL's by its log, gloo's by the kernel.
+"""The transport that the ranks' collectives actually use: NCCL's from its log, gloo's from the kernel.
 
-Surface: the file that NCCL_DEBUG_FILE names (NCCL src/debug.cc), read by collectives.nccl_log.
-Only channel lines prove; what the log does not show is unknown: told, and neither a pass nor a reason to stop. Of gloo
-this process's established TCP connections and the host's interfaces, by psutil (/proc/net/tcp, getifaddrs).
+Surface: the file named by NCCL_DEBUG_FILE (NCCL src/debug.cc), read by collectives.nccl_log. Only channel lines are
+proof. What the log does not show is reported as unknown; it is neither a pass nor a reason to stop. For gloo: this
+process's established TCP connections and the host's interfaces, through psutil (/proc/net/tcp, getifaddrs).
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import Evidence
 from contracts.run_record import NcclChannels
 
-MAX_LOG_BYTES = 16 << 20  # of each rank; channels are printed as they are connected, so at the beginning
-MAX_NAMES = 256  # of a rank's channels, told to the others
-VERBOSE = ("INFO", "ABORT", "TRACE")  # levels that print channels
-TCP = ("Socket", "FastSocket")  # NCCL's own, and that of Google's plugin
-LIBFABRIC = ("aws libfabric", "libfabric")  # one plugin; its releases print either
+MAX_LOG_BYTES = 16 << 20  # per rank; channels are printed when they connect, near the start of the log
+MAX_NAMES = 256  # channels of a rank that are sent to the others
+VERBOSE = ("INFO", "ABORT", "TRACE")  # log levels that print channels
+TCP = ("Socket", "FastSocket")  # NCCL's own network, and that of Google's plugin
+LIBFABRIC = ("aws libfabric", "libfabric")  # one plugin; its releases print one of these names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedNetwork:
-    """What the plan says of the channels between hosts."""
+    """The plan's expectation about channels between hosts."""
 
-    network: str = ""  # of NCCL_NET: this one and no other
-    rdma: str = ""  # any but TCP: what the planner saw there, "IB" or "AWS Libfabric"
+    network: str = ""  # NCCL_NET: exactly this network
+    rdma: str = ""  # any network except TCP; the planner saw "IB" or "AWS Libfabric"
     no_ib: bool = False
-    why: str = ""  # of these
+    why: str = ""  # reason for these
     gdrdma: str = ""  # why GPUDirect RDMA is expected; empty: it is not
     interface: str = ""  # NCCL_SOCKET_IFNAME
 
     def refuses(self, network: str) -> bool:
-        """Whether a channel over this network contradicts the plan."""
+        """Return whether a channel over this network contradicts the plan."""
         got, required = network.lower(), self.network.lower()
         if required:
             return not (got.startswith(required) or (got in LIBFABRIC and required in LIBFABRIC))
@@ -57,26 +57,26 @@ class PlannedNetwork:
 
 
 class Seen(NamedTuple):
-    """What one rank tells of its channels."""
+    """One rank's report about its channels."""
 
     wrong: tuple[str, ...]
     channels: dict[str, int]  # "NET/IB/0/GDRDMA", "P2P/CUMEM": channel lines
-    log: str  # its path; empty: there is none
-    unknown: str  # why nothing is known of this rank's channels
-    interface: str = ""  # that its TCP goes over, as NCCL names it
+    log: str  # path; empty: there is no log
+    unknown: str  # why this rank's channels are unknown
+    interface: str = ""  # used by its TCP connections, in NCCL's notation
 
 
 def settings(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """What NCCL lacks to write one log per process below `folder`; a user's own words, and a quieter level, stand."""
+    """Return the settings NCCL needs to write one log per process in `folder`; the user's values have priority."""
     if environment.get("NCCL_DEBUG", "INFO").upper() not in VERBOSE:
         return {}
     wanted = evidence.environment(folder.absolute())
-    del wanted["NCCL_RUNTIME_CONNECT"]  # connecting all at the start takes memory that the job may never need
+    del wanted["NCCL_RUNTIME_CONNECT"]  # connecting all peers at the start uses memory that the job may never need
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
 def begin(folder: Path) -> None:
-    """Have NCCL write its log below `folder`: it reads these variables once, before the first communicator."""
+    """Make NCCL write its log in `folder`; NCCL reads these variables once, before the first communicator."""
     wanted = settings(folder, os.environ)
     if "NCCL_DEBUG_FILE" in wanted:
         try:
@@ -87,15 +87,15 @@ def begin(folder: Path) -> None:
 
 
 def log_path(named: str | None, host: str, pid: int) -> Path | None:
-    """The log of NCCL_DEBUG_FILE, spelled as NCCL does: %h is the host name up to its first dot."""
+    """Return the path of NCCL_DEBUG_FILE, expanded as by NCCL: %h is the host name up to its first dot."""
     words = {"h": host.partition(".")[0], "p": str(pid), "%": "%"}
     return Path(re.sub("%(.)", lambda found: words.get(found[1], found[0]), named)) if named else None
 
 
 def planned_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> PlannedNetwork:
-    """From the plan's environment, and from its `transport` where that leaves the network to NCCL."""
+    """Read the plan from its environment, and from its `transport` if the environment leaves the network to NCCL."""
     level = environment.get("NCCL_NET_GDR_LEVEL", "")
-    planned = transport.get("gdrdma")  # why it is expected
+    planned = transport.get("gdrdma")  # reason to expect it
     why = f"gdrdma of the plan ({planned})" if planned else ""
     return replace(
         _between_hosts(environment, transport), interface=environment.get("NCCL_SOCKET_IFNAME", ""),
@@ -111,13 +111,13 @@ def _between_hosts(environment: Mapping[str, str], transport: Mapping[str, Any])
     if value := environment.get("NCCL_IB_HCA", ""):
         return PlannedNetwork(rdma="IB", why=f"NCCL_IB_HCA={value}")
     planned = str(transport.get("network") or "")
-    if not planned or planned in TCP:  # better than planned is no fault
+    if not planned or planned in TCP:  # a better transport than planned is not a fault
         return PlannedNetwork()
     return PlannedNetwork(rdma=planned, why=f"the plan's network {planned}")
 
 
 def read_log(path: Path | None, plan: PlannedNetwork, *, hosts: int) -> Seen:
-    """Read one process's log, to a bound, and hold its channels against the plan; `hosts` is how many there are."""
+    """Read one process's log up to a size limit, and compare its channels with the plan; `hosts` is the host count."""
     if path is None or not path.is_file():
         return Seen((), {}, "", f"no log at {path}" if path else "NCCL_DEBUG_FILE is not set")
     with path.open("rb") as file:
@@ -128,13 +128,13 @@ def read_log(path: Path | None, plan: PlannedNetwork, *, hosts: int) -> Seen:
 
 
 def differences(found: Evidence, plan: PlannedNetwork, path: Path, *, hosts: int) -> list[str]:
-    """Each way in which the channels contradict the plan, in one sentence with the log's line."""
+    """Return each contradiction between channels and plan, in one sentence with the log line."""
     wrong = []
     networks = {name.removeprefix("NET/"): n for name, n in found.transports.items() if name.startswith("NET/")}
     for name, count in networks.items() if hosts > 1 else ():
         if plan.refuses(name):
             wrong.append(f"{plan.why}: {count} channels over NET/{name} ({_line(found, path, f'NET/{name}: ')})")
-    # What a NIC reads, to send, NCCL stages before Ampere by default: only what is received tells a fault.
+    # Before Ampere, NCCL stages data to send through the host by default, so only received data shows a fault.
     bare = found.receive.total - found.receive.gdrdma
     if hosts > 1 and plan.gdrdma and not wrong and bare:
         where = _line(found, path, "NET/", "receive without GDRDMA")
@@ -147,7 +147,7 @@ def differences(found: Evidence, plan: PlannedNetwork, path: Path, *, hosts: int
 
 
 def _line(found: Evidence, path: Path, start: str, end: str = "") -> str:
-    """The first line that proves it, as an editor finds it."""
+    """Return the first line that proves it, in the form FILE:LINE."""
     for one in found.proof:
         if one.proves.startswith(start) and one.proves.endswith(end):
             return f"{path}:{one.line}: {one.text}"
@@ -155,7 +155,7 @@ def _line(found: Evidence, path: Path, start: str, end: str = "") -> str:
 
 
 def _matches(pattern: str, interface: str) -> bool:
-    """NCCL's list of interfaces: prefixes, exact names after "=", all others after "^"."""
+    """Match NCCL's list of interfaces: prefixes, exact names after "=", all others after "^"."""
     names = [word.partition(":")[0] for word in pattern.lstrip("^=").split(",")]
     exact = pattern.lstrip("^").startswith("=")
     named = any(interface == name if exact else interface.startswith(name) for name in names if name)
@@ -163,7 +163,7 @@ def _matches(pattern: str, interface: str) -> bool:
 
 
 def channels(found: Evidence) -> dict[str, int]:
-    """Channel lines by transport, those of a network by device and by GPUDirect RDMA."""
+    """Count channel lines by transport; network channels also by device and GPUDirect RDMA."""
     counts = {name: n for name, n in found.transports.items() if not name.startswith(("NET/", "COLLNET/"))}
     for device, row in found.devices.items():
         family = "NET" if f"NET/{device.rpartition('/')[0]}" in found.transports else "COLLNET"
@@ -173,7 +173,7 @@ def channels(found: Evidence) -> dict[str, int]:
 
 
 def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclChannels:
-    """What run.json keeps of it."""
+    """Return the summary stored in run.json."""
     counts: Counter[str] = Counter()
     for seen in ranks:
         counts.update(seen.channels)
@@ -185,7 +185,7 @@ def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclCh
         verdict = "nothing planned"
     elif hosts == 1:
         verdict = "one host"
-    else:  # a rank whose channels all stay on its host is no gap; no channel between hosts anywhere is
+    else:  # a rank with channels only inside its host is normal, but some rank must have channels between hosts
         seen_all = bool(networks) and all(plan.meets(name) for name in networks) and not unknown
         verdict = "as planned" if seen_all else "unknown"
     return NcclChannels(
@@ -197,27 +197,27 @@ def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclCh
 
 
 def own_host() -> str:
-    """The host as NCCL tells hosts apart (src/misc/utils.cc, getHostHash), less its boot id."""
+    """Return the host identity that NCCL uses (src/misc/utils.cc, getHostHash), without the boot id."""
     return os.environ.get("NCCL_HOSTID") or os.uname().nodename
 
 
-# Gloo. A connection is gloo's where two ranks hold its two ends; so does the store at MASTER_PORT, which is left out.
-# Source translation, which a pod network may do between nodes, shows the accepting rank another address than the
-# connecting rank has, while both see the same accepting end: one end that two ranks see is enough then. Where no end is
-# seen twice, as with the destination translated too, nothing is known, and that is said.
+# Gloo. A connection belongs to gloo if two ranks hold its two ends. The same is true of the store at MASTER_PORT, which
+# is excluded. With source NAT, which a pod network may use between nodes, the accepting rank sees another address than
+# the connecting rank has, but both see the same accepting end. One end that two ranks see is therefore enough. If no
+# end is seen twice, for example with destination NAT as well, the transport is reported as unknown.
 
 End = tuple[str, int]
 
 
 class GlooSeen(NamedTuple):
-    """What one rank sees of itself."""
+    """One rank's view of its connections."""
 
-    connections: tuple[tuple[End, End], ...]  # own end, the other's
+    connections: tuple[tuple[End, End], ...]  # own end, remote end
     interfaces: Mapping[str, tuple[str, ...]]  # address -> the interfaces that have it
 
 
 def read_gloo_connections() -> GlooSeen:
-    """This rank's connections, and whose its addresses are; empty where they cannot be read."""
+    """Return this rank's connections, and the interfaces of its addresses; empty if they cannot be read."""
     try:
         found = psutil.Process().net_connections("tcp")
         named = psutil.net_if_addrs()
@@ -236,13 +236,13 @@ def read_gloo_connections() -> GlooSeen:
 
 
 def _plain(address: str) -> str:
-    """Without a zone, and an IPv4 address as such where a socket of both kinds holds it."""
+    """Remove the zone, and convert an IPv4-mapped address of a dual-stack socket to IPv4."""
     read = ipaddress.ip_address(address.partition("%")[0])
     return str(getattr(read, "ipv4_mapped", None) or read)
 
 
 def addresses_taken(ranks: Sequence[GlooSeen]) -> list[list[tuple[str, tuple[str, ...]]]]:
-    """For each rank the addresses that its connections to other ranks start from, with their interfaces."""
+    """Return for each rank the local addresses of its connections to other ranks, with their interfaces."""
     turned = {(other, own) for seen in ranks for own, other in seen.connections}
     found = []
     for rank, seen in enumerate(ranks):
@@ -260,8 +260,8 @@ def addresses_taken(ranks: Sequence[GlooSeen]) -> list[list[tuple[str, tuple[str
 
 
 def gloo_transports(ranks: Sequence[GlooSeen]) -> list[str]:
-    """The transports of rank 0, or why they are not known; none where it is alone."""
-    if len(ranks) < 2:  # a connection whose two ends are its own is somebody else's
+    """Return the transports of rank 0, or why they are unknown; empty for a single rank."""
+    if len(ranks) < 2:  # a connection with both ends in one process is not gloo's
         return []
     if addresses_taken(ranks)[0]:
         return [spell_address(*one) for one in addresses_taken(ranks)[0]]
@@ -271,17 +271,17 @@ def gloo_transports(ranks: Sequence[GlooSeen]) -> list[str]:
 
 
 def _local(address: str) -> bool:
-    """Of loopback: every host has it, so that the same end on two hosts says nothing."""
+    """Return whether it is a loopback address: every host has it, so equal ends on two hosts prove nothing."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def spell_address(address: str, interfaces: Sequence[str]) -> str:
-    """`gloo: TCP over net1 (10.0.0.1)`."""
+    """Format as `gloo: TCP over net1 (10.0.0.1)`."""
     return f"gloo: TCP over {'/'.join(interfaces) or 'an unknown interface'} ({address})"
 
 
 def gloo_differences(ranks: Sequence[GlooSeen], environment: Mapping[str, str]) -> list[str]:
-    """Each rank whose connections take another interface than the plan's GLOO_SOCKET_IFNAME, in one sentence."""
+    """Return one sentence per rank whose connections use another interface than the plan's GLOO_SOCKET_IFNAME."""
     expected = environment.get("GLOO_SOCKET_IFNAME")
     if not expected:
         return []

@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or absent, of any layout for any other; adapters and merged exports.
+"""Atomic checkpoints that load into any layout; exports of adapters and merged models.
 
-Surface: `torch.distributed.checkpoint` (DCP). A checkpoint is written asynchronously beside its place and renamed
-when every rank's part is on disk: `checkpoint-<step>/` holds DCP's files and trainer.json. Only what trains is in
-it; frozen weights come from the model again.
+Surface: `torch.distributed.checkpoint` (DCP). A checkpoint is written asynchronously in a draft folder and renamed when
+the parts of all ranks are on disk. `checkpoint-<step>/` contains DCP's files and trainer.json. Only trained weights are
+stored; frozen weights are read from the model again.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from finetune import weights
 from finetune.model import build_model, causal_lm, stored_type
 
 SCHEMA_VERSION = 1
-# For ranks that wait for what others download, read, tokenise or write: 10 minutes, NCCL's own limit, are for steps,
-# and those of the mesh's groups. A rank that has died is noticed by its connection, not by this.
+# For ranks that wait while others download, read, tokenise or write. NCCL's own limit of 10 minutes applies to steps
+# and to the groups of the mesh. The death of a rank is detected through its connection, not by this timeout.
 WAIT = timedelta(hours=1)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-SAMPLES, SAMPLE_BYTES = 16, 4096  # of a weights file's content: a model trained further differs everywhere
-FILE_BYTES = 2 << 30  # of an exported file: what a rank holds while it writes it
-FULL_BYTES = 16 << 20  # a disk with less room: a file's last piece, which did not fit, leaves up to so much
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+SAMPLES, SAMPLE_BYTES = 16, 4096  # samples of a weights file's content: further training changes all of it
+FILE_BYTES = 2 << 30  # per exported file: memory of a rank while it writes
+FULL_BYTES = 16 << 20  # free space below which a disk is full: a last piece that did not fit leaves up to this much
+MAX_HEADER_BYTES = 100_000_000  # limit of safetensors
 
 
 class SaveError(EndedError):
-    """A checkpoint could not be written; those before it are whole."""
+    """A checkpoint could not be written; earlier checkpoints are complete."""
 
     code = 74  # EX_IOERR
 
 
 def training_state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What trains, and AdamW's moments of it, under layout-free names."""
+    """Return trained weights and their AdamW moments, under names that do not depend on the layout."""
     state: dict[str, torch.Tensor] = {}
     for name, p in named.items():
         if p.requires_grad:
@@ -60,7 +60,7 @@ def training_state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Opt
 
 
 def start_moments(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
-    """AdamW's state as it stands after `step` steps, with zero moments to load into."""
+    """Create AdamW's state after `step` steps, with zero moments to load into."""
     for p in named.values():
         if p.requires_grad:
             optimizer.state[p] = {
@@ -70,12 +70,12 @@ def start_moments(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
 
 
 class Checkpoints:
-    """The checkpoints of one output folder; at most one is being written at a time."""
+    """The checkpoints of one output folder; at most one is written at a time."""
 
     def __init__(self, folder: Path, keep: int | None) -> None:
         self.folder, self.keep = folder, keep
         self.rank = dist.get_rank()
-        # Its own group: the writer thread's collectives must not mix with the training's.
+        # A separate group: collectives of the writer thread must not mix with those of the training.
         self.group = dist.new_group(backend="gloo", timeout=WAIT)
         self.pending: Future[Any] | None = None
         self.error: BaseException | None = None
@@ -87,13 +87,13 @@ class Checkpoints:
         dist.barrier(group=self.group)
 
     def save(self, step: int, state: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-        """Begin to write; returns once the values are copied."""
+        """Start writing; return after the values are copied."""
         self.finish()
         draft, final = self.folder / f".checkpoint-{step}", self.folder / f"checkpoint-{step}"
         if final.exists():
             return
-        # DCP copies GPU tensors to the host before it returns, but takes host tensors as they are: copy those here,
-        # the next step changes them in place.
+        # DCP copies GPU tensors to the host before it returns, but not host tensors: these are copied here, because the
+        # next step changes them in place.
         copied = {name: t.clone() if t.device.type == "cpu" else t for name, t in state.items()}
         try:
             saving = dcp.async_save(copied, checkpoint_id=draft, process_group=self.group)
@@ -101,7 +101,7 @@ class Checkpoints:
             raise SaveError(f"checkpoint-{step}: {_root(error)}") from error
         self.pending = saving if isinstance(saving, Future) else saving.upload_completion
         if self.rank == 0:
-            # Rank 0 coordinates: when its part is done, every rank's is.
+            # Rank 0 coordinates: when its part is done, the parts of all ranks are.
             self.published.clear()
             self.pending.add_done_callback(lambda done: self._publish(done, draft, final, {**about, "step": step}))
 
@@ -126,24 +126,24 @@ class Checkpoints:
             self.published.set()
 
     def _with_room(self, error: BaseException) -> SaveError:
-        """The error, and whether the disk is full, which torch does not say; the draft is still there."""
+        """Return the error, with the cause if the disk is full, which torch does not report; the draft still exists."""
         room = shutil.disk_usage(self.folder).free
         full = "is full" if room < FULL_BYTES else f"has {room >> 20} MiB left"
         return SaveError(f"the disk of {self.folder} {full} ({_root(error)})")
 
     def failed(self) -> bool:
-        """Whether the one being written is known to have failed; does not wait."""
+        """Return whether the current write is known to have failed, without waiting."""
         ended = self.pending is not None and self.pending.done()
         return self.error is not None or (ended and self.pending.exception() is not None)  # type: ignore[union-attr]
 
     def finish(self) -> None:
-        """Wait for the one being written, on every rank; raises SaveError where it failed."""
+        """Wait for the current write on every rank. Raises SaveError if it failed."""
         problem: BaseException | None = None
         if self.pending is not None:
             problem = self.pending.exception()
             self.pending = None
             if self.rank == 0:
-                self.published.wait()  # a future's callbacks may run after its waiters wake
+                self.published.wait()  # a future's callbacks may run after its waiters wake up
         problem = self.error or problem
         bad = torch.tensor([float(problem is not None)])
         dist.all_reduce(bad, group=self.group)
@@ -151,7 +151,7 @@ class Checkpoints:
             raise SaveError(f"checkpoint not written: {_root(problem) if problem else 'another rank failed'}")
 
     def load(self, path: Path, state: Mapping[str, torch.Tensor]) -> None:
-        """Read into the tensors given, whatever layout wrote them."""
+        """Read into the given tensors, independent of the layout that wrote the checkpoint."""
         try:
             dcp.load(dict(state), checkpoint_id=path, process_group=self.group)
         except Exception as error:
@@ -159,13 +159,13 @@ class Checkpoints:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Return complete checkpoints, oldest first."""
     found = [p for p in folder.glob("checkpoint-*") if p.name[11:].isdigit() and (p / "trainer.json").is_file()]
     return sorted(found, key=lambda p: int(p.name[11:]))
 
 
 def find_resume(config: JobConfig) -> Path | None:
-    """The checkpoint to go on from: "auto" and true take the newest, a path that one."""
+    """Return the checkpoint to resume from: "auto" and true take the newest, a path that one."""
     wanted = config.resume_from_checkpoint
     newest = next(reversed(list_checkpoints(Path(config.output_dir))), None)
     if wanted == "auto" or (wanted is True and newest is not None):
@@ -176,15 +176,15 @@ def find_resume(config: JobConfig) -> Path | None:
     if path is not None and not (path / "trainer.json").is_file():
         raise ConfigError(f"resume_from_checkpoint={wanted!r}: not a checkpoint (no trainer.json)")
     if newest is not None and (path is None or path.resolve() != newest.resolve()):
-        # Two runs in one folder would take each other's newest for their own.
+        # Two runs in one folder would each resume from the other's newest checkpoint.
         raise ConfigError(f"resume_from_checkpoint={wanted!r}: {newest} is newer; go on from it, or set output_dir")
     return path
 
 
 def base_of(config: JobConfig) -> str | None:
-    """Which weights the model's name stands for now: the hub's commit (`hub.pin`), or a fingerprint of the folder.
+    """Return the weights that the model's name refers to: the hub commit (`hub.pin`), or a fingerprint of the folder.
 
-    None for random weights, which the seed makes. Rank 0 looks, for all.
+    None for random weights, which depend on the seed. Rank 0 reads it for all.
     """
     found: list[str | None] = [None]
     name = config.model_name_or_path
@@ -196,7 +196,7 @@ def base_of(config: JobConfig) -> str | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the weights in a folder: names, sizes, headers and samples of each file, and config.json as it stands."""
+    """Fingerprint the weights in a folder: names, sizes, headers and samples of each file, and config.json."""
     seen = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -215,7 +215,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def check_identity(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Refuse a checkpoint of another run than this; returns what could not be compared, in words."""
+    """Reject a checkpoint of another run; return descriptions of what could not be compared."""
     for name, value in now.items():
         if name != "base" and was.get(name) != value:
             raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was.get(name)!r}, this run has {value!r}")
@@ -234,16 +234,16 @@ def check_identity(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """The trainer.json of a checkpoint."""
+    """Read the trainer.json of a checkpoint."""
     about: dict[str, Any] = json.loads((path / "trainer.json").read_text())
     return about
 
 
 def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dict[str, str]:
-    """Adapter (or whole model) in Hugging Face format from a checkpoint; every rank writes its share of the files.
+    """Export an adapter (or whole model) in Hugging Face format from a checkpoint; every rank writes some of the files.
 
-    Each file is put together by itself from what is stored: of the trained model, and of a base beside it, no rank
-    needs more memory for it than one file's tensors take.
+    Each file is created separately from the stored weights of the trained model and the base, so no rank needs more
+    memory than the tensors of one file.
     """
     folder = Path(config.output_dir)
     source = weights.source_of(config)
@@ -261,7 +261,7 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     _read(path, trained)
     made = {"adapter": str(folder / "adapter")}
     if config.model_name_or_path.startswith("random:"):
-        # Random weights are nowhere else: keep them, so that the adapter has a model to go on.
+        # Random weights exist nowhere else: save them, so that the adapter has a base model.
         made["base"] = str(folder / "base")
         _write_model(folder / "base", source.plain, wanted, source.read)
         for one in model.peft_config.values():
@@ -269,7 +269,7 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     if dist.get_rank() == 0:
         model.save_pretrained(folder / "adapter")
     _save_tokenizer(folder / "adapter", tokenizer)
-    if config.export_merged:  # into the weights as they came: merged into 4 bits, an adapter is mostly rounded away
+    if config.export_merged:  # merge into the original weights: in 4 bits an adapter would mostly be lost by rounding
         made["merged"] = str(folder / "merged")
         _write_model(folder / "merged", source.plain, wanted, lambda name: _merged(model, name, source))
         _save_tokenizer(folder / "merged", tokenizer)
@@ -278,7 +278,7 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
 
 def _read(path: Path, state: dict[str, torch.Tensor]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that one process reads alone is meant
+        warnings.simplefilter("ignore", UserWarning)  # one process reads alone on purpose
         dcp.load(state, checkpoint_id=path, no_dist=True)
 
 
@@ -289,16 +289,16 @@ def _load(path: Path, name: str, plain: Any, dtype: torch.dtype) -> torch.Tensor
 
 
 def _merged(model: Any, name: str, source: weights.Source) -> torch.Tensor:
-    """One weight of the base with what its adapter adds, or as it was trained whole."""
+    """Return one weight of the base with its adapter added, or the trained weight."""
     path, _, key = name.rpartition(".")
     module = causal_lm(model).get_submodule(path)
     if hasattr(module, "modules_to_save"):
         trained: torch.Tensor = module.modules_to_save["default"].get_parameter(key).detach()
         return trained
     value = source.read(name)
-    while getattr(module, "parameter_name", key) != key:  # of two weights of one module, PEFT wraps it twice
+    while getattr(module, "parameter_name", key) != key:  # PEFT wraps a module with two adapted weights twice
         module = module.base_layer
-    if hasattr(module, "parameter_name"):  # stacked experts, or a router: of all experts' factors one matrix each
+    if hasattr(module, "parameter_name"):  # stacked experts, or a router: one matrix for the factors of all experts
         a, b = (getattr(module, f"lora_{x}")["default"].weight.detach().float() for x in "AB")
         count = module.num_experts
         added = torch.einsum("ore,eri->eoi", b.reshape(len(b), -1, count), a.reshape(count, -1, a.shape[-1]))
@@ -310,14 +310,14 @@ def _merged(model: Any, name: str, source: weights.Source) -> torch.Tensor:
 
 
 def _write_model(folder: Path, plain: Any, dtype: torch.dtype, read: Callable[[str], torch.Tensor]) -> None:
-    """Weights in files of at most FILE_BYTES, this rank's among them, with their index and the model's config.json.
+    """Write weights in files of at most FILE_BYTES, this rank's share of them, with their index and config.json.
 
-    `plain` is the model without values; `read` gives one weight, whole.
+    `plain` is the model without values; `read` returns one complete weight.
     """
     folder.mkdir(parents=True, exist_ok=True)
     owners: dict[str, str] = {}
     shapes: dict[str, torch.Tensor] = {}
-    for name, p in plain.named_parameters():  # of tied ones the first alone
+    for name, p in plain.named_parameters():  # of tied weights only the first
         for part, like in weights.stored_as(plain, name, p.detach().to(dtype)).items():
             owners[part], shapes[part] = name, like
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
@@ -353,7 +353,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _root(error: BaseException) -> str:
-    """The first cause that an operating system or torch gave, in one line."""
+    """Return the first cause reported by the operating system or torch, in one line."""
     failures = getattr(error, "failures", None)  # DCP's CheckpointException: rank -> (error, traceback)
     if failures:
         rank, (inner, _) = next(iter(failures.items()))

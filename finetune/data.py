@@ -1,6 +1,6 @@
-"""Examples to batches: packing or padding, and in which order the ranks see them.
+"""Convert examples to batches: packing or padding, and the order for the ranks.
 
-Surface: none outside; every rank works out the same order from the seed, and takes its own share.
+Surface: none outside; every rank computes the same order from the seed, and takes its own share.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import numpy as np
 from contracts.job_config import ConfigError, JobConfig
 from finetune.rows import IGNORED, Example, encode_row, load_rows
 
-LENGTH_POOL = 50  # global batches that are sorted by length together: order stays random beyond them
+LENGTH_POOL = 50  # global batches sorted by length together; the order is random beyond them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Tensors of [sequences, tokens]; padding stands on the right, where causal attention never looks."""
+    """Tensors of [sequences, tokens], padded on the right, where causal attention never looks."""
 
     tokens: Any
     labels: Any
     positions: Any
-    ends: Any = None  # of packed rows, [sequences, documents]: where each document ends, filled up with the length
+    ends: Any = None  # for packed rows, [sequences, documents]: end of each document, filled with the length
 
     def to(self, device: Any) -> Batch:
-        """On the device, without waiting for the copy; to a GPU that takes pinned memory."""
+        """Copy to the device without waiting; to a GPU this requires pinned memory."""
         named = {one.name: tensor for one in fields(self) if (tensor := getattr(self, one.name)) is not None}
         if device.type == "cuda":
             named = {name: tensor.pin_memory() for name, tensor in named.items()}
         return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in named.items()})
 
     def part(self, number: int, parts: int) -> Batch:
-        """One of so many equal parts of each sequence; where documents end is of the whole."""
+        """Return one of `parts` equal parts of each sequence; document ends are those of the whole sequence."""
         length = self.tokens.shape[1] // parts
         at = slice(number * length, (number + 1) * length)
         return replace(self, tokens=self.tokens[:, at], labels=self.labels[:, at], positions=self.positions[:, at])
 
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
-    """Rows laid end to end into sequences of at most `length` tokens: first fit, longest first.
+    """Pack rows into sequences of at most `length` tokens: first fit, longest first.
 
-    Positions start again with every row, which is how attention knows not to look across.
+    Positions restart with every row, so that attention does not cross rows.
     """
     bins: list[list[Example]] = []
-    room: dict[int, list[int]] = {}  # tokens left -> bins that have so many left
+    room: dict[int, list[int]] = {}  # free tokens -> bins with that much space
     for example in sorted(examples, key=lambda e: -len(e.tokens)):
         size = len(example.tokens)
         left = min((r for r, at in room.items() if r >= size and at), default=None)
@@ -70,7 +70,7 @@ def pack(examples: Sequence[Example], length: int) -> list[Example]:
 
 
 def collate(examples: Sequence[Example], count: int, length: int, pad: int) -> Batch:
-    """A batch of `count` sequences of `length` tokens; absent ones are padding that no loss counts.
+    """Return a batch of `count` sequences of `length` tokens; missing ones are padding without loss.
 
     Padding belongs to a row's last document.
     """
@@ -97,16 +97,16 @@ def collate(examples: Sequence[Example], count: int, length: int, pad: int) -> B
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's micro-batches of a global batch, and what the whole of it holds."""
+    """One rank's micro-batches of a global batch, and counts of the whole global batch."""
 
     batches: list[Batch]
-    counted: int  # labels of the global batch that the loss counts: every rank divides by it
-    tokens: int  # tokens of the global batch, padding not counted
+    counted: int  # labels of the global batch that count in the loss, by which every rank divides
+    tokens: int  # tokens of the global batch without padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """The batches of one data-parallel rank. All ranks agree on the order without talking."""
+    """The batches of one data-parallel rank. All ranks compute the same order without communication."""
 
     examples: Sequence[Example]
     pad: int
@@ -118,21 +118,21 @@ class Loader:
     by_length: bool = False
     shuffle: bool = True
     fixed_length: int | None = None  # pipelines need one shape for the whole run
-    part: int = 0  # of each sequence, which context parallelism divides
+    part: int = 0  # part of each sequence, under context parallelism
     parts: int = 1
 
     @property
     def global_batch(self) -> int:
-        """Sequences per step over all ranks."""
+        """Return the sequences per step over all ranks."""
         return self.micro_batch * self.micro_batches * self.ranks
 
     @property
     def steps(self) -> int:
-        """Steps per epoch; the last has the rows that are left. One at least."""
+        """Return the steps per epoch, at least 1; the last step has the remaining rows."""
         return max(1, math.ceil(len(self.examples) / self.global_batch))
 
     def order(self, epoch: int) -> list[int]:
-        """Row indices of the epoch, in the order of the global batches."""
+        """Return the row indices of the epoch, in the order of the global batches."""
         order = list(range(len(self.examples)))
         if not self.shuffle:
             return order
@@ -149,7 +149,7 @@ class Loader:
         return order
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Share]:
-        """This rank's shares of the global batches of an epoch, from `first_step` on."""
+        """Return this rank's shares of the global batches of an epoch, starting at `first_step`."""
         order = self.order(epoch)
         for step in range(first_step, self.steps):
             chosen = [self.examples[i] for i in order[step * self.global_batch : (step + 1) * self.global_batch]]
@@ -158,7 +158,7 @@ class Loader:
             yield Share(batches=self.deal(chosen), counted=counted, tokens=tokens)
 
     def deal(self, chosen: Sequence[Example]) -> list[Batch]:
-        """This rank's micro-batches of a global batch: neighbours in order stay in one micro-batch over the ranks."""
+        """Return this rank's micro-batches; neighbours in the order form one micro-batch over all ranks."""
         batches = []
         for micro in range(self.micro_batches):
             at = (micro * self.ranks + self.rank) * self.micro_batch
@@ -171,7 +171,7 @@ class Loader:
 
 
 def prepare(config: JobConfig, split: str, tokenizer: Any) -> tuple[list[Example], dict[str, int]]:
-    """The examples of a split, packed where asked, and how many rows were dropped or cut."""
+    """Return the examples of a split, packed if configured, and how many rows were dropped or cut."""
     rows = load_rows(config, split)
     encoded = [encode_row(row, tokenizer, config) for row in rows]
     usable = [e for e in encoded if e is not None]
@@ -187,7 +187,7 @@ def prepare(config: JobConfig, split: str, tokenizer: Any) -> tuple[list[Example
 
 
 def check_vocabulary(examples: Sequence[Example], tokenizer: Any, vocabulary: int, config: JobConfig) -> None:
-    """Another model's tokenizer is found out here, not by an index error inside the first step."""
+    """Reject another model's tokenizer here, instead of by an index error inside the first step."""
     highest = max(tokenizer.pad_token_id, *(int(e.tokens.max()) for e in examples))
     if highest >= vocabulary:
         name = config.tokenizer_name or config.model_name_or_path

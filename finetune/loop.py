@@ -1,7 +1,6 @@
-"""One run: everything is built in order, then steps, evaluations, checkpoints, and the reasons to stop.
+"""One run: build everything in order, then run steps, evaluations and checkpoints, and handle the reasons to stop.
 
-Surface: SIGTERM; stderr. Read `Trainer.step` for what one optimizer step is; `parallel.Engine` is its forward and
-backward pass.
+Surface: SIGTERM; stderr. `Trainer.step` is one optimizer step; `parallel.Engine` is its forward and backward pass.
 """
 
 from __future__ import annotations
@@ -36,28 +35,28 @@ DIVERGED, RESUMABLE = 65, 75  # EX_DATAERR, EX_TEMPFAIL
 
 
 class DivergedError(EndedError):
-    """Loss or gradients are not finite any more."""
+    """Loss or gradients are no longer finite."""
 
     code = DIVERGED
 
 
 class StoppedError(EndedError):
-    """The run was asked to stop; it resumes from its checkpoint."""
+    """The run was asked to stop; it can resume from its checkpoint."""
 
     code, status = RESUMABLE, "interrupted"
 
 
 @dataclass(slots=True)
 class Place:
-    """Where in the run the next step stands."""
+    """The position of the next step in the run."""
 
     step: int = 0
     epoch: int = 0
-    samples: int = 0  # of this epoch: survives another world size
+    samples: int = 0  # of this epoch: valid for another world size
 
 
 class Done(NamedTuple):
-    """What one step says, the same on every rank."""
+    """The result of one step, equal on every rank."""
 
     loss: float
     norm: float
@@ -67,16 +66,16 @@ class Done(NamedTuple):
 
 
 def weights_in(parameter: torch.Tensor) -> int:
-    """How many weights a parameter holds; bitsandbytes packs several into one element and keeps their shape."""
+    """Return the number of weights in a parameter; bitsandbytes packs several per element and stores their shape."""
     packed = getattr(parameter, "quant_state", None)
     return math.prod(packed.shape) if packed is not None else parameter.numel()
 
 
 def multiplied(net: Any) -> tuple[int, int]:
-    """Weights that a token is multiplied with, and how many of them train.
+    """Return the number of weights multiplied per token, and how many of them are trained.
 
-    An embedding is looked up; tied, it is the head. Of a module that is trained whole PEFT keeps the original, unused.
-    Of experts a token passes through some.
+    An embedding is a lookup; if tied, it is the head. For a fully trained module, PEFT keeps the unused original. A
+    token passes through some of the experts.
     """
     lm = model.causal_lm(net)
     experts = experts_of(lm.config)
@@ -91,7 +90,7 @@ def multiplied(net: Any) -> tuple[int, int]:
 
 
 class Trainer:
-    """The run."""
+    """The training run."""
 
     def __init__(
         self, config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, recorder: runs.Recorder
@@ -151,7 +150,7 @@ class Trainer:
 
     def _loaders(self, examples: Sequence[Any], test: Sequence[Any]) -> tuple[data.Loader, data.Loader]:
         layout, config, fixed = self.layout, self.config, None
-        if layout.pp > 1 or layout.sequence_parallel:  # one shape for the whole run; split evenly over tp
+        if layout.pp > 1 or layout.sequence_parallel:  # one shape for the whole run; divided evenly by tp
             fixed = max(len(e.tokens) for e in (*examples, *test))
             fixed = math.ceil(fixed / layout.tp) * layout.tp
         common: Any = {"pad": self.tokenizer.pad_token_id, "rank": self.data_rank, "ranks": layout.data_parallel,
@@ -159,7 +158,7 @@ class Trainer:
         batch, times = layout.micro_batch, layout.gradient_accumulation
         train = data.Loader(examples=examples, micro_batch=batch, micro_batches=times,
                             by_length=config.train_sampling_strategy == "group_by_length", **common)  # fmt: skip
-        if layout.pp == 1:  # a pipeline evaluates in the shape that it trains in
+        if layout.pp == 1:  # a pipeline evaluates in its training shape
             batch, times = config.per_device_eval_batch_size or batch, 1
         return train, data.Loader(examples=test, shuffle=False, micro_batch=batch, micro_batches=times, **common)
 
@@ -193,24 +192,24 @@ class Trainer:
                 if config.save_strategy == "epoch":
                     self.save(place)
                 self.recorder.write()
-        self.recorder.profile(profiler.result)  # of a run that ended among the profiled steps
+        self.recorder.profile(profiler.result)  # the run ended among the profiled steps
         if config.save_strategy != "no" or not checkpoint.list_checkpoints(self.store.folder):
             self.save(place)
         self.store.finish()
         self.recorder.find_fullest_rank()
         for text in verify.record_transports(self.recorder.record, self.plan):
-            self.recorder.note(text)  # connected later, by a checkpoint say: the training is done
+            self.recorder.note(text)  # connected later, for example by a checkpoint: the training is done
 
     def step(self, number: int, share: data.Share) -> Done:
-        """One optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW."""
-        # Dropout draws the same after a resume; ranks of one data share draw alike, as TP needs.
+        """Run one optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW."""
+        # Dropout repeats after a resume; ranks of one data share use the same seed, as TP requires.
         alike = self.data_rank * self.layout.cp + self.part
         torch.manual_seed(self.config.seed + 1_000_003 * (number + 1) + alike)
         rate = learning_rate(self.config, number, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.engine.train_step(share.batches, share.counted)
-        # One small all-reduce carries the loss and every rank's reason to stop.
+        # One small all-reduce sends the loss and every rank's reason to stop.
         reduced = torch.stack([loss, *(loss.new_tensor(float(b)) for b in (self.stop_requested, self.store.failed()))])
         dist.all_reduce(reduced)
         mean, stop, failed = reduced.tolist()
@@ -225,9 +224,9 @@ class Trainer:
         return Done(mean, norm, rate, stop > 0, failed > 0)
 
     def _after(self, place: Place, done: Done, pace: float, bar: Any) -> None:
-        """What follows a step: a line, a checkpoint, an evaluation, or the end."""
+        """Do what follows a step: print a line, write a checkpoint, evaluate, or end."""
         config, step = self.config, place.step
-        is_first = len(self.recorder.losses) == 1  # what a step needs is connected now
+        is_first = len(self.recorder.losses) == 1  # all connections for a step exist now
         if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
         if not bar.disable:
@@ -257,7 +256,7 @@ class Trainer:
             self.evaluate(place)
 
     def evaluate(self, place: Place) -> None:
-        """Mean loss per counted token of the test split."""
+        """Compute the mean loss per counted token of the test split."""
         total, counted = torch.zeros((), device=self.engine.device), 0
         for share in self.test.epoch(0):
             total += self.engine.eval_step(share.batches)
@@ -269,21 +268,21 @@ class Trainer:
         runs.print_once(f"step {place.step}: eval loss {loss:.4f}")
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must share with the run that loads it."""
+        """Return what a checkpoint and the run that loads it must have in common."""
         c = self.config
         return {"model": c.model_name_or_path, "base": self.base, "use_peft": c.use_peft,
                 "lora_r": c.lora_r if c.use_peft else None,
                 "lora_target_modules": list(c.lora_target_modules) if c.use_peft else None, "seed": c.seed}  # fmt: skip
 
     def save(self, place: Place) -> None:
-        """Begin a checkpoint of this place."""
+        """Start writing a checkpoint of this position."""
         about = {"epoch": place.epoch, "samples": place.samples, "identity": self.identity(),
                  "layout": asdict(self.layout)}  # fmt: skip
         if place.step:
             self.store.save(place.step, checkpoint.training_state(self.named, self.optimizer), about)
 
     def resume(self) -> Place:
-        """Load the checkpoint to go on from, if any."""
+        """Load the checkpoint to resume from, if any."""
         found = [checkpoint.find_resume(self.config)]
         dist.broadcast_object_list(found, src=0)
         path = found[0]
@@ -299,13 +298,13 @@ class Trainer:
         return Place(step=about["step"], epoch=about["epoch"], samples=about["samples"])
 
 
-# AdamW, its schedules, and a gradient norm that is right under every sharding.
+# AdamW, its schedules, and a gradient norm that is correct for every sharding.
 #
-# Surface: `torch.optim.AdamW`; schedule shapes as transformers' `SchedulerType` names them.
+# Surface: `torch.optim.AdamW`; schedule shapes as in transformers' `SchedulerType`.
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: JobConfig) -> torch.optim.AdamW:
-    """AdamW over what trains. Weights of one mesh form a group: torch does not mix them in one fused step."""
+    """Create AdamW for trained weights. Weights of one mesh form a group, because torch cannot fuse several meshes."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
         if p.requires_grad:
@@ -320,27 +319,27 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: JobConfig) -> to
 
 
 def learning_rate(config: JobConfig, step: int, steps: int) -> float:
-    """The rate of the zero-based step."""
+    """Return the learning rate of the zero-based step."""
     warmup = math.ceil(config.warmup_steps * steps) if config.warmup_steps < 1 else int(config.warmup_steps)
     peak, kind = config.learning_rate, config.lr_scheduler_type
     if step < warmup and kind != "constant":
-        return peak * step / warmup  # the first step's is 0, as transformers has it
+        return peak * step / warmup  # 0 for the first step, as in transformers
     left = (step - warmup) / max(1, steps - warmup)
     if kind == "linear":
         return peak * max(0.0, 1 - left)
     if kind == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, left)))
     if kind == "inverse_sqrt":
-        scale = warmup or 10_000  # transformers' timescale where there is no warm-up
+        scale = warmup or 10_000  # transformers' timescale without warm-up
         return peak * math.sqrt(scale / (step - warmup + scale))
     return peak
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, pipeline: dist.ProcessGroup | None) -> float:
-    """Scale gradients to a global norm of at most `limit` (0: only measure); returns the norm.
+    """Scale gradients to a global norm of at most `limit` (0: only measure); return the norm.
 
-    Norms of the local parts are summed over the mesh dimensions that split them, replicated ones count once, and
-    pipeline ranks add theirs. On plain tensors: an operation on a DTensor costs its dispatch each time.
+    Norms of local parts are summed over the mesh dimensions that shard them, replicated ones count once, and pipeline
+    ranks add theirs. Plain tensors are used, because each DTensor operation has dispatch overhead.
     """
     grads: list[torch.Tensor] = []
     groups: dict[Any, list[torch.Tensor]] = {}
@@ -348,7 +347,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, pipeline: d
         if p.grad is None:
             continue
         if isinstance(p.grad, DTensor) and any(placed.is_partial() for placed in p.grad.placements):
-            # norms under sequence parallelism see a part of the tokens each
+            # under sequence parallelism each norm sees a part of the tokens
             p.grad = p.grad.redistribute(placements=p.placements)
         grad = p.grad
         grads.append(grad)

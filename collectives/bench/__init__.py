@@ -1,1 +1,1 @@
-"""Measures collectives with real ranks."""
+"""Benchmark collectives with real ranks."""

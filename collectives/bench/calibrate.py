@@ -1,8 +1,8 @@
-"""Calibration: how fast this device multiplies the model's shapes and runs one of its layers.
+"""Calibration: the time of GEMMs in the model's shapes and of one model layer on this device.
 
-Surface: torch on CPU or CUDA, in child processes so that the resident agent never loads it. As many copies run at once
-as the job has ranks on the host, since they share its cores and memory; the slowest counts. The answer is the JSON that
-`planner.forecast.calibration.parse_calibration` reads.
+Surface: torch on CPU or CUDA, in child processes, so that the resident agent never loads it. As many copies run at once
+as the job has ranks on the host, because ranks share its cores and memory; the slowest counts. The result is the JSON
+that `planner.forecast.calibration.parse_calibration` reads.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from typing import Any
 
 from collectives.bench import processes
 
-_REPEAT_SECONDS = 1.5  # per shape: enough for the median of several, short enough for a minute in all
-_SHAPES = 4  # that are timed: two GEMMs, a layer forward, and the layer whole
+_REPEAT_SECONDS = 1.5  # per shape: enough for a median of several, with about a minute in total
+_SHAPES = 4  # number of timed shapes: two GEMMs, a layer's forward pass, and the whole layer
 _MOST_REPEATS = 200
 STARTUP_SECONDS = 60.0  # beside the budget, to import torch in every copy: 5 s on a quiet host, 20 to 30 on a busy one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRequest:
-    """What to time: the shape of one layer, and how the ranks will share the host."""
+    """What to measure: the shape of one layer, and how ranks share the host."""
 
     hidden: int
     ffn: int
     heads: int
     kv_heads: int
     head_dim: int
-    tokens: int  # of one micro-batch
+    tokens: int  # per micro-batch
     sequence: int
     precision: str = "fp32"  # "fp32", "bf16", "fp16"
     device: str = "cpu"  # or "cuda"
     copies: int = 1  # ranks on this host
-    threads: int | None = None  # CPU threads per rank; None: the host's cores over the copies
+    threads: int | None = None  # CPU threads per rank; None: the host's cores divided by the copies
     method: str = "full"
-    budget_seconds: float = 90.0  # of measuring; a short one has fewer repeats
+    budget_seconds: float = 90.0  # for measurements; a short budget gives fewer repeats
 
 
 class CalibrationFailedError(RuntimeError):
-    """The child could not measure; the message carries its last words."""
+    """The child could not measure; the message contains its last output."""
 
 
 class StoppedError(CalibrationFailedError):
@@ -54,7 +54,7 @@ class StoppedError(CalibrationFailedError):
 
 
 def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = None) -> dict[str, Any]:
-    """Run the copies side by side and return the slowest one's answer."""
+    """Run the copies at the same time and return the slowest one's result."""
     timeout_seconds = STARTUP_SECONDS + request.budget_seconds
     until = time.monotonic() + timeout_seconds
     answers: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = Non
     with processes.run_folder() as folder:
         (folder / "request.json").write_text(json.dumps(asdict(request)))
         try:
-            for index in range(request.copies):  # all start before any is waited for
+            for index in range(request.copies):  # start all before waiting for any
                 hidden = {"CUDA_VISIBLE_DEVICES": str(index)} if request.device == "cuda" else {}
                 words = [sys.executable, "-m", "collectives.bench.calibrate", str(folder), str(index)]
                 with (folder / f"{index}.log").open("wb") as stream:
@@ -87,7 +87,7 @@ def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = Non
 
 
 def slowest(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Of copies that ran at once, the one that the others would wait for."""
+    """Return the result of the slowest of several copies, for which the others would wait."""
     return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
 
 
@@ -144,7 +144,7 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
         torch.set_num_threads(request.threads or max(1, (os.cpu_count() or 1) // request.copies))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[request.precision]
     wait: Callable[[], None] = torch.cuda.synchronize if request.device == "cuda" else lambda: None
-    each = min(_REPEAT_SECONDS, request.budget_seconds / (2 * _SHAPES))  # half for what is not repeated: warming up
+    each = min(_REPEAT_SECONDS, request.budget_seconds / (2 * _SHAPES))  # half of the budget is for warm-up
     name = torch.cuda.get_device_name() if request.device == "cuda" else "CPU"
 
     def rate(m: int, n: int, k: int) -> float:
@@ -184,7 +184,7 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Child: reads request.json of the folder that comes first, and writes N.json beside it, N what comes second."""
+    """Child process: read request.json in the folder `words[0]` and write N.json next to it, with N = `words[1]`."""
     folder = Path(words[0])
     request = CalibrationRequest(**json.loads((folder / "request.json").read_text()))
     (folder / f"{words[1]}.json").write_text(json.dumps(measure(request)))

@@ -1,8 +1,8 @@
-"""The collectives: one record each, and the only place that knows what each of them moves.
+"""The collectives: one record each; only this module defines how much data each of them moves.
 
-S, algbw and busbw are those of nccl-tests (doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor.
-The data of a verified round is a pattern of source rank, round and position, so that old, misplaced or
-foreign data shows; sums of it are exact in float32 for up to 67,000 ranks. docs/reference/bus-bandwidth.md lists them.
+S, algbw and busbw are those of nccl-tests (doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor. The data of a
+verified round is a pattern of source rank, round and position, so that stale, misplaced or foreign data is detected.
+Its sums are exact in float32 for up to 67,000 ranks. docs/reference/bus-bandwidth.md lists the collectives.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from types import MappingProxyType
 from typing import Any
 
 GRAIN_BYTES = 16  # nccl-tests rounds the count of a rank down to a multiple of 16 bytes
-PERIOD = 251  # prime: no power of two displaces the pattern onto itself; 250 x 67,000 < 2**24
-UNKNOWN_SOURCE = -1  # a sum is wrong, and a sum does not say whose part of it
+PERIOD = 251  # prime, so no shift by a power of two maps the pattern onto itself; 250 x 67,000 < 2**24
+UNKNOWN_SOURCE = -1  # a sum is wrong, but it does not show whose data is wrong
 
 
 @dataclass(slots=True, kw_only=True)
 class Side:
-    """One rank's side of one collective: its place in the group, and its buffers."""
+    """One rank's side of a collective: its position in the group, and its buffers."""
 
     group: Any  # torch.distributed.ProcessGroup
     ranks: tuple[int, ...]  # global ranks of the group
-    me: int  # place in the group
-    send_buffer: Any  # tensor this rank gives
-    taken: Any  # tensor this rank is left with
+    me: int  # position in the group
+    send_buffer: Any  # input tensor
+    taken: Any  # output tensor
 
     @property
     def n(self) -> int:
-        """Ranks in the group."""
+        """Return the number of ranks in the group."""
         return len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """What a collective is: how much it moves, how it runs, and how one sees that it ran right."""
+    """A collective: how much it moves, how it runs, and how its result is verified."""
 
     name: str
     factor: Callable[[int], float]
     split: bool  # S is the total over the ranks: each rank's part is S / n
-    shapes: Callable[[int, int], tuple[int, int]]  # (part elements, n) -> elements given, elements taken
+    shapes: Callable[[int, int], tuple[int, int]]  # (part elements, n) -> input elements, output elements
     run: Callable[[Side], None]
-    wrong: Callable[[Side, int], tuple[int, ...]]  # places in the group whose data is wrong, () when all is right
-    in_place: bool = False  # given and taken are one tensor
+    wrong: Callable[[Side, int], tuple[int, ...]]  # positions in the group whose data is wrong; () if none
+    in_place: bool = False  # input and output are one tensor
     gives: Callable[[Side], bool] = lambda _side: True
 
 
 def part_elements(op: Op, size_bytes: int, n: int) -> int:
-    """Float32 elements of one part, at least one grain."""
+    """Return the float32 elements of one part, at least one grain."""
     part = size_bytes // n if op.split else size_bytes
     return max(part // GRAIN_BYTES, 1) * GRAIN_BYTES // 4
 
 
 def moved_bytes(op: Op, size_bytes: int, n: int) -> int:
-    """S as it is really run, after rounding."""
+    """Return the S that is actually run, after rounding."""
     return part_elements(op, size_bytes, n) * 4 * (n if op.split else 1)
 
 
@@ -69,14 +69,14 @@ def allocate(op: Op, size_bytes: int, group: Any, ranks: tuple[int, ...], rank: 
 
 
 def fill(op: Op, side: Side, turn: int) -> None:
-    """Write this rank's data of this turn, and wipe what an earlier turn left behind."""
+    """Write this rank's data for this round, and clear the data of an earlier round."""
     side.taken.fill_(-1.0)
     if op.gives(side):
         write_pattern(side.send_buffer, (side.ranks[side.me],), turn)
 
 
 def pattern(sources: tuple[int, ...], turn: int, start: int, device: Any) -> Any:
-    """One period of the sum of the sources' data, as seen from position `start`."""
+    """Return one period of the sum of the sources' data, starting at position `start`."""
     import torch
 
     place = torch.arange(start, start + PERIOD, device=device, dtype=torch.int64)
@@ -96,7 +96,7 @@ def write_pattern(tensor: Any, sources: tuple[int, ...], turn: int) -> None:
 
 
 def matches(tensor: Any, sources: tuple[int, ...], turn: int, start: int = 0) -> bool:
-    """Tell whether every element of a flat tensor is the sum of the sources' data from `start` on."""
+    """Return whether every element of a flat tensor is the sum of the sources' data starting at `start`."""
     period = pattern(sources, turn, start, tensor.device)
     whole = tensor.numel() // PERIOD * PERIOD
     body = bool((tensor[:whole].view(-1, PERIOD) == period).all())
@@ -123,14 +123,14 @@ def _wrong_from(source: Callable[[Side], int]) -> Callable[[Side, int], tuple[in
 
 
 def _distributed() -> Any:
-    """torch, which only ranks import."""
+    """Return torch.distributed, which only ranks import."""
     import torch.distributed as dist
 
     return dist
 
 
 def _send_recv(side: Side) -> None:
-    """Each rank sends to the next of the ring and receives from the one before, as nccl-tests does."""
+    """Send to the next rank of the ring and receive from the previous one, as nccl-tests does."""
     dist = _distributed()
     following, before = side.ranks[(side.me + 1) % side.n], side.ranks[(side.me - 1) % side.n]
     send = dist.P2POp(dist.isend, side.send_buffer, following, group=side.group)

@@ -1,7 +1,7 @@
-"""Bandwidth of RDMA writes between two hosts, measured by perftest's `ib_write_bw`: no torch, no NCCL, host memory.
+"""RDMA write bandwidth between two hosts, measured with perftest's `ib_write_bw`: no torch, no NCCL, host memory.
 
-Each port of the one host writes to the port at the same place of the other's list, one after another, as the rails of
-a cluster are wired. Surface: ib_write_bw(1) of Debian's package perftest; the sides meet over TCP, from port 18515 on.
+Each port of one host writes to the port at the same position in the other host's list, one after another, as the rails
+of a cluster are connected. Surface: ib_write_bw(1) of Debian's package perftest; TCP connection from port 18515 on.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collectives.bench import processes
 from collectives.bench.results import RdmaResult, RdmaWrite
 
 PROGRAM = "ib_write_bw"
-TCP_PORT = 18515  # perftest's own; the second port of a host takes the next one
+TCP_PORT = 18515  # perftest's default; each further port of a host uses the next number
 MESSAGE_BYTES, DEPTH = 65536, 64
-RUN_SECONDS, MARGIN_SECONDS = 6, 1  # writes count after the first margin and before the last
-OVERRUN_SECONDS = 30.0  # beyond RUN_SECONDS, to connect, register memory and part
-WAIT_SECONDS = 120.0  # for the other side to come
-LATER_SECONDS = 5.0  # for its other ports: it listens for all of them at once
+RUN_SECONDS, MARGIN_SECONDS = 6, 1  # writes count after the first margin and before the last one
+OVERRUN_SECONDS = 30.0  # in addition to RUN_SECONDS, to connect, register memory and disconnect
+WAIT_SECONDS = 120.0  # for the other side to start
+LATER_SECONDS = 5.0  # for further ports of the other side, which listens on all of them at once
 AGAIN_SECONDS = 0.5
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _ROW = re.compile(rf"^\s*{MESSAGE_BYTES}\s+(\d+)\s", re.MULTILINE)
@@ -40,18 +40,18 @@ class MissingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """One way out of this host."""
+    """One RDMA port of this host."""
 
     device: str  # "mlx5_0"
     port: int = 1
-    gid_index: int | None = None  # of RoCE
+    gid_index: int | None = None  # for RoCE
 
     def __str__(self) -> str:
         return f"{self.device}:{self.port}"
 
 
 def require_program() -> None:
-    """Raise MissingError, which names the package, where perftest is not installed."""
+    """Raise MissingError, which names the package, if perftest is not installed."""
     if shutil.which(PROGRAM) is None:
         raise MissingError(
             f"{PROGRAM} is not installed on {socket.gethostname()}: it comes with the package perftest "
@@ -60,10 +60,11 @@ def require_program() -> None:
 
 
 def command(port: Port, tcp_port: int, peer: str | None = None) -> list[str]:
-    """The line of one side; the one that names its peer writes.
+    """Return the command of one side; the side with a `peer` writes.
 
-    -Q 1: a completion for each write; the default counts a hundred at a time, which is coarse on a slow link. -u 18: a
-    packet is sent again after 1 s, NCCL's order; after the default of 67 ms a queue on the way is a storm.
+    -Q 1: a completion for each write. The default counts a hundred at a time, which is coarse on a slow link. -u 18: a
+    packet is retransmitted after 1 s, similar to NCCL. The default of 67 ms causes a storm if there is a queue on the
+    path.
     """
     words = [PROGRAM, "-d", port.device, "-i", str(port.port), "-p", str(tcp_port), "-F"]
     words += f"-s {MESSAGE_BYTES} -t {DEPTH} -Q 1 -u 18 -D {RUN_SECONDS} -f {MARGIN_SECONDS}".split()
@@ -73,9 +74,9 @@ def command(port: Port, tcp_port: int, peer: str | None = None) -> list[str]:
 def write(
     ports: Sequence[Port], peer: str, *, wait_seconds: float = WAIT_SECONDS, stop: threading.Event | None = None
 ) -> RdmaResult:
-    """Write from each port to the peer that listens, and measure. Raises MissingError.
+    """Write from each port to the listening peer, and measure. Raises MissingError.
 
-    Both sides may be started in any order: until the first port has connected it is tried again.
+    The two sides can start in any order: the connection of the first port is retried until it succeeds.
     """
     require_program()
     stop = stop or threading.Event()
@@ -104,9 +105,9 @@ def write(
 def listen(
     ports: Sequence[Port], *, wait_seconds: float = WAIT_SECONDS, stop: threading.Event | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Be written to, once for each port; gives the ports that were and what went wrong. Raises MissingError.
+    """Serve as the target of one write per port; return the ports written to and the errors. Raises MissingError.
 
-    Ends when every port has been written to, or when no host has come for `wait_seconds`.
+    Ends when every port has been written to, or when no host has connected for `wait_seconds`.
     """
     require_program()
     stop = stop or threading.Event()
@@ -141,7 +142,7 @@ def _start(words: Sequence[str], output: Path) -> processes.Tree:
 def _attempts(
     port: Port, place: int, peer: str, output: Path, until: float, stop: threading.Event
 ) -> tuple[str, int | None]:
-    """What the run printed, and its exit code: None where it was ended here."""
+    """Return the output of the run, and its exit code: None if it was terminated here."""
     while True:
         tree = _start(command(port, TCP_PORT + place, peer), output)
         try:
@@ -155,9 +156,9 @@ def _attempts(
 
 
 def _read(port: Port, text: str) -> RdmaWrite | None:
-    """The count of completed writes, as it reports it; None where there is none.
+    """Return the number of completed writes that perftest reports; None if there is none.
 
-    Not its MB/s: those come from a CPU frequency that it estimates, which an emulated CPU under load gets wrong.
+    Its MB/s are not used: they depend on an estimated CPU frequency, which is wrong on an emulated CPU under load.
     """
     row, mtu = _ROW.search(text), _MTU.search(text)
     if row is None:
@@ -170,7 +171,7 @@ def _read(port: Port, text: str) -> RdmaWrite | None:
 
 
 def _words(text: str, code: int | None) -> str:
-    """What a run said beside its table."""
+    """Return the output of a run without its table."""
     if code is None:
         return f"{PROGRAM} did not end within {RUN_SECONDS + OVERRUN_SECONDS:g} s"
     lines = [line.strip() for line in text.splitlines() if not _HEADER.search(line)]

@@ -1,7 +1,6 @@
-"""What to measure, as it is requested (`BenchSpec`) and as the starting process tells its ranks (`Plan`).
+"""The requested benchmark (`BenchSpec`), and the plan that the starting process sends to its ranks (`Plan`).
 
-The plan is one JSON file, written and read by the same version of this package; nothing here comes from outside the
-host.
+The plan is one JSON file, written and read by the same version of this package on the same host.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the ranks of a run do: the part of a request that every rank receives."""
+    """The part of a request that every rank receives."""
 
     cases: tuple[Case, ...] = ()
     warmup: int = 5
     min_iterations: int = 10
     max_iterations: int = 100
-    precision: float | None = 0.05  # stop a size when the interval's half width is within this part of the median
+    precision: float | None = 0.05  # a size ends when the interval's half width is within this fraction of the median
     budget_seconds: float = 60.0
     silence_seconds: float = 30.0  # longer than the longest single iteration
-    distinct_hosts: bool = False  # each rank gets an NCCL_HOSTID of its own: NCCL's network between ranks of one host
+    distinct_hosts: bool = False  # each rank gets its own NCCL_HOSTID: NCCL uses the network between ranks of one host
     links: Mapping[str, Any] = field(default_factory=dict)  # of this host, sent to every rank: plain JSON values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Work):
-    """The work of a run, and what the starting process has settled."""
+    """The work of a run, and the settings that the starting process has chosen."""
 
-    directory: str  # where ranks leave their events
-    host: str | None  # what the ranks call this host; None is the host's own name
+    directory: str  # where ranks write their events
+    host: str | None  # name of this host in the ranks' results; None: its own name
     backend: str
-    limit_seconds: float  # after which the collective itself gives up, and the run ends
+    limit_seconds: float  # after which the collective times out and the run ends
 
 
 def write(plan: Plan, path: Path) -> None:
@@ -61,17 +60,17 @@ def read(path: Path) -> Plan:
     return plain.read(json.loads(path.read_text(encoding="utf-8")), Plan)
 
 
-# What to measure, where, and for how long; every setting is checked before anything starts.
+# What to measure, where, and for how long; every setting is validated before anything starts.
 
 BACKENDS = ("gloo", "nccl")
 _ENDPOINT = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
 
 
 class SpecError(ValueError):
-    """A setting of the benchmark is not possible; the text names it, its value and what is allowed."""
+    """An invalid setting of the benchmark; the message names it, its value and what is allowed."""
 
 
-# Op, S in bytes, and the rows that all ranks of the run said of themselves when they joined.
+# Op, S in bytes, and the rows that all ranks reported when they joined.
 Expect = Callable[[str, int, Sequence[Mapping[str, Any]]], tuple[Bar, ...]]
 
 
@@ -79,27 +78,27 @@ Expect = Callable[[str, int, Sequence[Mapping[str, Any]]], tuple[Bar, ...]]
 class BenchSpec(Work):
     """What to measure, where, and for how long.
 
-    A run ends within startup + budget + silence seconds, and a few more to kill what does not end by itself. Explicit
+    A run ends within startup + budget + silence seconds, and a few more to kill processes that do not exit. Explicit
     `cases` are measured instead of ops and sizes.
     """
 
     ops: tuple[str, ...] = ("all_gather", "reduce_scatter")
     sizes_bytes: tuple[int, ...] = ()
-    backend: str | None = None  # None: nccl where this host shows CUDA GPUs, else gloo
+    backend: str | None = None  # None: nccl if this host shows CUDA GPUs, else gloo
     ranks_per_host: int = 2
     hosts: int = 1
     node_rank: int | None = None  # None: torchrun's rendezvous orders the hosts
     rendezvous: str | None = None  # "host:port", for several hosts
-    host_name: str | None = None  # what results call this host; None is its own name
+    host_name: str | None = None  # name of this host in results; None: its own name
     environment: Mapping[str, str] = field(default_factory=dict)  # for the ranks, on top of this process's own
     startup_seconds: float = 120.0
-    expect: Expect | None = None  # what each result is held against, by the caller, which knows the topology
+    expect: Expect | None = None  # returns the expected value of a result; set by the caller, which knows the topology
     lock_path: str | None = None
-    gpu_pids: tuple[int, ...] = ()  # other work on this host's GPUs, as the caller has seen it
+    gpu_pids: tuple[int, ...] = ()  # other processes on this host's GPUs, as seen by the caller
     force: bool = False
 
     def __post_init__(self) -> None:
-        """Check every setting."""
+        """Validate every setting."""
         for op in (*self.ops, *(case.op for case in self.cases)):
             _check("op", op, op in OPS, f"one of {', '.join(OPS)}")
         _check("backend", self.backend, self.backend in (None, *BACKENDS), "gloo, nccl or None")
@@ -125,11 +124,11 @@ class BenchSpec(Work):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
+        """Return the number of ranks of the whole job."""
         return self.ranks_per_host * self.hosts
 
     def all_cases(self) -> tuple[Case, ...]:
-        """Give the cases to measure: explicit ones, or each op at each size."""
+        """Return the cases to measure: explicit ones, or each op at each size."""
         return self.cases or tuple(Case(op=op, bytes=size) for op in self.ops for size in self.sizes_bytes)
 
 

@@ -1,8 +1,8 @@
 """Resources of a run on its host that end with it: process trees, the benchmark lock, a temporary folder.
 
 Surfaces: prctl(2) PR_SET_PDEATHSIG, /proc through psutil, and flock(2), which the kernel releases when its holder dies.
-A launcher starts its ranks in sessions of their own, so a process group does not hold them all; every process of a run
-carries a marker in its environment (/proc/PID/environ), which also finds those whose parent has died.
+A launcher starts its ranks in their own sessions, so a process group does not contain all of them. Therefore every
+process of a run has a marker in its environment (/proc/PID/environ), which also finds orphans.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-RUN_VARIABLE = "TOPOFLIGHT_PROCESS_TREE"  # marks every process of one run, so that the end finds orphans as well
+RUN_VARIABLE = "TOPOFLIGHT_PROCESS_TREE"  # marks every process of one run, so that orphans are found at the end
 PARENT_VARIABLE = "TOPOFLIGHT_PARENT"  # pid of the process that started the run
-# For each Python that we start and those that it starts: from 3.11 on, no torch.py of the current folder is imported.
+# For each Python process that we start, and its children: since 3.11, torch.py in the current folder is not imported.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-KILL_SECONDS = 5.0  # for the kernel to take a killed process down
+KILL_SECONDS = 5.0  # for the kernel to remove a killed process
 POLL_SECONDS = 0.05
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent dies, and check that it has not died already.
+    """Ask the kernel to kill this process when its parent dies, and check that the parent has not died already.
 
-    A rank whose launcher died before it came here has another parent by now, which is not of its run.
+    If the launcher of a rank died before this call, the rank now has another parent that is not part of the run.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     expected = os.getppid() if parent is None else parent
@@ -49,7 +49,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def _of_the_run(parent: int) -> bool:
-    """Whether the parent carries this run's mark, or is the starter itself where the run has no mark."""
+    """Return whether the parent has this run's marker, or is the process that started a run without a marker."""
     mark, starter = os.environ.get(RUN_VARIABLE), os.environ.get(PARENT_VARIABLE)
     if not mark:
         return starter in (None, str(parent))
@@ -60,12 +60,12 @@ def _of_the_run(parent: int) -> bool:
 
 
 def tethered(argv: Sequence[str], parent: int | None = None) -> list[str]:
-    """Give the command that becomes `argv`, and dies when the thread that starts it ends.
+    """Return a command that runs `argv` and dies when the thread that starts it ends.
 
-    `parent` is the pid of that process, by default this one; 0 for a command that somebody else will start.
+    `parent` is the pid of that process, by default this one; 0 for a command that another process will start.
     """
     pid = os.getpid() if parent is None else parent
-    return [sys.executable, "-P", __file__, str(pid), *argv]  # by its path: the child need not find us
+    return [sys.executable, "-P", __file__, str(pid), *argv]  # by path, because the child may not find the package
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:
@@ -77,7 +77,7 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-        except OSError:  # gone, or another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
         if process.pid != os.getpid() and wanted in environment.split(b"\0"):
             found.append(process)
@@ -85,9 +85,9 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
 
 
 def end_all(processes: Iterable[psutil.Process], grace_seconds: float) -> list[int]:
-    """End processes: SIGTERM, then SIGKILL for those left after the grace; returns the pids that needed it.
+    """End processes with SIGTERM, then SIGKILL after the grace period; return the pids that needed SIGKILL.
 
-    A stopped process acts on SIGKILL only.
+    A stopped process reacts only to SIGKILL.
     """
     listed = list(processes)
     for process in listed:
@@ -100,7 +100,7 @@ def end_all(processes: Iterable[psutil.Process], grace_seconds: float) -> list[i
 
 
 def _wait_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait until all are gone, or only wait to be reaped by their parent; returns those that are not."""
+    """Wait until all have ended (zombies count as ended); return those that have not."""
     deadline = time.monotonic() + seconds
     left = [process for process in processes if _lives(process)]
     while left and time.monotonic() < deadline:
@@ -126,10 +126,10 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 
 
 class Tree:
-    """A command and every process that it starts, which all end with it, with this process, or by `end`."""
+    """A command and all its descendants, which end with the command, with this process, or by `end`."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> None:
-        """Start it with SAFE_PATH, in a session of its own; what it prints goes to `output`."""
+        """Start it with SAFE_PATH in its own session; its output is written to `output`."""
         self._mark = os.urandom(16).hex()
         self.process = subprocess.Popen(
             tethered(argv),
@@ -141,11 +141,11 @@ class Tree:
         )
 
     def members(self) -> list[psutil.Process]:
-        """Those that live, also where their parent has died."""
+        """Return the living members, including orphans."""
         return marked(RUN_VARIABLE, self._mark)
 
     def wait(self, until: float, stop: threading.Event) -> Literal["", "stopped", "late"]:
-        """Wait for the command's end; says why it is not waited for any longer. `until` is of the monotonic clock."""
+        """Wait for the command's end, `stop`, or the time `until` (monotonic clock); return which of them happened."""
         while self.process.poll() is None:
             if stop.wait(POLL_SECONDS):
                 return "stopped"
@@ -154,10 +154,10 @@ class Tree:
         return ""
 
     def terminate(self) -> None:
-        """SIGTERM to the command's children, else to itself.
+        """Send SIGTERM to the command's children, or without children to the command.
 
-        Not to a command with children: torchrun would kill its ranks 30 s later, whatever they are saving (torch 2.13
-        torch/distributed/elastic/multiprocessing/api.py, close).
+        A command with children gets no signal: torchrun would kill its ranks 30 s later, even while they are saving
+        (torch 2.13 torch/distributed/elastic/multiprocessing/api.py, close).
         """
         import psutil
 
@@ -167,26 +167,26 @@ class Tree:
                 _signal(target, signal.SIGTERM)
 
     def ask(self, grace_seconds: float) -> bool:
-        """Terminate it, and wait for its end; whether it came."""
+        """Terminate it and wait; return whether it ended."""
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_seconds)
         return self.process.poll() is not None
 
     def end(self, grace_seconds: float) -> list[int]:
-        """End all of it as `end_all` does, and reap the command; returns the pids that needed SIGKILL."""
+        """End the whole tree like `end_all`, and reap the command; return the pids that needed SIGKILL."""
         killed: list[int] = []
-        for _ in range(3):  # the command may start one while they are listed
+        for _ in range(3):  # the command may start a process while they are listed
             if not (left := self.members()):
                 break
             killed += end_all(left, grace_seconds)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in the kernel
             self.process.wait(KILL_SECONDS)
         return killed
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the command, tied to the life of the parent whose pid comes first; 0 is any parent."""
+    """Run the command, tied to the life of the parent whose pid is the first argument; 0 is any parent."""
     die_with_parent(int(arguments[0]) or None)
     os.execvp(arguments[1], list(arguments[1:]))  # noqa: S606 - no shell on purpose
 
@@ -197,7 +197,7 @@ LOCK_NAME = "topoflight-bench.lock"
 
 
 class BusyError(RuntimeError):
-    """The host is in use: by another benchmark, or by others' work on its GPUs."""
+    """The host is in use by another benchmark, or by other processes on its GPUs."""
 
 
 def default_lock_path() -> Path:
@@ -208,7 +208,7 @@ def default_lock_path() -> Path:
 
 @contextlib.contextmanager
 def lock_host(path: Path | None = None) -> Iterator[None]:
-    """Hold the host's benchmark lock, or raise BusyError that says who has it."""
+    """Hold the host's benchmark lock, or raise BusyError that names the holder."""
     place = path or default_lock_path()
     descriptor = _open(place)
     try:
@@ -226,7 +226,7 @@ def lock_host(path: Path | None = None) -> Iterator[None]:
 
 
 def refuse_busy_gpus(gpu_pids: Sequence[int], force: bool) -> None:
-    """Raise BusyError if other processes use the GPUs: a benchmark would disturb them, and they would disturb it."""
+    """Raise BusyError if other processes use the GPUs, because they and a benchmark would disturb each other."""
     if gpu_pids and not force:
         raise BusyError(
             f"GPUs of {socket.gethostname()} are in use by {', '.join(f'pid {pid}' for pid in sorted(gpu_pids)[:8])}: "
@@ -235,7 +235,7 @@ def refuse_busy_gpus(gpu_pids: Sequence[int], force: bool) -> None:
 
 
 def _open(path: Path) -> int:
-    """Open the file, without following a link that another user may have left in a shared folder."""
+    """Open the file without following a link that another user may have created in a shared folder."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags)
@@ -260,12 +260,12 @@ def _sign(descriptor: int) -> None:
 # A temporary folder for one run. The next run removes the folder of a run that was killed.
 
 FOLDER_PREFIX = "topoflight-bench-"
-FOLDER_OWNER = "owner.lock"  # held with flock(2) by the living owner
+FOLDER_OWNER = "owner.lock"  # locked with flock(2) by the living owner
 
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """Make a temporary folder, which is removed at the end, or when the next run starts."""
+    """Create a temporary folder, which is removed at the end, or when the next run starts."""
     remove_stale_folders(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
         unlocked = Path(name) / f"{FOLDER_OWNER}.new"  # another run may only open the file once it is locked

@@ -1,7 +1,7 @@
-"""A rank's sign of life: events as JSON lines in a file of its host, a beat among them.
+"""A rank's heartbeat: events as JSON lines in a file on its host.
 
-A rank that beats and has not arrived where the others wait is the one they wait for. The thread here tells both apart
-while the main thread sits in a collective.
+If a rank sends heartbeats but has not arrived at a synchronization point, the others wait for it. The thread in this
+module reports both while the main thread is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEAT_SECONDS = 0.5
 
 
 class Journal:
-    """The file of a rank's events; lines are whole, also from two threads."""
+    """The file of a rank's events; lines are written whole, also from two threads."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._file = (directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
@@ -39,31 +39,31 @@ class Journal:
 
 
 class Pulse:
-    """Beats in the background."""
+    """Sends heartbeats in the background."""
 
     def __init__(self, journal: Journal) -> None:
-        self.arrived = 0  # meetings this rank has come to
+        self.arrived = 0  # synchronization points that this rank has reached
         self.where = "joining"
         self._journal = journal
 
     def start(self) -> None:
-        """Start the threads; SIGTERM is blocked in all others, so that one can leave a last word."""
+        """Start the threads; SIGTERM is blocked in all others, so that one thread can write a last event."""
         threading.Thread(target=self._last_word, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def arrive(self, where: str) -> None:
-        """Note that this rank has come to the next meeting."""
+        """Record that this rank has reached the next synchronization point."""
         self.where = where
         self.arrived += 1
 
     def _last_word(self) -> None:
-        """Die of SIGTERM with a word: a rank that leaves none was killed, and is the one to name."""
+        """Write an event and exit on SIGTERM; a rank without this event was killed and is the one to report."""
         signal.sigwait({signal.SIGTERM})
         self._journal.write("terminated", arrived=self.arrived, where=self.where)
         os._exit(128 + signal.SIGTERM)
 
     def _beat(self) -> None:
-        """Tell the parent, in the file."""
+        """Write a heartbeat to the file that the parent reads."""
         while True:
             bytes_moved = sum(moved(store_port()).values())
             self._journal.write("beat", arrived=self.arrived, where=self.where, moved_bytes=bytes_moved)
@@ -71,29 +71,29 @@ class Pulse:
 
 
 def store_port() -> int:
-    """Where the job's store listens; 0 where no launcher said."""
+    """Return the port of the job's TCPStore; 0 if no launcher set it."""
     return int(os.environ.get("MASTER_PORT") or 0)
 
 
 def block_sigterm() -> None:
-    """Keep SIGTERM for the thread that waits for it; to be called before any other thread is started."""
+    """Block SIGTERM in all threads except the one that waits for it; call before any other thread is started."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-# What this process's TCP connections have moved, and over which interfaces: as the kernel counts it.
+# Bytes moved by this process's TCP connections, and over which interfaces, as counted by the kernel.
 #
 # Surface: getsockopt(2) TCP_INFO on the process's own sockets (struct tcp_info of include/uapi/linux/tcp.h), found in
-# /proc/self/fd; the host's interfaces by psutil. No privilege, no other process's traffic.
+# /proc/self/fd; the host's interfaces through psutil. It needs no privileges and sees no traffic of other processes.
 
 _ACKED, _RECEIVED = 120, 128  # offsets of tcpi_bytes_acked and tcpi_bytes_received, both __u64, since Linux 4.1
 _INFO_BYTES = 136
 
 
 def moved(store_port: int) -> dict[str, int]:
-    """Bytes by own address, of all connections but those of the job's store, which tells of life and not of work."""
+    """Return bytes by local address for all connections except those of the job's store, which carry heartbeats."""
     found: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names, no Path objects
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile, no TCP, not connected
+        with contextlib.suppress(OSError, ValueError):  # closed in the meantime, not TCP, or not connected
             number = int(name)
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
@@ -111,7 +111,7 @@ def moved(store_port: int) -> dict[str, int]:
 
 
 def carried(rank: int, store_port: int) -> list[Carried]:
-    """What this rank moved, with the interfaces that have the addresses, most first."""
+    """Return what this rank moved, with the interfaces that have the addresses, largest first."""
     import psutil
 
     named: dict[str, str] = {}
@@ -128,6 +128,6 @@ def carried(rank: int, store_port: int) -> list[Carried]:
 
 
 def _plain(address: str) -> str:
-    """Without a zone, and an IPv4 address as such where a socket of both kinds holds it."""
+    """Remove the zone, and convert an IPv4-mapped address of a dual-stack socket to IPv4."""
     read = ipaddress.ip_address(address.partition("%")[0])
     return str(getattr(read, "ipv4_mapped", None) or read)

@@ -26,16 +26,16 @@ from collectives.bench.processes import die_with_parent
 from collectives.bench.pulse import Journal, Pulse, block_sigterm, carried, store_port
 from collectives.bench.results import spread_ratio
 
-PREDICTS_UP_TO = 64  # times its own size: the time of a smaller size is latency more than bandwidth
+PREDICTS_UP_TO = 64  # times its own size: the time of a smaller size is mostly latency
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "RCCL_", "FI_", "OFI_NCCL_")
-BATCH = 5  # iterations between two looks at the interval
-WARMUP_SHARE = 0.2  # of a size's budget; the first iteration sets up connections and so takes longest
-LEAST_ITERATIONS = 3  # of a measurement: the first, which connects; one on fresh data, verified; one that is timed
+BATCH = 5  # iterations between two checks of the interval
+WARMUP_SHARE = 0.2  # fraction of a size's budget; the first iteration sets up connections and takes longest
+LEAST_ITERATIONS = 3  # per measurement: one that connects, one verified on fresh data, one that is timed
 
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """What one rank knows of itself."""
+    """The state of one rank."""
 
     rank: int
     world: int
@@ -44,32 +44,32 @@ class Rank:
     pulse: Pulse
     device: str
     control: Any = None  # process group of the control traffic
-    group: Any = None  # process group that is measured
-    turn: int = 0  # rounds of fresh data so far
+    group: Any = None  # process group to measure
+    turn: int = 0  # number of rounds with fresh data so far
 
 
 @dataclass(slots=True, kw_only=True)
 class Times:
-    """Seconds of one case so far: by rank, then by iteration."""
+    """Seconds measured for one case so far: by rank, then by iteration."""
 
     runs: list[list[float]]
     waits: list[list[float]]
-    wrong: set[tuple[int, int]] = field(default_factory=set)  # (seen by rank, given by rank or -1)
+    wrong: set[tuple[int, int]] = field(default_factory=set)  # (detecting rank, sending rank or -1)
     rounds: int = 0  # verified
 
 
 def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -> float:
-    """Measure one case; returns the seconds of one iteration, the same on every rank.
+    """Measure one case; return the seconds of one iteration, which are equal on all ranks.
 
-    The first iteration shows how many fit into `budget_seconds`. Where not even a verified round and a timed one fit
-    into `left_seconds`, those of the whole run, nothing is measured.
+    The first iteration shows how many fit into `budget_seconds`. If one verified and one timed round do not fit into
+    `left_seconds` of the whole run, nothing is measured.
     """
     op = ops.OPS[case.op]
     side = ops.allocate(op, case.bytes, me.group, tuple(range(me.world)), me.rank, me.device)
     times = Times(runs=[[] for _ in range(me.world)], waits=[[] for _ in range(me.world)])
     name = f"{case.op} of {case.bytes} bytes"
     came = mark(me)
-    meet(me, side)  # NCCL connects with the first collective of a group, which is no iteration of anything
+    meet(me, side)  # NCCL connects in the first collective of a group, so this one is not counted as an iteration
     between(me, came, mark(me))
     started = time.monotonic()
     me.journal.write("case", op=case.op, bytes=case.bytes, where=name)
@@ -82,7 +82,7 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
     spent = slowest(me, time.monotonic() - started)
     while True:
         wrong = verified_round(me, op, side, name)
-        # a large size on a slow wire: what is left of the budget holds fewer than a batch, and the round just done
+        # large size, slow network: the rest of the budget holds less than a batch, and the round just done
         fits = (budget_seconds - spent) / each - 1 if each > 0 else BATCH
         runs, waits = _iterate(me, op, side, max(1, min(BATCH, int(fits))), name)
         share(me, times, runs, waits, wrong)
@@ -98,7 +98,7 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
 
 
 def _iterate(me: Rank, op: ops.Op, side: ops.Side, count: int, name: str) -> tuple[list[float], list[float]]:
-    """Run the collective `count` times; returns seconds of the run, and seconds waited for the last to arrive."""
+    """Run the collective `count` times; return seconds of the runs, and seconds waited for the last rank."""
     runs, waits = [], []
     for _ in range(count):
         me.pulse.arrive(name)
@@ -121,7 +121,7 @@ def meet(me: Rank, side: ops.Side) -> None:
 
 
 def mark(me: Rank) -> Any:
-    """Take the time: of this host, or an event in the GPU's stream."""
+    """Record a time: of this host, or an event in the GPU's stream."""
     if me.device == "cpu":
         return time.perf_counter()
     import torch
@@ -132,7 +132,7 @@ def mark(me: Rank) -> Any:
 
 
 def between(me: Rank, first: Any, second: Any) -> float:
-    """Give the seconds between two marks."""
+    """Return the seconds between two recorded times."""
     if me.device == "cpu":
         return float(second - first)
     second.synchronize()
@@ -149,7 +149,7 @@ def verified_round(me: Rank, op: ops.Op, side: ops.Side, name: str) -> tuple[int
 
 
 def share(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: tuple[int, ...]) -> None:
-    """Give every rank the times and the verdicts of all."""
+    """Exchange the times and verification results of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -165,7 +165,7 @@ def share(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: 
 
 
 def gather(me: Rank, value: Any) -> list[Any]:
-    """Give every rank the values of all, by rank."""
+    """Return the values of all ranks, by rank, on every rank."""
     import torch.distributed as dist
 
     everyone: list[Any] = [None] * me.world
@@ -174,7 +174,7 @@ def gather(me: Rank, value: Any) -> list[Any]:
 
 
 def find_corrupt_ranks(me: Rank, op: ops.Op, side: ops.Side, times: Times) -> None:
-    """Find whose part made a sum wrong: each rank in turn shows what it gives."""
+    """Find the ranks whose data made a sum wrong: each rank in turn broadcasts its own."""
     import torch
     import torch.distributed as dist
 
@@ -192,7 +192,7 @@ def find_corrupt_ranks(me: Rank, op: ops.Op, side: ops.Side, times: Times) -> No
 
 
 def slowest(me: Rank, seconds: float) -> float:
-    """Find the largest of all ranks' seconds, so that all ranks decide alike."""
+    """Return the largest of all ranks' seconds, so that all ranks decide alike."""
     import torch
     import torch.distributed as dist
 
@@ -202,7 +202,7 @@ def slowest(me: Rank, seconds: float) -> float:
 
 
 def slowest_of_iteration(times: Times) -> list[float]:
-    """Give the seconds of the slowest rank of each iteration."""
+    """Return the seconds of the slowest rank in each iteration."""
     return [max(seconds) for seconds in zip(*times.runs, strict=True)]
 
 
@@ -230,12 +230,12 @@ def _write_measured(me: Rank, op: ops.Op, case: Case, times: Times) -> None:
 
 
 def speaks() -> bool:
-    """One rank of each host writes down what all know."""
+    """Return whether this rank writes the common results for its host."""
     return os.environ.get("LOCAL_RANK") == "0"
 
 
 def main(path: str) -> None:
-    """Run the plan as the rank that the launcher's environment names."""
+    """Run the plan as the rank defined by the launcher's environment."""
     die_with_parent()
     block_sigterm()
     plan = read(Path(path))
@@ -260,14 +260,14 @@ def main(path: str) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Leave at once: a thread that is inside torch's store while the interpreter is torn down aborts the process."""
+    """Exit immediately: a thread inside torch's store would abort the process during interpreter finalization."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _join(me: Rank, host: str) -> None:
-    """Join the job and tell every rank who is there and with which versions."""
+    """Join the job and exchange hosts and versions with all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -292,7 +292,7 @@ def _work(me: Rank) -> None:
     import torch.distributed as dist
 
     started = time.monotonic()
-    singles: dict[Case, float] = {}  # seconds of one iteration of what was run, alike on every rank
+    singles: dict[Case, float] = {}  # seconds of one iteration per case that was run, equal on all ranks
     skipped: list[Case] = []
     for index, case in enumerate(me.plan.cases):
         left = me.plan.budget_seconds - slowest(me, time.monotonic() - started)
@@ -313,7 +313,7 @@ def _work(me: Rank) -> None:
 
 
 def predict_seconds(case: Case, singles: Mapping[Case, float]) -> float | None:
-    """Seconds of one iteration, from the largest size that was run; None if no run size is large enough."""
+    """Predict the seconds of one iteration from the largest measured size; None if no measured size is large enough."""
     known = [other for other in singles if other.bytes * PREDICTS_UP_TO >= case.bytes]
     alike = [other for other in known if other.op == case.op] or known
     if not alike:

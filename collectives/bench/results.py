@@ -1,6 +1,6 @@
-"""What a benchmark leaves behind.
+"""The results of a benchmark.
 
-A result that was not verified element by element is not a measurement. Bandwidths follow nccl-tests
+A result counts as a measurement only if it was verified element by element. Bandwidths follow nccl-tests
 (doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor; see docs/reference/bus-bandwidth.md.
 """
 
@@ -21,14 +21,14 @@ MOST_RESULT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What a measurement is held against: the bus bandwidth of a healthy run, in bytes per second."""
+    """The reference value of a measurement: the bus bandwidth of a healthy run, in bytes per second."""
 
     name: str  # "as it should be", "as it is"
-    low: float | None = None  # None: unknown, `why` says the reason
+    low: float | None = None  # None: unknown, `why` has the reason
     typical: float | None = None
     high: float | None = None
     algorithm: str = ""  # "ring", "NVLS"
-    ring_high: float | None = None  # the most that the ring reaches, where another algorithm is expected
+    ring_high: float | None = None  # highest rate of the ring algorithm, if another algorithm is expected
     why: tuple[str, ...] = ()  # derivation with its sources
 
 
@@ -41,13 +41,13 @@ class Measurement:
     ranks: tuple[int, ...]  # of the group
     hosts: tuple[str, ...]  # by rank
     bytes: int  # S as nccl-tests counts it: total for all_gather and reduce_scatter
-    iteration_seconds: tuple[float, ...]  # slowest rank of each iteration, warm-up left out
+    iteration_seconds: tuple[float, ...]  # slowest rank of each iteration, without warm-up
     median_seconds: float
-    spread_ratio: float | None  # half width of the 95 % interval of the median over the median
+    spread_ratio: float | None  # half width of the 95 % interval of the median, divided by the median
     algbw_bytes_per_second: float
     busbw_bytes_per_second: float
     verified: bool
-    rank_median_seconds: tuple[float, ...] = ()  # by rank: who is slow
+    rank_median_seconds: tuple[float, ...] = ()  # by rank; shows slow ranks
     expected_busbw_bytes_per_second: float | None = None
     expectation: tuple[str, ...] = ()  # derivation of the expected value
     bars: tuple[Bar, ...] = ()  # the first gives the expected value
@@ -65,35 +65,35 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A rank the others wait for."""
+    """A rank for which the others wait."""
 
     rank: int
     host: str
-    late_seconds: float  # median time it arrives after the median rank
+    late_seconds: float  # median of its arrival time after the median rank
     iterations: int
-    share: float  # part of the iterations in which it came last
+    share: float  # fraction of the iterations in which it arrived last
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What one rank's TCP connections moved over one of its addresses; RDMA and shared memory are not in it."""
+    """Bytes that one rank's TCP connections moved over one of its addresses, without RDMA and shared memory."""
 
     rank: int
-    interface: str  # "net1"; "" where no interface had the address
+    interface: str  # "net1"; "" if no interface had the address
     address: str
     bytes: int  # sent and received
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """All that one run of the benchmark established, whole or partial."""
+    """All results of one run of the benchmark, complete or partial."""
 
     measurements: tuple[Measurement, ...]
     world_size: int
     backend: str
     hosts: tuple[str, ...]
-    environment: dict[str, str]  # NCCL_* and GLOO_* the ranks ran with
+    environment: dict[str, str]  # NCCL_* and GLOO_* of the ranks
     versions: dict[str, str]  # torch, nccl, python
     started_at_seconds: float
     seconds: float
@@ -103,28 +103,28 @@ class BenchResult:
     complete: bool = True
     problems: tuple[str, ...] = ()  # "rank 1 on node-b: no answer for 30 s (killed)"
     carried: tuple[Carried, ...] = ()  # what the ranks' TCP connections moved, by interface
-    nvlink_domains: tuple[str, ...] = ()  # of the hosts, each once; "" of a host that shares NVLink with no other
-    stopped_by: str | None = None  # "SIGTERM", "its caller": cut short from outside, no fault of what was measured
+    nvlink_domains: tuple[str, ...] = ()  # of the hosts, each once; "" for a host without shared NVLink
+    stopped_by: str | None = None  # "SIGTERM", "its caller": stopped from outside, not a fault of the hardware
     schema_version: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaWrite:
-    """One port's writes to the peer."""
+    """The writes from one port to the peer."""
 
     port: str  # "mlx5_0:1"
     bytes: int  # of one write
     writes: int
     seconds: float
     bytes_per_second: float
-    mtu_bytes: int | None = None  # that both ends agreed on
+    mtu_bytes: int | None = None  # negotiated by both ends
     rate_bytes_per_second: float | None = None  # of the port
     bars: tuple[Bar, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaResult:
-    """What the host that writes measured with perftest."""
+    """The perftest measurements of the writing host."""
 
     host: str
     peer: str
@@ -137,11 +137,11 @@ class RdmaResult:
 
     @property
     def complete(self) -> bool:
-        """Whether every port was measured."""
+        """Return whether every port was measured."""
         return bool(self.writes) and not self.problems
 
 
-# The arithmetic of repeated measurements: the 95 % interval of their median.
+# Statistics of repeated measurements: the 95 % interval of their median.
 
 
 def spread_ratio(seconds: Sequence[float]) -> float | None:
@@ -157,7 +157,7 @@ def spread_ratio(seconds: Sequence[float]) -> float | None:
         if tail > 0.025:
             break
         left_out += 1
-    from statistics import median  # and with it decimal and random, which a reader of results does not need
+    from statistics import median  # also imports decimal and random, which a reader of results does not need
 
     middle = median(seconds) if n else 0.0
     if left_out < 0 or middle <= 0:
@@ -166,17 +166,17 @@ def spread_ratio(seconds: Sequence[float]) -> float | None:
     return (ordered[n - 1 - left_out] - ordered[left_out]) / 2 / middle
 
 
-# Results as plain JSON values, and back; the reader trusts nothing it is given.
+# Results as plain JSON values, and back; the input is validated completely.
 
 T = TypeVar("T", BenchResult, RdmaResult)
 
 
 class ResultError(ValueError):
-    """What was given is not the JSON of a benchmark's result."""
+    """The input is not the JSON of a benchmark result."""
 
 
 def result_from_json(data: object) -> BenchResult:
-    """Read a result of collectives back; raises ResultError that says where it does not fit."""
+    """Parse a result of collectives. Raises ResultError that names the invalid part."""
     return read_as(data, BenchResult)
 
 
@@ -186,7 +186,7 @@ def read_result(path: Path) -> BenchResult:
 
 
 def read_as(data: object, kind: type[T]) -> T:
-    """Read a result of this kind back; raises ResultError that says where it does not fit."""
+    """Parse a result of this kind. Raises ResultError that names the invalid part."""
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise ResultError(f"schema_version: {version!r} is not allowed; allowed: {SCHEMA_VERSION}")

@@ -1,6 +1,6 @@
-"""Measure collectives with real ranks: `run(BenchSpec(...))` gives a BenchResult, whole or partial.
+"""Measure collectives with real ranks: `run(BenchSpec(...))` returns a BenchResult, complete or partial.
 
-The ranks are child processes under torchrun; this process imports no torch. Bandwidths are those of nccl-tests,
+The ranks are child processes under torchrun; this process does not import torch. Bandwidths are those of nccl-tests,
 see docs/reference/bus-bandwidth.md.
 """
 
@@ -37,7 +37,7 @@ __all__ = ["BenchSpec", "Case", "SpecError", "run"]
 
 
 def visible_backend() -> str:
-    """Choose nccl where this host shows NVIDIA devices that are not hidden, else gloo."""
+    """Return nccl if this host shows NVIDIA devices that are not hidden, else gloo."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
     return "nccl" if not hidden and any(Path("/dev").glob("nvidia[0-9]*")) else "gloo"
 
@@ -47,10 +47,10 @@ def run(
     on_event: Callable[[dict[str, Any]], None] | None = None,
     stop: threading.Event | None = None,
 ) -> BenchResult:
-    """Measure. Always gives a result: what broke is in its problems, and `complete` is then False.
+    """Run the benchmark and always return a result; errors are in its problems, and `complete` is then False.
 
-    Raises processes.BusyError before anything starts when the host is in use. `on_event` gets one dict for each event
-    of a local rank: "start", "joined", "progress", "measured", "skipped", "error", "end".
+    Raises processes.BusyError before anything starts if the host is in use. `on_event` gets one dict for each event of
+    a local rank: "start", "joined", "progress", "measured", "skipped", "error", "end".
     """
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     backend = spec.backend or visible_backend()
@@ -62,7 +62,7 @@ def run(
 
 
 def plan_of(spec: BenchSpec, directory: Path, backend: str) -> Plan:
-    """Make the plan that every rank reads; the ranks write their events to `directory`."""
+    """Create the plan that every rank reads; the ranks write their events to `directory`."""
     work = {one.name: getattr(spec, one.name) for one in fields(Work)} | {"cases": spec.all_cases()}
     limit_seconds = spec.startup_seconds + spec.budget_seconds + spec.silence_seconds
     return Plan(directory=str(directory), host=spec.host_name, backend=backend, limit_seconds=limit_seconds, **work)
@@ -78,17 +78,17 @@ def _run_in(
     plan = plan_of(spec, directory, backend)
     debug = directory / "nccl"
     debug.mkdir()
-    from collectives.nccl_log import evidence  # who only reads results needs no reader of logs
+    from collectives.nccl_log import evidence  # not needed to read results
 
     environment = {**(evidence.environment(debug) if backend == "nccl" else {}), **spec.environment}
     started, clock = time.time(), time.monotonic()
     outcome = watch.run_ranks(plan, spec, environment, on_event, stop)
     seconds = time.monotonic() - clock
-    logs = sorted(path for path in debug.iterdir() if path.is_file())  # one of each process; gloo writes none
+    logs = sorted(path for path in debug.iterdir() if path.is_file())  # one per process; gloo writes none
     return assemble(spec, backend, outcome, started, seconds, evidence.read_files(logs) if logs else None)
 
 
-# Turns what the ranks wrote down into a result: bandwidths, fits, and everything that was not as it should be.
+# Convert the events of the ranks to a result: bandwidths, fits, and all problems.
 
 
 def assemble(
@@ -153,9 +153,9 @@ def _latencies(measurements: Sequence[Measurement]) -> tuple[Latency, ...]:
 
 
 def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
-    """Fit t = alpha + bytes / beta over the verified sizes of one op; None where it has no meaning.
+    """Fit t = alpha + bytes / beta to the verified sizes of one op; None if the fit has no meaning.
 
-    Weighted by 1 / t squared (relative errors count alike), else the largest size alone decides alpha.
+    Weighted by 1 / t squared, so that relative errors count equally; otherwise the largest size alone determines alpha.
     """
     points = [(m.bytes, m.median_seconds) for m in measurements if m.op == op and m.verified and m.median_seconds > 0]
     if len({size for size, _ in points}) < 2:

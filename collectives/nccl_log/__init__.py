@@ -1,1 +1,1 @@
-"""The reader of NCCL's log: channels, transports, problems, verdict."""
+"""Read NCCL's log: channels, transports, problems, verdict."""

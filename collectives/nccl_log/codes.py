@@ -1,6 +1,6 @@
-"""The tables of the reader of NCCL logs: problems by their codes (codes.toml), texts that name one (messages.toml).
+"""The tables for reading NCCL logs: problems by code (codes.toml), and texts that indicate a problem (messages.toml).
 
-A text is looked for first; its regular expression is compiled and run only on a message that contains the text.
+A text is searched first; its regular expression is compiled and run only on a message that contains the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contracts.tables import insert_pieces, read_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """One code: what it means, and the first thing to do. codes.toml says what each mark stands for."""
+    """One code: its meaning, and the first action. codes.toml describes the marks."""
 
     severity: str  # "info", "warn", "fail"
     message: str
@@ -40,29 +40,29 @@ _MESSAGES = read_table(__file__, "messages.toml")
 
 
 def problem_of(code: str, detail: str = "", **more: Any) -> LogProblem:
-    """Make the problem of a code; `more` are other members of it, which may replace the severity or the action."""
+    """Create the problem with this code; `more` are further members, which may override the severity or the action."""
     meaning = CODES[code]
     words = {"message": f"{meaning.message}{': ' + detail if detail else ''}", "action": meaning.action}
     return LogProblem(code=code, **{**words, "severity": meaning.severity, **more})
 
 
 def codes_with(mark: str) -> tuple[str, ...]:
-    """Codes that have this mark in codes.toml."""
+    """Return the codes that have this mark in codes.toml."""
     return tuple(code for code, meaning in CODES.items() if getattr(meaning, mark))
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """One text and what it stands for."""
+    """A text in a message and the code that it indicates."""
 
     needle: bytes
     code: str
-    pattern: bytes = b""  # regular expression that must match too; empty: the text alone is enough
-    rising: bool = False  # the first number that the pattern finds must be below the second
-    own: bool = True  # only NCCL, its plugins, a launcher or the kernel prints it: it counts on any line
+    pattern: bytes = b""  # regular expression that must also match; empty: the text is sufficient
+    rising: bool = False  # the first number in the pattern must be lower than the second
+    own: bool = True  # printed only by NCCL, its plugins, a launcher or the kernel: counts on any line
 
     def is_in(self, message: bytes) -> bool:
-        """Whether a message that contains the text says what the sign stands for."""
+        """Return whether a message that contains the text indicates the code."""
         if not self.pattern:
             return True
         match = _compiled(self.pattern).search(message)
@@ -75,7 +75,7 @@ def _compiled(pattern: bytes) -> re.Pattern[bytes]:
 
 
 def _read_signs() -> tuple[Sign, ...]:
-    """The rows of messages.toml; a row with several texts gives a sign for each."""
+    """Read messages.toml; a row with several texts gives one sign for each."""
     pieces: dict[str, str] = _MESSAGES["pieces"]
     signs = []
     for row in _MESSAGES["messages"]["rows"]:
@@ -96,7 +96,7 @@ PATHS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = tuple(
 )
 FACT_WORDS, DULL_STARTS = (tuple(text.encode() for text in _MESSAGES[name]) for name in ("fact_words", "dull_starts"))
 
-# What must be looked for where no header of NCCL's stands before it.
+# Texts to search for in lines without an NCCL header.
 SEARCHED: tuple[bytes, ...] = tuple(dict.fromkeys(sign.needle for sign in SIGNS if sign.own))
 _NEEDLES: tuple[bytes, ...] = tuple(dict.fromkeys(sign.needle for sign in SIGNS))
 _OF_NEEDLE = {
@@ -106,17 +106,17 @@ _OF_NEEDLE = {
 
 @lru_cache(maxsize=4_096)
 def _needles_in(shape: bytes) -> tuple[bytes, ...]:
-    """Needles of a message without its digits, which no needle has: messages differ by their numbers most."""
+    """Return the texts in a message without digits, which no text contains: messages differ mostly in numbers."""
     return tuple(needle for needle in _NEEDLES if needle in shape)
 
 
 def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
-    """Codes that the message stands for, each once, in the order of the table.
+    """Return the codes that the message indicates, each once, in table order.
 
     ``foreign``: the line may not be NCCL's; only texts that no other library prints count.
     """
     needles = _needles_in(message.translate(None, b"0123456789"))
-    if not needles:  # the usual case
+    if not needles:  # the common case
         return ()
     numbers = sorted(number for needle in needles for number in _OF_NEEDLE[needle])
     rows = (SIGNS[number] for number in numbers)

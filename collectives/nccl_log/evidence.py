@@ -1,7 +1,7 @@
-"""Evidence: what a training log proves about the wire.
+"""Evidence: what a training log proves about the transports that NCCL used.
 
-``read_files`` opens anybody's logs (``-`` is standard input) and gives the verdict; ``environment`` is
-what a run must be started with to leave evidence behind; ``exit_code`` turns a verdict into a gate. Formats and codes:
+``read_files`` reads logs (``-`` is stdin) and returns the verdict. ``environment`` returns the variables with which a
+run logs this evidence. ``exit_code`` converts a verdict to the exit code of a gate. Formats and codes:
 docs/explanation/evidence.md.
 """
 
@@ -38,17 +38,17 @@ from contracts import plain
 from contracts.bounded import open_regular, utf8_chunks
 from contracts.redaction import without_secrets
 
-# From counted lines to a verdict: what joins nodes, what joins GPUs of a node, is GPUDirect RDMA on.
+# Derive the verdict from counted lines: the transport between nodes and within a node, and GPUDirect RDMA.
 #
-# The rules. Channel lines prove. A selected network proves that GPUDirect RDMA is off when it is Socket, and never that
-# it is on. "GDR 1" in the summary line proves nothing (it is the initial value). P2P does not prove NVLink. No channel
-# line is no evidence.
+# Rules: Channel lines are proof. The selected network proves that GPUDirect RDMA is off if it is Socket, and never that
+# it is on. "GDR 1" in the summary line proves nothing (it is the initial value). P2P does not prove NVLink. Without a
+# channel line there is no evidence.
 
 MAX_PROOF = 64
 
 
 def version_of(ledger: Ledger) -> str | None:
-    """The version as the log prints it; the fuller one where several lines differ in detail."""
+    """Return the version in the log; the more detailed one if several lines differ in detail."""
     if ledger.facts.rccl_version:
         return f"RCCL {ledger.facts.rccl_version}"
     versions = ledger.facts.versions
@@ -74,22 +74,22 @@ def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
 
 
 def inter_name(network: str, provider: str | None = None) -> str:
-    """The network between nodes in the words people use for it."""
+    """Return the common name of the network between nodes."""
     if network.startswith("IBext"):
         return f"IB (plugin {network})"
     if network in ("AWS Libfabric", "Libfabric"):
-        if provider is None:  # the plugin serves EFA, Slingshot and others: its name alone does not show which
+        if provider is None:  # the plugin serves EFA, Slingshot and others, so its name does not identify the network
             return f"libfabric ({network})"
         return f"{'EFA' if provider.startswith('efa') else provider} ({network})"
     return network
 
 
 def selected_network(ledger: Ledger) -> str | None:
-    """The network NCCL says it uses; the RDMA one if ranks differ."""
+    """Return the network that NCCL reports as selected; the RDMA network if ranks differ."""
     names = ledger.facts.networks or ledger.facts.assigned
     if not names:
         failed = any(ledger.codes[code] for code in codes_with("verbs"))
-        # Before 2.5 no line names the network: sockets are set up, and listed, only where no RDMA device is found.
+        # Before 2.5 no line names the network. Sockets are set up and listed only if no RDMA device was found.
         return "IB" if ledger.facts.ib_listed or failed else "Socket" if ledger.facts.sockets else None
     return max(names, key=lambda name: (name != "Socket", names[name]))
 
@@ -116,25 +116,25 @@ def _inter(ledger: Ledger) -> str | None:
 
 
 def _nvlink_joins_nodes(ledger: Ledger) -> bool:
-    """Whether channels over MNNVL cross operating systems: NCCL calls those within one so too (transport/p2p.cc)."""
+    """Return whether MNNVL channels cross operating systems; NCCL prints MNNVL within one too (transport/p2p.cc)."""
     return not _cliques_end_at_hosts(ledger) and any(
         key.startswith("P2P/MNNVL") and count > 0 for key, count in ledger.transports.items()
     )
 
 
 def _cliques_end_at_hosts(ledger: Ledger) -> bool:
-    """Whether each NVLink clique, which NCCL counts as a node, is one host; False where hosts may be missing."""
+    """Return whether each NVLink clique, which NCCL counts as a node, is one host; False if hosts may be missing."""
     facts = ledger.facts
     small = 0 < facts.mnnvl_clique <= facts.local_ranks <= evidence_problems.MOST_GPUS_OF_A_NODE
     return small and 1 < facts.nodes == ledger.hosts.count()
 
 
 def _network_names(ledger: Ledger) -> list[str]:
-    """Networks that carry channels; without names that two torn lines made up ("NET/IB" of "NET/IBext")."""
+    """Return the networks with channels, without names that are fragments in torn lines ("NET/IB" of "NET/IBext")."""
     counts = {name: row[0] for name, row in ledger.networks.items() if row[0] > 0}
     real = {name for name in counts if name in ledger.facts.networks}
     total = sum(counts.values())
-    # Never selected, and less than one line in a hundred beside a selected one.
+    # Never selected, and on less than 1 % of the lines of a selected network.
     names = [name for name, count in counts.items() if name in real or not real or count * 100 > total]
     return sorted(names, key=lambda name: -counts[name])
 
@@ -143,7 +143,7 @@ def _intra_keys(ledger: Ledger) -> list[str]:
     table = {k: n for k, n in ledger.transports.items() if k.startswith(("P2P/", "SHM")) and n > 0}
     if not table:
         table = {k: n for k, n in ledger.torn_transports.items() if k.startswith("P2P/") and n > 0}
-    # "P2P/IPC" is what is left of "P2P/IPC/read" in a line torn there: less than one in a hundred is no mix.
+    # "P2P/IPC" can be a fragment of "P2P/IPC/read" in a torn line: below 1 % it is not a second transport.
     cut = {key for key in table for whole in table if whole.startswith(f"{key}/") and table[key] * 100 < table[whole]}
     return sorted(table.keys() - cut, key=lambda key: (key == "SHM", -table[key], key))
 
@@ -168,7 +168,7 @@ def _intra(ledger: Ledger) -> str | None:
 def _gdrdma(ledger: Ledger, inter: str | None) -> str:
     total = sum(ledger.channels.values())
     on = sum(n for (_, gdrdma), n in ledger.channels.items() if gdrdma)
-    # Tags found at the start of lines explain as many channels that seem to lack one.
+    # Tags found at the start of lines belong to as many channels that seem to lack one.
     missing = total - on
     if total and missing and on and missing <= ledger.orphan_tags:
         return "on"
@@ -176,7 +176,7 @@ def _gdrdma(ledger: Ledger, inter: str | None) -> str:
         return "on" if on == total else "off" if not on else "partial"
     if ledger.torn_network:
         return "off" if inter == "Socket" else "none"
-    if inter == "Socket":  # only chosen: it carries nothing in a job of one node
+    if inter == "Socket":  # only selected: it carries nothing in a single-node job
         return "off" if evidence_problems.single_node(ledger) is False else "none"
     refused = {enabled for (name, enabled) in ledger.facts.gdr_hca if name in ("IB", "IBext")}
     return "off" if refused == {False} and inter is not None and inter.startswith("IB") else "none"
@@ -188,7 +188,7 @@ def _direction(ledger: Ledger, direction: str | None) -> ChannelCount:
 
 
 def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
-    """Channels by network device; devices of several hosts are kept apart, for each host numbers its own."""
+    """Return channels by network device; devices of different hosts are separate, because each host numbers its own."""
     names = ledger.hosts.whole_names()
     several = len({names[host] for host, *_ in ledger.devices if host in names}) > 1
     rows: dict[str, ChannelCount] = {}
@@ -204,7 +204,7 @@ def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
 
 
 def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
-    """Network channels of each host, where several have some."""
+    """Return the network channels per host, if several hosts have some."""
     names = ledger.hosts.whole_names()
     rows: dict[str, dict[str, ChannelCount]] = {}
     for (host, network, _), (total, on) in sorted(ledger.devices.items()):
@@ -215,7 +215,7 @@ def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
 
 
 def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
-    """Channels between nodes first, then within a node, then what was announced."""
+    """Return channels between nodes first, then within a node, then announcements."""
     ranks = {"NET/": 0, "COLLNET/": 0, "transport ": 1}
     lines = [
         (min((rank for start, rank in ranks.items() if fact.startswith(start)), default=2), row.line, index, row)
@@ -239,14 +239,14 @@ def _mnnvl_use(ledger: Ledger) -> str:
 
 
 def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
-    """The verdict over all that was counted."""
+    """Return the verdict on everything that was counted."""
     facts = ledger.facts
     version = version_of(ledger)
     inter = _inter(ledger)
     send, receive, other = (_direction(ledger, name) for name in ("send", "receive", None))
     total = send.total + receive.total + other.total
     layers = evidence_problems.layers_in_use(ledger)
-    # "Multicast available" is what the hardware can do; only a communicator that set it up uses it.
+    # "Multicast available" means hardware support; NVLS is used only if a communicator set it up.
     nvls = {None: "unknown", True: "available", False: "not available"}[facts.nvls]
     evidence = Evidence(
         library="rccl" if facts.rccl or facts.rccl_version or (version and "+hip" in version) else "nccl",
@@ -295,7 +295,7 @@ def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: int
 
 
 def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
-    """The verdict over all runs: counts of all, and the problems of each, judged on its own."""
+    """Return the verdict on all runs: counts of all, and problems of each run."""
     others = [problem for kind, file, text in runs.texts for problem in problems_of(kind, bytes(text), file)]
     if len(runs.ledgers) < 2:
         ledger = runs.ledgers[0] if runs.ledgers else Ledger()
@@ -329,7 +329,7 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
 
 
 def _with_texts(verdict: Evidence, others: list[LogProblem]) -> Evidence:
-    """The verdict with what RAS, ibstat, rdma link or the kernel's log say; they are asked for no channels."""
+    """Add problems from RAS, ibstat, rdma link and the kernel log; these texts need no channels."""
     if not others:
         return verdict
     problems = [problem for problem in verdict.problems if problem.code != "no_transport_evidence"]
@@ -345,7 +345,7 @@ def _of_all(names: list[str | None]) -> str | None:
 
 
 def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
-    """Problems of several runs, each code once, with the lines of all."""
+    """Merge problems of several runs: each code once, with the lines of all."""
     found: dict[str, LogProblem] = {}
     for problem in (problem for problems in each for problem in problems):
         first = found.get(problem.code)
@@ -358,7 +358,7 @@ def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
 
 
 def proven(evidence: Evidence) -> bool:
-    """Whether the log shows the channels it should: between nodes, both ways, where there are several, else within."""
+    """Return whether the log shows the expected channels: between nodes in both directions, or within a single node."""
     if evidence.runs:
         return all(run.proven for run in evidence.runs)
     if evidence.gdrdma != "none":
@@ -370,11 +370,11 @@ PASS, FAILED, WARNED, NO_EVIDENCE = 0, 3, 4, 5
 
 
 def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str] | None = None) -> Evidence:
-    """One verdict over several files: the logs of a run's processes, or folders of them; "-" is standard input.
+    """Return one verdict on several files or folders, such as the logs of a run's processes; "-" is stdin.
 
-    ``ports`` names the RDMA ports that should be in use ("mlx5_0:1" or "mlx5_0"): one that NCCL does not list is
-    dead, for it lists active ports only. Files packed with gzip, bzip2 or xz are read as they are. Raises
-    ``LogFileError`` where one cannot be unpacked.
+    ``ports`` names the RDMA ports that should be in use ("mlx5_0:1" or "mlx5_0"). A port that NCCL does not list is
+    down, because NCCL lists only active ports. Files compressed with gzip, bzip2 or xz are supported. Raises
+    ``LogFileError`` if decompression fails.
     """
     runs = Runs()
     found = list(files_of(paths))
@@ -397,7 +397,7 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
 
 
 def files_of(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
-    """The files meant: of a folder, and of those in it, every file that holds text, in the order of their names."""
+    """Return the files; a folder is replaced by all text files in it and its subfolders, sorted by name."""
     for path in paths:
         if isinstance(path, str | Path) and str(path) != "-" and Path(path).is_dir():
             inside = sorted(file for file in Path(path).rglob("*") if file.is_file() and _holds_text(file))
@@ -427,12 +427,12 @@ def _take(runs: Runs, file: BinaryIO, name: str) -> None:
         if newline:
             reader.feed(block + newline)
         elif len(rest) >= BLOCK_BYTES:
-            # A progress bar, or a whole log in one JSON string: read what is whole, as part of the same line.
+            # A progress bar, or a whole log in one JSON string: process the complete parts as part of the same line.
             whole, end, tail = rest.rpartition(b"\r" if b"\r" in rest else b"\\n")
             if end:
                 reader.feed(whole)
                 reader.ledger.lines -= 1
-            # Without any end for so long it is no log: what is kept of it must not grow.
+            # Without a line end for this long it is not a log; limit the memory used for it.
             rest = tail[:BLOCK_BYTES]
     if rest:
         reader.feed(rest)
@@ -440,29 +440,29 @@ def _take(runs: Runs, file: BinaryIO, name: str) -> None:
 
 
 def environment(debug_dir: str | Path) -> dict[str, str]:
-    """Variables with which NCCL leaves evidence: one file per process under ``debug_dir``, read by ``read_files``."""
+    """Return the variables with which NCCL logs evidence: one file per process in ``debug_dir``, for ``read_files``."""
     return {
         "NCCL_DEBUG": "INFO",
-        # They print channel lines, network selection, variables and the distance of GPU and NIC.
+        # These subsystems print channel lines, network selection, variables and the distance of GPU and NIC.
         "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM",
         "NCCL_DEBUG_FILE": str(Path(debug_dir) / "nccl.%h.%p.log"),
-        # From 2.22 on connections are made, and printed, at the first collective unless this is 0.
+        # Since 2.22 connections are created and printed at the first collective, unless this is 0.
         "NCCL_RUNTIME_CONNECT": "0",
     }
 
 
 def to_json(evidence: Evidence) -> dict[str, Any]:
-    """The verdict as plain data."""
+    """Return the verdict as plain data."""
     return {**plain.write(evidence), "exit_code": exit_code(evidence)}
 
 
 def exit_code(evidence: Evidence, *, fail_on: Literal["fail", "warn"] = "fail", require_gdrdma: bool = True) -> int:
-    """What a gate should answer.
+    """Return the exit code of a gate.
 
-    0: the wire is proven (GPUDirect RDMA on every network channel, or a single node or NVLink domain with channel
+    0: the transport is proven (GPUDirect RDMA on every network channel, or a single node or NVLink domain with channel
     lines) and no problem fails it. 3: a problem of severity "fail", which includes GPUDirect RDMA off or partial
-    between nodes unless ``require_gdrdma`` is false. 4: with ``fail_on="warn"``, a problem of severity "warn".
-    5: no evidence.
+    between nodes unless ``require_gdrdma`` is false. 4: with ``fail_on="warn"``, a problem of severity "warn". 5: no
+    evidence.
     """
     failing = [
         problem

@@ -1,8 +1,8 @@
-"""Start the rank monitor in any training script: Python runs this file at its start where its folder is on the path.
+"""Start the rank monitor in any training script: Python runs this file at startup if its folder is on sys.path.
 
 `topoflight run` and `launch --script` put the folder first in PYTHONPATH and set TOPOFLIGHT_RUN to the run's folder. A
-sitecustomize of the user, which this one hides, is run as well. Nothing here may raise an error or print, because that
-would disturb the script. The monitor is loaded by its path, so that no module of the script can take its name.
+sitecustomize of the user, which this one hides, is also run. This code must not raise an error or print, because that
+would disturb the script. The monitor is loaded by path, so that no module of the script can shadow it.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def _run_hidden(here: str) -> None:
-    """Run the sitecustomize that would have been run without this one."""
+    """Run the sitecustomize that Python would have run without this one."""
     rest = [one for one in sys.path if os.path.realpath(one or ".") != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
     if spec is not None:
@@ -34,9 +34,9 @@ def _load_file(name: str, file: str) -> Any:
 
 
 def _wrap(c10d: Any) -> None:
-    """Load the monitor, and have init_process_group start it.
+    """Load the monitor, and let init_process_group start it.
 
-    Whether a process is a rank is known only then: some launchers set RANK in the environment, others nowhere.
+    Only that call shows whether a process is a rank: some launchers set RANK in the environment, others do not.
     """
     monitor = _load_file("_topoflight_rank_monitor", "finetune/rank_monitor.py")
     c10d.init_process_group = monitor.starting(c10d.init_process_group, Path(os.environ["TOPOFLIGHT_RUN"]))

@@ -1,8 +1,8 @@
-"""Why a run is stuck, slow or failed: the rules that turn the facts on its ranks into one verdict.
+"""Why a run is stuck, slow or failed: the rules that turn facts about its ranks into one verdict.
 
-Facts come from the readers. They show which ranks wait in which call (calls.py), what the ranks that are waited for do
-(facts.py), and so which of them is the cause (stuck.py), or whether the run moves and is only slow (pace.py). A rank
-that waits is never named: the rank that is missing from the collective is, and its last known position explains the
+The readers supply the facts. These show which ranks wait in which call (calls.py), what the ranks they wait for are
+doing (facts.py), which of these is the cause (stuck.py), or that the run moves and is only slow (pace.py). A waiting
+rank is never named. The rank that is missing from the collective is named, and its last known position explains the
 cause. Each accusation has a margin; within it the answer is "not distinguishable yet". A question that no source
 answers stays unknown, with the command that would answer it.
 """
@@ -34,7 +34,7 @@ _ENDED = ("rank.gone", "rank.lost", "ranks.gone")
 
 
 def judge(facts: RunFacts) -> Verdict:
-    """The verdict on the ranks: the flight recorder first, as it is exact; then the others; then the ranks' states."""
+    """Return the verdict: from the flight recorder first, because it is exact, then other sources, then rank states."""
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
     sizes = facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
     found = [one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))]
@@ -64,7 +64,7 @@ def judge(facts: RunFacts) -> Verdict:
 
 
 def _nothing(facts: RunFacts) -> Verdict:
-    """The verdict where no fault was found, with the questions that stay open."""
+    """Return the verdict if no fault was found, with the open questions."""
     line = "no fault found: no rank is missing, late or dead, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"

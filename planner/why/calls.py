@@ -11,24 +11,24 @@ from math import prod
 from collectives.traces.calls import UNNAMED, Call, RankTrace
 from planner.why.facts import MOST_RANKS, STALL_SECONDS, Cause, RunFacts, cause_named, ranks_of
 
-NEWER_SECONDS = 3.0  # ranks that are asked for their calls write within two looks of each other
+NEWER_SECONDS = 3.0  # ranks asked for a dump write it within two polling intervals of each other
 _SAME_CALL = "Make every rank of the group call the same collectives, in the same order."
 
 
 @dataclass(slots=True, kw_only=True)
 class Wait:
-    """A rank that waits in a call, and what is known of the members of its group."""
+    """A rank that waits in a call, and the known state of the members of its group."""
 
     call: Call
     seconds: float  # so far
     size: int | None = None  # of the group
-    here: set[int] = field(default_factory=set)  # ranks that have come to the call, itself included
-    missing: set[int] = field(default_factory=set)  # ranks that have not come
+    here: set[int] = field(default_factory=set)  # ranks that have entered the call, including this one
+    missing: set[int] = field(default_factory=set)  # ranks that have not entered it
     unseen: set[int] = field(default_factory=set)  # ranks that no source shows
 
     @property
     def is_met(self) -> bool:
-        """Whether the whole group has come to the call, and stays in it for as long as a stall."""
+        """Return whether the whole group has entered the call and stays in it for as long as a stall."""
         is_long = self.call.created is None or self.seconds >= STALL_SECONDS
         return len(self.here) == self.size and not self.missing and is_long
 
@@ -40,13 +40,13 @@ def describe(call: Call) -> str:
 
 
 class BlockedCalls:
-    """Each rank's oldest call that is not over, which ranks have not come to it, and of which that is not known."""
+    """Each rank's oldest unfinished call, the ranks that have not entered it, and those for which this is unknown."""
 
     def __init__(self, traces: Mapping[int, RankTrace], facts: RunFacts) -> None:
         self.traces, self.facts = traces, facts
         self.waits: dict[int, Wait] = {}
         self.mismatches: list[Cause] = []
-        self.usual = 0.0  # seconds of the longest pause before
+        self.usual = 0.0  # seconds of the longest earlier pause
         failed = facts.lost_a_peer  # as they ended, the recorder has retired the call that they were in
         for rank, trace in traces.items():
             last = trace.calls[-1] if trace.calls and rank in failed else None
@@ -57,7 +57,7 @@ class BlockedCalls:
             if call.created:
                 self.usual = max(self.usual, _longest_pause(trace, call))
         for wait in self.waits.values():
-            if len(wait.here) == wait.size and wait.call.created:  # the call can move since the last one came
+            if len(wait.here) == wait.size and wait.call.created:  # the call can proceed only after the last rank came
                 wait.seconds = min(one.seconds for rank, one in self.waits.items()
                                    if rank in wait.here and one.call.group == wait.call.group
                                    and one.call.number == wait.call.number and one.call.created)  # fmt: skip
@@ -76,18 +76,18 @@ class BlockedCalls:
         self.left = self._few({rank for rank, wait in self.waits.items() if wait.is_met and not wait.call.p2p
                                and not traces[rank].partial and len(wait.here) > 1
                                and all(self._has_left_since(other, rank) for other in wait.here - {rank})})  # fmt: skip
-        self.roots = late | self.held | self.left  # waited for, and waiting for no other rank
+        self.roots = late | self.held | self.left  # ranks that others wait for and that wait for no rank
 
     def waiting_for(self, rank: int) -> dict[int, Wait]:
-        """The waits for a rank, by the rank that waits."""
+        """Return the waits for a rank, by waiting rank."""
         return {one: wait for one, wait in self.waits.items() if rank in wait.missing}
 
     def begun(self, rank: int) -> float:
-        """When the first wait for a rank began, Unix seconds."""
+        """Return when the first wait for a rank began, in Unix seconds."""
         return min((wait.call.created or 0.0 for wait in self.waiting_for(rank).values()), default=0.0)
 
     def circle(self) -> tuple[int, ...]:
-        """Ranks each of which waits for another of them."""
+        """Return the ranks of a cycle, each of which waits for another of them."""
         inside = {rank for rank, wait in self.waits.items() if wait.missing}
         while any(not self.waits[rank].missing & inside for rank in inside):
             inside = {rank for rank in inside if self.waits[rank].missing & inside}
@@ -124,7 +124,7 @@ class BlockedCalls:
         return wait
 
     def _members(self, rank: int, group: str) -> set[int]:
-        """The ranks of a rank's group where a source names them; the default group is everyone. Empty: not known."""
+        """Return the ranks of a rank's group, if a source names them; the default group has all. Empty: unknown."""
         trace, state = self.traces[rank], self.facts.states.get(rank)
         if ranks := trace.groups.get(group) or (state.groups.get(group) if state else None):
             return set(ranks)
@@ -178,9 +178,9 @@ class BlockedCalls:
         return its.group == call.group and its.number != call.number
 
     def _other_end(self, rank: int, call: Call, other: int) -> Call | None:
-        """The open receive or send of a peer that belongs to a rank's call.
+        """Return the open receive or send of a peer that matches a rank's call.
 
-        Numbers of sends and receives are each rank's own, so a pair is matched by its ends, first to first.
+        Each rank numbers its own sends and receives, so a pair is matched by its ends, first to first.
         """
         trace = self.traces.get(other, RankTrace(rank=other))
         inside = trace.groups.get(call.group, ())
@@ -189,7 +189,7 @@ class BlockedCalls:
         return next((one for one in ends if one.op != call.op), None)
 
     def _find_late(self) -> set[int]:
-        """Ranks waited for that wait for nobody; of a circle none.
+        """Return ranks that others wait for and that wait for nobody; none of a cycle.
 
         A rank that still waits in an earlier call of the same group, which the others have left, is behind them.
         """
@@ -203,7 +203,7 @@ class BlockedCalls:
                 if rank not in self.waits or (not self.waits[rank].missing and is_earlier(rank))}  # fmt: skip
 
     def _few(self, ranks: set[int]) -> set[int]:
-        """The ranks, if they are fewer than half of those that wait: most are not held up by themselves."""
+        """Return the ranks if they are fewer than half of the waiting ones; a majority does not block itself."""
         return ranks if len(ranks) < len(self.waits) / 2 else set()
 
     def _find_mismatches(self) -> Iterator[Cause]:
@@ -241,7 +241,7 @@ def _lengths(call: Call) -> tuple[object, ...]:
 
 
 def _longest_pause(trace: RankTrace, until: Call) -> float:
-    """Seconds of the longest pause between two calls before this one; the first call, which connects, is left out."""
+    """Return the longest pause in seconds between earlier calls, without the first call, which sets up connections."""
     times = [call.created for call in trace.calls if call.created and call.record < until.record]
     return max((b - a for a, b in pairwise(times[1:])), default=0.0)
 
@@ -253,7 +253,7 @@ _ALIKE = ("all_reduce", "allreduce", "_allgather_base", "_all_gather_base", "all
 
 
 def signature(call: Call) -> tuple[object, ...]:
-    """What must be the same on each rank of a group."""
+    """Return the properties of a call that must be equal on all ranks of a group."""
     alike = call.op.lower() in _ALIKE
     return (call.op, *((tuple(prod(one) for one in call.sizes), call.dtypes) if alike else ()))
 

@@ -1,4 +1,4 @@
-"""What is known of a run's ranks and the verdict on it, the limits that the rules share, and what each rank does."""
+"""The known facts about a run's ranks, the verdict, the limits that the rules share, and what each rank is doing."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from collectives.traces.watchdog import LogFacts
 from contracts.tables import read_table
 
 SCHEMA_VERSION = 1
-EXPLAINS = 0.8  # share of the wait; a cause below it is listed with its share, and no rank is named alone
-CONFIDENCE = 0.999  # that no rank or link is named by chance: one false alarm in a thousand verdicts
-LOOK_SECONDS = 1.0  # between two looks of a rank's monitor
+EXPLAINS = 0.8  # fraction of the wait; a cause below it is listed with its share, and no rank is named alone
+CONFIDENCE = 0.999  # confidence that no rank or link is named by chance: one false alarm in a thousand verdicts
+LOOK_SECONDS = 1.0  # polling interval of a rank's monitor
 STALL_SECONDS = 15.0  # after which the monitor of a rank dumps its calls
-LONGER = 2.0  # times the longest pause or the usual pace that this run has had before
-STALE_SECONDS = 30.0  # three of the intervals at which a rank writes its file
+LONGER = 2.0  # times the longest earlier pause or the usual pace of this run
+STALE_SECONDS = 30.0  # three times the interval at which a rank writes its file
 # Clocks of hosts that train together have been seen to differ by 40 s. Three times that is left between times that two
 # hosts' clocks tell. Ranks of one host read one clock, and write their end within two looks of their monitors.
 CLOCKS_SECONDS, ORDER_SECONDS = 120.0, 2.0
 SILENT_RUN_SECONDS = 60.0  # six of these intervals, after which a run that nobody writes for has ended
 # PyTorch ends a job whose ranks wait for 600 s (default of NCCL's process group): half of it leaves time to act.
 BUSY_SECONDS = 300.0
-IDLE_SECONDS = 60.0  # of a rank that neither computes nor reads nor writes: one tenth of PyTorch's 600 s
-IDLE_SHARE = 0.05  # of a CPU: below it a main thread does not compute
-MOST_RANKS = 1 << 17  # that a job may have
+IDLE_SECONDS = 60.0  # for a rank without CPU use and I/O: one tenth of PyTorch's 600 s
+IDLE_SHARE = 0.05  # of a CPU: below it the main thread does not compute
+MOST_RANKS = 1 << 17  # maximum number in a job
 _WORDS = read_table(__file__, "why.toml")
 LOST_PEER, TIMED_OUT, IN_CALL = (
     re.compile("|".join(_WORDS["text"][name]), flags)
@@ -47,10 +47,10 @@ class Cause:
     message: str
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
-    share: float | None = None  # of the wait that it explains; None: all of it, or not measured
+    share: float | None = None  # fraction of the wait that it explains; None: all of it, or not measured
     evidence: tuple[str, ...] = ()
     action: str = ""
-    cost: float | None = None  # share of the run's time that it takes while it lasts
+    cost: float | None = None  # fraction of the run's time that it costs while it lasts
     price: str = ""  # the cost as text, and in hours and currency if steps and prices are known
 
 
@@ -79,14 +79,14 @@ class Verdict:
 
     state: str  # "stuck", "slow", "failed", "fine" or "unknown"
     line: str
-    ranks: tuple[int, ...] = ()  # that are the cause; a rank that waits is never among them
+    ranks: tuple[int, ...] = ()  # ranks that are the cause; never a waiting rank
     nodes: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     nics: tuple[str, ...] = ()
     causes: tuple[Cause, ...] = ()
     waiting: tuple[int, ...] = ()
-    not_at_fault: tuple[str, ...] = ()  # what looks like a fault and is none, as sentences
-    disagree: tuple[str, ...] = ()  # sources that differ, and which one was believed
+    not_at_fault: tuple[str, ...] = ()  # observations that look like a fault but are not, as sentences
+    disagree: tuple[str, ...] = ()  # sources that contradict each other, and which one was used
     unknown: tuple[Unknown, ...] = ()
     sources: tuple[str, ...] = ()
     change: tuple[str, ...] = ()  # settings to change, of an environment or a manifest
@@ -97,17 +97,17 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """All that the sources tell of a run's ranks."""
+    """All facts that the sources contain about a run's ranks."""
 
-    traces: Mapping[int, RankTrace] = field(default_factory=dict)  # of the flight recorder
-    states: Mapping[int, RankState] = field(default_factory=dict)  # of the monitors inside the ranks
+    traces: Mapping[int, RankTrace] = field(default_factory=dict)  # from the flight recorder
+    states: Mapping[int, RankState] = field(default_factory=dict)  # from the monitors inside the ranks
     processes: Mapping[int, str] = field(default_factory=dict)  # "runs", "stopped", "gone", where this host has them
     ages: Mapping[int, float] = field(default_factory=dict)  # seconds by which a rank's file is older than the newest
     copied: bool = False  # the folder is a copy: `ages` compare the hosts' own clocks
-    silence: float | None = None  # seconds since any rank wrote; None where a rank is known to run
+    silence: float | None = None  # seconds since any rank wrote; None if a rank is known to run
     stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # innermost first, of py-spy or faulthandler
     unranked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of processes of unknown rank
-    log: LogFacts = field(default_factory=LogFacts)  # what PyTorch and gloo wrote into the logs
+    log: LogFacts = field(default_factory=LogFacts)  # messages of PyTorch and gloo in the logs
     in_order: bool = True  # `log` is one file, so the first of its errors came first
     first: int | None = None  # rank that torchrun saw fail first
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank, from torchrun's table of failures
@@ -117,19 +117,19 @@ class RunFacts:
 
     @cached_property
     def gave_up(self) -> dict[int, float]:
-        """When those ranks last wrote that ended because they had waited for as long as their group allows."""
+        """Return when each rank last wrote that ended because its wait timed out."""
         return {
             rank: state.written for rank, state in self.states.items()
             if rank in self.log.traces or (state.ended and state.error and TIMED_OUT.search(state.error))
         }  # fmt: skip
 
     def host(self, rank: int) -> str | None:
-        """The host of a rank, where its own file or torchrun names it."""
+        """Return the host of a rank, if its own file or torchrun names it."""
         state = self.states.get(rank)
         return (state.host if state else None) or self.hosts.get(rank)
 
     def has_moved_on(self, rank: int) -> bool:
-        """Whether a rank has called more collectives than its dump holds: its dump is old."""
+        """Return whether a rank has called more collectives than its dump contains, so that the dump is old."""
         state, trace = self.states.get(rank), self.traces.get(rank)
         return state is not None and trace is not None and state.calls > sum(trace.enqueued.values())
 
@@ -157,11 +157,11 @@ class RunFacts:
 
     @cached_property
     def lost_a_peer(self) -> frozenset[int]:
-        """Ranks that ended with the loss of another."""
+        """Return the ranks that ended because they lost another rank."""
         return frozenset(r for r, s in self.states.items() if s.ended and s.error and LOST_PEER.search(s.error))
 
     def activity(self, rank: int) -> Activity:
-        """What a rank does by the process table, else by its own file, else by its stack."""
+        """Return what a rank is doing, from the process table, else its own file, else its stack."""
         state, process = self.states.get(rank), self.processes.get(rank)
         if state is not None and state.ended:
             return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
@@ -176,14 +176,14 @@ class RunFacts:
             return Activity("unknown", "its position is unknown: no log, trace or RAS report covers it")
         stale, age = CLOCKS_SECONDS if self.copied else STALE_SECONDS, self.ages.get(rank, 0.0)
         is_mute = age > stale and not self.outlived(rank)
-        if is_mute and process != "runs":  # its host may be down, or one call holds Python's lock
+        if is_mute and process != "runs":  # its host may be down, or one call holds the GIL
             words = f"has written no heartbeat for {age:.0f} s, while other ranks have"
             return Activity("silent", words, 0.0 if self._is_unreachable(state) else self.limit)
         since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
         frames = state.own or state.where or stack or ()
         where = f", in {frames[0]}" if frames else ""
         kind = state.phase or "unknown"
-        if is_mute:  # a call that holds Python's lock, as of pickle, keeps the monitor from writing
+        if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
             return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
         return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{_effort(state)}", self.grace(state))
 
@@ -273,7 +273,7 @@ class RunFacts:
         return self.ages.get(first, 0.0) - self.ages.get(second, 0.0) > margin
 
     def end_of(self, rank: int) -> Activity:
-        """How the rank ended that the others have lost; of one on a host that is not seen they alone tell it."""
+        """Return how a lost rank ended; if its host is not visible, only the other ranks show it."""
         now = self.activity(rank)
         if now.kind in (*ENDED, "silent"):
             return now
@@ -339,24 +339,24 @@ def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) 
 
 
 def is_open(verdict: Verdict) -> bool:
-    """Whether the verdict says that ranks wait, but not for which rank."""
+    """Return whether the verdict says that ranks wait, but not for which rank."""
     return bool(verdict.causes) and verdict.causes[0].code == "call.timeout"
 
 
-# What a rank does: whether its process runs, and whether its work is a reason for others to wait.
+# What a rank is doing: whether its process runs, and whether its work justifies the wait of others.
 
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
 # gloo/transport/tcp/pair.cc
 _CLOSED = re.compile(r"(?:by peer|error) \[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})(?!: Connection timed out|: No route)")
-ENDED = ("gone", "stopped")  # kinds that no waiting helps
+ENDED = ("gone", "stopped")  # states for which waiting is useless
 
 
 class Activity(NamedTuple):
-    """What a rank does."""
+    """What a rank is doing."""
 
     kind: str  # "gone", "stopped", "silent", a phase, "gpu" or "unknown"
     words: str  # "computes for 20 s, in step (train.py:31)"
-    grace: float = 0.0  # seconds for which others may wait for it before that is a fault
+    grace: float = 0.0  # seconds for which others may wait for it before this is a fault
 
 
 def headline(error: str) -> str:
@@ -376,5 +376,5 @@ def _is_idle(state: RankState) -> bool:
 
 
 def are_alike(errors: Sequence[str]) -> bool:
-    """Whether several ranks ended with one kind of error: then none of them is the cause of the others'."""
+    """Return whether several ranks ended with the same kind of error, so that none caused the others' errors."""
     return len(errors) > 1 and len({error.partition(":")[0] for error in errors}) == 1

@@ -1,9 +1,9 @@
-"""The verdict on a run that moves: a rank that the others always wait for, or a pace that has fallen.
+"""The verdict on a run that moves: one rank for which the others always wait, or a pace that has dropped.
 
-A rank is named as late only where it works longer than the others by more than OUTLIER, and by more than the margin:
-the sampling error at the number of looks or calls taken, with a confidence that holds for all ranks together, and the
-error of the aligned clocks. Where only the margin forbids it, the answer is "not distinguishable yet", with the time
-until it will be.
+A rank is named as late only if it works longer than the others by more than OUTLIER and by more than the margin. The
+margin is the sampling error for the number of samples or calls, with a confidence that covers all ranks together, plus
+the error of the aligned clocks. If only the margin prevents the accusation, the answer is "not distinguishable yet",
+with the time until it will be.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from planner.why.facts import (
 )
 from planner.why.stuck import network
 
-# NCCL's own diagnostics name a rank that is more than 30 % off the median (docs/userguide, troubleshooting/diagnostics)
+# NCCL diagnostics report a rank more than 30 % away from the median (docs/userguide, troubleshooting/diagnostics)
 OUTLIER = 1.3
-BLOCKS = 16  # of consecutive calls, whose means show how much lateness scatters
-WINDOWS = (0.0, 0.5, 0.75, 0.875)  # shares of the run that are left out: a rank may have become late only now
-MATTERS = 0.1  # of the time, that the others must lose
-MOST_SECONDS_LEFT = 3600.0  # a difference that would take longer to prove is near the bar, not yet a suspicion
-MIN_CALLS = 2 * BLOCKS  # that all ranks made
-MIN_LOOKS = 30  # at a rank: of a share the standard error is then below 0.1
-# Other work of a host comes and goes within seconds. A rank that is late for no cause that is seen is named only where
-# its calls have been seen for so long that each block can be as long as a look of the monitor
+BLOCKS = 16  # of consecutive calls; their means show the variance of lateness
+WINDOWS = (0.0, 0.5, 0.75, 0.875)  # fractions of the run to skip: a rank may have become late only recently
+MATTERS = 0.1  # minimum fraction of the time that the others lose
+MOST_SECONDS_LEFT = 3600.0  # a difference that takes longer to prove is near the limit and not yet a suspicion
+MIN_CALLS = 2 * BLOCKS  # calls that all ranks made
+MIN_LOOKS = 30  # samples per rank: the standard error of a fraction is then below 0.1
+# Other work of a host comes and goes within seconds. A rank that is late without a visible cause is named only if its
+# calls have been recorded for so long that each block can cover one polling interval of the monitor.
 MIN_SECONDS = BLOCKS * LOOK_SECONDS
 AS_OTHERS = Activity("unknown", "is late; what it does longer than the others is not known")
 MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
 
-# A quartz oscillator without discipline is off by some 20 ppm (its usual specification); NTP slews by less
+# A free-running quartz oscillator is off by about 20 ppm (its usual specification); NTP slews by less
 DRIFT = 2e-5
-SAME_HOST_SECONDS = 1e-3  # ranks of one host read one clock; what is left is the time between read and record
+SAME_HOST_SECONDS = 1e-3  # ranks of one host share a clock; the rest is the time between reading and recording it
 
 
 def slow(facts: RunFacts) -> Verdict | None:
-    """The verdict where ranks wait for one that is always late, or where all have become slower together."""
+    """Return the verdict if ranks wait for one that is always late, or if all ranks have become slower together."""
     return _late(facts) or _slower(facts)
 
 
@@ -62,20 +62,20 @@ def slow(facts: RunFacts) -> Verdict | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lateness:
-    """How much longer a rank works than the others, as shares of the time."""
+    """How much longer a rank works than the others, as fractions of the time."""
 
     rank: int
-    work: float  # share of the time in which the rank does not wait for others
+    work: float  # fraction of the time in which the rank does not wait for others
     usual: float  # the same, the median of the other ranks
     margin: float  # by which work - OUTLIER * usual must differ from zero
-    sampling: float  # the part of the margin that falls with more looks or calls
-    seconds: float  # of looks or calls that this rests on
-    wait: str  # the sentence that shows it
-    share: float = 1.0  # of all waiting that this rank causes
+    sampling: float  # the part of the margin that decreases with more samples or calls
+    seconds: float  # duration of the samples or calls used
+    wait: str  # the sentence that reports it
+    share: float = 1.0  # fraction of all waiting that this rank causes
 
     @property
     def excess(self) -> float:
-        """By how much the rank is beyond what is still no outlier."""
+        """Return by how much the rank exceeds the outlier limit."""
         return self.work - max(OUTLIER * self.usual, self.usual + MATTERS)
 
     @property
@@ -85,13 +85,13 @@ class Lateness:
 
     @property
     def seconds_left(self) -> float:
-        """Until the sampling error will be small enough; infinite where the clocks' error alone forbids it."""
+        """Return the time until the sampling error is small enough; infinite if the clock error alone is too large."""
         room = self.excess - (self.margin - self.sampling)
         return max(0.0, self.seconds * ((self.sampling / room) ** 2 - 1)) if room > 0 else inf
 
 
 def _quantile(ranks: int) -> float:
-    """How many standard errors a difference must exceed, for as many ranks as are compared (Bonferroni)."""
+    """Return how many standard errors a difference must exceed for this number of compared ranks (Bonferroni)."""
     return NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (max(1, ranks) * len(WINDOWS)))
 
 
@@ -137,17 +137,17 @@ def _seconds_seen(state: RankState) -> float:
 
 
 class Waits(NamedTuple):
-    """How long each rank waited for others in each of the calls that all have made."""
+    """How long each rank waited for others in each call that all ranks made."""
 
-    rows: list[dict[int, float]]  # seconds by rank, a row a call
+    rows: list[dict[int, float]]  # seconds by rank, one row per call
     elapsed: float  # seconds from the first call to the last
-    errors: Mapping[int, float]  # seconds by which a rank's clock may be off; 0 where no clocks are compared
+    errors: Mapping[int, float]  # error of each rank's clock in seconds; 0 if no clocks are compared
 
 
 def _by_calls(facts: RunFacts, since: float) -> list[Lateness]:
-    """By when each rank came to its calls; empty where that cannot be compared.
+    """Compare the times at which ranks entered their calls; empty if they cannot be compared.
 
-    `since` is the share of the calls that is left out, from the first on.
+    `since` is the fraction of the calls to skip, from the first on.
     """
     calls = _shared_calls(facts.traces, facts.world)
     waits = _waits_on_gpus(calls, since) or _waits_by_arrival(calls, facts, since)
@@ -161,7 +161,7 @@ def _by_calls(facts: RunFacts, since: float) -> list[Lateness]:
 
 
 def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mapping[int, float]) -> Lateness:
-    """How late a rank is, by its waiting and that of the rank in the middle of the others."""
+    """Return how late a rank is, from its waiting time and that of the median of the other ranks."""
     others = [one for one in total if one != rank]
     middle = median_low(total[one] for one in others)
     usual = next(one for one in others if total[one] == middle)
@@ -179,9 +179,9 @@ def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mappi
 
 
 def _waits_on_gpus(calls: list[dict[int, Call]], since: float) -> Waits | None:
-    """By the time that each call took on each GPU: all leave it together, so the last to come is in it shortest.
+    """Use the duration of each call on each GPU: all GPUs leave it together, so the last to enter has the shortest.
 
-    No clocks are compared. None where the recorder has not measured these times.
+    No clocks are compared. Returns None if the recorder has not measured these durations.
     """
     rows = [{rank: one.seconds for rank, one in row.items() if one.seconds is not None} for row in calls]
     whole = [n for n, row in enumerate(rows) if len(row) == len(calls[n])]
@@ -195,9 +195,9 @@ def _waits_on_gpus(calls: list[dict[int, Call]], since: float) -> Waits | None:
 
 
 def _waits_by_arrival(calls: list[dict[int, Call]], facts: RunFacts, since: float) -> Waits | None:
-    """By when each rank made its calls, on aligned clocks. None where these cannot be compared, or tell nothing.
+    """Use the time at which each rank made its calls, on aligned clocks; None if that is impossible or useless.
 
-    Calls that are made ahead of the GPU, as NCCL's are, do not tell when a rank came to them.
+    Calls enqueued ahead of the GPU, such as NCCL's, do not show when a rank reached them.
     """
     rows = [{rank: one.created or 0.0 for rank, one in row.items()} for row in calls]
     if not rows or any(one.is_ahead for one in calls[0].values()):
@@ -257,13 +257,13 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
 
 
 def _variance(share: float, looks: int) -> float:
-    """Of a share of so many looks, with one look of each kind added, so that 0 of 30 is not taken for certain."""
+    """Return the variance of a fraction of `looks` samples, with one sample of each kind added: 0 of 30 is no proof."""
     smoothed = (share * looks + 1) / (looks + 2)
     return smoothed * (1 - smoothed) / looks
 
 
 def _habit(rank: int, facts: RunFacts) -> Activity:
-    """What a rank that is always late does more than the others do."""
+    """Return what a rank that is always late does more often than the others."""
     state = facts.states.get(rank)
     if facts.processes.get(rank) in ("stopped", "gone") or state is None or not state.samples:
         return facts.activity(rank)
@@ -276,7 +276,7 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     theirs = max(1, sum(rest.values()))
     more = {kind: mine.get(kind, 0) / total - rest.get(kind, 0) / theirs for kind in DOING if kind != "collective"}
     kind = max(more, key=lambda one: more[one])
-    # a difference that looks by chance differ by is none
+    # a difference within the sampling error is not a difference
     if more[kind] <= 2 * sqrt(0.25 / total + 0.25 / theirs):
         return AS_OTHERS
     share = mine.get(kind, 0) / total
@@ -294,14 +294,14 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
 
 
 class Offset(NamedTuple):
-    """By how much a rank's clock is ahead of the reference's: seconds, and how much that may be off."""
+    """The offset of a rank's clock from the reference clock, and its error, in seconds."""
 
     seconds: float
     error: float
 
 
 def align(rows: Sequence[Mapping[int, float]], hosts: Mapping[int, str | None]) -> dict[int, Offset]:
-    """The clock of each rank against that of the lowest one; a rank whose clock no bounds fit is left out.
+    """Align the clock of each rank to that of the lowest rank; omit a rank whose bounds contradict each other.
 
     `rows` has the time at which each rank made one call, for consecutive calls of one group, oldest first.
     """
@@ -328,12 +328,12 @@ def align(rows: Sequence[Mapping[int, float]], hosts: Mapping[int, str | None]) 
 
 
 class Growth(NamedTuple):
-    """By how much a rank has become slower for good, and at what."""
+    """By how much a rank has become permanently slower, and in which phases."""
 
-    before: float  # seconds a call, median of the pieces of its run
+    before: float  # seconds per call, median of the pieces of its run
     since: float
     began: float  # Unix seconds
-    more: dict[str, float]  # by phase: seconds a call that it takes longer
+    more: dict[str, float]  # by phase: additional seconds per call
 
 
 def _growth(state: RankState) -> Growth | None:
@@ -391,6 +391,6 @@ def _slower(facts: RunFacts) -> Verdict | None:
 
 
 def _most(row: Mapping[str, float]) -> tuple[str, float]:
-    """The largest, and its share of all."""
+    """Return the largest value and its fraction of the total."""
     kind, total = max(row, key=lambda one: row[one]), sum(row.values())
     return kind, row[kind] / total if total > 0 else 0.0

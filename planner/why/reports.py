@@ -1,4 +1,4 @@
-"""Verdicts on what ranks and launchers wrote into logs, and on ranks that have ended."""
+"""Verdicts from log messages of ranks and launchers, and from ranks that have ended."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from planner.why.facts import (
 
 
 def by_clash(facts: RunFacts) -> Verdict | None:
-    """Calls that torch compared itself before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """Use calls that torch itself compared before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     rows = facts.log.clash
-    if len(rows) == 1:  # releases up to 1.12 have each rank name its own call, and only that
+    if len(rows) == 1:  # in releases up to 1.12 each rank reports only its own call
         ((rank, call),) = rows.items()
         return facts.named("clash_alone", rank=rank, call=call.words)
     if len({signature(call) for call in rows.values()}) >= 2:
@@ -37,16 +37,16 @@ def by_clash(facts: RunFacts) -> Verdict | None:
         return facts.verdict("failed", cause)
     if len({call.number for call in rows.values()}) < 2:
         return None
-    # the same call under different numbers: a rank has called one more than the others
+    # the same call with different numbers: a rank has made one more call than the others
     each = tuple(f"rank {rank} calls {call.words}, number {call.number}" for rank, call in sorted(rows.items()))
     who = ranks_of(sorted(rows))
     return facts.named("clash_numbers", who=who, each="; ".join(each[:4]), evidence=each[:8])
 
 
 def by_models(facts: RunFacts) -> Verdict | None:
-    """Ranks whose model differs, by DDP's own check.
+    """Use DDP's own check for ranks whose model differs.
 
-    DDP compares shapes with those of rank 0 alone, so the ranks that say nothing have the model of rank 0.
+    DDP compares shapes only with those of rank 0, so ranks without a message have the model of rank 0.
     """
     rows = facts.log.models
     if len(set(rows.values())) < 2:
@@ -63,7 +63,7 @@ def by_models(facts: RunFacts) -> Verdict | None:
 
 
 def by_rendezvous(facts: RunFacts) -> Verdict | None:
-    """Ranks that did not meet. The rank that wrote the line is the one that waited, and is never named."""
+    """Find ranks that did not meet. The rank that wrote the line was waiting, and is never named."""
     met, evidence = facts.log.rendezvous, tuple(facts.log.attempts)
     joined, world = map(int, met.get("clients", (0, 0)))
     if "unresolved" in met:
@@ -81,7 +81,7 @@ def by_rendezvous(facts: RunFacts) -> Verdict | None:
 
 
 def by_joins(facts: RunFacts) -> Verdict | None:
-    """A process group that is being made, and the ranks that have not come to make it."""
+    """Find ranks that have not joined a process group during its creation."""
     more = next((join for join in facts.log.joins.values() if join.joined > join.world > 0), None)
     if more is not None:
         state = "failed" if more.over else "stuck"
@@ -93,7 +93,7 @@ def by_joins(facts: RunFacts) -> Verdict | None:
     state, count = "failed" if join.over else "stuck", f"{join.joined} of {join.world} ranks have joined"
     waiting = tuple(sorted(join.ranks))
     missing = tuple(rank for rank in range(join.world) if rank not in join.ranks)
-    if len(missing) == join.world - join.joined:  # each that has joined says so
+    if len(missing) == join.world - join.joined:  # each rank that has joined reports this
         cause = replace(facts.cause_of(missing[0], Activity("unknown", "")), ranks=missing,
                         message=f"{ranks_of(missing)} did not join the process group; {count}")  # fmt: skip
         return facts.verdict(state, cause, waiting=waiting)
@@ -101,7 +101,7 @@ def by_joins(facts: RunFacts) -> Verdict | None:
 
 
 def by_errors(facts: RunFacts) -> Verdict | None:
-    """What ranks wrote into the log: a barrier that names who has not come, else exceptions of their own."""
+    """Use errors in the log: a barrier that names the missing ranks, else exceptions of the ranks themselves."""
     if facts.log.late:
         ranks = tuple(sorted(facts.log.late))
         seconds = int(facts.log.late[ranks[0]]) / 1000
@@ -125,7 +125,7 @@ def by_errors(facts: RunFacts) -> Verdict | None:
 def _several(
     own: Mapping[int, str], facts: RunFacts, evidence: tuple[str, ...] = (), waiting: tuple[int, ...] = ()
 ) -> Verdict:  # fmt: skip
-    """Ranks that each ended with an error of their own: which of them was first is not known."""
+    """Return the verdict if several ranks ended with their own errors: which was first is unknown."""
     each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(own.items())]
     key = "several_alike" if are_alike(list(own.values())) else "several"
     return facts.named(key, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
@@ -133,7 +133,7 @@ def _several(
 
 
 def by_hang(facts: RunFacts) -> Verdict | None:
-    """A rank whose own watchdog hung; named where it waited for nobody: no collective was outstanding."""
+    """Find a rank whose own watchdog hung; it is named if no collective was outstanding, so it waited for nobody."""
     if not facts.log.hung:
         return None
     rows = sorted(facts.log.hung.items())
@@ -144,7 +144,7 @@ def by_hang(facts: RunFacts) -> Verdict | None:
 
 
 def by_peer(facts: RunFacts) -> Verdict | None:
-    """A peer that closed its connection, where nothing tells more: it ended first, or had lost another."""
+    """Find a peer that closed its connection, if nothing else says more: it ended first, or had lost another."""
     if not facts.log.lost:
         return None
     hosts = ", ".join(sorted(set(facts.log.lost.values()))[:4])
@@ -162,14 +162,14 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
 
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
-    """The rank that torchrun saw fail first, where nothing else tells."""
+    """Use the rank that torchrun saw fail first, if no other source says more."""
     if facts.first is None:
         return None
     return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, by torchrun's log")))
 
 
 def by_states(facts: RunFacts) -> Verdict | None:
-    """Without calls: ranks that have ended, that are stopped, or that are silent while others still write."""
+    """Use rank states without calls: ranks that have ended, are stopped, or are silent while others still write."""
     what = {rank: facts.activity(rank) for rank in facts.states}
     waited = tuple(sorted(facts.gave_up))
     busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and facts.outlived(rank)}
@@ -198,7 +198,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
         if not bad and losers:
             return _all_ended(sorted(losers), facts)
         if not bad and all(_waits(rank, facts) for rank in set(what) - set(clean)):
-            bad = clean  # else the others are about to end too, or do what the last rank does alone, as an upload
+            bad = clean  # the others are about to end, or the last rank works alone, as in an upload
     if not bad:
         return None
     lost = sorted(facts.lost_a_peer - set(bad))
@@ -215,7 +215,7 @@ def _waits(rank: int, facts: RunFacts) -> bool:
 
 
 def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
-    """All ranks have ended, none by an error in its own code: which was first is not known."""
+    """Return the verdict if all ranks have ended, none by an error in its own code: which was first is unknown."""
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]
     if not errors:
@@ -227,7 +227,7 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
 
 
 def by_stacks(facts: RunFacts) -> Verdict | None:
-    """One stack of each rank shows who is in a collective, but not whether it moves: no rank is named."""
+    """Use one stack per rank: it shows who is in a collective, but not whether it moves, so no rank is named."""
     if not (facts.stacks or facts.unranked) or facts.states or facts.traces:
         return None
     inside = {rank for rank, stack in facts.stacks.items() if any(IN_CALL.search(frame) for frame in stack)}
@@ -241,7 +241,7 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
 
 
 def by_silence(facts: RunFacts) -> Verdict | None:
-    """No rank has written for a while, and none is known to run: the run has ended, and none said how."""
+    """Return the verdict if no rank has written for a while and none is known to run: it ended without a message."""
     if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
     age = f"; the last heartbeat is {_duration(facts.silence)} old"

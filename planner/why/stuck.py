@@ -1,4 +1,4 @@
-"""The verdict on calls that do not move: which rank, link or mismatch keeps the others waiting."""
+"""The verdict on calls that do not move: the rank, link or mismatch that keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from planner.why.facts import (
 
 
 def stuck(facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> Verdict | None:
-    """The verdict where calls do not move; None where this source shows no such thing."""
+    """Return the verdict if calls do not move; None if this source does not show that."""
     return _Stuck(facts, traces, source).verdict()
 
 
 class _Stuck:
-    """Blocked calls, what the ranks do that the others wait for, and the rules that name some of these."""
+    """Blocked calls, the state of the ranks that others wait for, and the rules that name some of these ranks."""
 
     def __init__(self, facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> None:
         self.facts, self.traces, self.source = facts, traces, source
@@ -44,14 +44,14 @@ class _Stuck:
         self.first = facts.first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
         if self.first is not None and not (self.decisive or self.first in blocked.waits):
             self.first = None
-        if self.first is not None:  # the others ended after it, or were ended
+        if self.first is not None:  # the others ended after it, or were terminated
             self.decisive, self.what[self.first] = {self.first}, facts.end_of(self.first)
             blocked.roots.add(self.first)
         self.waiting = tuple(sorted(rank for rank in blocked.waits if rank not in blocked.roots))
         self.wait = f"{source}: {blocked.describe(self.waiting)}{self._age()}"
 
     def verdict(self) -> Verdict | None:
-        """The verdict; None where nothing is stuck."""
+        """Return the verdict; None if nothing is stuck."""
         facts, blocked = self.facts, self.blocked
         if not blocked.waits or not (self.decisive or blocked.mismatches or self._has_stalled()):
             return None
@@ -60,7 +60,7 @@ class _Stuck:
             return facts.verdict("failed" if failed else "stuck", *blocked.mismatches, waiting=self.waiting)
         gone = {rank for rank, one in self.what.items() if one.kind == "gone"}
         if self.first is None and (len(gone) > 1 or gone & facts.lost_a_peer):
-            return None  # which of them was first is for their errors to tell
+            return None  # the errors of these ranks decide which of them was first
         if not blocked.roots:
             return self._without_root()
         if (early := self._too_early()) is not None:
@@ -73,7 +73,7 @@ class _Stuck:
         return self._named(self.decisive or blocked.roots)
 
     def _named(self, ranks: set[int]) -> Verdict:
-        """The verdict that names the ranks that the others wait for, without those that may take longer."""
+        """Return the verdict that names the ranks that others wait for, except those that may take longer."""
         facts, what = self.facts, self.what
         named = sorted(rank for rank in ranks if self.blocked.age >= what[rank].grace or what[rank].kind in ENDED)
         causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
@@ -161,7 +161,7 @@ class _Stuck:
                            evidence=evidence)  # fmt: skip
 
     def _age(self) -> str:
-        """How long the wait is, and whether only the file times of dumps show it, because no rank state was read."""
+        """Return the length of the wait, and whether only file times of dumps show it as no rank state was read."""
         if self.blocked.age <= 0:
             return ""
         by_file = not self.facts.states and any(one.written and not one.taken for one in self.traces.values())
