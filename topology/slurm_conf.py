@@ -98,7 +98,7 @@ def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) 
         lines.append(f"SwitchName=top Switches={compress_host_list(map(_format_switch_name, groups))}")
     placed = {node for nodes in groups.values() for node in nodes}
     if unknown := [one.node for one in placements if one.node not in placed]:
-        lines.append(f"# Unknown place, add them yourself: {compress_host_list(unknown)} (without a switch no job runs there)")
+        lines.append(f"# Unknown place, add them yourself: {compress_host_list(unknown)} (else no job runs there)")
     return "\n".join(lines) + "\n"
 
 
