@@ -209,6 +209,14 @@ def job_files(job_id: str) -> JobFiles:
             run = next((path for path in places if (path / "ranks").is_dir()), awaited)
             whose = f"which {known} names" if folder in of_job else "the current folder"
             what = f"job {job_id}{f' ({words})' if words else ''}: {units.count(len(logs), 'log')}"
+            others = (
+                {path.stem.removeprefix("slurm-") for path in log.parent.glob("slurm-*.log") if path != log}
+                if log
+                else ()
+            )
+            newest = max((int(name) for name in others if name.isdecimal()), default=0)
+            if log and run == log.parent and own_id.isdecimal() and newest > int(own_id):
+                run, whose = None, f"{whose}; run.json and the ranks' files are of job {newest}, which ran there later"
             return JobFiles(run, logs, f"{what} in {logs[0].parent if logs else own}, {whose}", again)
     if state == "PENDING":
         raise SlurmError(f"job {job_id} has not started ({words}), so there is nothing to diagnose yet")

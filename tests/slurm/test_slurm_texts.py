@@ -293,6 +293,22 @@ def test_an_interface_that_a_recorded_node_lacks_is_refused(
     assert done.exit_code == code and wanted in done.output, done.output
 
 
+def test_the_record_of_a_later_job_in_the_same_folder_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("scontrol", "sacct"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "run" / "ranks").mkdir(parents=True)
+    for name in ("slurm-7.log", "slurm-9.log", "slurm-9.0.log"):
+        (tmp_path / "run" / name).write_text("x\n")
+    monkeypatch.chdir(tmp_path / "run")
+    assert job_files("9").run == tmp_path / "run"
+    found = job_files("7")
+    assert found.run is None and "are of job 9, which ran there later" in found.where
+
+
 TOLD = (
     "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***\nsrun: error: n1: task 0: Terminated\n"
 )
