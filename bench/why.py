@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -101,7 +101,9 @@ class Result:
 def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: ExitStack) -> None:
     """Ranks on this host, which end with the stack, and with this process."""
     log = stack.enter_context((folder / "log").open("wb"))
-    port = str(random.randint(20000, 55000))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(fault.world), "--master-port",
              port, *command(fault, folder)]  # fmt: skip
     stack.callback(Tree(words, environment, log).end, 0.0)
@@ -181,7 +183,8 @@ def _wait_for_ranks(fault: Fault, folder: Path) -> None:
         if any(state.ended for state in states.values()) or (folder / "happened").exists():
             return
         if time.monotonic() > until:
-            raise TimeoutError("the ranks did not begin")
+            said = (folder / "log").read_bytes()[-2000:].decode(errors="replace") if not fault.hosts else ""
+            raise TimeoutError(f"the ranks did not begin: {said}")
         time.sleep(0.5)
 
 
