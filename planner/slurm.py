@@ -165,7 +165,7 @@ def wrap_script(
     _, root = parse_lines(text.encode())
     if root is None:
         raise ScriptError("line 1: the script is nested or broken beyond what is read")
-    start, unclear = _first_start(root)
+    start, unclear = _find_first_start(root)
     if start is None:
         raise ScriptError(f"line {text.count(chr(10)) or 1}: no start of ranks was recognised (srun, torchrun, ...)")
     if unclear:
@@ -189,7 +189,7 @@ def wrap_script(
     return "\n".join([*lines[:row], *block.rstrip("\n").split("\n"), *lines[row:]]), notes
 
 
-def _first_start(root: Node) -> tuple[Node | None, list[int]]:
+def _find_first_start(root: Node) -> tuple[Node | None, list[int]]:
     """Return the first statement that starts ranks or a Slurm step, and the earlier lines that may start some.
 
     A launcher may stand behind another program (`timeout 9 srun`), in the text of a shell, or in a variable.

@@ -209,20 +209,21 @@ def job_files(job_id: str) -> JobFiles:
             run = next((path for path in places if (path / "ranks").is_dir()), awaited)
             whose = f"which {known} names" if folder in of_job else "the current folder"
             what = f"job {job_id}{f' ({words})' if words else ''}: {units.count(len(logs), 'log')}"
-            others = (
-                {path.stem.removeprefix("slurm-") for path in log.parent.glob("slurm-*.log") if path != log}
-                if log
-                else ()
-            )
-            newest = max((int(name) for name in others if name.isdecimal()), default=0)
-            if log and run == log.parent and own_id.isdecimal() and newest > int(own_id):
-                run, whose = None, f"{whose}; run.json and the ranks' files are of job {newest}, which ran there later"
+            if log and run == log.parent and (later := _find_later_job(log, own_id)):
+                run, whose = None, f"{whose}; run.json and the ranks' files are of job {later}, which ran there later"
             return JobFiles(run, logs, f"{what} in {logs[0].parent if logs else own}, {whose}", again)
     if state == "PENDING":
         raise SlurmError(f"job {job_id} has not started ({words}), so there is nothing to diagnose yet")
     where = ", ".join(map(str, folders))
     raise SlurmError(f"job {job_id}: no file of it was found in {where}; {known} knows the job; "
                      "give its logs, or --run FOLDER")  # fmt: skip
+
+
+def _find_later_job(log: Path, job_id: str) -> int | None:
+    """Return the newest job that has a log in the same folder, if it is newer than the job of this log."""
+    names = (path.stem.removeprefix("slurm-") for path in log.parent.glob("slurm-*.log") if path != log)
+    newest = max((int(name) for name in names if name.isdecimal()), default=0)
+    return newest if job_id.isdecimal() and newest > int(job_id) else None
 
 
 def _shown(job_id: str) -> dict[str, str]:

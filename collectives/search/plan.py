@@ -338,7 +338,7 @@ class Search:
 
         A suspect is compared with the slower of the two: all nodes in the first round, its partners in this one.
         """
-        suspects = set(self._open(("alone",)))
+        suspects = set(self._open(("alone",))) if rows else set[int]()
         parts: dict[str, list[tuple[int, str, float]]] = defaultdict(list)
         for node, what, seconds in rows:
             parts[f"{self._models[node]} {what.rpartition(' ')[2]}"].append((node, what, seconds))
