@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -285,6 +286,7 @@ def main() -> int:
     words.add_argument("--cpu", action="store_true", help="what a CPU can run, on a tiny model")
     words.add_argument("--page", type=Path, default=PAGE)
     words.add_argument("--seconds", type=float, default=600.0)
+    words.add_argument("--only", default="", help="a regular expression: the steps whose titles it finds; default: all")
     words.add_argument("--folder", type=Path, help="for what the steps write; default: one that is removed")
     arguments = words.parse_args()
     if not arguments.cpu and not any(Path("/dev").glob("nvidia[0-9]*")):
@@ -292,13 +294,14 @@ def main() -> int:
         return 2
     if arguments.cpu and arguments.page == PAGE:
         words.error("--cpu needs --page: the page of the repository holds figures of a GPU alone")
-    command = f"`python bench/gpu.py{' --cpu' if arguments.cpu else ''}`"
+    only = f" --only '{arguments.only}'" if arguments.only else ""
+    command = f"`python bench/gpu.py{' --cpu' if arguments.cpu else ''}{only}`"
     head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {command}, {hardware()}."
     done: list[tuple[str, list[Row]]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         tier = Tier(cpu=arguments.cpu, folder=folder, ends=time.monotonic() + arguments.seconds)
-        left = tier.steps()
+        left = [step for step in tier.steps() if re.search(arguments.only, step[0])]
         page(arguments.page, head, done, left)
         while left and time.monotonic() < tier.ends:
             (title, step), *left = left
