@@ -75,10 +75,9 @@ class AccessError(RuntimeError):
 class ApiError(RuntimeError):
     """The API server refused the request, or could not be reached (status 0); the message never contains a token."""
 
-    def __init__(self, status: int, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
+    def __init__(self, status: int, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.reason = reason
         self.retry_after = retry_after
 
 
@@ -350,18 +349,15 @@ def _event_of(line: bytes) -> Json:
     except (ValueError, KeyError, TypeError):
         raise ApiError(0, "the watch sent a line that is no event") from None
     if kind == "ERROR":
-        message = str(item.get("message", "watch error"))
-        raise ApiError(int(item.get("code") or 0), message, reason=str(item.get("reason", "")))
+        raise ApiError(int(item.get("code") or 0), str(item.get("message", "watch error")))
     return event
 
 
 def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     """Create an error from a Status document, or from the response of a proxy."""
-    message, reason = f"HTTP {status}", ""
     try:
-        value = json.loads(raw)
-        message, reason = str(value.get("message") or message), str(value.get("reason") or "")
+        message = str(json.loads(raw).get("message") or f"HTTP {status}")
     except (ValueError, AttributeError):
         message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
     after = headers.get("Retry-After", "")
-    return ApiError(status, message, reason=reason, retry_after=float(after) if after.isdecimal() else None)
+    return ApiError(status, message, retry_after=float(after) if after.isdecimal() else None)
