@@ -142,10 +142,7 @@ def read_form(form: Mapping[str, str]) -> Request:
         return Request.of(**dict(question.model().model_validate(given)), allow_files=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name, allowed = (
-            str(first["loc"][0]),
-            first["msg"].replace("Input should", "must").replace("String should", "must"),
-        )
+        name, allowed = str(first["loc"][0]), re.sub("^(Input|String) should", "must", first["msg"])
         raise RequestError(f"{name}={given[name][:40]}: {allowed}") from None
 
 
