@@ -10,7 +10,7 @@ from dataclasses import replace
 from collectives.nccl_log.codes import CODES, WORDS_OF, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
-from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, by_severity, rank_words
+from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 
 _LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")
@@ -33,8 +33,8 @@ def single_node(ledger: Ledger) -> bool | None:
     if facts.nodes:
         return facts.nodes == 1 and not facts.mnnvl
     listed = set(facts.test_ranks.values())
-    elsewhere = bool(listed and ledger.hosts.count()) and listed.isdisjoint(ledger.hosts.names)
-    if ledger.hosts.count() > 1 or len(listed) > 1 or elsewhere:
+    elsewhere = bool(listed and ledger.hosts) and listed.isdisjoint(ledger.hosts)
+    if ledger.host_count() > 1 or len(listed) > 1 or elsewhere:
         return False
     if facts.test_on_one_host or facts.all_on_one_host():
         return True
@@ -83,19 +83,18 @@ def _silent_nodes(facts: Facts) -> tuple[int, ...]:
 
 def layers_in_use(ledger: Ledger) -> set[str]:
     """Link layers of the devices that carry channels; of all that NCCL lists where that is unknown."""
-    by_index = ledger.facts.port_of_index
-    rows = ledger.devices.items()
-    used = [device for (_, name, device), row in rows if row[0] > 0 and name.startswith(("IB", "gIB"))]
-    if used and all(len(by_index.get(device, ())) == 1 for device in used):
-        return set().union(*(by_index[device] for device in used))
-    return set().union(*by_index.values()) if by_index else set()
+    layers = ledger.facts.layers
+    used = {device for name, device in ledger.count_wires("network", "device") if name.startswith(("IB", "gIB"))}
+    carrying = [(device, layer) for device, layer in layers if device in used]
+    every_one_is_known = sorted(device for device, _ in carrying) == sorted(used)  # once each
+    return {layer for _, layer in (carrying if used and every_one_is_known else layers)}
 
 
 class _Findings:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.found: dict[str, LogProblem] = {}
-        self.names = {raw.decode("utf-8", "replace"): name for raw, name in ledger.hosts.whole_names().items()}
+        self.names = ledger.whole_names()
 
     def add(
         self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0, severity: str = "",
@@ -105,13 +104,13 @@ class _Findings:
         if code in self.found:
             return
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
-        writers = self.ledger.code_writers.get(code, {}) if not hosts else {}
-        hosts = hosts or self._named(writer.host.decode("utf-8", "replace") for writer in writers if writer.host)
+        writers = self.ledger.writers_of(code) if not hosts else ()
+        hosts = hosts or self._named(writer.host for writer in writers)
         hosts = hosts or self._named(row.host for row in proof)
         ranks = (
             self.ledger.ranks_of(writers)
             if writers
-            else tuple(sorted({rank for host in hosts for rank in self.ledger.ranks_on(host.encode())}))
+            else tuple(sorted({rank for host in hosts for rank in self.ledger.ranks_on(host)}))
         )
         own = {name: value for name, value in (("severity", severity), ("action", action)) if value}
         self.found[code] = problem_of(
@@ -121,8 +120,7 @@ class _Findings:
 
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
         """The hosts by their whole names, each once."""
-        names = (self.names.get(host, host.encode()).decode("utf-8", "replace") for host in hosts)
-        return tuple(dict.fromkeys(name for name in names if name))
+        return tuple(dict.fromkeys(self.names.get(host, host) for host in hosts if host))
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: Collection[str]) -> tuple[ProofLine, ...]:
         """One line of each of the first four of these hosts, two of a single one; of all where none is theirs."""
@@ -137,19 +135,15 @@ class _Findings:
 
     def hosts_without_gdrdma(self) -> tuple[str, ...]:
         """Hosts with channels over RDMA of which none has GPUDirect RDMA."""
-        rows: dict[bytes, list[int]] = {}
-        for (host, network, _), (total, on) in self.ledger.devices.items():
+        rows: dict[str, ChannelCount] = {}
+        for (host, network), count in self.ledger.count_wires("host", "network").items():
             if network != "Socket":
-                row = rows.setdefault(host, [0, 0])
-                row[0], row[1] = row[0] + total, row[1] + on
-        return self._named(host.decode("utf-8", "replace") for host, (total, on) in rows.items() if total and not on)
+                rows[host] = rows.get(host, ChannelCount()) + count
+        return tuple(host for host, count in rows.items() if host and not count.gdrdma)
 
     def hosts_over(self, network: str) -> tuple[str, ...]:
         """Return the hosts with channels over this network."""
-        devices = self.ledger.devices.items()
-        return self._named(
-            host.decode("utf-8", "replace") for (host, name, _), row in devices if name == network and row[0]
-        )
+        return tuple(host for host, name in self.ledger.count_wires("host", "network") if host and name == network)
 
     def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
         """The lines that report these environment variables."""
@@ -245,9 +239,10 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
             hosts=found.hosts_over("Socket"),
         )
     one_node = facts.nodes == 1 or facts.test_on_one_host or facts.all_on_one_host()
-    if facts.no_ib_device and not one_node and (inter in (None, "Socket", "unknown")):
-        found.add("no_ib_device", lines=found.proof("no RDMA device"), count=facts.no_ib_device)
-    chosen = set(facts.networks) | {name for name, row in ledger.networks.items() if row[0] > 0}
+    absent = facts.counts["no RDMA device"]
+    if absent and not one_node and (inter in (None, "Socket", "unknown")):
+        found.add("no_ib_device", lines=found.proof("no RDMA device"), count=absent)
+    chosen = facts.networks.keys() | ledger.networks().keys()
     if "Socket" in chosen and len(chosen) > 1 and not one_node:
         on = {name: ", ".join(sorted(found.hosts_over(name))[:4]) for name in sorted(chosen)}
         detail = "; ".join(f"{name} on {hosts}" if hosts else name for name, hosts in on.items())
@@ -260,7 +255,7 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
     ]
     first = [*list(facts.bootstrap)[:1], *list(facts.sockets)[:1]]
     # Within a node the loopback interface does.
-    apart = (facts.nodes or ledger.hosts.count()) > 1 or inter != "unknown"
+    apart = (facts.nodes or ledger.host_count()) > 1 or inter != "unknown"
     if inter is not None and any(name in suspects and (apart or name != "lo") for name in first):
         found.add(
             "docker_interface_used",
@@ -272,7 +267,7 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
 def _if_several(ledger: Ledger, evidence: Evidence) -> tuple[str, str]:
     """What is to be added where NCCL chose sockets, no channel took them, and nothing shows a second node; or ""."""
     shown = (
-        single_node(ledger) is False or ledger.torn_network or any(t.startswith("NET/") for t in evidence.transports)
+        single_node(ledger) is False or evidence.torn_lines or any(t.startswith("NET/") for t in evidence.transports)
     )
     return ("", "") if shown else ("if the job has several: the log shows one host and no channel", "warn")
 
@@ -280,7 +275,7 @@ def _if_several(ledger: Ledger, evidence: Evidence) -> tuple[str, str]:
 def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
     state, inter = evidence.gdrdma, evidence.inter_node_transport or ""
     facts = ledger.facts
-    carried = [name for name, row in ledger.networks.items() if row[0] > 0] or [evidence.network or ""]
+    carried = list(ledger.networks()) or [evidence.network or ""]
     within = (
         not inter and evidence.send.total + evidence.receive.total > 0
     )  # of one host's channels: a matter of its own
@@ -322,7 +317,7 @@ def one_direction(evidence: Evidence) -> bool:
 
 
 def _gdr_partial(found: _Findings, evidence: Evidence, facts: Facts) -> None:
-    sockets = found.ledger.networks.get("Socket", [0])[0]
+    sockets = found.ledger.networks().get("Socket", ChannelCount()).total
     missing = sum(seen.total - seen.gdrdma for seen in (evidence.send, evidence.receive, evidence.undirected))
     if sockets and missing <= sockets:  # sockets cannot have it: ranks that use sockets are reported as mixed networks
         return
@@ -341,7 +336,7 @@ def _gdr_partial(found: _Findings, evidence: Evidence, facts: Facts) -> None:
     if hosts:
         detail = f"none on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}; in total {detail}"
     found.add(code, detail=detail, lines=lines, severity=severity, hosts=hosts)
-    refused = [host for host in hosts if facts.gdr_words.get(host, set()) & {"refused", "usable"} == {"refused"}]
+    refused = [host for host in hosts if facts.gdr_words_of(host) & {"refused", "usable"} == {"refused"}]
     if refused:
         found.add("peermem_missing", lines=found.proof("GPUDirect RDMA refused"), hosts=refused)
 
@@ -351,7 +346,7 @@ def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[s
     is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
     code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
     if evidence.gdrdma_fraction is not None:  # else no channel was seen, and what refused it is reported below
-        usable = is_ib and any("usable" in words for words in facts.gdr_words.values())
+        usable = is_ib and any(word == "usable" for _, word in facts.gdr_words)
         found.add(
             code, detail=_part(evidence, []), lines=_channel_proof(found), hosts=found.hosts_without_gdrdma(),
             action=_USABLE if usable else "",
@@ -467,14 +462,12 @@ def _within_node(found: _Findings, evidence: Evidence) -> None:
 def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> None:
     """A dead port is silent: NCCL lists active ports only. Compare with what should be there, and host with host."""
     facts = ledger.facts
-    listed = {
-        host.decode("utf-8", "replace"): set(row) for host, row in facts.ports.items() if host in facts.whole_lists
-    }
+    listed = {host: {port for other, port in facts.ports if other == host} for host in facts.whole_lists}
     missing: list[str] = []
     if ports is not None:
         wanted = {port if ":" in port else f"{port}:1" for port in ports}
         # A plugin that lists no ports (EFA) says nothing about them.
-        none_found: dict[str, set[str]] = {"": set()} if facts.no_ib_device else {}
+        none_found: dict[str, set[str]] = {"": set()} if facts.counts["no RDMA device"] else {}
         for host, row in (listed or none_found).items():
             seen = {f"{name}:{port.split(':')[1]}" for port in row for name in port.split(":")[0].split("+")}
             missing += [f"{host or 'this host'}: {port} (which --port names)" for port in sorted(wanted - seen)]

@@ -67,6 +67,10 @@ class ChannelCount:
     total: int = 0
     gdrdma: int = 0
 
+    def __add__(self, other: ChannelCount) -> ChannelCount:
+        """Return the channels of both."""
+        return ChannelCount(total=self.total + other.total, gdrdma=self.gdrdma + other.gdrdma)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvidence:
