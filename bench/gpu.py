@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -87,7 +88,15 @@ def config_file(folder: Path, more: dict[str, Any], *, model: str) -> Path:
 
 
 def write_weights(path: Path, *, cpu: bool) -> None:
-    """Random weights for the config.json in a folder, made on the GPU where there is one."""
+    """Random weights for the config.json in a folder, made on the GPU where there is one, by a process of its own:
+    this one would keep memory of the GPU, which counts as taken in every run that follows.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=_write_weights, args=(path, cpu))
+    process.start()
+    process.join()
+
+
+def _write_weights(path: Path, cpu: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 

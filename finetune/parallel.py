@@ -41,13 +41,17 @@ from finetune.plan import refusals
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 # What selective checkpointing keeps: results of matrix products and of attention; the rest is made again.
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}  # the last two arguments are the factors
 KEPT = {
-    torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+    *PRODUCTS,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default, torch.ops.aten._grouped_mm.default,
 }  # fmt: skip
+# A product of a shorter inner dimension, as of lora_B, is made again: writing its result takes longer than computing it
+# where a GPU's bf16 FLOP/s are more than this many times its bytes/s of memory (hardware/gpus.toml: all but P100, H20).
+SHORTEST_KEPT = 64
 # The flash-attn package's and torch's own for lengths; each is an operator only where its module has been imported.
 KEPT_NAMED = {
     "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "torch_attn::_varlen_attn",
@@ -202,8 +206,9 @@ def _selection(kind: str) -> dict[str, Any]:
     if kind == "full":
         return {}
 
-    def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        saves = op in KEPT or op._schema.name in KEPT_NAMED
+    def policy(_context: Any, op: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        short = op in PRODUCTS and args[-1].shape[0] < SHORTEST_KEPT
+        saves = (op in KEPT and not short) or op._schema.name in KEPT_NAMED
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}

@@ -4,8 +4,7 @@ The official client finds the API server and credentials (service account, kubec
 plugins, proxies) and sends requests. Retries, limits and streaming are implemented here. The library is imported with
 the first Client, so that an agent without Kubernetes never loads it (docs/decisions/0009).
 
-Specification: Kubernetes API concepts (pages, watch, bookmarks, 410), server-side apply, the Status kind of API errors,
-and user impersonation.
+Specification: Kubernetes API concepts (pages, watch, bookmarks, 410), server-side apply, the Status kind of API errors.
 """
 
 from __future__ import annotations
@@ -76,10 +75,9 @@ class AccessError(RuntimeError):
 class ApiError(RuntimeError):
     """The API server refused the request, or could not be reached (status 0); the message never contains a token."""
 
-    def __init__(self, status: int, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
+    def __init__(self, status: int, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.reason = reason
         self.retry_after = retry_after
 
 
@@ -99,10 +97,9 @@ def connect(
     configuration = Configuration()
     token, home = Path(SERVICE_TOKEN_FILENAME), Path(environment.get("HOME", "/")) / ".kube/config"
     source = environment.get("KUBECONFIG", "")
-    headers: list[tuple[str, str]] = []
     try:
         if source.strip(os.pathsep):
-            namespace, headers = _kubeconfig(configuration, source, context)
+            namespace = _kubeconfig(configuration, source, context)
         elif token.exists() and environment.get("KUBERNETES_SERVICE_HOST"):
             source = str(token.parent)
             load_incluster_config(configuration)
@@ -110,7 +107,7 @@ def connect(
             namespace = _text(named) if named.exists() else "default"
         elif home.exists():
             source = str(home)
-            namespace, headers = _kubeconfig(configuration, source, context)
+            namespace = _kubeconfig(configuration, source, context)
         else:
             raise AccessError(
                 "no Kubernetes API server: not in a pod, KUBECONFIG is not set, and there is no ~/.kube/config"
@@ -119,16 +116,14 @@ def connect(
         raise AccessError(f"{source}: {error}") from None
     except (YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # the library does not check types
         raise AccessError(f"{source}: is no kubeconfig: {type(error).__name__}: {error}") from None
-    return Client(configuration, namespace=namespace, headers=headers, tries=tries, on_warning=on_warning)
+    return Client(configuration, namespace=namespace, tries=tries, on_warning=on_warning)
 
 
-def _kubeconfig(
-    configuration: Configuration, paths: str, context: str | None
-) -> tuple[str, list[tuple[str, str]]]:  # fmt: skip
-    """Fill in the configuration; return (namespace, headers) of the current or the named context.
+def _kubeconfig(configuration: Configuration, paths: str, context: str | None) -> str:
+    """Fill in the configuration; return the namespace of the current or the named context.
 
     The library does not implement these kubectl rules: of several files, the first with a current context determines
-    it; a token file is read before every request; a user may impersonate another user.
+    it; a token file is read before every request. It ignores that a user impersonates another one.
     """
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
@@ -146,37 +141,27 @@ def _kubeconfig(
         raise AccessError(f"{paths}: server is {configuration.host!r}: must begin with https:// or http://")
     named = merged.config["users"].get_with_name(chosen.get("user"), safe=True)
     user = named["user"].value if named else {}
+    if user.get("as"):
+        raise AccessError(f"{paths}: the user impersonates {user['as']!r} (as), which this client does not support")
     if user.get("tokenFile") and not user.get("token"):
         token = Path(named.path).parent / user["tokenFile"]
         configuration.refresh_api_key_hook = lambda one: one.api_key.update(BearerToken=f"Bearer {_text(token)}")
     if user.get("exec") and not (configuration.api_key or configuration.cert_file):
         command = user["exec"].get("command")
         raise AccessError(f"{paths}: the credential plugin {command} gave no credentials; its error is in the log")
-    return chosen.get("namespace") or "default", _impersonation(user)
+    return chosen.get("namespace") or "default"
 
 
 def _text(path: Path) -> str:
     return bounded.read_text(path, TOKEN_LIMIT_BYTES).strip()
 
 
-def _impersonation(user: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the headers for `as`, `as-uid`, `as-groups` and `as-user-extra`."""
-    extra = (user.get("as-user-extra") or {}).items()
-    return [
-        *((header, str(user[key])) for key, header in (("as", "Impersonate-User"), ("as-uid", "Impersonate-Uid"))
-          if user.get(key)),
-        *(("Impersonate-Group", str(group)) for group in user.get("as-groups") or ()),
-        *((f"Impersonate-Extra-{quote(name, safe='')}", str(value)) for name, values in extra for value in values),
-    ]  # fmt: skip
-
-
 class Client:
     """A connection to one API server. Instances can be shared between threads."""
 
     def __init__(
-        self, configuration: Configuration, *, namespace: str = "default", headers: list[tuple[str, str]] | None = None,
-        timeout_seconds: float = TIMEOUT_SECONDS, tries: int = TRIES,
-        on_warning: Callable[[str], None] = lambda _text: None,
+        self, configuration: Configuration, *, namespace: str = "default", timeout_seconds: float = TIMEOUT_SECONDS,
+        tries: int = TRIES, on_warning: Callable[[str], None] = lambda _text: None,
     ) -> None:  # fmt: skip
         from kubernetes.client import ApiClient
 
@@ -184,7 +169,6 @@ class Client:
         configuration.connection_pool_maxsize = CONNECTIONS
         self.namespace = namespace
         self.server = configuration.host
-        self._headers = headers or []
         self._on_warning = on_warning
         self._timeout, self._tries = timeout_seconds, tries
         self._api = ApiClient(configuration)
@@ -305,8 +289,6 @@ class Client:
         body: Json | None = None, headers: Mapping[str, str] = MappingProxyType({}),
     ) -> HTTPResponse:  # fmt: skip
         """Return the response before its body is read. Raises ApiError of status 0 if there is none."""
-        from urllib3 import HTTPHeaderDict
-
         sent = {
             "Accept": JSON,
             "User-Agent": self._api.user_agent,
@@ -314,16 +296,11 @@ class Client:
             **headers,
         }
         self._authorize(sent)
-        all_headers = HTTPHeaderDict(sent)
-        for name, value in self._headers:  # one header per group of the user
-            all_headers.add(name, value)
         url = self.server + path
         if query:
             url += "?" + self._api.parameters_to_url_query(dict(query), None)
         with _errors(f"{self.server} cannot be reached"):
-            response = self._api.call_api(
-                method, url, all_headers, body, _request_timeout=(self._timeout, read_seconds)
-            )
+            response = self._api.call_api(method, url, sent, body, _request_timeout=(self._timeout, read_seconds))
         answer: HTTPResponse = response.response
         return answer
 
@@ -372,18 +349,15 @@ def _event_of(line: bytes) -> Json:
     except (ValueError, KeyError, TypeError):
         raise ApiError(0, "the watch sent a line that is no event") from None
     if kind == "ERROR":
-        message = str(item.get("message", "watch error"))
-        raise ApiError(int(item.get("code") or 0), message, reason=str(item.get("reason", "")))
+        raise ApiError(int(item.get("code") or 0), str(item.get("message", "watch error")))
     return event
 
 
 def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     """Create an error from a Status document, or from the response of a proxy."""
-    message, reason = f"HTTP {status}", ""
     try:
-        value = json.loads(raw)
-        message, reason = str(value.get("message") or message), str(value.get("reason") or "")
+        message = str(json.loads(raw).get("message") or f"HTTP {status}")
     except (ValueError, AttributeError):
         message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
     after = headers.get("Retry-After", "")
-    return ApiError(status, message, reason=reason, retry_after=float(after) if after.isdecimal() else None)
+    return ApiError(status, message, retry_after=float(after) if after.isdecimal() else None)

@@ -13,7 +13,6 @@ are delayed. The NetworkPolicy in deploy/daemonset limits which clients can conn
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import hmac
 import ipaddress
@@ -21,7 +20,6 @@ import math
 import re
 import shlex
 import stat
-import termios
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -242,7 +240,6 @@ class LimitedProtocol(H11Protocol):
     """One client connection."""
 
     most_connections = 512  # each uses about 20 KiB while open
-    most_at_once = 192  # new ones within _ROOM_SECONDS before connections are closed without delay
     most_over_limit = 32  # additional ones if all of those are busy; only health checks use them
     # Longest wait for the first request's head, a later head, a body, and for the client to read a response
     seconds = {"head": 20.0, "next head": KEEP_ALIVE_SECONDS + 20.0, "body": 20.0, "reader": 30.0}  # noqa: RUF012
@@ -258,19 +255,17 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that a response the client does not read is detected
         self._check_wait()
-        over = len(self.connections) - self.most_connections
-        if over > 0:  # delayed so that received data is read first, unless a flood of connections comes
-            self.loop.call_later(_ROOM_SECONDS if over < self.most_at_once else 0, self._make_room)
+        if len(self.connections) > self.most_connections:
+            self.loop.call_later(_ROOM_SECONDS, self._make_room)  # delayed so that received data is read first
 
     def _make_room(self) -> None:
         """End the connection that has waited longest for its client; where none waits, this one at most."""
         over = len(self.connections) - self.most_connections
-        if over > 0:
-            waiting = [one for one in self._others() if one.is_idle()]
-            if waiting:
-                min(waiting, key=lambda one: one.since).end()
-            elif over > self.most_over_limit:
-                self.end()
+        waiting = [one for one in self._others() if one.awaited()] if over > 0 else []
+        if waiting:
+            min(waiting, key=lambda one: one.since).end()
+        elif over > self.most_over_limit:
+            self.end()
 
     def _others(self) -> list[LimitedProtocol]:
         return [one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self]
@@ -287,13 +282,6 @@ class LimitedProtocol(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             return "next head" if self.cycle else "head"
         return "body" if self.conn.their_state is h11.SEND_BODY else None
-
-    def is_idle(self) -> bool:
-        """Return whether it waits for its client; received bytes that a busy event loop has not read are not a wait."""
-        if self.awaited() in (None, "reader"):
-            return self.awaited() is not None
-        descriptor = self.transport.get_extra_info("socket").fileno()
-        return descriptor < 0 or not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
 
     def _check_wait(self) -> None:
         """Check every second, and close the connection if one wait within one request has taken too long."""

@@ -24,7 +24,7 @@ from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import RequestError
 from agent.checks.verdict import View
-from agent.cluster.client import AGAIN, ApiError, Client, Tally, backoff_seconds, path_of, reason_of
+from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.gate import Places, published, read_places
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, row
 from agent.cluster.publish import FirstSeen, records_of
@@ -43,7 +43,6 @@ Json = dict[str, Any]
 Samples = list[tuple[tuple[str, ...], float]]
 GONE = 410
 SHORTEST_WATCH_SECONDS = 1.0
-BUSY_TRIES = 3  # attempts of the first list, with growing pauses, before a busy server counts as unavailable
 LOOK_SECONDS = 0.05
 LIST_SECONDS = 20.0  # longest wait of the first request for the first list; a refusal ends it earlier
 IDLE_SECONDS = 600.0
@@ -100,17 +99,16 @@ class Watcher:
                     if failures == 0:  # the first one is normal
                         failures = 1
                         continue
-                busy = error.status in AGAIN and failures + 1 < BUSY_TRIES
-                failures = self._pause(str(error), failures, error.retry_after, refused=not busy)
+                failures = self._pause(str(error), failures, error.retry_after)
             except Exception as error:  # noqa: BLE001 - whatever an object holds, the others are followed
                 self.tally["watch_restarts_total", "invalid"] += 1
                 version = ""
                 failures = self._pause(f"an object that is none: {type(error).__name__}: {error}", failures)
 
-    def _pause(self, error: str, failures: int, retry_after: float | None = None, *, refused: bool = True) -> int:
+    def _pause(self, error: str, failures: int, retry_after: float | None = None) -> int:
         """Log the error, wait before the next attempt, and return the increased number of failures."""
         self.error = error
-        self.refused = refused and not self.listed
+        self.refused = not self.listed
         log.warning("watch of %s: %s", self._path, error)
         self._stop.wait(backoff_seconds(failures, retry_after))
         return failures + 1

@@ -10,8 +10,9 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from agent.cluster.nodes import Fleet, NodeRecord
 from agent.http import cluster
 from agent.http.worker import Answer, ProblemError, document, page_of
 from contracts import question
-from contracts.tables import bounds
 from planner.advice import Recommendation
 from planner.sweep import FrontierPoint
 
@@ -48,17 +48,12 @@ class Known:
         self.records: dict[str, NodeRecord] = {}
         self.fleet: Fleet | None = None  # of the records; None if they have changed
 
-    def take(self, kind: str, payload: Any) -> bool:
-        """Store a message if it contains data; return False if it is a question."""
-        if kind == "view":
-            self.view = payload
-        elif kind == "records":
-            changed, removed = payload
-            self.records.update((record.name, record) for record in changed)
-            for name in removed:
-                del self.records[name]
-            self.fleet = None
-        return kind in ("view", "records")
+    def change(self, changed: Sequence[NodeRecord], removed: Sequence[str]) -> None:
+        """Store records that are new or have changed, and remove those with these names."""
+        self.records.update((record.name, record) for record in changed)
+        for name in removed:
+            del self.records[name]
+        self.fleet = None
 
     def nodes(self) -> Fleet:
         """Return the fleet of all nodes."""
@@ -68,20 +63,16 @@ class Known:
         return self.fleet
 
 
-def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
-    """Return environment and layout, as JSON or as an export."""
-    wanted, view = Request.of(**dict(options), allow_files=False), known.view
-    hosts = wanted.nodes or (1 if wanted.machine else len(view.snapshots))
-    return _advice(advise.for_view(view, wanted), form, hosts)
-
-
-def recommendations_of_all(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
-    """Return the same for all nodes of the cluster."""
-    advice, hosts = cluster.advise_cluster(known.nodes(), Request.of(**dict(options), allow_files=False))
-    return _advice(advice, form, hosts)
-
-
-def _advice(advice: Recommendation, form: str, hosts: int) -> Answer:
+def recommendations(
+    known: Known, *, options: tuple[tuple[str, Any], ...], form: str, for_cluster: bool = False
+) -> Answer:  # fmt: skip
+    """Return environment and layout of this node, or of all nodes of the cluster, as JSON or as an export."""
+    wanted = Request.of(**dict(options), allow_files=False)
+    if for_cluster:
+        advice, hosts = cluster.advise_cluster(known.nodes(), wanted)
+    else:
+        hosts = wanted.nodes or (1 if wanted.machine else len(known.view.snapshots))
+        advice = advise.for_view(known.view, wanted)
     if form in advise.EXPORTS:
         return Answer(body=advise.export(advice, form, nodes=hosts).encode(), media_type="text/plain")
     return document(advice)
@@ -140,7 +131,7 @@ def cluster_page(
 
 
 QUESTIONS: dict[str, Callable[..., Answer]] = {
-    one.__name__: one for one in (recommendations, recommendations_of_all, what_if, nodes, cluster_page)
+    one.__name__: one for one in (recommendations, what_if, nodes, cluster_page)
 }
 
 
@@ -151,11 +142,7 @@ def read_form(form: Mapping[str, str]) -> Request:
         return Request.of(**dict(question.model().model_validate(given)), allow_files=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        limits = bounds(str(question.rows()[f"--{name.replace('_', '-')}"].get("type", "")))
-        allowed = first["msg"].replace("Input should", "must").replace("String should", "must")
-        if limits is not None:
-            allowed = f"must be a {'whole ' * (limits[0] == 'int')}number from {limits[1]:g} to {limits[2]:.0f}"
+        name, allowed = str(first["loc"][0]), re.sub("^(Input|String) should", "must", first["msg"])
         raise RequestError(f"{name}={given[name][:40]}: {allowed}") from None
 
 
@@ -192,9 +179,13 @@ def main() -> None:
     pipe, known = Connection(int(sys.argv[1])), Known()
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionError):
-        while True:
+        while pipe.poll(float(sys.argv[2])):  # longest idle time in seconds
             kind, payload = pipe.recv()
-            if not known.take(kind, payload):
+            if kind == "view":
+                known.view = payload
+            elif kind == "records":
+                known.change(*payload)
+            else:
                 send(pipe, answer(known, kind, payload))
 
 

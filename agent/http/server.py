@@ -323,7 +323,8 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
         parameters: dict[str, Any] = {"options": options, "form": form}
         if asked.scope == "cluster" and asked.machine is None:
             records = await cluster.records()
-            return respond(await worker.ask(request, "recommendations_of_all", records=records, **parameters))
+            parameters["for_cluster"] = True
+            return respond(await worker.ask(request, "recommendations", records=records, **parameters))
         key = "/recommendations", form, parameters["options"]
         return respond(await rendered.compute(request, worker, view, key, "recommendations", view=view, **parameters))
 

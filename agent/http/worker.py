@@ -2,8 +2,8 @@
 
 The event loop and /metrics share no Python interpreter with the planner. One worker process (agent.http.questions) is
 started by the first question and answers one at a time. It is killed and replaced if a question takes too long or no
-client waits for it any more, and ends after some idle minutes. Data is sent to it once: each view as a whole, and of
-the cluster's records those that changed. Reasons and costs: docs/decisions/0010.
+client waits for it any more, and ends by itself after some idle minutes. Data is sent to it once: each view as a whole,
+and of the cluster's records those that changed. Reasons and costs: docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def page_of(html: str, status: int = 200) -> Answer:
 class _Process:
     """The worker process, and the data already sent to it. It belongs to one thread and ends with it."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], idle_seconds: float) -> None:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
-                processes.tethered([*command, str(theirs.fileno())]), pass_fds=(theirs.fileno(),),
+                processes.tethered([*command, str(theirs.fileno()), str(idle_seconds)]), pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
                 env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
@@ -145,6 +145,10 @@ class _Process:
             self._pipe.send(("records", ((), [name for name in before if name not in now])))
             self._records = now
 
+    def has_ended(self) -> bool:
+        """Return whether it has ended, as it does after idle minutes."""
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """Kill it now; the thread that waits for its answer gets EOFError."""
         self._process.kill()
@@ -162,7 +166,6 @@ class Worker:
         self._jobs: dict[Hashable, _Job] = {}  # questions without an answer yet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._process: _Process | None = None
-        self._idle_timer: asyncio.TimerHandle | None = None
         self._stopping = False
 
     async def ask(
@@ -196,7 +199,6 @@ class Worker:
             job.waiting -= 1
             if not job.waiting:
                 job.answered.cancel()  # if it has not started; `_Process.ask` handles a running one
-            self._end_later()
 
     def stop(self) -> None:
         """Stop the process and the thread; reject waiting clients."""
@@ -205,19 +207,11 @@ class Worker:
             process.kill()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _end_later(self) -> None:
-        """Stop the process after some idle minutes."""
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-        if not self._stopping:
-            loop = asyncio.get_running_loop()
-            self._idle_timer = loop.call_later(self._idle, self._thread.submit, self._end_process)
-
     def _serve(self, job: _Job) -> Answer:
         """Answer in the worker's thread. If the process ends for any reason, it is replaced."""
         try:
-            if self._process is None:
-                self._process = _Process(self._command)
+            if self._process is None or self._process.has_ended():
+                self._process = _Process(self._command, self._idle)
             if self._stopping:
                 raise _busy("the agent ends")
             return self._process.ask(job, self._longest)

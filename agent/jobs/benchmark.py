@@ -320,28 +320,12 @@ def _held_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) ->
                 cause=cause, remedy=remedy)  # fmt: skip
 
 
-def _changed(write: RdmaWrite, then: RdmaWrite) -> tuple[str, str] | None:
-    """Return which property of the port is lower than in the baseline."""
-    if (write.rate_bytes_per_second or 0.0) < (then.rate_bytes_per_second or 0.0):
-        now, before = units.bits(write.rate_bytes_per_second), units.bits(then.rate_bytes_per_second)
-        return f"the port runs at {now}, {before} in the baseline", (
-            "Reseat or replace the cable or transceiver; see rdma.port.rate."
-        )
-    if write.mtu_bytes and then.mtu_bytes and write.mtu_bytes < then.mtu_bytes:
-        return f"packets of {write.mtu_bytes} bytes, {then.mtu_bytes} in the baseline", (
-            "Raise the MTU of the interface and of the switch ports on the way; see rdma.mtu.small."
-        )
-    return None
-
-
 def _cause_of_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> tuple[str, str]:
     """Return the cause, as far as this host shows it, and the remedy."""
-    if then is not None and (changed := _changed(write, then)):
-        return changed
     now = next((bar for bar in write.bars if bar.name == IS and bar.low is not None), None)
     if now is not None and now.low is not None and write.bytes_per_second >= now.low:
         return f"the port is what limits it: {'; '.join(now.why)}", (
-            "See rdma.port.rate and topology.nic.pcie_bound for this device."
+            "See rdma.port.rate, rdma.mtu.small and topology.nic.pcie_bound for this device."
         )
     return (
         f"the port of {result.host} is as it was, so the fault is on the link between {result.host} and {result.peer}"

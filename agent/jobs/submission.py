@@ -87,7 +87,7 @@ def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -
             except ApiError as error:
                 so_far = f"; created before it: {', '.join(done)}" if done else "; nothing was created"
                 text = f"{name}: the API server says {error.status}: {error}{so_far}"
-                raise ApiError(error.status, text, reason=error.reason) from None
+                raise ApiError(error.status, text) from None
             if really or dry_run:
                 done += [name] if really and line == "created" else []
                 yield f"{name} {line if really else 'admitted (dry run)'}"
@@ -128,7 +128,7 @@ def _admit(client: Client, job: Document) -> bool:
         state = job_state(client.get(_path(client, job, job["metadata"]["name"])))
         if state != "failed":
             state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
-            raise ApiError(409, f"{error}, and is {state_text}", reason=error.reason) from None
+            raise ApiError(409, f"{error}, and is {state_text}") from None
     about = {key: value for key, value in job["metadata"].items() if key != "name"}
     about["generateName"] = f"{job['metadata']['name']}-"
     client.create(_path(client, job), {**job, "metadata": about}, dry_run=True)

@@ -7,10 +7,12 @@ docs/explanation/evidence.md.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -18,14 +20,8 @@ from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES, PATHS, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
-from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problems_of
-from collectives.nccl_log.reader import (
-    BLOCK_BYTES,
-    LogFileError,
-    Reader,
-    Unpacked,
-    looks_like_text,
-)
+from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problem_of_text
+from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, looks_like_text
 from collectives.nccl_log.transport import (
     ChannelCount,
     Evidence,
@@ -49,19 +45,17 @@ MAX_PROOF = 64
 
 def version_of(ledger: Ledger) -> str | None:
     """Return the version in the log; the more detailed one if several lines differ in detail."""
-    if ledger.facts.rccl_version:
-        return f"RCCL {ledger.facts.rccl_version}"
-    versions = ledger.facts.versions
-    return max(versions, key=lambda text: ("+" in text, versions[text])) if versions else None
+    facts = ledger.facts
+    if facts.rccl_versions:
+        return f"RCCL {next(iter(facts.rccl_versions))}"
+    return max(facts.versions, key=lambda text: ("+" in text, facts.versions[text]), default=None)
 
 
 def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
-    """The "distance" lines in words: what NCCL thought possible, not what it did; numbers where no version is known."""
-    digits = (version or "").removeprefix("RCCL ").split("+")[0].split("-")[0].split(".")
-    names: tuple[str, ...] = ()
-    if len(digits) > 1 and digits[0].isdecimal() and digits[1].isdecimal():
-        release = int(digits[1]), int(digits[2]) if len(digits) > 2 and digits[2].isdecimal() else 0
-        names = next((names for first, names in reversed(PATHS) if first <= release), ())
+    """Return the "distance" lines in words. They say what NCCL thought possible, not what it did."""
+    digits = re.match(r"(?:RCCL )?\d+\.(\d+)(?:\.(\d+))?", version or "")
+    release = (int(digits[1]), int(digits[2] or 0)) if digits else (-1, 0)
+    names = next((names for first, names in reversed(PATHS) if first <= release), ())
 
     def name(distance: int) -> str:
         return names[distance] if distance < len(names) else f"distance {distance}"
@@ -86,27 +80,27 @@ def inter_name(network: str, provider: str | None = None) -> str:
 
 def selected_network(ledger: Ledger) -> str | None:
     """Return the network that NCCL reports as selected; the RDMA network if ranks differ."""
-    names = ledger.facts.networks or ledger.facts.assigned
-    if not names:
-        failed = any(ledger.codes[code] for code in codes_with("verbs"))
-        # Before 2.5 no line names the network. Sockets are set up and listed only if no RDMA device was found.
-        return "IB" if ledger.facts.ib_listed or failed else "Socket" if ledger.facts.sockets else None
-    return max(names, key=lambda name: (name != "Socket", names[name]))
+    facts = ledger.facts
+    names = facts.networks or facts.assigned
+    if names:
+        return max(names, key=lambda name: (name != "Socket", names[name]))
+    # Before 2.5 no line names the network. Sockets are set up and listed only if no RDMA device was found.
+    if facts.counts["RDMA devices"] or any(ledger.codes[code] for code in codes_with("verbs")):
+        return "IB"
+    return "Socket" if facts.sockets or facts.counts["socket interfaces"] else None
 
 
 def _inter(ledger: Ledger) -> str | None:
-    provider = ledger.facts.provider
+    provider, single = ledger.facts.provider, evidence_problems.single_node(ledger)
     names = _network_names(ledger)
-    torn = [key.partition("/")[2] for key, n in ledger.torn_transports.items() if n > 0 and key.startswith("NET/")]
-    within = evidence_problems.single_node(ledger) is True
-    carrying = {key for table in (ledger.transports, ledger.torn_transports) for key, n in table.items() if n > 0}
+    torn = [key.partition("/")[2] for key in ledger.torn_transports if key.startswith("NET/")]
+    carrying = ledger.transports.keys() | ledger.torn_transports.keys()
     alone = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in carrying]
-    joined = [] if within else alone or [f"COLLNET ({name})" for name in names]
+    joined = [] if single is True else alone or [f"COLLNET ({name})" for name in names]
     if _nvlink_joins_nodes(ledger):
         joined.append("NVLink (MNNVL)")
     if joined:
-        return joined[0] if len(joined) == 1 else "mixed " + " + ".join(joined)
-    single = evidence_problems.single_node(ledger)
+        return mixed(joined)
     if single is True or ledger.codes["duplicate_gpu"]:
         return None
     if single is None and _intra_keys(ledger) and not evidence_problems.missing_ranks(ledger):
@@ -115,23 +109,26 @@ def _inter(ledger: Ledger) -> str | None:
     return inter_name(network, provider) if network else "unknown"
 
 
+def mixed(names: list[str]) -> str:
+    """Return the transports in words."""
+    return names[0] if len(names) == 1 else "mixed " + " + ".join(names)
+
+
 def _nvlink_joins_nodes(ledger: Ledger) -> bool:
     """Return whether MNNVL channels cross operating systems; NCCL prints MNNVL within one too (transport/p2p.cc)."""
-    return not _cliques_end_at_hosts(ledger) and any(
-        key.startswith("P2P/MNNVL") and count > 0 for key, count in ledger.transports.items()
-    )
+    return not _cliques_end_at_hosts(ledger) and any(key.startswith("P2P/MNNVL") for key in ledger.transports)
 
 
 def _cliques_end_at_hosts(ledger: Ledger) -> bool:
     """Return whether each NVLink clique, which NCCL counts as a node, is one host; False if hosts may be missing."""
     facts = ledger.facts
     small = 0 < facts.mnnvl_clique <= facts.local_ranks <= evidence_problems.MOST_GPUS_OF_A_NODE
-    return small and 1 < facts.nodes == ledger.hosts.count()
+    return small and 1 < facts.nodes == ledger.host_count()
 
 
 def _network_names(ledger: Ledger) -> list[str]:
     """Return the networks with channels, without names that are fragments in torn lines ("NET/IB" of "NET/IBext")."""
-    counts = {name: row[0] for name, row in ledger.networks.items() if row[0] > 0}
+    counts = {name: count.total for name, count in ledger.networks().items()}
     real = {name for name in counts if name in ledger.facts.networks}
     total = sum(counts.values())
     # Never selected, and on less than 1 % of the lines of a selected network.
@@ -140,41 +137,37 @@ def _network_names(ledger: Ledger) -> list[str]:
 
 
 def _intra_keys(ledger: Ledger) -> list[str]:
-    table = {k: n for k, n in ledger.transports.items() if k.startswith(("P2P/", "SHM")) and n > 0}
-    if not table:
-        table = {k: n for k, n in ledger.torn_transports.items() if k.startswith("P2P/") and n > 0}
+    table = {key: n for key, n in ledger.transports.items() if key.startswith(("P2P/", "SHM"))}
+    table = table or {key: n for key, n in ledger.torn_transports.items() if key.startswith("P2P/")}
     # "P2P/IPC" can be a fragment of "P2P/IPC/read" in a torn line: below 1 % it is not a second transport.
     cut = {key for key in table for whole in table if whole.startswith(f"{key}/") and table[key] * 100 < table[whole]}
     return sorted(table.keys() - cut, key=lambda key: (key == "SHM", -table[key], key))
 
 
 def _intra(ledger: Ledger) -> str | None:
-    keys = _intra_keys(ledger)
+    keys, facts = _intra_keys(ledger), ledger.facts
     if evidence_problems.single_node(ledger) is True:
-        keys += [key for key in ledger.transports if key.startswith("NET/") and ledger.transports[key] > 0]
+        keys += [key for key in ledger.transports if key.startswith("NET/")]
     if keys:
-        return keys[0] if len(keys) == 1 else "mixed " + " + ".join(keys)
+        return mixed(keys)
     if ledger.codes["shm_too_small"]:
         return "SHM (attempted)"
     if ledger.codes["duplicate_gpu"] or ledger.codes["p2p_disabled_nvlink"]:
         return "none (init failed)"
-    if ledger.facts.local_ranks == 1 or ledger.facts.ranks == 1:
+    if facts.local_ranks == 1 or facts.ranks == 1:
         return None
-    if ledger.facts.local_ranks == 0 and (ledger.networks or ledger.torn_network):
-        return None
-    return "unknown"
+    return None if facts.local_ranks == 0 and (ledger.wires or ledger.counts["torn channels"]) else "unknown"
 
 
 def _gdrdma(ledger: Ledger, inter: str | None) -> str:
-    total = sum(ledger.channels.values())
-    on = sum(n for (_, gdrdma), n in ledger.channels.items() if gdrdma)
-    # Tags found at the start of lines belong to as many channels that seem to lack one.
-    missing = total - on
-    if total and missing and on and missing <= ledger.orphan_tags:
+    total = sum(ledger.wires.values())
+    on = sum(times for wire, times in ledger.wires.items() if wire.gdrdma)
+    # Tags that were found at the start of lines belong to as many channels that seem to have none.
+    if total and total - on <= ledger.counts["orphan tags"]:
         return "on"
     if total:
         return "on" if on == total else "off" if not on else "partial"
-    if ledger.torn_network:
+    if ledger.counts["torn channels"]:
         return "off" if inter == "Socket" else "none"
     if inter == "Socket":  # only selected: it carries nothing in a single-node job
         return "off" if evidence_problems.single_node(ledger) is False else "none"
@@ -182,35 +175,19 @@ def _gdrdma(ledger: Ledger, inter: str | None) -> str:
     return "off" if refused == {False} and inter is not None and inter.startswith("IB") else "none"
 
 
-def _direction(ledger: Ledger, direction: str | None) -> ChannelCount:
-    on, off = ledger.channels.get((direction, True), 0), ledger.channels.get((direction, False), 0)
-    return ChannelCount(total=on + off, gdrdma=on)
-
-
 def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
     """Return channels by network device; devices of different hosts are separate, because each host numbers its own."""
-    names = ledger.hosts.whole_names()
-    several = len({names[host] for host, *_ in ledger.devices if host in names}) > 1
-    rows: dict[str, ChannelCount] = {}
-    for (host, name, device), (total, on) in sorted(ledger.devices.items()):
-        key = (
-            f"{names.get(host, host).decode('utf-8', 'replace')} {name}/{device}".strip()
-            if several
-            else f"{name}/{device}"
-        )
-        before = rows.get(key, ChannelCount())
-        rows[key] = ChannelCount(total=before.total + total, gdrdma=before.gdrdma + on)
-    return {key: row for key, row in rows.items() if row.total > 0}
+    several = len([host for (host,) in ledger.count_wires("host") if host]) > 1
+    members = ("host", "network", "device") if several else ("network", "device")
+    counts = sorted(ledger.count_wires(*members).items(), key=itemgetter(0))
+    return {" ".join([*host, f"{network}/{device}"]).strip(): count for (*host, network, device), count in counts}
 
 
 def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
     """Return the network channels per host, if several hosts have some."""
-    names = ledger.hosts.whole_names()
     rows: dict[str, dict[str, ChannelCount]] = {}
-    for (host, network, _), (total, on) in sorted(ledger.devices.items()):
-        row = rows.setdefault(names.get(host, host).decode("utf-8", "replace"), {})
-        before = row.get(network, ChannelCount())
-        row[network] = ChannelCount(total=before.total + total, gdrdma=before.gdrdma + on)
+    for (host, network), count in sorted(ledger.count_wires("host", "network").items(), key=itemgetter(0)):
+        rows.setdefault(host, {})[network] = count
     return {name: row for name, row in rows.items() if name} if len(rows) > 1 else {}
 
 
@@ -243,13 +220,15 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
     facts = ledger.facts
     version = version_of(ledger)
     inter = _inter(ledger)
-    send, receive, other = (_direction(ledger, name) for name in ("send", "receive", None))
+    directions = ledger.count_wires("direction")
+    send, receive, other = (directions.get((name,), ChannelCount()) for name in ("send", "receive", None))
     total = send.total + receive.total + other.total
+    proxied = {wire.proxied for wire in ledger.wires if wire.direction == "send"}
     layers = evidence_problems.layers_in_use(ledger)
     # "Multicast available" means hardware support; NVLS is used only if a communicator set it up.
     nvls = {None: "unknown", True: "available", False: "not available"}[facts.nvls]
     evidence = Evidence(
-        library="rccl" if facts.rccl or facts.rccl_version or (version and "+hip" in version) else "nccl",
+        library="rccl" if facts.rccl or facts.rccl_versions or (version and "+hip" in version) else "nccl",
         nccl_version=version,
         inter_node_transport=inter,
         intra_node_transport=_intra(ledger),
@@ -257,18 +236,18 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         send=send,
         receive=receive,
         undirected=other,
-        transports={key: n for key, n in ledger.transports.most_common() if n > 0},
+        transports=dict(ledger.transports.most_common()),
         proof=_proof(ledger),
         environment=dict(facts.environment),
         network=selected_network(ledger) if facts.networks or facts.assigned else None,
-        hcas=tuple(sorted({f"{port}/{layer}" for row in facts.ports.values() for port, layer in row.items()})),
+        hcas=tuple(sorted({f"{port}/{layer}" for (_, port), layer in facts.ports.items()})),
         link_layer="mixed" if len(layers) > 1 else next(iter(layers), None),
         socket_interface=next(iter(facts.sockets or facts.bootstrap), None),
         ranks=facts.ranks or None,
         nodes=facts.nodes or None,
-        pxn=bool(ledger.proxied_sends) if ledger.proxied_sends + ledger.direct_sends else None,
+        pxn=True in proxied if proxied else None,
         lines_read=ledger.lines,
-        torn_lines=ledger.torn_network,
+        torn_lines=ledger.counts["torn channels"],
         gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
         devices=_devices(ledger),
         by_host=_by_host(ledger),
@@ -279,14 +258,14 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         mnnvl_use=_mnnvl_use(ledger),
         mnnvl_clique=facts.mnnvl_clique or None,
         gpus=facts.gpu_names(),
-        hosts=ledger.hosts.count() or None,
+        hosts=ledger.host_count() or None,
         missing_ranks=facts.unread_ranks(),
     )
     problems, notes = evidence_problems.find(ledger, evidence, ports=ports)
     return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, evidence, facts.finished))
 
 
-def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: int) -> str:
+def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: bool) -> str:
     connected = evidence.network or evidence.inter_node_transport not in (None, "unknown")
     for meaning in (CODES[problem.code] for problem in problems):
         if meaning.ends or (meaning.breaks and not (connected and meaning.falls_back)):
@@ -296,7 +275,7 @@ def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: int
 
 def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
     """Return the verdict on all runs: counts of all, and problems of each run."""
-    others = [problem for kind, file, text in runs.texts for problem in problems_of(kind, bytes(text), file)]
+    others = [problem_of_text(kind, bytes(text), file) for kind, file, text in runs.texts]
     if len(runs.ledgers) < 2:
         ledger = runs.ledgers[0] if runs.ledgers else Ledger()
         return _with_texts(replace(judge(ledger, ports=ports), lines_read=runs.lines), others)
@@ -329,7 +308,7 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
 
 
 def _with_texts(verdict: Evidence, others: list[LogProblem]) -> Evidence:
-    """Add problems from RAS, ibstat, rdma link and the kernel log; these texts need no channels."""
+    """Add problems from ibstat, rdma link and the kernel log; these texts need no channels."""
     if not others:
         return verdict
     problems = [problem for problem in verdict.problems if problem.code != "no_transport_evidence"]
@@ -341,7 +320,7 @@ def _with_texts(verdict: Evidence, others: list[LogProblem]) -> Evidence:
 
 def _of_all(names: list[str | None]) -> str | None:
     known = list(dict.fromkeys(name for name in names if name is not None))
-    return " + ".join(known) if len(known) < 2 else "mixed " + " + ".join(known) if known else None
+    return mixed(known) if known else None
 
 
 def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
@@ -435,8 +414,8 @@ def _take(runs: Runs, file: BinaryIO, name: str) -> None:
             # Without a line end for this long it is not a log; limit the memory used for it.
             rest = tail[:BLOCK_BYTES]
     if rest:
-        reader.feed(rest)
-    reader.finish(cut=bool(rest) and not rest.endswith(b"\r"))
+        reader.feed(rest, cut=not rest.endswith(b"\r"))
+    reader.finish()
 
 
 def environment(debug_dir: str | Path) -> dict[str, str]:

@@ -1,49 +1,63 @@
 """INFO messages of NCCL and RCCL that state a fact: version, network, devices, nodes, variables, GPUDirect RDMA.
 
 Surface: NCCL src/init.cc, src/plugin/net.cc, src/transport/net_ib*, src/transport/net_socket.cc, src/graph/paths.cc,
-src/misc/param.cc, versions 2.4 to 2.32; RCCL; aws-ofi-nccl. "Connected all rings, ... GDR 1" is left out on purpose:
-1 is its initial value.
+src/misc/param.cc, versions 2.4 to 2.32; RCCL; aws-ofi-nccl. facts.toml has their texts. "Connected all rings, ... GDR
+1" is not among them, because 1 is its initial value.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple
 
-from contracts.tables import read_patterns
+from collectives.nccl_log.tallies import Firsts, Tally, merge_attributes
+from contracts.tables import insert_pieces, read_patterns, read_table
 from hardware.gpus import is_of, pattern
 
-MAX_VALUES = 512
-MAX_PLACES = 4_096
+MAX_PLACES = 32_768
 
-FABRIC = "fabric: "  # start of the facts that tell how NCCL uses NVSwitch; in no proof of a transport
+FABRIC = "fabric: "  # start of facts about NVLS and MNNVL, which prove no transport
 END = "the end of the job"
 _TEXTS = read_patterns(__file__, "facts.toml", "facts", str.encode)
 _SPARK_PORT = re.compile(r"roce(?:P2)?p1s0f[01]")
-_Name = TypeVar("_Name")
-_Value = TypeVar("_Value")
 
 
-def _fill(mine: dict[_Name, _Value], theirs: dict[_Name, _Value], most: int) -> None:
-    """Add what is not known yet, up to so many entries."""
-    for name, value in theirs.items():
-        if len(mine) < most:
-            mine.setdefault(name, value)
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of facts.toml, which describes the members."""
+
+    text: tuple[bytes, ...]
+    pattern: re.Pattern[bytes]
+    flag: str = ""
+    count: str = ""
+    proves: str = ""
+
+
+@cache
+def _rows() -> tuple[_Row, ...]:
+    table = read_table(__file__, "facts.toml")
+    rows = []
+    for row in table["rows"]:
+        texts = [row["text"]] if isinstance(row["text"], str) else row["text"]
+        source = insert_pieces(row["pattern"], table["pieces"]) if "pattern" in row else "|".join(map(re.escape, texts))
+        more = {name: row[name] for name in ("flag", "count", "proves") if name in row}
+        rows.append(_Row(tuple(text.encode() for text in texts), re.compile(source.encode()), **more))
+    return tuple(rows)
 
 
 @cache
 def _gpu_name() -> re.Pattern[bytes]:
-    """Names of GPUs as the driver prints them ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB", "NVIDIA GB10")."""
+    """Match names of GPUs as the driver prints them ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB")."""
     return re.compile(
         rb"(?:NVIDIA[ -]|Tesla[ -]|(?<![A-Za-z])(?=GeForce|Quadro))(%s\b[\w -]{0,40})" % pattern("model").encode()
     )
 
 
 def gpus_before_ampere(names: Iterable[str]) -> bool | None:
-    """Whether the GPUs of these names send without GPUDirect RDMA by default; None where the names do not tell.
+    """Return whether these GPUs send without GPUDirect RDMA by default; None if the names do not say.
 
     Below compute capability 8.0 NCCL does so unless NVLink joins the GPU to another (ncclTopoCheckGdr,
     src/graph/paths.cc).
@@ -59,301 +73,218 @@ def gpus_before_ampere(names: Iterable[str]) -> bool | None:
 
 
 def gpus_are(kind: str, names: Collection[str]) -> bool:
-    """Whether all these GPUs are of a kind: of cards NVLink joins some in pairs, and most not at all."""
+    """Return whether all these GPUs are of a kind. NVLink joins some cards in pairs, and most not at all."""
     return all(is_of(kind, name) for name in names) and bool(names)
 
 
+class Place(NamedTuple):
+    """A rank of a communicator, and where it runs."""
+
+    ranks: int  # size of the communicator
+    rank: int
+    host: str
+    gpu: str  # bus id, or "device 0"
+    process: str
+    device: str
+
+
 class Facts:
-    """Facts stated by messages, bounded."""
+    """The facts that messages state."""
 
     def __init__(self) -> None:
-        self.versions: Counter[str] = Counter()
-        self.rccl_version: str | None = None
-        self.rccl = False  # a line as only RCCL prints it
-        self.networks: Counter[str] = Counter()
-        self.assigned: Counter[str] = Counter()
+        self.versions: Tally[str] = Tally(64)
+        self.rccl_versions: Tally[str] = Tally(64)
+        self.rccl = False  # there is a line that only RCCL prints
+        self.networks: Tally[str] = Tally(64)
+        self.assigned: Tally[str] = Tally(64)  # networks of communicators
+        self.counts: Tally[str] = Tally()  # messages: "no RDMA device", "RDMA devices", "socket interfaces"
         self.ranks = 0
         self.nodes = 0
         self.local_ranks = 0
-        self.environment: dict[str, str] = {}
-        self.variable = ""  # named by the current message, empty if none
-        self.ports: dict[bytes, dict[str, str]] = {}  # host: port: link layer
-        self.whole_lists: set[bytes] = set()  # hosts of which a list was read to its end
-        self.port_of_index: dict[int, set[str]] = {}  # device number: link layers
-        self.no_ib_device = 0
-        self.ib_listed = 0
-        self.sockets: dict[str, None] = {}
-        self.bootstrap: dict[str, None] = {}
-        self.gdr_hca: Counter[tuple[str, bool]] = Counter()  # (network, enabled)
-        # By host, what its lines say of GPUDirect RDMA: "usable", "refused", "near", "far" (GPU and NIC).
-        self.gdr_words: dict[str, set[str]] = {}
-        self.gdr_paths: Counter[tuple[bool, int, int]] = Counter()  # (enabled, distance, limit)
-        self.gdr_read_allowed = False  # a path that GPUDirect RDMA may be used on for sends
-        self.providers: Counter[str] = Counter()  # of libfabric
-        self.nvls: bool | None = None
-        self.nvls_made = 0  # communicators that set it up
-        self.mnnvl: bool | None = None  # of a communicator
-        self.mnnvl_fabric = False  # a GPU tells of a fabric that reaches over nodes
+        self.environment: Firsts[str, str] = Firsts()
+        self.variable = ""  # named by the current message
+        self.ports: Firsts[tuple[str, str], str] = Firsts(MAX_PLACES)  # (host, port): link layer
+        self.whole_lists: Firsts[str, None] = Firsts(4_096)  # hosts whose list of ports was read to its end
+        self.layers: Firsts[tuple[int, str], None] = Firsts(4_096)  # (number of a device, link layer)
+        self.sockets: Tally[str] = Tally(64)  # interfaces
+        self.bootstrap: Tally[str] = Tally(64)  # interfaces
+        self.gdr_hca: Tally[tuple[str, bool]] = Tally(64)  # (network, enabled)
+        # Per host, what its lines say of GPUDirect RDMA: "usable", "refused", "near", "far" (GPU and NIC).
+        self.gdr_words: Firsts[tuple[str, str], None] = Firsts(MAX_PLACES)
+        self.gdr_paths: Tally[tuple[bool, int, int]] = Tally(64)  # (enabled, distance, limit)
+        self.gdr_read_allowed = False  # there is a path on which sends may use GPUDirect RDMA
+        self.providers: Tally[str] = Tally(64)  # of libfabric
+        self.nvls_support: Tally[str] = Tally()  # "available", "not available"
+        self.nvls_made = False  # a communicator set it up
+        self.mnnvl_flags: Tally[str] = Tally()  # of communicators: "0", "1"
+        self.mnnvl_fabric = False  # a GPU reports a fabric that joins nodes
         self.mnnvl_clique = 0
-        self.nvlink = False  # the best graph found joins GPUs by it: "type NVL/PIX"
-        self.gpus: Counter[str] = Counter()  # names
-        self.finished = 0  # lines that say that the job, or the test, finished
-        self.rank_places: dict[int, tuple[bytes, bytes]] = {}  # of the largest communicator: rank: (host, GPU)
-        self.places_of = 0  # its size
-        self._places: set[bytes] = set()
-        self.test_ranks: dict[int, bytes] = {}  # rank of nccl-tests: host
+        self.nvlink = False  # the best graph joins GPUs by NVLink: "type NVL/PIX"
+        self.gpus: Tally[str] = Tally(64)
+        self.finished = False  # a line says that the job, or the test, finished
+        self.places: Firsts[Place, None] = Firsts(MAX_PLACES)
+        self.channel_places: Firsts[bytes, None] = Firsts(4_096)  # "00/0 : 0[0] -> 8[0] [send] "
+        self.test_ranks: Firsts[int, str] = Firsts(4_096)  # rank of nccl-tests: host
+
+    def merge(self, other: Facts) -> None:
+        """Add the facts of another part of the same run."""
+        merge_attributes(self, other, vars(self))
+
+    # --- what several messages say together
 
     @property
     def provider(self) -> str | None:
-        """The provider of libfabric that most processes chose."""
+        """Return the provider of libfabric that most processes chose."""
         return max(self.providers, key=lambda name: self.providers[name]) if self.providers else None
 
-    def add_place(self, place: bytes) -> None:
-        """Keep which ranks and devices a channel joins."""
-        if len(self._places) < MAX_PLACES:
-            self._places.add(place)
+    @property
+    def nvls(self) -> bool | None:
+        """Return whether the hardware supports NVLS; None if no message says."""
+        return "available" in self.nvls_support if self.nvls_support else None
+
+    @property
+    def mnnvl(self) -> bool | None:
+        """Return whether a communicator uses MNNVL; None if no message says."""
+        return "1" in self.mnnvl_flags if self.mnnvl_flags else None
+
+    @property
+    def places_of(self) -> int:
+        """Return the size of the largest communicator of which ranks are known."""
+        return max((place.ranks for place in self.places), default=0)
+
+    @property
+    def rank_places(self) -> dict[int, tuple[str, str]]:
+        """Return the host and the GPU of each rank of the largest communicator."""
+        found: dict[int, tuple[str, str]] = {}
+        largest = self.places_of
+        for place in self.places:
+            if place.ranks == largest:
+                found.setdefault(place.rank, (place.host, place.gpu))
+        return found
+
+    def gdr_words_of(self, host: str) -> set[str]:
+        """Return what the lines of a host say of GPUDirect RDMA."""
+        return {word for other, word in self.gdr_words if other == host}
 
     def rank_devices(self) -> set[tuple[int, bytes]]:
-        """Ranks and devices, as channel lines show them: "8[0]" (device of NVML, 2.18 on) or "8[1b000]" (bus)."""
+        """Return ranks and devices of channel lines: "8[0]" (device of NVML, 2.18 on) or "8[1b000]" (bus)."""
         found: set[tuple[int, bytes]] = set()
-        for place in self._places:
+        for place in self.channel_places:
             if match := _TEXTS["place"].search(place):
                 found.update(((int(match[1]), match[2]), (int(match[3]), match[4])))
         return found
 
     def unread_ranks(self) -> tuple[int, ...]:
-        """Ranks of the largest communicator of which no line was read; of a channel's two ends one wrote the line."""
-        places = ((b"[receive]" in place, _TEXTS["place"].search(place)) for place in self._places)
+        """Return the ranks of the largest communicator that wrote no line; one end of a channel wrote its line."""
+        places = ((b"[receive]" in place, _TEXTS["place"].search(place)) for place in self.channel_places)
         read = {*self.rank_places, *(int(match[3 if receives else 1]) for receives, match in places if match)}
-        known = 0 < len(self.rank_places) < MAX_PLACES and 2 * len(self._places) < MAX_PLACES  # else some are left out
+        # Without a limit that was reached: else some ranks were left out.
+        known = 0 < len(self.places) < MAX_PLACES and 2 * len(self.channel_places) < self.channel_places.most
         return tuple(rank for rank in range(min(self.ranks, MAX_PLACES)) if rank not in read) if known else ()
 
-    def add_rank(self, rank: int, ranks: int, host: bytes, gpu: bytes) -> None:
-        """Keep where a rank of the largest communicator sits."""
-        if ranks > self.places_of:
-            self.places_of, self.rank_places = ranks, {}
-        if ranks == self.places_of and len(self.rank_places) < MAX_PLACES:
-            self.rank_places.setdefault(rank, (host, gpu))
-
     def gpu_names(self) -> tuple[str, ...]:
-        """Names of GPUs that the log holds. Without one, DGX Spark is known by where its parts sit."""
+        """Return the names of GPUs. Without one, DGX Spark is recognised by the places of its devices."""
         if self.gpus:
             return tuple(sorted(self.gpus))
-        # GB10 and its ConnectX-7 have places of their own: PCI domain f for the GPU, two domains for the two ports.
-        at_f = any(gpu == b"f01000" for _, gpu in self.rank_places.values())
-        ports = {port.split(":")[0] for row in self.ports.values() for port in row}
+        # The GPU is in PCI domain f, and the two ports of the ConnectX-7 in two domains.
+        at_f = any(gpu == "f01000" for _, gpu in self.rank_places.values())
+        ports = {port.split(":")[0] for _, port in self.ports}
         return ("GB10",) if at_f and any(_SPARK_PORT.fullmatch(port) for port in ports) else ()
 
     def all_on_one_host(self) -> bool:
-        """Whether every rank of the largest communicator is known, on one host, each with a GPU of its own."""
-        whole = self.places_of > 0 and self.places_of >= self.ranks and len(self.rank_places) == self.places_of
-        places = self.rank_places.values()
-        whole = whole and all(rank < self.places_of for rank, _ in self.rank_devices())
-        return whole and len({host for host, _ in places}) == 1 and len(set(places)) == self.places_of
-
-    def merge(self, other: Facts) -> None:
-        """Add what a further piece of the same run states."""
-        for name in ("versions", "networks", "assigned", "gdr_hca", "gdr_paths", "providers", "gpus"):
-            getattr(self, name).update(getattr(other, name))
-        for name in ("ranks", "nodes", "local_ranks", "mnnvl_clique"):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
-        for name in ("no_ib_device", "ib_listed", "nvls_made", "finished"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("nvls", "mnnvl"):
-            if getattr(other, name) is not None:
-                setattr(self, name, bool(getattr(self, name)) or getattr(other, name))
-        for name, words in other.gdr_words.items():
-            self._add_gdr_word(name, *words)
-        self.rccl_version = self.rccl_version or other.rccl_version
-        for name in ("rccl", "gdr_read_allowed", "mnnvl_fabric", "nvlink"):
-            setattr(self, name, getattr(self, name) or getattr(other, name))
-        _fill(self.environment, other.environment, MAX_VALUES)
-        for host, row in other.ports.items():
-            if host in self.ports or len(self.ports) < MAX_VALUES * 8:
-                self.ports.setdefault(host, {}).update(row)
-        self.whole_lists |= other.whole_lists
-        for index, kinds in other.port_of_index.items():
-            self.port_of_index.setdefault(index, set()).update(kinds)
-        _fill(self.sockets, other.sockets, 64)
-        _fill(self.bootstrap, other.bootstrap, 64)
-        _fill(self.test_ranks, other.test_ranks, MAX_VALUES * 8)
-        for rank, (host, gpu) in other.rank_places.items():
-            self.add_rank(rank, other.places_of, host, gpu)
-        for place in other._places:
-            self.add_place(place)
+        """Return whether every rank of the largest communicator is known, on one host, each with its own GPU."""
+        size, places = self.places_of, self.rank_places
+        whole = size > 0 and size >= self.ranks and len(places) == size
+        whole = whole and all(rank < size for rank, _ in self.rank_devices())
+        return whole and len({host for host, _ in places.values()}) == 1 and len(set(places.values())) == size
 
     @property
     def test_on_one_host(self) -> bool:
-        """Whether nccl-tests lists every rank, all on one host."""
+        """Return whether nccl-tests lists every rank, all on one host."""
         count = len(self.test_ranks)
         whole = count > 0 and max(self.test_ranks) + 1 == count and self.ranks in (0, count)
         whole = whole and all(rank < count for rank, _ in self.rank_devices())
         return whole and len(set(self.test_ranks.values())) == 1
 
-    def take(self, message: bytes, host: bytes) -> list[str]:
-        """Facts that the message states, in words; an empty list if none."""
-        facts: list[str] = []
+    # --- reading a message
+
+    def take(self, message: bytes, host: str) -> list[str]:
+        """Store the facts of a message; return the names of those that it proves."""
+        proven: list[str] = []
         self.variable = ""
-        if b"CCL version" in message or b"nccl==" in message:
-            self._version(message, facts)
-        has_room = len(self.test_ranks) < MAX_VALUES * 8
-        if has_room and b" Pid " in message and (match := _TEXTS["test_rank"].search(message)):
-            self.test_ranks[int(match[1])] = match[2]
-        # libraries of ROCm
-        self.rccl |= b"librccl" in message or b"rocm_smi_lib" in message or b"ROCr version" in message
+        for row in _rows():
+            if any(text in message for text in row.text):
+                self._take_row(row, message, proven)
         if b" set " in message:
-            self._environment(message)
-        if b"NET" in message or b"etwork " in message:
-            self._network(message, host, facts)
-        if (
-            (b"Bootstrap" in message or message.startswith(b"NET : "))
-            and (match := _TEXTS["bootstrap"].search(message))
-            and len(self.bootstrap) < 64
-        ):
-            self.bootstrap[match[1].decode("utf-8", "replace")] = None
-            facts.append("interface of the bootstrap")
-        if b"anks " in message:
-            self._ranks(message, facts)
-        if b"GPU Direct RDMA" in message:
-            self._gdr(message, host.decode("utf-8", "replace"), facts)
-        if message.startswith(b"DMA-BUF is available on GPU device"):
-            self._add_gdr_word(host.decode("utf-8", "replace"), "usable")
-        if b"NVLS" in message or b"MNNVL" in message or b" nvls channels" in message:
-            self._nvlink(message, facts)
-        if b"type NVL/" in message:
-            self.nvlink = True
+            self._take_variable(message)
+        if b"NET/" in message and (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
+            self._take_ports(match, host)
+            proven.append("RDMA devices in use")
+        if b"GPU Direct RDMA" in message or b"DMA-BUF" in message:
+            self._take_gdr(message, host, proven)
+        if b" Pid " in message and (match := _TEXTS["test_rank"].search(message)):
+            self.test_ranks.keep(int(match[1]), match[2].decode("utf-8", "replace"))
         if b"NVIDIA" in message or b"Tesla" in message or b"GeForce" in message or b" Pid " in message:
-            self._gpus(message, facts)
-        if _TEXTS["finished"].search(message):
-            self.finished += 1
-            facts.append(END)
-        return facts
+            self._take_gpu(message, proven)
+        return proven
 
-    def _nvlink(self, message: bytes, facts: list[str]) -> None:
-        if b"NVLS multicast support is " in message:
-            self.nvls = (self.nvls or False) or b" is available" in message
-            facts.append(f"{FABRIC}NVLS multicast {'' if b' is available' in message else 'not '}available")
-        elif b"NVLS comm 0x" in message or b"Connected NVLS tree" in message:
-            self.nvls_made += 1
-            facts.append(f"{FABRIC}NVLS in use")
-        if match := _TEXTS["nvls_channels"].search(message):
-            facts.append(f"{FABRIC}{'no' if match[1] == b'0' else 'some'} NVLS channels")
-        if match := _TEXTS["mnnvl"].search(message):
-            self.mnnvl = bool(self.mnnvl) or match[1] == b"1"
-            if match[1] == b"1":
-                facts.append(f"{FABRIC}MNNVL of a communicator")
-            elif self.nodes > 1 and _TEXTS["no_mnnvl"].search(message):
-                facts.append(f"{FABRIC}MNNVL off")
-        if match := _TEXTS["clique"].search(message):
-            self.mnnvl_clique = max(self.mnnvl_clique, int(match[1]))
-        if _TEXTS["fabric"].search(message):
-            self.mnnvl_fabric = True
-            facts.append(f"{FABRIC}NVLink reaches over nodes")
-
-    def _gpus(self, message: bytes, facts: list[str]) -> None:
-        match = _gpu_name().search(message) or _TEXTS["test_gpu"].search(message)
-        if match and len(self.gpus) < 64:
-            name = b" ".join(match[1].split()).decode("utf-8", "replace")
-            if name not in self.gpus:
-                facts.append(f"GPU {name}")
-            self.gpus[name] += 1
-
-    def take_wrapped(self, message: bytes, host: bytes) -> None:
-        """Read a message that was joined with the next line: only what half of a message does not show."""
-        if _TEXTS["nodes"].search(message):
-            self._ranks(message, [])
-        elif b"NET/" in message and (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
-            self._ports(match, host)
-        elif (match := _TEXTS["version"].search(message)) and b"+" in match[1]:
-            self.versions[match[1].decode()] += 1
-
-    def _version(self, message: bytes, facts: list[str]) -> None:
-        if match := _TEXTS["rccl_version"].search(message):
-            self.rccl_version = self.rccl_version or match[1].decode()
-            facts.append("RCCL version")
+    def _take_row(self, row: _Row, message: bytes, proven: list[str]) -> None:
+        """Store the groups of each match in the members of these names."""
+        groups: dict[str, str] | None = None
+        for match in row.pattern.finditer(message):
+            groups = {name: value.decode("utf-8", "replace") for name, value in match.groupdict().items()}
+            for name, value in groups.items():
+                own = getattr(self, name)
+                if isinstance(own, Tally):
+                    own.add(value)
+                else:
+                    setattr(self, name, max(own, int(value)))
+        if groups is None:
             return
-        match = _TEXTS["version"].search(message) or _TEXTS["vllm_version"].search(message)
-        if match and len(self.versions) < 64:
-            self.versions[match[1].decode()] += 1
-            facts.append("NCCL version")
+        if row.flag:
+            setattr(self, row.flag, True)
+        if row.count:
+            self.counts.add(row.count)
+        if row.proves:
+            proven.append(row.proves.format(**groups))
 
-    def _environment(self, message: bytes) -> None:
-        match = _TEXTS["environment"].search(message)
-        if match and (match[1].decode() in self.environment or len(self.environment) < MAX_VALUES):
+    def _take_variable(self, message: bytes) -> None:
+        if match := _TEXTS["environment"].search(message):
             self.variable = match[1].decode()
-            self.environment[self.variable] = match[2][:200].decode("utf-8", "replace")
+            self.environment.keep(self.variable, match[2][:200].decode("utf-8", "replace"))
 
-    def _network(self, message: bytes, host: bytes, facts: list[str]) -> None:
-        if match := _TEXTS["network"].search(message):
-            name = match[1].decode()
-            if name in self.networks or len(self.networks) < 64:
-                self.networks[name] += 1
-                facts.append(f"network {name} selected")
-        elif (match := _TEXTS["assigned"].search(message)) and len(self.assigned) < 64:
-            self.assigned[match[1].decode()] += 1
-        elif b"NET/IB : No device found" in message:
-            self.no_ib_device += 1
-            facts.append("no RDMA device")
-        elif b"NET/Socket : Using" in message:
-            for name in _TEXTS["sockets"].findall(message[:2000]):
-                if len(self.sockets) < 64:
-                    self.sockets[name.decode("utf-8", "replace")] = None
-            facts.append("socket interfaces")
-        elif b"NET/Socket : " in message and b" interfaces found" in message:  # 2.3 and 2.4
-            facts.append("socket interfaces")
-            self.sockets.setdefault(next(iter(self.bootstrap), "unknown"), None)
-        elif (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
-            self._ports(match, host)
-            facts.append("RDMA devices in use")
-        elif (match := _TEXTS["provider"].search(message)) and len(self.providers) < 64:
-            self.providers[match[1].decode()] += 1
-            facts.append(f"libfabric provider {match[1].decode()}")
-
-    def _ports(self, match: re.Match[bytes], host: bytes) -> None:
-        self.ib_listed += 1
-        if host not in self.ports and len(self.ports) >= MAX_VALUES * 8:
-            return
-        row = self.ports.setdefault(host, {})
+    def _take_ports(self, match: re.Match[bytes], host: str) -> None:
+        self.counts.add("RDMA devices")
         if match[2]:
-            self.whole_lists.add(host)
+            self.whole_lists.keep(host, None)
         position = -1
-        for index, port, layer in _TEXTS["port"].findall(match[1]):
+        for index, port, layer in _TEXTS["port"].findall(match[1])[:128]:
             position = int(index) if index else position + 1
             kind = "IB" if layer == b"IB" else "RoCE"
-            if len(row) < 128:
-                row[port.decode()] = kind
-                self.port_of_index.setdefault(position, set()).add(kind)
+            self.ports.keep((host, port.decode()), kind)
+            self.layers.keep((position, kind), None)
 
-    def _ranks(self, message: bytes, facts: list[str]) -> None:
-        if match := _TEXTS["nodes"].search(message):
-            self.ranks = max(self.ranks, int(match[1]))
-            self.nodes = max(self.nodes, int(match[2]))
-            self.local_ranks = max(self.local_ranks, int(match[3]))
-            facts.append("nodes of the communicator")
-        elif match := _TEXTS["ranks"].search(message):
-            self.ranks = max(self.ranks, int(match[1]))
-
-    def _add_gdr_word(self, host: str, *words: str) -> None:
-        if host in self.gdr_words or len(self.gdr_words) < MAX_PLACES:
-            self.gdr_words.setdefault(host, set()).update(words)
-
-    def _gdr(self, message: bytes, host: str, facts: list[str]) -> None:
-        if match := _TEXTS["gdr_hca"].search(message):
-            enabled = match[2].lower() == b"enabled"
-            if match[1] != b"Socket":
-                self._add_gdr_word(host, "usable" if enabled else "refused")
-            if len(self.gdr_hca) < 64:
-                self.gdr_hca[(match[1].decode(), enabled)] += 1
-            facts.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
+    def _take_gdr(self, message: bytes, host: str, proven: list[str]) -> None:
+        if message.startswith(b"DMA-BUF is available on GPU device"):
+            self.gdr_words.keep((host, "usable"), None)
+        elif match := _TEXTS["gdr_hca"].search(message):
+            enabled = match["state"].lower() == b"enabled"
+            network = (match["network"] or b"IB").decode()
+            if network != "Socket":
+                self.gdr_words.keep((host, "usable" if enabled else "refused"), None)
+            self.gdr_hca.add((network, enabled))
+            proven.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
         elif match := _TEXTS["gdr_path"].search(message):
             key = (match[1] == b"Enabled", int(match[2][:4]), int(match[3][:4]))
-            self._add_gdr_word(host, "near" if key[0] else "far")
+            self.gdr_words.keep((host, "near" if key[0] else "far"), None)
             self.gdr_read_allowed |= key[0] and match[4] == b"1"
-            if key in self.gdr_paths or len(self.gdr_paths) < 64:
-                self.gdr_paths[key] += 1
+            self.gdr_paths.add(key)
             if not key[0]:
-                facts.append("GPUDirect RDMA too far")
-        elif _TEXTS["gdr_hca_24"].search(message):
-            self.gdr_hca[("IB", False)] += 1
-            self._add_gdr_word(host, "refused")
-            facts.append("GPUDirect RDMA refused by a device")
+                proven.append("GPUDirect RDMA too far")
+
+    def _take_gpu(self, message: bytes, proven: list[str]) -> None:
+        if match := _gpu_name().search(message) or _TEXTS["test_gpu"].search(message):
+            name = b" ".join(match[1].split()).decode("utf-8", "replace")
+            if name not in self.gpus:
+                proven.append(f"GPU {name}")
+            self.gpus.add(name)

@@ -251,16 +251,18 @@ def test_small_packets_lower_what_a_wire_carries() -> None:
     assert small.high == pytest.approx(NDR * 1024 / 1106)
 
 
-def test_what_changed_since_the_baseline_is_the_cause() -> None:
+def test_a_port_that_is_slower_than_in_the_baseline_is_the_cause() -> None:
+    """The bar "as it is" has the rate and the packets of now."""
     before = {"mlx5_0:1": with_bars(written(0.97 * NDR), snapshot(), {}).writes[0]}
-    slower = with_device(rate_bytes_per_second=NDR / 4)
+    check = judged_write(written(0.97 * NDR / 4), with_device(rate_bytes_per_second=NDR / 4), before)
     assert (
-        "the port runs at 100 Gb/s, 400 Gb/s in the baseline" in judged_write(written(NDR / 4), slower, before).message
+        "the port is what limits it: the port carries 100 Gb/s" in check.message
+        and "as in the baseline" in check.message
     )
-    assert (
-        "packets of 1024 bytes, 4096 in the baseline"
-        in judged_write(written(NDR / 3, mtu=1024), snapshot(), before).message
-    )
+    ethernet = with_device(link_layer="Ethernet")
+    before = {"mlx5_0:1": with_bars(written(0.97 * NDR), ethernet, {}).writes[0]}
+    check = judged_write(written(0.7 * NDR, mtu=256), ethernet, before)
+    assert "in packets of 256 bytes" in check.message and "rdma.mtu.small" in check.remedy
 
 
 def test_a_baseline_is_what_save_wrote(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from contracts import question
 
 def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
     known = questions.Known()
-    known.take("view", view(host))
+    known.view = view(host)
     answer = questions.answer(known, "what_if", {"fields": tuple(fields.items())})
     assert isinstance(answer, Answer)
     return answer.body.decode()

@@ -80,7 +80,7 @@ def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
         block, newline, rest = (rest + text[start : start + size * 7]).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)
-    reader.finish(cut=False)
+    reader.finish()
     ledger = reader.ledger
     assert ledger.lines == len(lines)
     assert sorted(row.line for rows in ledger.proof.values() for row in rows) == want

