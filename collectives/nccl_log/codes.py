@@ -6,6 +6,7 @@ A text is searched first; its regular expression is compiled and run only on a m
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -33,6 +34,7 @@ class Meaning:
     no_rdma: bool = False
     vague: int = 0
     other_provider: str = ""
+    cases: Sequence[Mapping[str, str]] = ()
 
 
 CODES: dict[str, Meaning] = {code: Meaning(**row) for code, row in read_table(__file__, "codes.toml").items()}

@@ -28,6 +28,7 @@ _AT_EXIT = (b", in _run_finalizers", b", in _exitfunc", b", in __del__")
 _CAUSE = b"Last error:"
 _ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
 _INFO = b"NCCL INFO "
+_ERRORS = (b"[ERROR]", b"<warn>")  # levels of the fabric manager and of libfabric
 _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
 
 
@@ -107,6 +108,7 @@ class LineReader:
             self._processes.keep(writer.process, None)
         if prefix not in self._writers:
             self.ledger.hosts.add(writer.host)
+            self.ledger.facts.rccl |= b"/hipify/" in prefix
             if len(prefix) < MOST_PREFIX_BYTES:
                 self._writers.keep(prefix, writer)
         self.ledger.writer = writer
@@ -192,7 +194,8 @@ class LineReader:
         before, cause, text = body.partition(_CAUSE)
         if cause and text.strip():
             body, self.cause_lines = before + text, 1
-        self._message(body, warn=False, foreign=b"NCCL" not in body and not self.cause_lines)
+        unclear = any(level in body for level in _ERRORS)
+        self._message(body, warn=unclear, foreign=b"NCCL" not in body and not self.cause_lines)
 
     def _exception(self, body: bytes, line: bytes) -> None:
         """A traceback and the exception below it, at the start of a line, prove that a program ended."""

@@ -17,11 +17,6 @@ _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")
 
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _WITHIN_NODE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
-_USABLE = (
-    "The log says that DMA-BUF or peer memory works, so look at the distance: GPU and NIC must be PXB or nearer "
-    "(nvidia-smi topo -m), NCCL_NET_GDR_LEVEL unset and ACS off"
-)
-
 
 # The most GPUs that one operating system was seen to hold under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
 MOST_GPUS_OF_A_NODE = 16
@@ -98,25 +93,32 @@ class _Findings:
 
     def add(
         self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0, severity: str = "",
-        hosts: Collection[str] = (), action: str = "",
+        hosts: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Add a problem once: on `hosts`, else where its messages, or the lines that prove it, were written."""
         if code in self.found:
             return
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
         writers = self.ledger.writers_of(code) if not hosts else ()
-        hosts = hosts or self._named(writer.host for writer in writers)
-        hosts = hosts or self._named(row.host for row in proof)
+        hosts = hosts or self._named(writer.host for writer in writers) or self._named(row.host for row in proof)
         ranks = (
             self.ledger.ranks_of(writers)
             if writers
             else tuple(sorted({rank for host in hosts for rank in self.ledger.ranks_on(host)}))
         )
-        own = {name: value for name, value in (("severity", severity), ("action", action)) if value}
+        own = {name: value for name, value in (("severity", severity), ("action", self._action(code, proof))) if value}
         self.found[code] = problem_of(
             code, detail, lines=self._of_hosts(proof, hosts), count=count or self.ledger.codes[code] or 1,
             hosts=tuple(sorted(hosts)), ranks=ranks, **own,
         )  # fmt: skip
+
+    def _action(self, code: str, proof: tuple[ProofLine, ...]) -> str:
+        """Return the first action for what the log shows; empty if none of the code's cases is there."""
+        facts = self.ledger.facts
+        seen = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
+        seen += [f"NCCL {version}" for version in facts.versions] + [f"provider {name}" for name in facts.providers]
+        seen += [f"GPUDirect RDMA {word}" for _, word in facts.gdr_words]
+        return next((case["action"] for case in CODES[code].cases if re.search(case["seen"], "\n".join(seen))), "")
 
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
         """The hosts by their whole names, each once."""
@@ -213,7 +215,8 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
             _demote(found, code, notes)
     _demote(found, "pxn_disabled_plugin", notes)
     _demote(found, "sharp_init_failed", notes)  # the channels that NCCL then makes are judged as any others
-    for code in ("python_traceback", "gpu_out_of_memory", "cuda_failure", "nvls_bind_failed", "port_in_use"):
+    for code in ("python_traceback", "gpu_out_of_memory", "cuda_failure", "nvls_bind_failed", "port_in_use",
+                 "efa_memory_not_registered"):  # fmt: skip
         if ledger.outlived(code):
             _demote(found, code, notes)  # caught: the job finished
     for code in codes_with("of_a_step"):
@@ -222,8 +225,7 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
     for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
         if any(problem.severity == "fail" for other, problem in found.found.items() if other != code):
             _demote(found, code, notes)
-    layers = layers_in_use(ledger)
-    if "gid_index_invalid" in found.found and layers == {"IB"}:
+    if layers_in_use(ledger) == {"IB"}:
         _demote(found, "gid_index_invalid", notes)
 
 
@@ -346,11 +348,8 @@ def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[s
     is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
     code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
     if evidence.gdrdma_fraction is not None:  # else no channel was seen, and what refused it is reported below
-        usable = is_ib and any(word == "usable" for _, word in facts.gdr_words)
-        found.add(
-            code, detail=_part(evidence, []), lines=_channel_proof(found), hosts=found.hosts_without_gdrdma(),
-            action=_USABLE if usable else "",
-        )  # fmt: skip
+        lines, hosts = _channel_proof(found), found.hosts_without_gdrdma()
+        found.add(code, detail=_part(evidence, []), lines=lines, hosts=hosts)
         found.found.pop("gdr_refused_by_plugin", None)
     if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
         found.add("gdr_disabled_by_env", lines=found.variable_proof("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
@@ -362,9 +361,7 @@ def _without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str
     """Which advice fits: that of libfabric's provider, where libfabric carries the channels."""
     if "FastSocket" in carried:
         return "socket_fallback"
-    if not any("Libfabric" in name for name in (inter, *carried)):
-        return "net_without_gdrdma"
-    if provider is None:
+    if provider is None or not any("Libfabric" in name for name in (inter, *carried)):
         return "net_without_gdrdma"
     if provider.startswith("efa"):
         return "efa_without_gdrdma"
@@ -492,14 +489,11 @@ def _tuned(evidence: Evidence) -> Iterator[str]:
 
 
 def _environment(found: _Findings, evidence: Evidence, notes: list[LogProblem]) -> None:
-    env = evidence.environment
+    env, severity = evidence.environment, _if_several(found.ledger, evidence)[1]
     if env.get("NCCL_IB_DISABLE", "0") not in ("0", "") and evidence.inter_node_transport == "Socket":
-        found.add(
-            "ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"], lines=found.variable_proof("NCCL_IB_DISABLE"),
-            severity=_if_several(found.ledger, evidence)[1],
-        )  # fmt: skip
+        lines = found.variable_proof("NCCL_IB_DISABLE")
+        found.add("ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"], lines=lines, severity=severity)
     if env.get("NCCL_NET") == "Socket" and evidence.inter_node_transport == "Socket":
-        severity = _if_several(found.ledger, evidence)[1]
         found.add("socket_forced_by_env", lines=found.variable_proof("NCCL_NET"), severity=severity)
     odd = [f"{name}={env[name]}" for name in _LEVEL_NAMES if name in env and not _LEVEL.match(env[name])]
     if odd:
