@@ -28,7 +28,6 @@ _AT_EXIT = (b", in _run_finalizers", b", in _exitfunc", b", in __del__")
 _CAUSE = b"Last error:"
 _ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
 _INFO = b"NCCL INFO "
-_ERRORS = (b"[ERROR]", b"<warn>")  # levels of the fabric manager and of libfabric
 _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
 
 
@@ -194,7 +193,7 @@ class LineReader:
         before, cause, text = body.partition(_CAUSE)
         if cause and text.strip():
             body, self.cause_lines = before + text, 1
-        unclear = any(level in body for level in _ERRORS)
+        unclear = _TEXTS["error_level"].search(body) is not None
         self._message(body, warn=unclear, foreign=b"NCCL" not in body and not self.cause_lines)
 
     def _exception(self, body: bytes, line: bytes) -> None:

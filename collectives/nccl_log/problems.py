@@ -444,9 +444,7 @@ class _Findings:
             missing = _silent_nodes(facts)
         if missing:
             self.add("ranks_missing", f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-        elif (
-            not evidence.transports and evidence.gdrdma == "none" and facts.ranks != 1
-        ):  # one rank alone has no channel
+        elif not evidence.transports and evidence.gdrdma == "none" and facts.ranks != 1:  # one rank has no channel
             for unknown in [note for note in self.notes if note.code == "other_warnings"]:  # nothing else can be read
                 self.notes.remove(unknown)
                 self.problems[unknown.code] = replace(unknown, severity="warn")
@@ -460,8 +458,7 @@ def _part(evidence: Evidence, lacking: list[str]) -> str:
     send, receive = evidence.send, evidence.receive
     noun = "channel" if max(send.total, receive.total) == 1 else "channels"
     seen = [f"{word} {n.gdrdma} of {n.total}" for word, n in (("send", send), ("receive", receive)) if n.total]
-    text = f"{', '.join(seen)} {noun}"
-    return text + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
+    return f"{', '.join(seen)} {noun}" + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
 
 
 def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str:
