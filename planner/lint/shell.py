@@ -222,7 +222,10 @@ class _Reader(Programs):
         several shells, the likeliest goes both ways; so does one where no other goes a way that is new here.
         """
         ways: dict[bool, Shells] = {True: [], False: []}
-        text, place = self.text(node), node.id
+        place = node.id
+        while node.type == "list":  # open only where its last command is, which may stand alone elsewhere
+            node = node.children[-1]
+        text = self.text(node)
         used = dict.fromkeys(_USED.findall(text))
         undecided = [each for each in shells if each.status is None and not each.left]
         for shell in shells:
@@ -597,7 +600,7 @@ class _Reader(Programs):
     def _source(self, call: Call) -> None:
         path = call.words[0].text if call.words else ""
         if path and path != "/dev/null":
-            self.script.files.append(f"{call.words[0].raw} (line {call.line})")
+            self.script.files.append(call.words[0].raw + f" (line {call.line})" * bool(call.line))
         self.shell.status = None
         self.shell.write(OPEN)
 
