@@ -61,6 +61,7 @@ class Fault:
     kind: str = ""  # "ddp", "fsdp", "trainer": training.py with the monitor's default settings; else ranks.py
     world: int = 4  # ranks on one host
     clocks: tuple[str, ...] = ()  # by host: how much its clock is ahead, as faketime takes it
+    rates: tuple[str, ...] = ()  # by host: what its port sends from the start of the run on
     patience: float = BUSY_SECONDS  # --limit
     env: dict[str, str] = field(default_factory=dict)
 
@@ -123,6 +124,8 @@ def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
     from rigs import netns
 
     rig = stack.enter_context(netns.hosts(fault.hosts, default_rate="200mbit"))
+    for host, rate in enumerate(fault.rates):
+        rig.shape(host, "eth0", rate)
     for host in range(fault.hosts):
         env = {**environment, "RANK": str(host), "WORLD_SIZE": str(fault.hosts), "LOCAL_RANK": "0",
                "MASTER_ADDR": rig.address(0), "MASTER_PORT": "29512", "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
@@ -189,8 +192,11 @@ def _wait_for_ranks(fault: Fault, folder: Path) -> None:
 
 
 def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
-    verdict, requested_at = Verdict(state="fine", line=""), 0.0
-    while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
+    verdict, requested_at, limit = Verdict(state="fine", line=""), 0.0, fault.limit
+    limit += float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code)
+    while (now := time.monotonic()) - began < limit:
+        if fault.code and fault.kind and not fault.act and not (folder / "happened").exists():
+            limit = min(limit + ASK_SECONDS, fault.limit + 120)  # the steps before the fault take long on a busy host
         if now - requested_at > ranks.ASK_SECONDS:
             ranks.request_dumps(folder)
             requested_at = now
