@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import statistics
@@ -159,7 +158,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 def run_fault(fault: Fault) -> Result:
     """Make it once, and ask until a cause is named."""
-    with tempfile.TemporaryDirectory(prefix="why-") as name:
+    with tempfile.TemporaryDirectory(prefix="why-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with started(fault, folder) as rig:
             _wait_for_ranks(fault, folder)
@@ -171,7 +170,6 @@ def run_fault(fault: Fault) -> Result:
             _restore_cgroup(folder)
             if (happened := folder / "happened").exists():
                 result.seconds = max(0.0, time.time() - happened.stat().st_mtime)
-        shutil.rmtree(folder / "ranks", ignore_errors=True)
         return result
 
 
@@ -213,8 +211,7 @@ def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
     right = verdict.state in fault.states and verdict.ranks in (expected, *fault.also)
     if fault.code and right:
         right = verdict.causes[0].code.startswith(tuple(fault.code.split("|")))
-    if fault.nodes:
-        right = right and set(fault.nodes) <= set(verdict.nodes)
+    right = right and set(fault.nodes) <= set(verdict.nodes)
     return Result(right, time.monotonic() - began, verdict)
 
 

@@ -25,9 +25,9 @@ from agent.why import diagnosis, ranks
 from collectives.bench import processes
 from collectives.traces import calls, states
 from collectives.traces.calls import Call, RankTrace
-from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState, dumps
+from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState
 from collectives.traces.watchdog import LogFacts
-from contracts import run_record
+from contracts import plain, run_record
 from contracts.run_record import RunRecord
 from finetune import rank_monitor
 from planner.why import RunFacts, judge
@@ -359,7 +359,7 @@ def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> 
 
 def test_only_the_newest_marks_of_a_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / NAME.format(rank=0)
-    path.write_text(dumps(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000)))))
+    path.write_text(json.dumps(plain.write(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000))))))
     assert [mark.calls for mark in states.read_state(path).marks] == list(range(936, 1000))
 
 
@@ -368,7 +368,7 @@ def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
     (tmp_path / RANKS_FOLDER).mkdir()
     for rank, ahead in enumerate((0.0, 40.0, -40.0)):
         state = RankState(rank=rank, world_size=3, host=f"h{rank}", written=time.time() + ahead, phase="compute")
-        (tmp_path / RANKS_FOLDER / NAME.format(rank=rank)).write_text(dumps(state))
+        (tmp_path / RANKS_FOLDER / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
     assert judge(ranks.of_run(tmp_path)[0]).state == "fine"
 
 
@@ -382,7 +382,11 @@ def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(
     def write(behind: dict[int, float]) -> None:
         for rank, seconds in behind.items():
             path, at = folder / NAME.format(rank=rank), time.time() - seconds
-            path.write_text(dumps(RankState(rank=rank, world_size=3, host=f"h{rank}", written=at, phase="compute")))
+            path.write_text(
+                json.dumps(
+                    plain.write(RankState(rank=rank, world_size=3, host=f"h{rank}", written=at, phase="compute"))
+                )
+            )
             os.utime(path, (at, at))
 
     for behind, mute in (
@@ -404,7 +408,7 @@ def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     folder = tmp_path / RANKS_FOLDER
     folder.mkdir()
     for rank in (0, 1, 2, 7):
-        (folder / NAME.format(rank=rank)).write_text(dumps(RankState(rank=rank)))
+        (folder / NAME.format(rank=rank)).write_text(json.dumps(plain.write(RankState(rank=rank))))
         if rank != 2:
             os.utime(folder / NAME.format(rank=rank), (time.time() - 3600,) * 2)
     rank_monitor.RankMonitor(tmp_path, 0, 3)._remove_old_files()
@@ -525,7 +529,7 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     for rank in range(3):
         error = "ValueError: bad row, password=hunter22" if rank == 2 else LOST
         state = RankState(rank=rank, world_size=3, written=time.time(), ended=True, error=error, host=f"trainer-{rank}")
-        (ranks / NAME.format(rank=rank)).write_text(dumps(state))
+        (ranks / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
     metrics = tmp_path / "why.prom"
     ended = topoflight("why", "--watch", "--run", tmp_path, "--metrics", metrics)
     assert ended.exit_code == 3, ended.output
