@@ -171,10 +171,10 @@ def test_a_second_pass_judges_the_network_of_nodes_that_share_nvlink(tmp_path):
     variables = []
 
     def slow(rig):
+        rig.shape(2, "eth0", SLOW)
         for host in range(4):
             found = [path.joinpath("environ").read_bytes().split(b"\0") for path in processes_of(rig, host)]
             variables.append(any(b"NCCL_MNNVL_ENABLE=0" in each for each in found))  # one of its parents has it not
-        rig.shape(2, "eth0", SLOW)
 
     result, code, said = search(tmp_path, RATE, None, slow, (), 4, [f"--topology={tmp_path / 'nodes.json'}"],
                                 ('"environment": {"NCCL_MNNVL_ENABLE": "0"}', 1))  # fmt: skip
