@@ -1,9 +1,10 @@
-"""The alerts: one source for the rules, their tests and the PrometheusRule; docs/reference/alerts.md explains each.
+"""Build the alert rules, their promtool tests and the PrometheusRule from alerts.yaml.
 
-Each alert is a row of alerts.yaml beside this module, with what makes it fire and what does not.
+Each alert is a row of alerts.yaml, with series that fire it and series that do not.
 
-Conventions: kubernetes-mixin (severity, summary, description, runbook_url). Alerts on a finding follow the finding's
-own judgement, so that page, gate and alert never disagree; the others compare what only the metrics know over time.
+Conventions: kubernetes-mixin (severity, summary, description, runbook_url). An alert for a finding
+uses the status of the finding, so page, preflight and alert agree. The other alerts need values over time, which only
+metrics have.
 """
 
 from __future__ import annotations
@@ -17,40 +18,38 @@ import yaml
 
 from agent.cluster.nodes import LEAST_SILENT_SECONDS, SILENT_INTERVALS
 
-# Where documents, Grafana and the page of the fleet are is the operator's: `generate.py --docs URL --grafana URL
+# The operator sets the addresses of documentation, Grafana and fleet page: `generate.py --docs URL --grafana URL
 # --page URL`, or the chart's values.
 DOCS, GRAFANA = "https://docs.example/topoflight", "https://grafana.example"
-AGENT = "http://{{$labels.instance}}"  # within the cluster: the agent of the node; its page is /
-NODE_PAGE = (
-    "/cluster{{with $labels.node}}?node={{.|urlquery}}{{end}}"  # of any agent: the fleet, or the node by its name
-)
-# the scraper's label (PodMonitor); an address if no label names the node
+AGENT = "http://{{$labels.instance}}"  # address of the node's agent within the cluster; its start page is /
+NODE_PAGE = "/cluster{{with $labels.node}}?node={{.|urlquery}}{{end}}"  # on any agent: the fleet, or the named node
+# The label `node` is set by the scraper (PodMonitor). Without it, the node is named by the agent's address.
 NODE = "{{ with $labels.node }}{{ . }}{{ else }}{{ $labels.instance }}{{ end }}"
-HOST = {"instance": "10.0.0.7:9402", "job": "topoflight", "node": "node-a"}  # of the tests
+HOST = {"instance": "10.0.0.7:9402", "job": "topoflight", "node": "node-a"}  # labels of the host in the promtool tests
 JOB_RUNS = "on (job, instance, node, gpu) topoflight_gpu_processes > 0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """One rule with what makes it fire and what does not."""
+    """One alert rule with series that fire it and series that do not."""
 
     name: str
     expr: str
-    severity: str  # "critical": jobs fail or are very slow now; "warning": look today; "info": look when there is time
+    severity: str  # "critical": jobs fail or are very slow; "warning": act today; "info": act when convenient
     summary: str
     description: str
-    hold: str = "5m"  # `for:` ten scans of the agent's default interval, so that a single scan raises no alert
+    hold: str = "5m"  # `for:` of ten scans at the default interval, so that one scan fires no alert
     firing: dict[str, str]  # series: values, one per minute
     quiet: dict[str, str]
-    labels: dict[str, str] = field(default_factory=dict)  # of the fired alert, beside HOST's and severity
-    fired_description: str  # with the values of the firing case
-    after: int = 0  # minutes until the firing case is one
-    where: str = NODE  # what the alert is about, first in the summary; `place` is the same as it fires
+    labels: dict[str, str] = field(default_factory=dict)  # labels of the fired alert, besides HOST and severity
+    fired_description: str  # description with the values of `firing`
+    after: int = 0  # minutes until the expression of the firing case is true
+    where: str = NODE  # subject of the alert, at the start of the summary; `place`: its text in the tests
     place: str = "node-a"
 
     @property
     def rule(self) -> dict[str, Any]:
-        """The rule as Prometheus reads it."""
+        """Return the rule in the format of a Prometheus rule file."""
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -64,7 +63,7 @@ class Alert:
         }
 
     def links(self, instance: str, job: str, page: str) -> dict[str, str]:
-        """Annotations with links: the section of the runbook, the node's board, the node's page."""
+        """Return annotations with links: section of the runbook, dashboard of the node, page of the node."""
         return {
             "runbook_url": f"{DOCS}/reference/alerts/#{self.name.lower()}",
             "dashboard_url": f"{GRAFANA}/d/topoflight-node?var-job={job}&var-instance={instance}",
@@ -73,7 +72,7 @@ class Alert:
 
 
 def series(text: str) -> str:
-    """A series, `name` or `name{label="value"}`, of the host that the tests speak of."""
+    """Return a series, `name` or `name{label="value"}`, with the labels of the tests' host."""
     name, _, labels = text.rstrip("}").partition("{")
     host = ", ".join(f'{label}="{value}"' for label, value in HOST.items())
     return f"{name}{{{labels}{labels and ', '}{host}}}"
@@ -83,8 +82,9 @@ def on_finding(
     *, name: str, codes: str, severities: str, severity: str, summary: str, what: str, case: str, subject: str = "",
     as_severity: str = "fail", hold: str = "5m",
 ) -> Alert:  # fmt: skip
-    """An alert that holds while a finding of one of `codes` (a regular expression) exists; `case` is one of them, about
-    `subject`: a GPU, a port, an interface, or the node where it is empty.
+    """Return an alert that fires while a finding exists whose code matches `codes` (a regular expression).
+
+    `case` and `subject` are code and subject of the test's finding: a GPU, a port, an interface; empty: the node.
     """
     where, place = (
         "{{ with $labels.subject }}{{ . }} of {{ end }}" + NODE,
@@ -93,7 +93,7 @@ def on_finding(
     finding = "topoflight_findings"
     return Alert(
         name=name,
-        # the finding's own severity would overwrite the alert's: it is renamed to outcome
+        # The label `severity` of the finding would overwrite that of the alert, so it is renamed to `outcome`.
         expr="max by (job, instance, node, code, outcome, subject) "
         f'(label_replace({finding}{{code=~"{codes}",severity=~"{severities}"}}, '
         '"outcome", "$1", "severity", "(.*)")) > 0',
@@ -114,7 +114,10 @@ def on_finding(
 
 
 def on_limit(*, name: str, reasons: str, what: str, case: str) -> tuple[Alert, Alert]:
-    """A warning on reduced clocks of a GPU, critical if a job runs on it. The software power cap is no fault."""
+    """Return a warning for reduced clocks of a GPU, and a critical alert if a job runs on it.
+
+    The software power cap also reduces clocks, but it is not a fault.
+    """
     throttling = f'topoflight_gpu_throttling{{reason=~"{reasons}"}} == 1'
     held = series(f'topoflight_gpu_throttling{{gpu="3", reason="{case}"}}')
     processes = series('topoflight_gpu_processes{gpu="3"}')
@@ -125,7 +128,7 @@ def on_limit(*, name: str, reasons: str, what: str, case: str) -> tuple[Alert, A
         name=name, expr=f"{throttling} unless {JOB_RUNS}", severity="warning", summary=f"{what}.", where=where,
         place=place,
         description=f"{gpu}. No job is known to run on it.",
-        firing={held: "1x120"},  # processes that are unknown are no job
+        firing={held: "1x120"},  # an unknown number of processes counts as no job
         quiet={held: "1x120", processes: "1x120", **other},
         labels={"gpu": "3", "reason": case},
         fired_description=f"GPU 3 of node-a runs at reduced clocks ({case}). No job is known to run on it.",
@@ -143,12 +146,12 @@ def on_limit(*, name: str, reasons: str, what: str, case: str) -> tuple[Alert, A
 
 
 def rules(alerts: Sequence[Alert]) -> dict[str, Any]:
-    """The rule file."""
+    """Return the content of the Prometheus rule file."""
     return {"groups": [{"name": "topoflight", "rules": [alert.rule for alert in alerts]}]}
 
 
 def prometheus_rule(alerts: Sequence[Alert]) -> dict[str, Any]:
-    """The same groups as an object of the Prometheus operator."""
+    """Return the same rule groups as a PrometheusRule, the object of the Prometheus operator."""
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -158,7 +161,7 @@ def prometheus_rule(alerts: Sequence[Alert]) -> dict[str, Any]:
 
 
 def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
-    """Unit tests for promtool: each alert fires when its `for:` is over, no minute before, and is silent otherwise."""
+    """Return promtool's unit tests: each alert fires when its `for:` has passed, not earlier, and not otherwise."""
     tests: list[dict[str, Any]] = []
     for alert in alerts:
         expected = {
@@ -188,7 +191,7 @@ def _case(name: str, values: dict[str, str], alert: str, moments: list[tuple[str
 
 
 def _read(row: dict[str, Any]) -> tuple[Alert, ...]:
-    """The alerts of one row of the table: on findings (`codes`), on reduced clocks (`reasons`), or any other."""
+    """Return the alerts of a row of alerts.yaml: for findings (`codes`), reduced clocks (`reasons`), or others."""
     if "codes" in row:
         return (on_finding(**row),)
     if "reasons" in row:

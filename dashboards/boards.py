@@ -1,6 +1,6 @@
-"""The three dashboards: Cluster, Node, Preflight and Runs, as Grafana reads them.
+"""Build the three dashboards as Grafana's JSON: Cluster; Node; Preflight and Runs.
 
-What each panel shows, and which faults it must show, is data: boards.yaml.
+boards.yaml lists the panels, their expressions, and the faults that each must show.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METRIC = re.compile(r"\b(topoflight_\w+|up)\b(?:\{([^}]*)\})?")
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One expression and the name of its series."""
+    """A PromQL expression and the legend of its series."""
 
     expr: str
     legend: str = ""
@@ -40,7 +40,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One panel, and what a test may ask of it."""
+    """One panel, and the properties that tests check."""
 
     title: str
     description: str
@@ -49,21 +49,21 @@ class Panel:
     targets: tuple[Target, ...]
     width: int = 8
     height: int = 8
-    steps: Sequence[Sequence[Any]] = ((None, BLUE),)  # a value and the colour from it on
-    words: dict[str, list[str]] = field(default_factory=dict)  # value: text and colour
-    rows: str = ""  # matrix: label of the rows
-    columns: str = ""  # matrix: label of the columns
-    quiet: bool = False  # may show nothing on a healthy node
+    steps: Sequence[Sequence[Any]] = ((None, BLUE),)  # thresholds: a value and the colour from this value upwards
+    words: dict[str, list[str]] = field(default_factory=dict)  # value -> text and colour
+    rows: str = ""  # matrix: label whose values are the rows
+    columns: str = ""  # matrix: label whose values are the columns
+    quiet: bool = False  # may be empty on a healthy node
     shows: Sequence[str] = ()  # recorded sick machines (tests/machines) that must look different from a healthy one
 
 
 def chosen(expr: str) -> str:
-    """The expression with every `topoflight_` metric, and `up`, limited to the agents that the variables select."""
+    """Return the expression with `up` and all `topoflight_` metrics limited to the agents selected by the variables."""
     return _METRIC.sub(lambda found: f"{found[1]}{{{', '.join(filter(None, (*CHOSEN, found[2])))}}}", expr)
 
 
 def board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequence[Panel]]]) -> str:
-    """The dashboard's JSON."""
+    """Return the JSON of a dashboard."""
     made = (
         build.Dashboard(title).uid(uid).description(description).tags(["topoflight"]).readonly()
         .time("now-6h", "now").timezone("browser").refresh("1m").tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
@@ -87,7 +87,7 @@ def board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequ
 
 
 def _marks(name: str, colour: str, metric: str, title: str, tag: str, more: str = "") -> build.AnnotationQuery:
-    """A mark at the time that each value of the metric is: named by one label, described and tagged by another."""
+    """Return an annotation query: the metric's values are times; labels give title and tag."""
     labels = ", ".join(dict.fromkeys(("node", "instance", title, tag)))
     return (
         build.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour)
@@ -157,7 +157,7 @@ def _target(panel: Panel, one: Target, letter: str) -> Any:
 
 
 def _as_table(made: Any, panel: Panel) -> None:
-    """A table; a matrix has one row and column per label value and its cells in the colour of their value."""
+    """Format a panel as table; a matrix has a row and a column per label value, and cells coloured by value."""
     if panel.kind == "matrix":
         options = {"rowField": panel.rows, "columnField": panel.columns, "valueField": "Value"}
         made.with_transformation(dashboard.DataTransformerConfig(id_val="groupingToMatrix", options=options))
@@ -173,7 +173,7 @@ def _as_table(made: Any, panel: Panel) -> None:
 
 
 def _panel_of(row: dict[str, Any]) -> Panel:
-    """A panel of the table, whose targets map an expression to the name of its series."""
+    """Return the panel of a row of boards.yaml, whose `targets` map an expression to its legend."""
     targets = tuple(Target(expr=chosen(expr), legend=legend) for expr, legend in row["targets"].items())
     return Panel(**{**row, "targets": targets})
 
@@ -189,10 +189,10 @@ BOARDS = {
 
 
 def made() -> dict[str, str]:
-    """File name below dashboards/ and its JSON."""
+    """Return the JSON of each dashboard by its file name below dashboards/."""
     return {f"{name}.json": board(*parts) for name, parts in BOARDS.items()}
 
 
 def panels() -> list[tuple[str, Panel]]:
-    """Every panel with its dashboard."""
+    """Return every panel with the name of its dashboard."""
     return [(name, panel) for name, (*_, rows) in BOARDS.items() for _, row in rows for panel in row]

@@ -24,9 +24,9 @@ from probes.api import Metric  # noqa: E402
 
 
 def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | None = None) -> dict[str, str]:
-    """Path below the repository root, and what belongs there; alerts link to `docs`, `grafana` and `page`.
+    """Return the generated files: path below the repository root -> content. Alerts link to `docs`, `grafana`, `page`.
 
-    `page` is where agents are reached from outside; None for the agent's address within the cluster.
+    `page` is an agent's address outside the cluster; None: the agent's address within the cluster.
     """
     import boards
 
@@ -35,7 +35,7 @@ def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | Non
         if page is None:
             return text
         at = "page_url: " + page.rstrip("/")
-        example = f"{at}/cluster?node={alerts.HOST['node']}"  # as the alert of the tests fires
+        example = f"{at}/cluster?node={alerts.HOST['node']}"  # the link of the fired alert in the tests
         return text.replace(f"page_url: {alerts.AGENT}/", at + alerts.NODE_PAGE).replace(
             f"page_url: http://{alerts.HOST['instance']}/", example
         )
@@ -53,7 +53,7 @@ def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | Non
 
 
 def as_yaml(document: dict[str, Any]) -> str:
-    """YAML with a comment that names this generator."""
+    """Return YAML with a comment that names this generator."""
     return "# Made by dashboards/generate.py; change dashboards/alerts.yaml.\n" + yaml.safe_dump(
         document, sort_keys=False, width=120, allow_unicode=True
     )
@@ -65,11 +65,11 @@ NOTE = "# Made by dashboards/generate.py; change dashboards/boards.yaml.\n"
 
 
 class _Literal(str):
-    """Text that is written as a block, so that a reader can read it."""
+    """Text that is written as a YAML block scalar, for readability."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe dumper that knows blocks."""
+    """Safe dumper that writes `_Literal` as a block scalar."""
 
 
 def _block(dumper: yaml.SafeDumper, data: _Literal) -> yaml.ScalarNode:
@@ -80,7 +80,7 @@ _Dumper.add_representer(_Literal, _block)
 
 
 def config_maps(drawn: Mapping[str, str]) -> str:
-    """All ConfigMaps as one YAML stream."""
+    """Return a ConfigMap per dashboard, as one YAML stream."""
     return NOTE + yaml.dump_all([_map(name, body) for name, body in drawn.items()], Dumper=_Dumper, sort_keys=False)
 
 
@@ -98,13 +98,13 @@ def _map(name: str, body: str) -> dict[str, Any]:
     }
 
 
-# docs/reference/metrics.md: the tables between its marks are made from the catalogue of metric families.
+# docs/reference/metrics.md: the tables between the markers are generated from the metric families.
 
 BEGIN, END = "<!-- made by dashboards/generate.py -->", "<!-- end of what is made -->"
 
 
 def metrics_page(old: str) -> str:
-    """The page with its made part renewed."""
+    """Return the page with updated tables between the markers."""
     head, _, rest = old.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n{_tables()}\n{END}{tail}"
@@ -131,14 +131,14 @@ def _line(family: Metric) -> str:
 
 
 def _address(text: str) -> str:
-    """An absolute address, or argparse's error."""
+    """Return an absolute URL. Raises argparse.ArgumentTypeError for any other text."""
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} is no address that begins with http:// or https://")
     return text
 
 
 def main() -> None:
-    """Write what differs, and name it."""
+    """Write the files that differ, and print their names."""
     parser = argparse.ArgumentParser(description="Write the dashboards, the alert rules and the tables of metrics.")
     parser.add_argument(
         "--docs", type=_address, default=alerts.DOCS, help="URL where the documentation site is published"

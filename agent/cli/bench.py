@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     from collectives.bench.run import run
     from probes.registry import ALL
 
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop, signals = stop_on_signals()
     progress = Progress()
     try:
         before = read_baseline(baseline, ("busbw",)).busbw  # before the run, to reject a wrong file early
@@ -44,6 +44,8 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
         result = run(spec, watch(progress.note), stop)
     finally:
         progress.done()
+    if signals:
+        result = replace(result, stopped_by=signal.Signals(signals[0]).name)
     result = against_baseline(result, before)
     save_benchmark_result(result)
     emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))

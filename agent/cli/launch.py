@@ -22,7 +22,9 @@ from contracts import plain
 
 if TYPE_CHECKING:
     from agent.cluster.client import Client
+    from agent.jobs.launch import Launched
     from collectives.bench.results import BenchResult
+    from contracts.run_record import RunRecord
     from planner.advice import Recommendation
     from probes.api import Snapshot
 
@@ -256,7 +258,6 @@ def _launch_script(
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Run the user's trainer on this host: the gate, torchrun with the recommended environment, and the run record."""
-    from agent.base.result_store import store_run
     from agent.jobs import script as trainer
     from agent.terminal import measured
     from contracts.bounded import open_regular
@@ -282,13 +283,7 @@ def _launch_script(
         done = trainer.train(plan, folder, timeout, progress.note)
     finally:
         progress.done()
-    assert done.record is not None  # noqa: S101 - `train` writes it
-    store_run(done.record)
-    if done.exit_code != 0:
-        print_text("\n".join(done.last_lines), err=True)
-        print_text(f"{done.ending} (whole log: {done.output}; record: {folder / 'run.json'})", err=True)
-        sys.exit(EXIT_FAILED)
-    measured.comparison(console(), done.record)
+    measured.comparison(console(), _store(done))
     print_text(f"record: {folder / 'run.json'}", err=True)
 
 
@@ -296,7 +291,6 @@ def _launch_here(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
 ) -> None:
     from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice, job_plan
-    from agent.base.result_store import store_run
     from agent.jobs import launch as launcher
     from agent.terminal import measured
     from planner.kubernetes.job import storage_rate
@@ -316,15 +310,23 @@ def _launch_here(
         done = launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=progress.note)
     finally:
         progress.done()
+    record = _store(done)
+    measured.run(console(), record)
+    measured.comparison(console(), record)
+
+
+def _store(done: Launched) -> RunRecord:
+    """Store the record of a job that has ended, and return it; if the job failed, print how it ended and exit."""
+    from agent.base.result_store import store_run
+    from contracts.run_record import RESUMABLE
+
     if done.record is not None:
         store_run(done.record)
-    if done.exit_code != 0 or done.record is None:
-        print_text("\n".join(done.last_lines), err=True)
-        print_text(f"{done.ending} (whole log: {done.output})", err=True)
-        sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
-    measured.run(console(), done.record)
-    measured.comparison(console(), done.record)
-    sys.exit(EXIT_PASS)
+        if done.exit_code == 0:
+            return done.record
+    print_text("\n".join(done.last_lines), err=True)
+    print_text(f"{done.ending} (whole log: {done.output})", err=True)
+    sys.exit(RESUMABLE if done.exit_code == RESUMABLE else EXIT_FAILED)
 
 
 # A user's own training command, and a user's own job for a cluster.

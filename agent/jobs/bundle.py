@@ -1,7 +1,6 @@
-"""The support bundle: one file with each host's recording, agent files and kubelet devices, without secrets.
+"""The support bundle: one file with each host's recording and the agent's files, without secrets.
 
-It is a zip archive with a folder per host. `--host FILE` replays its recordings. Nothing is uploaded. Kubelet's
-checkpoint: kubernetes/kubernetes, pkg/kubelet/cm/devicemanager/checkpoint.
+It is a zip archive with a folder per host. `--host FILE` replays its recordings. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ MOST_BUNDLE_BYTES = 512 << 20  # of an unpacked bundle
 LOG_LINES = 2000
 NODE_SECONDS = 180
 AT_ONCE = 8
-CHECKPOINT = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
-PLUGIN_CONTAINER = re.compile(r"nvidia-(gpu-)?device-plugin(-ctr)?$")
 _TABLE = read_table(__file__, "bundle.toml")
 
 
@@ -57,7 +54,6 @@ def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: 
                                 "packages": dict(_versions())}),
         "limits.txt": _limits(Path(root)).encode(),
     }  # fmt: skip
-    found |= _document("kubelet.json", lambda: _kubelet(_read(Path(root) / CHECKPOINT)))
     for path in sorted([*state.glob("*.json"), *state.glob("runs/*.json")])[:128]:
         found |= _document(f"state/{path.relative_to(state).as_posix()}", partial(_read, path))
     return found
@@ -96,13 +92,6 @@ def _document(name: str, made: Callable[[], Any]) -> Files:
         return {name: _json(made())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BundleError) as error:
         return {f"{name}.txt": f"not read: {redact(str(error))}\n".encode()}
-
-
-def _kubelet(checkpoint: Any) -> dict[str, Any]:
-    """Return kubelet's registered and allocated devices, without what containers received for them (AllocResp)."""
-    entries = checkpoint["Data"]["PodDeviceEntries"] or ()
-    handed = [{key: value for key, value in each.items() if key != "AllocResp"} for each in entries]
-    return {"RegisteredDevices": checkpoint["Data"]["RegisteredDevices"], "PodDeviceEntries": handed}
 
 
 def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
@@ -158,11 +147,8 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
     found: dict[str, Files] = {"cluster": {}}
     for kind in _TABLE["kinds"]:
         found["cluster"] |= _document(f"{kind}.json", partial(_listed, [*base, "get", kind]))
-    plugins, refused = _plugins(base)
-    if refused:
-        found["cluster"]["plugins.txt"] = f"not listed: {redact(refused)}\n".encode()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        each = pool.map(lambda item: _node(base, item[0], item[1], plugins.get(item[0])), chosen.items())
+        each = pool.map(partial(_node, base), chosen, chosen.values())
         found |= dict(zip(chosen, each, strict=True))
     if waiting := not_started(agents, namespace):
         found["cluster"]["agents.txt"] = ("\n".join(waiting) + "\n").encode()
@@ -187,47 +173,19 @@ def not_started(agents: Sequence[Mapping[str, Any]], namespace: str) -> list[str
     return lines
 
 
-def _plugins(base: list[str]) -> tuple[dict[str, tuple[str, str, str]], str]:
-    """Return (namespace, pod, container) of NVIDIA's device plugin on each node, and why none could be listed."""
-    found, refused = {}, ""
-    for label in _TABLE["plugins"]:
-        try:
-            for pod in _listed([*base[:-2], "get", "pods", "-A", "-l", label])["items"]:
-                names = [str(each.get("name")) for each in pod["spec"].get("containers") or ()]
-                container = next(filter(PLUGIN_CONTAINER.match, names), "")
-                if container:
-                    node = str(pod["spec"].get("nodeName"))
-                    found[node] = str(pod["metadata"].get("namespace")), str(pod["metadata"]["name"]), container
-        except (BundleError, ValueError, KeyError, TypeError) as error:
-            refused = str(error)
-    return found, refused
-
-
-def _node(base: list[str], node: str, pod: str, plugin: tuple[str, str, str] | None) -> Files:
+def _node(base: list[str], node: str, pod: str) -> Files:
     files: Files = {}
     try:
         inside = unpack_bundle(_kubectl([*base, "exec", pod, "--", "topoflight", "bundle", "-f", "-"]))
         files |= next(iter(inside.values()), {})
     except BundleError as error:
         files["error.txt"] = f"{node}: {redact(str(error))}\n".encode()
-    files["log.txt"] = _log([*base, "logs", pod])
-    if plugin is not None:
-        # The agent mounts nothing of the host. The plugin's pod mounts kubelet's folder, because it registers there.
-        there = [*base[:-2], "-n", plugin[0]]
-        files["plugin-log.txt"] = _log([*there, "logs", plugin[1], "-c", plugin[2]])
-        if "kubelet.json" not in files:
-            files.pop("kubelet.json.txt", None)
-            words = [*there, "exec", plugin[1], "-c", plugin[2], "--", "cat", f"/{CHECKPOINT}"]
-            files |= _document("kubelet.json", lambda: _kubelet(loads(_kubectl(words))))
-    return files
-
-
-def _log(words: list[str]) -> bytes:
     try:
-        log = _kubectl([*words, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
+        log = _kubectl([*base, "logs", pod, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
+        files["log.txt"] = redact(log.decode(errors="replace")).encode()
     except BundleError as error:
-        return f"not read: {redact(str(error))}\n".encode()
-    return redact(log.decode(errors="replace")).encode()
+        files["log.txt"] = f"not read: {redact(str(error))}\n".encode()
+    return files
 
 
 def _listed(words: Sequence[str]) -> Any:

@@ -28,7 +28,6 @@ from contracts.job_plan import JobPlan, dumps
 from contracts.redaction import redact
 from contracts.run_record import RunRecord
 
-RESUMABLE = run_record.RESUMABLE
 _TAIL_BYTES = 65536  # of the job's log: contains torchrun's report and the tracebacks before it
 _LAST_SECONDS = 1.0  # for processes that ignored SIGTERM or outlived torchrun
 _AGAIN = "run the same command again to resume from the last checkpoint, if one was saved"
@@ -57,7 +56,7 @@ class Launched:
     @property
     def ending(self) -> str:
         """Describe in one sentence how the job ended."""
-        if self.exit_code == RESUMABLE:
+        if self.exit_code == run_record.RESUMABLE:
             ending = "the job saved and ended; run the same command again to resume"
         elif self.killed:
             ending = f"the job did not end within {self.grace_seconds} s of SIGTERM and was killed; " + _AGAIN
@@ -76,8 +75,12 @@ class Launched:
 
 def command(plan: Path, ranks: int) -> list[str]:
     """Return the torchrun command of one host."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    job = [sys.executable, "-m", "finetune.train", "--plan", str(plan)]
+    return torchrun([sys.executable, "-m", "finetune.train", "--plan", str(plan)], ranks)
+
+
+def torchrun(job: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
+    """Return the command that runs `ranks` ranks of a job on this host."""
+    words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     # ranks survive if torchrun is killed, so each is set to end with torchrun
     return [*words, "--no-python", *processes.tethered(job, parent=0)]
 

@@ -31,8 +31,7 @@ from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
 from agent.jobs import script_rank
 from agent.jobs.child import default_ranks
-from agent.jobs.launch import Launched, environment, run
-from collectives.bench import processes
+from agent.jobs.launch import Launched, environment, run, torchrun
 from collectives.nccl_log import evidence
 from contracts import bounded, run_record
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
@@ -54,6 +53,7 @@ from probes.interfaces.facts import InterfacesFacts
 AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # files that start the monitor
 _LIMIT_BYTES = 1 << 20  # of a file named by the arguments
 _STATE = "trainer_state.json"
+_LEFT = "left."  # files of script_rank, followed by the rank
 _WARM_UP = 2  # first steps, which allocate and compile
 _MPIRUN = re.compile(r"\b(mpirun|mpiexec|sshd)\b")
 _RENDERED = "; a template is wrapped as it is rendered: helm template CHART | topoflight wrap -"
@@ -91,10 +91,8 @@ def plan_of(
     # The script's folder stays on its path, as under plain torchrun; PYTHONSAFEPATH of the user is respected.
     unsafe = [] if "PYTHONSAFEPATH" in os.environ else ["env", "-u", "PYTHONSAFEPATH"]
     job = [*unsafe, python, script_rank.__file__, str(script), *arguments]
-    words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-             "--no-python", *processes.tethered(job, parent=0)]  # fmt: skip
     return ScriptPlan(
-        words=words, ranks=ranks, environment=environment(settings, ranks),
+        words=torchrun(job, ranks, python), ranks=ranks, environment=environment(settings, ranks),
         document=JobPlan(
             layout=advice.chosen.layout if advice.chosen else None, environment=settings,
             forecast=run_forecast(advice), notes=tuple(lines),
@@ -149,17 +147,16 @@ def train(
     record = RunRecord(status="running", host=os.uname().nodename, started_at=_now(), plan=plan.document,
                        layout=RunLayout(family=layout.family if layout else None))  # fmt: skip
     run_record.save(path, record)
-    mark = folder / "ended."  # followed by the rank; written by script_rank
-    for old in (*folder.glob(f"{mark.name}*"), *folder.glob(f"{script_rank.LEFT}*")):
+    for old in folder.glob(f"{_LEFT}*"):
         old.unlink()
-    variables = monitored({**plan.environment, script_rank.ENDED: str(mark.absolute())}, folder)
+    variables = monitored({**plan.environment, script_rank.REPORT: str((folder / _LEFT).absolute())}, folder)
     done = run(plan.words, variables, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
     failed = run_record.first_failed_rank("\n".join(done.last_lines))
-    if failed and failed.signal and mark.with_name(f"{mark.name}{failed.rank}").exists():
+    reports = _read_reports(folder)
+    if failed and failed.signal and "error" in (report := reports.get(failed.rank, {})) and report["error"] is None:
         how = f"rank {failed.rank} was ended by {failed.signal} while its Python was ending"
         done = replace(done, after_end=f"{how}. The script had run to its end on this rank, so its work was done")
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
-    reports = _read_reports(folder)
     if done.exit_code and (error := _first_error(reports, failed.rank if failed else None)) and not done.cut_short:
         done = replace(done, raised=error)
     record.reason = None if done.exit_code == 0 else done.ending
@@ -175,10 +172,10 @@ def train(
 def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
     """Read the files of script_rank, by rank."""
     found = {}
-    for each in folder.glob(f"{script_rank.LEFT}*"):
+    for each in folder.glob(f"{_LEFT}*"):
         with contextlib.suppress(OSError, ValueError):
             value = plain(bounded.read(each, _LIMIT_BYTES))
-            found[int(each.name.removeprefix(script_rank.LEFT))] = value if isinstance(value, dict) else {}
+            found[int(each.name.removeprefix(_LEFT))] = value if isinstance(value, dict) else {}
     return dict(sorted(found.items()))
 
 

@@ -5,9 +5,9 @@ In torch 2.13 a gloo worker thread takes the GIL to release the tensors of a fin
 3.13 ends the thread at that point, and the process aborts with "terminate called without an active exception" after all
 its work. Plain `python` aborts in the same way; this module waits for the threads.
 
-This file runs in the user's Python and therefore needs only the standard library. The variable ENDED contains a path
-without the rank at its end; the file is written after the script has finished. `left.RANK` in the same folder is
-written however the script ends in Python: seconds of its optimizer steps, peak memory, and uncaught error.
+This file runs in the user's Python and therefore needs only the standard library. The variable REPORT contains a path
+without the rank at its end. The file is written however the script ends in Python: seconds of its optimizer steps, peak
+memory, and uncaught error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-ENDED = "TOPOFLIGHT_SCRIPT_ENDED"
+REPORT = "TOPOFLIGHT_SCRIPT_REPORT"
 _HOOK = Path(__file__).resolve().parents[2] / "contracts" / "import_hook.py"
-LEFT = "left."  # followed by the rank
 MOST_STEPS = 4096  # number of step times stored
 _MOST_ERROR = 2000  # characters
 _MOST_SECONDS = 10.0  # longest wait for idle threads
@@ -52,12 +51,6 @@ def wait_for_gloo() -> None:
     while "torch" in sys.modules and idle < _IDLE_LOOKS and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
         idle = 0 if _gloo_works() else idle + 1
-
-
-def note_end() -> None:
-    """Write the file that tells the launcher that this rank's script has finished."""
-    with contextlib.suppress(KeyError, OSError):  # without it the record contains less
-        Path(os.environ[ENDED] + os.environ.get("RANK", "0")).touch()
 
 
 class Watch:
@@ -86,7 +79,7 @@ class Watch:
                 self.ends.append(time.perf_counter())
 
     def write_report(self, error: BaseException | None) -> None:
-        """Write `left.RANK`: step times, memory and the error."""
+        """Write step times, memory and the error."""
         memory, counts = max(0, _resident("VmHWM") - self.resident_before), "resident memory above that of its imports"
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized():
@@ -96,8 +89,8 @@ class Watch:
             "memory_bytes": memory, "memory_counts": counts, "rss_peak_bytes": _resident("VmHWM"),
             "error": None if error is None else f"{type(error).__name__}: {str(error)[:_MOST_ERROR]}",
         }  # fmt: skip
-        with contextlib.suppress(KeyError, OSError):
-            path = Path(os.environ[ENDED]).with_name(LEFT + os.environ.get("RANK", "0"))
+        with contextlib.suppress(KeyError, OSError):  # without it the record contains less
+            path = Path(os.environ[REPORT] + os.environ.get("RANK", "0"))
             path.write_text(json.dumps(report), encoding="utf-8")
 
 
@@ -132,5 +125,3 @@ if __name__ == "__main__":
         raise
     finally:
         watch.write_report(failure)
-        if failure is None:
-            note_end()

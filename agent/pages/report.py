@@ -25,7 +25,17 @@ from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.terminal import measured
-from agent.terminal.advice import OPTIONS, as_it_is, need_words, parts_grid, summary
+from agent.terminal.advice import (
+    OPTIONS,
+    as_it_is,
+    device_of,
+    layout_words,
+    memory_words,
+    need_words,
+    parts_grid,
+    speed_words,
+    summary,
+)
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult
@@ -109,7 +119,7 @@ def make_environment() -> Environment:
         shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
     shared = (picture, grouped, reasons, passed_ids, unknown_ids, columns, glance, summary, parts_grid, results_grid,
-              as_it_is, when)  # fmt: skip
+              as_it_is, when, device_of, layout_words, memory_words, speed_words)  # fmt: skip
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, layouts=_layouts, OPTIONS=OPTIONS

@@ -142,9 +142,7 @@ def summary(advice: Recommendation, chosen: RankedLayout, options: tuple[str, st
     `options` name what the user adds to get run time and cost: the length of the run, and the price.
     """
     forecast, device = chosen.forecast, device_of(advice)
-    mfu = f", MFU {forecast.mfu:.0%}" if forecast.mfu is not None else ""
-    speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.tokens_per_second_per_rank:,.0f} per {device}{mfu}"
-    lines = [("speed", f"step {units.interval(forecast.step_seconds, 's')}: {speed}")]
+    lines = [("speed", f"step {units.interval(forecast.step_seconds, 's')}: {speed_words(advice, chosen)}")]
     if advice.total_seconds is not None:
         whole = advice.total_seconds
         low, mid, high = (units.duration(value) for value in (whole.low, whole.mid, whole.high))
@@ -159,13 +157,26 @@ def summary(advice: Recommendation, chosen: RankedLayout, options: tuple[str, st
         missing = [options[1]] if advice.node_hour_price is None else []
         missing += [options[0]] if advice.total_seconds is None else []
         lines.append(("cost", f"not estimated. Add {' and '.join(missing)}."))
-    held = f" of {units.size(forecast.capacity_bytes)}" if forecast.capacity_bytes else ""
-    lines.append(("memory", f"{units.interval(forecast.memory_bytes, 'B')}{held} per {device}"))
+    lines.append(("memory", f"{memory_words(chosen)} per {device}"))
     lines.append(("batch", batch_words(chosen.layout)))
     if sharding := sharding_words(chosen.layout):
         lines.append(("weights", sharding))
     lines.append(("bottleneck", forecast.dominant))
     return lines
+
+
+def speed_words(advice: Recommendation, ranked: RankedLayout) -> str:
+    """Return the tokens per second of a layout, also per device, and its MFU if that is known."""
+    forecast = ranked.forecast
+    mfu = f", MFU {forecast.mfu:.0%}" if forecast.mfu is not None else ""
+    each = f"{forecast.tokens_per_second_per_rank:,.0f} per {device_of(advice)}"
+    return f"{forecast.tokens_per_second:,.0f} tokens/s, {each}{mfu}"
+
+
+def memory_words(ranked: RankedLayout) -> str:
+    """Return the memory that a layout needs on one device, and the capacity of the device if that is known."""
+    capacity = ranked.forecast.capacity_bytes
+    return units.interval(ranked.forecast.memory_bytes, "B") + (f" of {units.size(capacity)}" if capacity else "")
 
 
 def batch_words(shape: Layout) -> str:
@@ -225,14 +236,17 @@ def slower(times: float) -> str:
 
 def layout_title(shape: Layout) -> str:
     """Return all settings of a layout, in a line of markup."""
+    return f"[bold]{shape.family}[/bold], {layout_words(shape)}"
+
+
+def layout_words(shape: Layout) -> str:
+    """Return all settings of a layout but its family: "16 ranks, micro-batch 2 x 4, no recompute, bf16"."""
     recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
     kept = shape.sharding == "zero3" and shape.dp_shard > 1 and not shape.reshard_after_forward
     offloaded = {"optimizer": ", optimizer offloaded to the CPU", "all": ", weights and optimizer offloaded to the CPU"}
-    return (
-        f"[bold]{shape.family}[/bold], {shape.world_size} ranks, micro-batch {shape.micro_batch} x "
-        f"{shape.gradient_accumulation}, {'no reshard, ' * kept}{recompute}, {shape.precision}"
-        f"{offloaded.get(shape.offload, '')}"
-    )
+    batch = f"micro-batch {shape.micro_batch} x {shape.gradient_accumulation}"
+    how = f"{'no reshard, ' * kept}{recompute}, {shape.precision}{offloaded.get(shape.offload, '')}"
+    return f"{shape.world_size} ranks, {batch}, {how}"
 
 
 def rejected(out: Console, advice: Recommendation) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,7 +15,10 @@ from agent.base.lines import SHOWN
 from agent.base.tables import Grid, grid, table_of
 from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
-from contracts.run_record import RunRecord, compare
+from contracts.run_record import Comparison, RunRecord, compare
+
+if TYPE_CHECKING:
+    from collectives.nccl_log.transport import Evidence
 
 
 def results_grid(found: Sequence[Measurement]) -> Grid:
@@ -35,7 +39,7 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     """Print measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
     shown = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
-    where = f"{result.world_size} {result.backend} ranks on {units.some(sorted(set(result.hosts))) or 'this host'}"
+    where = ranks_words(result)
     left = len(result.measurements) - len(shown)
     out.print(_verdict(result, sum(not m.verified for m in result.measurements)))
     out.print(escape(where + (f"; {left} smaller sizes: -v" if left else "")))
@@ -50,12 +54,21 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
     if result.evidence is not None:
-        e = result.evidence
-        out.print(
-            f"transport between nodes: {e.inter_node_transport or 'none'}; within: {e.intra_node_transport or 'none'}; "
-            f"GPUDirect RDMA: {e.gdrdma} (send {e.send.gdrdma}/{e.send.total}, "
-            f"receive {e.receive.gdrdma}/{e.receive.total})"
-        )
+        out.print(escape(transport_words(result.evidence)))
+
+
+def ranks_words(result: BenchResult) -> str:
+    """Return who measured: "16 nccl ranks on node-a, node-b"."""
+    return f"{result.world_size} {result.backend} ranks on {units.some(sorted(set(result.hosts))) or 'this host'}"
+
+
+def transport_words(e: Evidence) -> str:
+    """Return which transport NCCL's log shows between and within nodes, and how many channels use GPUDirect RDMA."""
+    channels = f"send {e.send.gdrdma}/{e.send.total}, receive {e.receive.gdrdma}/{e.receive.total}"
+    return (
+        f"transport between nodes: {e.inter_node_transport or 'none'}; within: {e.intra_node_transport or 'none'}; "
+        f"GPUDirect RDMA: {e.gdrdma} ({channels})"
+    )
 
 
 def _verdict(result: BenchResult, wrong: int) -> str:
@@ -91,25 +104,34 @@ def comparison(out: Console, record: RunRecord) -> None:
     """Print the forecast and the measurement of step time and memory, and the parts of the step."""
     out.print("\n[bold]Forecast against run[/bold]")
     for line in compare(record):
-        show = units.seconds if line.unit == "s" else units.size
-        out.print(
-            f"{line.title}: forecast {units.interval(line.forecast, line.unit)}, measured {show(line.measured)}: "
-            f"{line.verdict}"
-        )
+        forecast, measured = compared_words(line)
+        out.print(f"{line.title}: forecast {forecast}, measured {measured}: {line.verdict}")
         if line.quantity == "step_seconds" and (parts := division(record)):
             out.print(f"  {escape(parts)}")
+
+
+def compared_words(line: Comparison) -> tuple[str, str]:
+    """Return a forecast and the measured value in the same unit."""
+    show = units.seconds if line.unit == "s" else units.size
+    return units.interval(line.forecast, line.unit), show(line.measured)
+
+
+def run_words(record: RunRecord) -> str:
+    """Return steps, loss, tokens per second and exposed communication of a run, in one line."""
+    loss, measured = "loss unknown", record.measured
+    if record.loss.first is not None and record.loss.last is not None:
+        loss = f"loss {record.loss.first:.3f} -> {record.loss.last:.3f}"
+    tokens = f"{measured.tokens_per_second:,.0f} tokens/s" if measured.tokens_per_second else "tokens/s unknown"
+    exposed = record.communication.exposed_share if record.communication else None
+    waits = f", communication {exposed:.0%} exposed" if exposed else ""
+    steps = "steps unknown" if record.steps_done is None else units.count(record.steps_done, "step")
+    return f"{steps}, {loss}, {tokens}{waits}"
 
 
 def run(out: Console, record: RunRecord) -> None:
     """Print the job's own report."""
     out.print(f"\n[bold]Run[/bold] {escape(record.placements)}")
-    loss, measured = "loss unknown", record.measured
-    if record.loss.first is not None and record.loss.last is not None:
-        loss = f"loss {record.loss.first:.3f} -> {record.loss.last:.3f}"
-    tokens = f"{measured.tokens_per_second:.0f} tokens/s" if measured.tokens_per_second else "tokens/s unknown"
-    exposed = record.communication.exposed_share if record.communication else None
-    waits = f", communication {exposed:.0%} exposed" if exposed else ""
-    out.print(f"{record.steps_done} steps, {loss}, {tokens}{waits}")
+    out.print(run_words(record))
     saved = f"model: {record.saved_model}" if record.saved_model else f"adapter: {record.adapter or 'none'}"
     out.print(f"{saved}\ncheckpoint: {record.checkpoint or 'none'}", markup=False)
 

@@ -44,7 +44,6 @@ class Op:
     run: Callable[[Side], None]
     wrong: Callable[[Side, int], tuple[int, ...]]  # positions in the group whose data is wrong; () if none
     in_place: bool = False  # input and output are one tensor
-    gives: Callable[[Side], bool] = lambda _side: True
 
 
 def part_elements(op: Op, size_bytes: int, n: int) -> int:
@@ -68,11 +67,10 @@ def allocate(op: Op, size_bytes: int, group: Any, ranks: tuple[int, ...], rank: 
     return Side(group=group, ranks=ranks, me=ranks.index(rank), send_buffer=into, taken=out)
 
 
-def fill(op: Op, side: Side, turn: int) -> None:
+def fill(side: Side, turn: int) -> None:
     """Write this rank's data for this round, and clear the data of an earlier round."""
     side.taken.fill_(-1.0)
-    if op.gives(side):
-        write_pattern(side.send_buffer, (side.ranks[side.me],), turn)
+    write_pattern(side.send_buffer, (side.ranks[side.me],), turn)
 
 
 def pattern(sources: tuple[int, ...], turn: int, start: int, device: Any) -> Any:
@@ -114,29 +112,11 @@ def _wrong_sum(side: Side, turn: int) -> tuple[int, ...]:
     return () if matches(side.taken, side.ranks, turn, start) else (UNKNOWN_SOURCE,)
 
 
-def _wrong_from(source: Callable[[Side], int]) -> Callable[[Side, int], tuple[int, ...]]:
-    def wrong(side: Side, turn: int) -> tuple[int, ...]:
-        place = source(side)
-        return () if matches(side.taken, (side.ranks[place],), turn) else (place,)
-
-    return wrong
-
-
 def _distributed() -> Any:
     """Return torch.distributed, which only ranks import."""
     import torch.distributed as dist
 
     return dist
-
-
-def _send_recv(side: Side) -> None:
-    """Send to the next rank of the ring and receive from the previous one, as nccl-tests does."""
-    dist = _distributed()
-    following, before = side.ranks[(side.me + 1) % side.n], side.ranks[(side.me - 1) % side.n]
-    send = dist.P2POp(dist.isend, side.send_buffer, following, group=side.group)
-    receive = dist.P2POp(dist.irecv, side.taken, before, group=side.group)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
 
 
 def _ring_share(n: int) -> float:
@@ -176,24 +156,6 @@ _RECORDS = (
         shapes=lambda part, n: (part * n, part * n),
         run=lambda side: _distributed().all_to_all_single(side.taken, side.send_buffer, group=side.group),
         wrong=lambda side, turn: _wrong_chunks(side, turn, side.me * (side.taken.numel() // side.n)),
-    ),
-    Op(
-        name="send_recv",
-        factor=lambda _n: 1.0,
-        split=False,
-        shapes=lambda part, _n: (part, part),
-        run=_send_recv,
-        wrong=_wrong_from(lambda side: (side.me - 1) % side.n),
-    ),
-    Op(
-        name="broadcast",
-        factor=lambda _n: 1.0,
-        split=False,
-        shapes=lambda part, _n: (part, part),
-        run=lambda side: _distributed().broadcast(side.taken, src=side.ranks[0], group=side.group),
-        wrong=_wrong_from(lambda _side: 0),
-        in_place=True,
-        gives=lambda side: side.me == 0,
     ),
 )
 

@@ -260,40 +260,37 @@ def _sign(descriptor: int) -> None:
 # A temporary folder for one run. The next run removes the folder of a run that was killed.
 
 FOLDER_PREFIX = "topoflight-bench-"
-FOLDER_OWNER = "owner.lock"  # locked with flock(2) by the living owner
+NEW_FOLDER_PREFIX = "topoflight-new-"
 
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """Create a temporary folder, which is removed at the end, or when the next run starts."""
-    remove_stale_folders(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
-        unlocked = Path(name) / f"{FOLDER_OWNER}.new"  # another run may only open the file once it is locked
-        descriptor = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            unlocked.rename(Path(name) / FOLDER_OWNER)
-            yield Path(name)
-        finally:
-            os.close(descriptor)
+    """Create a temporary folder, locked with flock(2), which is removed at the end, or when the next run starts."""
+    place = Path(tempfile.gettempdir())
+    remove_stale_folders(place)
+    made = Path(tempfile.mkdtemp(prefix=NEW_FOLDER_PREFIX, dir=place))
+    descriptor = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Other runs look for this name, so the folder gets it once it is locked.
+        made = made.rename(place / made.name.replace(NEW_FOLDER_PREFIX, FOLDER_PREFIX))
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(descriptor)
 
 
 def remove_stale_folders(place: Path) -> None:
     """Remove the folders of this user that are not locked."""
     for path in place.glob(f"{FOLDER_PREFIX}*"):
-        try:
-            if path.is_symlink() or path.stat().st_uid != os.geteuid():
-                continue
-            descriptor = os.open(path / FOLDER_OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # just created, or already removed
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(descriptor)
+        with contextlib.suppress(OSError):  # it is locked, a link, of another user, or already removed
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,6 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
         runs, waits = _iterate(me, op, side, max(1, min(BATCH, int(fits))), name)
         share(me, times, runs, waits, wrong)
         each = max(row[-1] for row in times.runs)
-        find_corrupt_ranks(me, op, side, times)
         spent = slowest(me, time.monotonic() - started)
         me.journal.write("progress", op=case.op, bytes=case.bytes, iterations=len(times.runs[0]), seconds=runs[-1:])
         if _enough(me.plan, times, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
@@ -143,25 +142,18 @@ def verified_round(me: Rank, op: ops.Op, side: ops.Side, name: str) -> tuple[int
     """Run once on fresh data and compare every element; returns the global ranks whose data is wrong."""
     me.turn += 1
     me.pulse.arrive(f"verified round of {name}")
-    ops.fill(op, side, me.turn)
+    ops.fill(side, me.turn)
     op.run(side)
     return tuple(side.ranks[place] if place >= 0 else ops.UNKNOWN_SOURCE for place in op.wrong(side, me.turn))
 
 
 def share(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: tuple[int, ...]) -> None:
     """Exchange the times and verification results of all ranks."""
-    import torch
-    import torch.distributed as dist
-
-    mine = torch.tensor([float(len(wrong)), *runs, *waits], dtype=torch.float64)
-    rows = [torch.zeros_like(mine) for _ in range(me.world)]
-    dist.all_gather(rows, mine, group=me.control)
-    for rank, row in enumerate(rows):
-        times.runs[rank] += row[1 : 1 + len(runs)].tolist()
-        times.waits[rank] += row[1 + len(runs) :].tolist()
+    for rank, (its_runs, its_waits, sources) in enumerate(gather(me, (runs, waits, wrong))):
+        times.runs[rank] += its_runs
+        times.waits[rank] += its_waits
+        times.wrong |= {(rank, source) for source in sources}
     times.rounds += 1
-    if any(row[0] > 0 for row in rows):
-        times.wrong |= {(seer, source) for seer, sources in enumerate(gather(me, wrong)) for source in sources}
 
 
 def gather(me: Rank, value: Any) -> list[Any]:
@@ -173,32 +165,9 @@ def gather(me: Rank, value: Any) -> list[Any]:
     return everyone
 
 
-def find_corrupt_ranks(me: Rank, op: ops.Op, side: ops.Side, times: Times) -> None:
-    """Find the ranks whose data made a sum wrong: each rank in turn broadcasts its own."""
-    import torch
-    import torch.distributed as dist
-
-    unnamed = {pair for pair in times.wrong if pair[1] == ops.UNKNOWN_SOURCE}
-    if not unnamed or any(source >= 0 for _, source in times.wrong):
-        return
-    me.turn += 1
-    found: list[int] = []
-    ops.fill(op, side, me.turn)
-    for place, source in enumerate(side.ranks):
-        shown = side.send_buffer.clone() if place == side.me else torch.zeros_like(side.send_buffer)
-        dist.broadcast(shown, src=source, group=side.group)
-        found += [] if ops.matches(shown, (source,), me.turn) else [source]
-    times.wrong |= {(seer, source) for seer, sources in enumerate(gather(me, found)) for source in sources}
-
-
 def slowest(me: Rank, seconds: float) -> float:
     """Return the largest of all ranks' seconds, so that all ranks decide alike."""
-    import torch
-    import torch.distributed as dist
-
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=me.control)
-    return float(value.item())
+    return float(max(gather(me, seconds)))
 
 
 def slowest_of_iteration(times: Times) -> list[float]:

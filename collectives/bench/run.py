@@ -105,6 +105,10 @@ def assemble(
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
     wrong = _wrong_data(events["measured"], hosts)
     problems = (*outcome.problems, *skipped, *wrong, *_odd_versions(hello))
+    # Of all sizes together, because a late rank is late at every size.
+    waits = [
+        [wait for event in events["measured"] for wait in event["wait_seconds"][rank]] for rank in range(len(hosts))
+    ]
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
     return BenchResult(
         measurements=measurements,
@@ -115,8 +119,10 @@ def assemble(
         versions=first["versions"],
         started_at_seconds=started,
         seconds=seconds,
-        latencies=_latencies(measurements),
-        stragglers=_stragglers(events["measured"], hosts),
+        latencies=tuple(
+            filter(None, (fit_latency(op, measurements) for op in dict.fromkeys(m.op for m in measurements)))
+        ),
+        stragglers=name_stragglers(hosts, waits),
         evidence=proof,
         complete=not outcome.problems and not skipped and all(m.verified for m in measurements) and bool(hello),
         problems=problems,
@@ -146,12 +152,6 @@ def _measurement(
     )  # fmt: skip
 
 
-def _latencies(measurements: Sequence[Measurement]) -> tuple[Latency, ...]:
-    """Fit each op over its sizes."""
-    found = (fit_latency(op, measurements) for op in dict.fromkeys(m.op for m in measurements))
-    return tuple(latency for latency in found if latency is not None)
-
-
 def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
     """Fit t = alpha + bytes / beta to the verified sizes of one op; None if the fit has no meaning.
 
@@ -174,17 +174,8 @@ def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
     return Latency(op=op, alpha_seconds=alpha, beta_bytes_per_second=1 / slope, points=len(points))
 
 
-def _stragglers(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> tuple[Straggler, ...]:
-    """Look at the whole world's meetings together: a late rank is late at every size."""
-    waits: list[list[float]] = [[] for _ in hosts]
-    for event in measured:
-        for row, seconds in zip(waits, event["wait_seconds"], strict=True):
-            row.extend(seconds)
-    return name_stragglers(hosts, waits)
-
-
 def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
-    """Name the ranks whose data was wrong; a rank that alone sees every other one wrong receives wrongly."""
+    """Name the ranks whose data was wrong. A sum does not show which rank's data it is."""
     problems = []
     for event in measured:
         sources: dict[int, set[int]] = {}
@@ -194,8 +185,10 @@ def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
         for source, seers in sources.items():
             if source >= 0:
                 problems.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {_ranks(seers)}")
-            elif len(sources) == 1:
-                problems.append(f"{what}: the sum is wrong on {_ranks(seers)}; each rank's own part is right")
+            else:
+                problems.append(
+                    f"{what}: the sum is wrong on {_ranks(seers)}; all_gather shows which rank's data is wrong"
+                )
     return problems
 
 

@@ -11,8 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ class Outcome:
 
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    stopped_by: str | None = None  # a signal, or the caller
+    stopped_by: str | None = None  # "its caller"
 
 
 class Watch:
@@ -71,7 +70,7 @@ class Watch:
         self._joined_at: float | None = None
         self._failed_at: float | None = None
 
-    def poll(self, stopped: Callable[[], str | None]) -> str | None:
+    def poll(self, stop: threading.Event) -> str | None:
         """Read new events; return the reason to stop waiting, or None to continue."""
         self.read()
         now = time.monotonic()
@@ -87,9 +86,9 @@ class Watch:
             self._progress, self._progress_at = progress, now
         failed = any(state.last == "error" or _dead(state) for state in self.states.values())
         self._failed_at = (self._failed_at or now) if failed else None
-        if (signal_name := stopped()) is not None:
-            self.outcome.stopped_by = signal_name
-            return f"stopped by {signal_name}"
+        if stop.is_set():
+            self.outcome.stopped_by = "its caller"
+            return "stopped by its caller"
         if self._failed_at is not None and now - self._failed_at > GRACE_SECONDS:
             return "a rank failed"
         if not joined and now - self._started > self._spec.startup_seconds:
@@ -251,12 +250,13 @@ def run_ranks(
         [str(Path(__file__).resolve().parents[2]), *filter(None, [inherited.get("PYTHONPATH")])]
     )
     watch = Watch(plan, spec, on_event)
-    with _stop_signals(stop or threading.Event()) as stopped, (directory / "launcher.log").open("wb") as log:
+    stop = stop or threading.Event()
+    with (directory / "launcher.log").open("wb") as log:
         tree = processes.Tree(command(spec, directory / "plan.json"), inherited, log)
         try:
             verdict = None
             while tree.process.poll() is None and verdict is None:
-                verdict = watch.poll(stopped)
+                verdict = watch.poll(stop)
                 if verdict is None and os.fstat(log.fileno()).st_size > LOG_LIMIT_BYTES:
                     # a library that fails in a loop would fill the host's disk with its complaint
                     verdict = f"the ranks printed more than {LOG_LIMIT_BYTES >> 20} MiB"
@@ -276,23 +276,3 @@ def _tail(path: Path, size: int = 16_384) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - size))
         return file.read(size).decode(errors="replace").strip()
-
-
-@contextmanager
-def _stop_signals(stop: threading.Event) -> Iterator[Callable[[], str | None]]:
-    """Turn SIGTERM and SIGINT into a word to stop; only a main thread may ask for signals."""
-    got: list[str] = []
-
-    def stopped() -> str | None:
-        return got[0] if got else ("its caller" if stop.is_set() else None)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    former = {n: signal.signal(n, lambda number, _frame: got.append(signal.Signals(number).name)) for n in numbers}
-    try:
-        yield stopped
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

@@ -6,8 +6,9 @@ A text is searched first; its regular expression is compiled and run only on a m
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from collectives.nccl_log.transport import LogProblem
@@ -26,12 +27,13 @@ class Meaning:
     breaks: bool = False
     falls_back: bool = False
     verbs: bool = False
-    follows: bool = False
+    note: str = ""
     alone: str = ""
-    of_a_step: bool = False
     symptom: bool = False
     no_rdma: bool = False
     vague: int = 0
+    proof: Sequence[str] = ()
+    variables: Sequence[str] = ()
     other_provider: str = ""
 
 
@@ -98,16 +100,6 @@ FACT_WORDS, DULL_STARTS = (tuple(text.encode() for text in _MESSAGES[name]) for 
 
 # Texts to search for in lines without an NCCL header.
 SEARCHED: tuple[bytes, ...] = tuple(dict.fromkeys(sign.needle for sign in SIGNS if sign.own))
-_NEEDLES: tuple[bytes, ...] = tuple(dict.fromkeys(sign.needle for sign in SIGNS))
-_OF_NEEDLE = {
-    needle: tuple(number for number, sign in enumerate(SIGNS) if sign.needle == needle) for needle in _NEEDLES
-}
-
-
-@lru_cache(maxsize=4_096)
-def _needles_in(shape: bytes) -> tuple[bytes, ...]:
-    """Return the texts in a message without digits, which no text contains: messages differ mostly in numbers."""
-    return tuple(needle for needle in _NEEDLES if needle in shape)
 
 
 def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
@@ -115,9 +107,5 @@ def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
 
     ``foreign``: the line may not be NCCL's; only texts that no other library prints count.
     """
-    needles = _needles_in(message.translate(None, b"0123456789"))
-    if not needles:  # the common case
-        return ()
-    numbers = sorted(number for needle in needles for number in _OF_NEEDLE[needle])
-    rows = (SIGNS[number] for number in numbers)
-    return tuple(dict.fromkeys(sign.code for sign in rows if (sign.own or not foreign) and sign.is_in(message)))
+    signs = (sign for sign in SIGNS if sign.needle in message and (sign.own or not foreign))
+    return tuple(dict.fromkeys(sign.code for sign in signs if sign.is_in(message)))

@@ -20,7 +20,7 @@ from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES, PATHS, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
-from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problems_of
+from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problem_of_text
 from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, looks_like_text
 from collectives.nccl_log.transport import (
     ChannelCount,
@@ -275,7 +275,7 @@ def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: boo
 
 def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
     """Return the verdict on all runs: counts of all, and problems of each run."""
-    others = [problem for kind, file, text in runs.texts for problem in problems_of(kind, bytes(text), file)]
+    others = [problem_of_text(kind, bytes(text), file) for kind, file, text in runs.texts]
     if len(runs.ledgers) < 2:
         ledger = runs.ledgers[0] if runs.ledgers else Ledger()
         return _with_texts(replace(judge(ledger, ports=ports), lines_read=runs.lines), others)
@@ -308,7 +308,7 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
 
 
 def _with_texts(verdict: Evidence, others: list[LogProblem]) -> Evidence:
-    """Add problems from RAS, ibstat, rdma link and the kernel log; these texts need no channels."""
+    """Add problems from ibstat, rdma link and the kernel log; these texts need no channels."""
     if not others:
         return verdict
     problems = [problem for problem in verdict.problems if problem.code != "no_transport_evidence"]

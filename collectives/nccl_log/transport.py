@@ -1,4 +1,4 @@
-"""What the log of a run proves about the wire: the verdict, and the lines behind it."""
+"""What the log of a run proves about its transports: the verdict, and the lines that prove it."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofLine:
-    """A line that proves something; numbers start at 1."""
+    """A line that proves a fact."""
 
-    line: int
-    text: str  # cut at 300 characters
+    line: int  # number, from 1
+    text: str  # at most 300 characters
     proves: str
-    file: str = ""  # where several were read
-    host: str = ""  # that wrote it, where the line says so
+    file: str = ""  # if several were read
+    host: str = ""  # that wrote the line; empty if the line does not name it
 
     @property
     def place(self) -> str:
-        """Where it is read: "line 7 of node-b.log"."""
+        """Return where the line is: "line 7 of node-b.log"."""
         return f"line {self.line}" + (f" of {self.file}" if self.file else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogProblem:
-    """A problem the log shows, by stable code."""
+    """A problem that the log shows. Its code never changes."""
 
     code: str  # "ib_without_gdrdma", "socket_fallback", ...
     message: str
-    action: str  # first thing to do
+    action: str  # what to do first
     severity: str = "warn"  # "info", "warn", "fail"
     lines: tuple[ProofLine, ...] = ()
     count: int = 1
-    hosts: tuple[str, ...] = ()  # that it concerns, where the log says so
+    hosts: tuple[str, ...] = ()  # that have the problem, as far as the log says
     ranks: tuple[int, ...] = ()
 
     @property
     def place(self) -> str:
-        """The hosts and ranks in words: "node-b (ranks 4 to 7)"; empty where the log does not say."""
+        """Return the hosts and ranks in words: "node-b (ranks 4 to 7)"; empty if the log does not say."""
         hosts = ", ".join(self.hosts[:4]) + (f" and {len(self.hosts) - 4} more hosts" if len(self.hosts) > 4 else "")
         ranks = rank_words(self.ranks) if self.ranks else ""
         return f"{hosts} ({ranks})" if hosts and ranks else hosts or ranks
 
 
 def by_severity(problems: Iterable[LogProblem]) -> tuple[LogProblem, ...]:
-    """The problems, those that fail first; of one severity in the order given."""
+    """Sort the problems, failures first, and keep the order of those with one severity."""
     return tuple(sorted(problems, key=lambda problem: ("fail", "warn", "info").index(problem.severity)))
 
 
 def rank_words(ranks: Collection[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0 to 3, 6"; at most six ranges."""
+    """Return ranks in words: "rank 3", "ranks 0 to 3, 6"; at most six ranges."""
     numbers = sorted(ranks)
     starts = [n for at, n in enumerate(numbers) if at == 0 or numbers[at - 1] != n - 1]
     ends = [n for at, n in enumerate(numbers) if at + 1 == len(numbers) or numbers[at + 1] != n + 1]
@@ -62,7 +62,7 @@ def rank_words(ranks: Collection[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelCount:
-    """Channels of one direction: how many, and how many of them with GPUDirect RDMA."""
+    """A number of channels, and how many of them have GPUDirect RDMA."""
 
     total: int = 0
     gdrdma: int = 0
@@ -76,17 +76,17 @@ class ChannelCount:
 class RunEvidence:
     """One run of several in a log."""
 
-    first: ProofLine  # the line it begins with
+    first: ProofLine  # the first line of the run
     inter_node_transport: str | None
     intra_node_transport: str | None
     gdrdma: str
     outcome: str
-    proven: bool  # its log shows the channels it should
+    proven: bool  # the log shows the expected channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What one log proves. No channel line is no evidence, never a pass."""
+    """What one log proves. A log without a channel line is no evidence, and never a pass."""
 
     library: str = "nccl"  # or "rccl"
     nccl_version: str | None = None
@@ -107,24 +107,22 @@ class Evidence:
     nodes: int | None = None
     pxn: bool | None = None
     lines_read: int = 0
-    undirected: ChannelCount = field(default_factory=ChannelCount)  # NET channels whose "[send]" was cut away
-    torn_lines: int = 0  # NET channel lines cut before their tag could be read: in no count
-    gdrdma_fraction: float | None = None  # of all NET channels counted, 0..1
-    devices: dict[str, ChannelCount] = field(
-        default_factory=dict
-    )  # "IB/0", or of several hosts "node-1 IB/0": channels
-    by_host: dict[str, dict[str, ChannelCount]] = field(default_factory=dict)  # of several: host, network, channels
-    notes: tuple[LogProblem, ...] = ()  # seen, but no fault: hand-set variables on a proven wire, unknown warnings
-    gdr_paths: tuple[str, ...] = ()  # "enabled, PXB within PXB" decoded by version; capability, not proof
-    nvls: bool | None = None  # NVLink SHARP multicast announced: what the hardware could do
+    undirected: ChannelCount = field(default_factory=ChannelCount)  # network channels whose direction was cut off
+    torn_lines: int = 0  # network channels that were cut before their tag; in no other count
+    gdrdma_fraction: float | None = None  # of all network channels, 0 to 1
+    devices: dict[str, ChannelCount] = field(default_factory=dict)  # "IB/0"; with several hosts "node-1 IB/0"
+    by_host: dict[str, dict[str, ChannelCount]] = field(default_factory=dict)  # host: network; if there are several
+    notes: tuple[LogProblem, ...] = ()  # no fault: variables that were set for a proven transport, unknown warnings
+    gdr_paths: tuple[str, ...] = ()  # "enabled: PXB where PXB is allowed"; what NCCL thought possible
+    nvls: bool | None = None  # whether the hardware supports NVLink SHARP multicast
     nvls_use: str = "unknown"  # "used" (a communicator made it), "available", "not available", "unknown"
     mnnvl_use: str = "unknown"  # "used" (channels), "enabled" (a communicator), "available", "off", "unknown"
     mnnvl_clique: int | None = None  # GPUs of the clique that a communicator reaches over NVLink
     outcome: str = "unknown"  # "failed" (a line says how), "finished" (a line says so), "unknown"
-    gpus: tuple[str, ...] = ()  # names of GPUs that the log holds
-    runs: tuple[RunEvidence, ...] = ()  # where the log holds more than one; counts above are of all of them
-    # How NCCL uses NVSwitch: a line each on NVLS and MNNVL, `proves` says what; text of the log, as `proof` is.
+    gpus: tuple[str, ...] = ()  # names of GPUs in the log
+    runs: tuple[RunEvidence, ...] = ()  # if there are several; the counts above are of all of them
+    # The lines that say how NCCL uses NVSwitch (NVLS and MNNVL).
     fabric: tuple[ProofLine, ...] = field(default=(), compare=False)
-    missing_ranks: tuple[int, ...] = ()  # of the largest communicator, of which no line was read
-    hosts: int | None = None  # distinct hosts that wrote NCCL lines
+    missing_ranks: tuple[int, ...] = ()  # ranks of the largest communicator without a line
+    hosts: int | None = None  # hosts that wrote lines of NCCL
     schema_version: int = SCHEMA_VERSION

@@ -1,4 +1,7 @@
-"""One description of a fine-tune job on Kubernetes, from which every job API is rendered."""
+"""Describe a fine-tune job on Kubernetes independently of the job API, and check its settings.
+
+`manifests` renders a `JobSpec` for each job API.
+"""
 
 from __future__ import annotations
 
@@ -10,47 +13,47 @@ from decimal import Decimal
 from contracts.tables import read_table
 from planner.advice import Recommendation
 
-CHANNEL = "compute-domain-channel"  # a pod's claim of an IMEX channel
-DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # as NVIDIA's DRA driver installs and DRANET's examples say
-_NAME_LIMIT = 63  # bytes of a host name's label: the pods' names, too
-_GPU = re.compile(r"nvidia\.com/(p?gpu|mig-)")  # NVIDIA's device plugins name GPUs so, its network operator NICs not
-# apimachinery pkg/api/resource: a number that is not negative, with one suffix.
+CHANNEL = "compute-domain-channel"  # name of the pod's resource claim for an IMEX channel
+DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # defaults of NVIDIA's DRA driver and of DRANET's examples
+_NAME_LIMIT = 63  # characters of a DNS label; pod names are DNS labels
+_GPU = re.compile(r"nvidia\.com/(p?gpu|mig-)")  # names that NVIDIA's device plugins use for GPUs, not for NICs
+# Format of Kubernetes apimachinery, pkg/api/resource: a number with an optional suffix, here without sign.
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]{1,2})?")
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
-# The Trainer's webhook refuses these in a TrainJob: it sets them itself (Kubeflow Trainer v2 torch plugin).
+# The torch plugin of Kubeflow Trainer v2 sets these variables, so its webhook rejects a TrainJob that sets one.
 RESERVED_ENVIRONMENT = frozenset(
     {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
 )
 
 
-MOUNT = "/mnt/shared"  # where the pods see the claim
-CACHE = f"{MOUNT}/.cache"  # HF_HOME: one download for all pods, and for the next job
-RESTARTS = 3  # times that an interrupted job starts again by itself
-RUNS_GATE = re.compile(r"\b(topoflight|agent\.cli)\s+preflight\b")  # in a command: a gate that is there already
-PEER_WAIT_SECONDS = 3600  # that pods wait for each other: as long as an image may take to pull
-SAVE_SECONDS = 100  # from SIGTERM to the checkpoint, at least
-END_SECONDS = 20  # from there to the end of the pod, or of Slurm's batch script
+MOUNT = "/mnt/shared"  # mount path of the PersistentVolumeClaim in the pods
+CACHE = f"{MOUNT}/.cache"  # HF_HOME on the claim, so that all pods and later jobs share one download
+RESTARTS = 3  # how often an interrupted job is restarted automatically
+RUNS_GATE = re.compile(r"\b(topoflight|agent\.cli)\s+preflight\b")  # a command that already runs preflight
+PEER_WAIT_SECONDS = 3600  # how long pods wait for each other; pulling a large image can take this long
+SAVE_SECONDS = 100  # minimum time from SIGTERM to the saved checkpoint
+END_SECONDS = 20  # time from the checkpoint to the end of the pod, or of Slurm's batch script
 COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
 
 
 _LEAST = {"nodes": 1, "processes_per_node": 1, "restarts": 0, "peer_wait_seconds": 1, "save_seconds": 1}
-# The form of each setting (names.toml).
+# The format of each setting, as a row of names.toml.
 _FORM_OF = {
     "namespace": "namespace", "name": "job", "image": "image", "preflight_image": "image", "agent": "agent",
-    # What names other objects: one that cannot exist would leave the pods waiting for it.
+    # Names of other objects. With an invalid name the pods would wait forever for the object.
     "claim": "object", "token_secret": "object", "queue": "object", "service_account": "object",
 }  # fmt: skip
 
 
 class JobError(ValueError):
-    """A job that cannot be rendered; names the setting, its value and what is allowed."""
+    """The job cannot be rendered; the message names the setting, its value and the allowed values."""
 
 
 def quantity(text: str) -> Decimal | None:
-    """A Kubernetes quantity ("500m", "96Gi", "1e3") as a number; None where it is none, or below 0."""
+    """Return the number of a Kubernetes quantity ("500m", "96Gi", "1e3"); None if invalid or negative."""
     found = _QUANTITY.fullmatch(text)
     if found is None:
         return None
@@ -61,7 +64,10 @@ def quantity(text: str) -> Decimal | None:
 
 
 def toleration(taint: str) -> dict[str, str]:
-    """The toleration of a taint in kubectl's words, KEY[=VALUE][:EFFECT]; NoSchedule where no effect is named."""
+    """Return the toleration for a taint in kubectl's notation, KEY[=VALUE][:EFFECT]; the default effect is NoSchedule.
+
+    Raises JobError.
+    """
     rest, colon, effect = taint.partition(":")
     key, equals, value = rest.partition("=")
     allowed = _has_form("label_key", key) and _has_form("label_value", value) and (not colon or effect in _EFFECTS)
@@ -72,7 +78,7 @@ def toleration(taint: str) -> dict[str, str]:
 
 
 def check_form(form: str, what: str, value: str) -> None:
-    """Raise JobError if a value does not have a form of names.toml; `what` comes before it in the message: "name="."""
+    """Raise JobError if a value does not match a format of names.toml; `what` ("name=") precedes it in the message."""
     if not _has_form(form, value):
         raise JobError(f"{what}{value!r}: must be {read_table(__file__, 'names.toml')[form]['words']}")
 
@@ -83,13 +89,13 @@ def _has_form(form: str, value: str) -> bool:
 
 
 def check_size(what: str, size: str) -> None:
-    """JobError where it is no amount of storage or of cores above 0."""
+    """Raise JobError if a size is not a quantity above 0 (bytes or cores)."""
     if not quantity(size):  # None, or 0
         raise JobError(f"{what}={size!r}: must be a quantity above 0, such as 4, 500m, 96Gi or 100G")
 
 
 def storage_rate(word: str | None) -> float | None:
-    """Bytes per second of --storage-rate; None without it. Raises JobError."""
+    """Return the value of --storage-rate in bytes per second; None if it is not given. Raises JobError."""
     if word is None:
         return None
     check_size("--storage-rate", word)
@@ -97,7 +103,10 @@ def storage_rate(word: str | None) -> float | None:
 
 
 def check_limit(name: str, amount: str) -> None:
-    """What the API server asks of an amount: devices are whole, huge pages are whole pages."""
+    """Raise JobError for an amount that the API server would reject.
+
+    Devices need whole numbers, and huge pages need a multiple of the page size.
+    """
     if name in ("cpu", "memory", "ephemeral-storage"):
         check_size(f"resource {name}", amount)
         return
@@ -112,13 +121,13 @@ def check_limit(name: str, amount: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What to launch, and what its pods ask for."""
+    """The job to launch, and the requirements of its pods."""
 
     name: str
     image: str
     nodes: int
     processes_per_node: int
-    command: tuple[str, ...]  # of one pod: torchrun reads the rest from the job controller's environment
+    command: tuple[str, ...]  # of one pod; torchrun reads ranks and addresses from the controller's variables
     namespace: str = "default"
     environment: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, str] = field(default_factory=dict)  # per pod: cpu, memory, nvidia.com/gpu, rdma/..., efa
@@ -127,23 +136,23 @@ class JobSpec:
     ipc_lock: bool = False
     config_map: str | None = None  # mounted at /etc/config
     claim: str | None = None  # PersistentVolumeClaim mounted at MOUNT
-    token_secret: str | None = None  # Secret whose key HF_TOKEN opens gated models of the Hugging Face hub
+    token_secret: str | None = None  # Secret with the key HF_TOKEN, for gated models of the Hugging Face hub
     queue: str | None = None  # Kueue LocalQueue
-    topology_label: str | None = None  # Kueue topology level that all pods must share
+    topology_label: str | None = None  # node label of the Kueue topology level within which all pods must run
     service_account: str | None = None
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerate: tuple[str, ...] = ()  # taints as KEY[=VALUE][:EFFECT]
-    preflight_image: str | None = None  # runs the gate in an init container
+    preflight_image: str | None = None  # image of the init container that runs the preflight check
     preflight_require: tuple[str, ...] = ()
-    preflight_skip: tuple[str, ...] = ()  # checks that the gate leaves out
-    measure: bool = False  # all pods measure their network together before the ranks train
-    agent: str | None = None  # URL of the node's agent, which gets the record of the run
-    resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root
-    device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: of GPU and NIC, as the cluster calls them
-    compute_domain: bool = False  # NVIDIA's DRA driver: an IMEX channel for each pod, for NVLink between nodes
-    restarts: int = RESTARTS  # of ranks that saved and ended, and of pods that were lost
+    preflight_skip: tuple[str, ...] = ()  # checks that preflight does not run
+    measure: bool = False  # all pods benchmark their network together before the training
+    agent: str | None = None  # URL of the node's agent, to which the run record is posted
+    resource_claim_template: str | None = None  # DRA: template that allocates GPU and NIC below one PCIe root
+    device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: the cluster's device classes of GPU and NIC
+    compute_domain: bool = False  # NVIDIA's DRA driver: one IMEX channel per pod, for NVLink between nodes
+    restarts: int = RESTARTS  # of ranks that saved a checkpoint and exited, and of lost pods
     peer_wait_seconds: int = PEER_WAIT_SECONDS
-    save_seconds: int = SAVE_SECONDS  # that ranks have for a checkpoint after the pod's SIGTERM
+    save_seconds: int = SAVE_SECONDS  # time for a checkpoint after the pod's SIGTERM
 
     def __post_init__(self) -> None:
         for what, least in _LEAST.items():
@@ -152,7 +161,7 @@ class JobSpec:
         for what, form in _FORM_OF.items():
             if (value := getattr(self, what)) is not None:
                 check_form(form, f"{what}=", value)
-        last = f"-worker-{self.nodes - 1}"  # what PyTorchJob and JobSet ("-node-0-1") add at most
+        last = f"-worker-{self.nodes - 1}"  # the longest suffix of PyTorchJob and JobSet ("-node-0-1")
         if len(self.name) + len(last) > _NAME_LIMIT:
             allowed = str(_NAME_LIMIT - len(last))
             raise JobError(f"name={self.name!r}: {allowed} characters at most, for its pods are named NAME{last}")
@@ -165,7 +174,7 @@ class JobSpec:
         self._check_placement()
 
     def _check_placement(self) -> None:
-        """What names nodes: pods with a label or a taint that cannot exist would wait for ever."""
+        """Raise JobError for an invalid node label or taint, because the pods would stay Pending forever."""
         for key in (*self.node_selector, *(() if self.topology_label is None else (self.topology_label,))):
             check_form("label_key", "label ", key)
         for key, value in self.node_selector.items():
@@ -175,14 +184,15 @@ class JobSpec:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment, with the hub's cache on the claim: else every pod downloads the model at every start."""
+        """The environment, with HF_HOME on the claim; otherwise every pod downloads the model at every start."""
         return {**({"HF_HOME": CACHE} if self.claim else {}), **self.environment}
 
     @property
     def requests(self) -> dict[str, str]:
-        """What the pods request: an extended resource must be requested as it is limited, or the pod is refused.
+        """Resource requests of a pod; for an extended resource Kubernetes accepts only a request equal to the limit.
 
-        Kubernetes refuses huge pages alone ("HugePages require cpu or memory"); each rank keeps one core busy.
+        Kubernetes also rejects huge pages without cpu or memory ("HugePages require cpu or memory"). Then one core per
+        rank is requested, because each rank keeps one core busy.
         """
         alone = not {"cpu", "memory"} & self.limits.keys()
         pages = alone and any(name.startswith("hugepages-") for name in self.limits)
@@ -190,13 +200,13 @@ class JobSpec:
 
     @property
     def claims(self) -> dict[str, str]:
-        """Of a pod: each claim's name in it, and the ResourceClaimTemplate that it is made from."""
+        """Resource claims of a pod: name of the claim in the pod, and its ResourceClaimTemplate."""
         claims = {"gpu-nic": self.resource_claim_template} if self.resource_claim_template else {}
         return claims | ({CHANNEL: f"{self.name}-{CHANNEL}"} if self.compute_domain else {})
 
     @property
     def tolerations(self) -> list[dict[str, str]]:
-        """What its pods tolerate, as Kubernetes writes it."""
+        """Tolerations of the pods, as in a pod spec."""
         return [toleration(taint) for taint in self.tolerate]
 
 
@@ -210,11 +220,11 @@ def from_advice(
     named: Sequence[str] = (),
     **settings: object,
 ) -> JobSpec:
-    """A job with the recommendation inside: environment, processes per node, and what the pods need.
+    """Return a job that follows a recommendation: environment, processes per node, and resources of the pods.
 
-    `allocatable` names the extended resources that the nodes offer, None where they were not asked; a need that names
-    a family ("rdma/*: 1") takes the one of that family, and is an error where it is missing or not the only one.
-    `named` are the resources that the user named: where any is of the family, that is the need met.
+    `allocatable` lists the extended resources of the nodes; None if the cluster was not queried. `named` lists the
+    resources given by the user. A need with a family of resources ("rdma/*: 1") is met by a resource of `named`, or by
+    the only resource of this family in `allocatable`. Raises JobError if there is none or more than one.
     """
     if advice.chosen is None:
         raise JobError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
@@ -229,7 +239,7 @@ def from_advice(
         if need.name == "resource":
             resource, _, count = need.value.partition(": ")
             if not (resource.endswith("/*") and family(resource, named)):
-                limits[_named(resource, allocatable)] = count
+                limits[_resolve_resource(resource, allocatable)] = count
         elif need.name == "network":
             networks.append(need.value)
         elif need.name == "shm_bytes":
@@ -241,7 +251,7 @@ def from_advice(
     environment = {s.name: s.value for s in advice.settings}
     if advice.backend == "nccl":
         limits["nvidia.com/gpu"] = str(world // nodes)
-        environment.setdefault("NCCL_DEBUG", "INFO")  # what `logs POD | topoflight evidence -` reads
+        environment.setdefault("NCCL_DEBUG", "INFO")  # `kubectl logs POD | topoflight evidence -` reads this output
     options = dict(settings)
     options.setdefault("command", COMMAND)
     limits |= dict(options.get("limits") or {})  # type: ignore[call-overload]
@@ -257,9 +267,9 @@ def from_advice(
 
 
 def family(resource: str, names: Sequence[str]) -> list[str]:
-    """Those of `names` that may stand for a need.
+    """Return the resource names among `names` that can meet the need `resource`, such as "rdma/*".
 
-    An RDMA device is offered by the shared device plugin as rdma/..., by SR-IOV operators under names of their own.
+    The RDMA shared device plugin offers devices as rdma/..., and SR-IOV operators use other prefixes.
     """
     if resource != "rdma/*":
         return [name for name in names if name.startswith(resource.removesuffix("*"))]
@@ -269,7 +279,7 @@ def family(resource: str, names: Sequence[str]) -> list[str]:
     return []
 
 
-def _named(resource: str, allocatable: Sequence[str] | None) -> str:
+def _resolve_resource(resource: str, allocatable: Sequence[str] | None) -> str:
     if not resource.endswith("/*"):
         return resource
     found = family(resource, allocatable or ())

@@ -1,14 +1,14 @@
-"""The cluster's network resources, from what was probed: operators' policies, secondary network, memlock, storage.
+"""Build the cluster's network resources from probed facts: operator policies, secondary networks, memlock, storage.
 
 Specifications: mellanox.com/v1alpha1 (NVIDIA network operator), k8s.cni.cncf.io/v1 (Multus), nvidia.com/v1 (GPU
 operator), machineconfiguration.openshift.io/v1 with Ignition 3.2 (which has no `contents.inline`: a file's content is
 a `data:` URL), CRI-O crio.conf(5) default_ulimits.
 
-Several RoCE interfaces are rails, and a job's pods get a network for each, as NVIDIA's operator documents several NICs
-(Network Operator documentation, Kubernetes Launch Kit: profile "MacVLAN with RDMA Shared", `--multirail`): a
-MacvlanNetwork for each, and subnets counted up from a first one. In one subnet the kernel would answer ARP for any rail
-on any other and send by one of them alone (Linux Documentation/networking/ip-sysctl.rst: arp_ignore, rp_filter). In the
-pod Multus names them net1 to netN, in the annotation's order.
+Several RoCE interfaces are rails, and the pods get one network per rail, as NVIDIA documents it for several NICs
+(Network Operator documentation, Kubernetes Launch Kit: profile "MacVLAN with RDMA Shared", `--multirail`): one
+MacvlanNetwork per rail, with consecutive subnets. In a common subnet the kernel would answer ARP requests for every
+rail on every other rail and send over only one of them (Linux Documentation/networking/ip-sysctl.rst: arp_ignore,
+rp_filter). In the pod Multus names the interfaces net1 to netN, in the order of the annotation.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 
-# Addresses that are nobody's on the Internet: RFC 1918, RFC 6598, RFC 4193. Nobody chose the ranges after the first,
-# so they must not run into addresses that belong to someone.
+# Private addresses: RFC 1918, RFC 6598, RFC 4193. The user chose only the first range; the others are computed
+# and must not reach public addresses.
 PRIVATE = tuple(
     ipaddress.ip_network(block)
     for block in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
@@ -43,7 +43,10 @@ _MULTUS = "Multus annotation k8s.v1.cni.cncf.io/networks"
 
 
 def ranges(cidr: str, gateway: str | None, count: int) -> list[tuple[str, str | None]]:
-    """Range and gateway of each of `count` rails: networks of one size, from the given one on."""
+    """Return address range and gateway of each of `count` rails: consecutive networks of the size of `cidr`.
+
+    Raises JobError if they do not fit into one block of private addresses, or if the gateway is outside `cidr`.
+    """
     first = ipaddress.ip_network(cidr)
     home = next((block for block in PRIVATE if first[0] in block and first[-1] in block), None)
     if home is None or int(first[0]) + count * first.num_addresses - 1 > int(home[-1]):
@@ -60,24 +63,25 @@ def ranges(cidr: str, gateway: str | None, count: int) -> list[tuple[str, str | 
 
 
 def fit(snapshot: Snapshot, names: Iterable[str]) -> set[str]:
-    """Those of a node's RoCE interfaces that training is for, or all: a pod starts only if each network can be made.
+    """Return the RoCE interfaces among `names` that are suitable for training on a node; all if none is.
 
-    Left out are ports that the recommendation keeps NCCL from (management, software), and members of a bridge or of
-    Open vSwitch, on which the kernel makes no macvlan (drivers/net/macvlan.c: EBUSY).
+    A pod starts only if each of its networks can be created. So these are excluded: ports that the recommendation
+    excludes (management, software RDMA), and members of a bridge or of Open vSwitch, on which the kernel creates no
+    macvlan (drivers/net/macvlan.c: EBUSY).
     """
     left = set(names)
     facts = snapshot.facts(InterfacesFacts)
     known = {link.name: link for link in facts.interfaces} if facts else {}
     masters = {name: known[name].master for name in left if name in known}
-    routed = {link.name for link in known.values() if link.kind == "vrf"}  # takes no packets from its members
+    routed = {link.name for link in known.values() if link.kind == "vrf"}  # allows a macvlan on its members
     free = {name for name in left if masters.get(name) is None or masters[name] in routed}
-    for wanted in (free, {name for name, _ in _ports(snapshot)}):
+    for wanted in (free, {name for name, _ in _list_ports(snapshot)}):
         left = left & wanted or left
     return left
 
 
 def in_use(networks: Sequence[str], snapshots: Sequence[Snapshot]) -> str:
-    """The ranges that overlap a network these nodes are on, and which; empty: none does."""
+    """Return the ranges that overlap a subnet of these nodes, as text with the interface; empty if none does."""
     found = []
     for snapshot in snapshots:
         facts = snapshot.facts(InterfacesFacts)
@@ -99,13 +103,13 @@ def attached(
     interfaces: Sequence[str],
     resource: str | None,
 ) -> Recommendation:
-    """The same recommendation for pods on these networks, which stand on these interfaces of the nodes, in order.
+    """Return the recommendation for pods with these secondary networks, which use these node interfaces in this order.
 
-    As it would be from a record of such a pod: bootstrap by net1, all HCAs behind the networks, no ring across rails.
-    `resource` is what the device plugin calls the HCAs, None where the user named them. Nodes that train over another
-    fabric than these interfaces, InfiniBand, leave it as it is.
+    The result is the one that a recording of such a pod would give: bootstrap over net1, all HCAs behind the networks,
+    no ring across rails. `resource` is the device plugin's name of the HCAs; None if the user named them. The
+    recommendation is unchanged if a node does not train over these interfaces (but over InfiniBand).
     """
-    rails = [[view for name, view in _ports(snapshot) if name in interfaces] for snapshot in snapshots]
+    rails = [[view for name, view in _list_ports(snapshot) if name in interfaces] for snapshot in snapshots]
     if not all(rails):
         return advice
     seen = f"net1 to net{len(networks)}: {', '.join(interfaces)}"
@@ -113,7 +117,7 @@ def attached(
     needs = [PodNeed(name="network", value=name, reason=where) for name in networks]
     if resource:
         needs.append(PodNeed(name="resource", value=f"{resource}: 1", reason=where))
-    pod_settings = _settings(advice.backend, snapshots, rails, seen, len(networks))
+    pod_settings = _make_settings(advice.backend, snapshots, rails, seen, len(networks))
     named = {setting.name for setting in pod_settings}
     return replace(
         advice,
@@ -123,7 +127,7 @@ def attached(
     )
 
 
-def _settings(
+def _make_settings(
     backend: str, snapshots: Sequence[Snapshot], rails: Sequence[Sequence[PortView]], seen: str, count: int
 ) -> list[Setting]:
     first = Reason(rule="The first rail's network is every pod's net1", evidence=seen, source=_MULTUS)
@@ -132,9 +136,9 @@ def _settings(
     name = exact_if_needed(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
     made = [Setting(name="NCCL_SOCKET_IFNAME", value=name, reason=first)]
     pairs = list(zip(snapshots, rails, strict=True))
-    values = {_hcas(snapshot, ports) for snapshot, ports in pairs}
-    # Several values: the HCAs have other names on each node, and no list fits all.
-    if len(values) == 1 and any(_left_out(snapshot, ports) for snapshot, ports in pairs):
+    values = {_format_hcas(snapshot, ports) for snapshot, ports in pairs}
+    # With several values the nodes name their HCAs differently, so no single list is correct.
+    if len(values) == 1 and any(_has_other_ports(snapshot, ports) for snapshot, ports in pairs):
         rule = "A pod may see every HCA of the node, but only those behind its networks have a GID it can use"
         known = Reason(rule=rule, evidence=seen, source="NCCL src/transport/net_ib/init.cc")
         made.append(Setting(name="NCCL_IB_HCA", value=values.pop(), reason=known))
@@ -143,42 +147,42 @@ def _settings(
     return [*made, Setting(name="NCCL_CROSS_NIC", value="0", reason=apart)]
 
 
-def _left_out(snapshot: Snapshot, ports: Sequence[PortView]) -> bool:
-    """Whether NCCL would take a port besides the rails': only then a list of names is worth what it may break."""
-    return bool({view.name for view in _node(snapshot).default_ports()} - {view.name for view in ports})
+def _has_other_ports(snapshot: Snapshot, ports: Sequence[PortView]) -> bool:
+    """Whether NCCL would use other ports too. Only then is NCCL_IB_HCA set, as a list of names can become wrong."""
+    return bool({view.name for view in _make_view(snapshot).default_ports()} - {view.name for view in ports})
 
 
-def _hcas(snapshot: Snapshot, ports: Sequence[PortView]) -> str:
+def _format_hcas(snapshot: Snapshot, ports: Sequence[PortView]) -> str:
     choice = PortChoice(chosen=tuple(ports), secondary={view.device.name: "net1" for view in ports})
-    return hca_list(_node(snapshot), choice)
+    return hca_list(_make_view(snapshot), choice)
 
 
-def _ports(snapshot: Snapshot) -> list[tuple[str, PortView]]:
-    """The RoCE ports that are recommended to NCCL, by the interface that a macvlan can stand on."""
-    ports = [view for view in choose_ports(_node(snapshot)).chosen if view.port.link_layer == "Ethernet"]
+def _list_ports(snapshot: Snapshot) -> list[tuple[str, PortView]]:
+    """Return the RoCE ports recommended for NCCL, each with the interface on which a macvlan can be created."""
+    ports = [view for view in choose_ports(_make_view(snapshot)).chosen if view.port.link_layer == "Ethernet"]
     return [(name, view) for view in ports if (name := view.device.bond or view.port.netdev)]
 
 
-def _node(snapshot: Snapshot) -> NodeView:
+def _make_view(snapshot: Snapshot) -> NodeView:
     return NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSpec:
-    """The devices to share, and the secondary network to make over them."""
+    """The RDMA devices to share, and the secondary network to create on them."""
 
     interfaces: tuple[str, ...]  # RoCE netdevs of the nodes: ("ens8f0np0",)
-    mtu_bytes: int = 1500  # of the interfaces: Ethernet's own
-    infiniband: bool = False  # the nodes have active InfiniBand ports: verbs need no second network in the pod
-    ports: tuple[str, ...] = ()  # netdevs of the PCI functions below them: a bond's members. Default: the interfaces
+    mtu_bytes: int = 1500  # of the interfaces; the default of Ethernet
+    infiniband: bool = False  # the nodes have active InfiniBand ports, which need no secondary network
+    ports: tuple[str, ...] = ()  # netdevs of the PCI functions, such as a bond's members; default: the interfaces
     name: str = "rdmashared-net"
     namespace: str = "default"
     resource_name: str = "rdma_shared_device_eth"
     infiniband_name: str = "rdma_shared_device_ib"
-    range: str = "192.168.2.0/24"  # addresses that whereabouts hands out; of several interfaces, on the first
-    # Who brings the NIC's driver: the nodes themselves, or the network operator's ofedDriver; None: not known
+    range: str = "192.168.2.0/24"  # addresses that whereabouts assigns; with several interfaces, on the first one
+    # Whether the nodes have the NIC driver (False: the network operator's ofedDriver installs it); None: unknown
     host_mofed: bool | None = True
-    gateway: str | None = None  # within the range; each further interface has its own, at the same place
+    gateway: str | None = None  # within the range; other interfaces have theirs at the same offset in their range
 
     def __post_init__(self) -> None:
         if not (self.interfaces or self.infiniband):
@@ -194,7 +198,7 @@ class NetworkSpec:
         self.rails()
 
     def rails(self) -> tuple[NetworkSpec, ...]:
-        """One network for each interface, in their order: this one where there is one interface alone."""
+        """Return one network per interface, in order; the network itself if there is a single interface."""
         if len(self.interfaces) < 2:
             return (self,) if self.interfaces else ()
         addresses = ranges(self.range, self.gateway, len(self.interfaces))
@@ -205,31 +209,31 @@ class NetworkSpec:
 
 
 def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpec:
-    """Interfaces and MTU of the active RoCE ports that every one of these nodes has, and whether each has InfiniBand.
+    """Return the network for the active RoCE ports that all nodes have, and whether all nodes have InfiniBand.
 
-    RoCE must be scanned where the nodes' own interfaces are visible (host network): a pod sees only its macvlan.
-    Rails are told apart by their names: the interface of one name is on one rail on every node.
+    RoCE must be scanned with the host network, because a pod sees only its macvlan. Interfaces with the same name on
+    different nodes are taken to be on the same rail. Raises JobError if the nodes have no such port in common.
     """
     common: dict[str, int] | None = None
     for snapshot in snapshots:
-        found = _roce(snapshot)
+        found = _list_roce_mtus(snapshot)
         here = {name: found[name] for name in fit(snapshot, found)}
         common = (
             here if common is None else {name: min(mtu, here[name]) for name, mtu in common.items() if name in here}
         )
-    infiniband = bool(snapshots) and all(_infiniband(snapshot) for snapshot in snapshots)
+    infiniband = bool(snapshots) and all(_has_infiniband(snapshot) for snapshot in snapshots)
     if not (common or infiniband):
         raise JobError(
             "no active InfiniBand port, and no active RoCE port with a netdev, is on every one of these nodes; scan "
             "them on the host network (EFA needs none of these resources: AWS' device plugin is all)"
         )
-    # nvidia_peermem loads against the peer memory interface of NVIDIA's NIC driver alone (CUDA's GPUDirect RDMA guide):
-    # where it is loaded that driver is on the node already
+    # nvidia_peermem requires the peer memory interface of NVIDIA's NIC driver (CUDA's GPUDirect RDMA guide). If the
+    # module is loaded, the driver is already installed on the node.
     loaded = [facts.peermem_loaded for snapshot in snapshots if (facts := snapshot.facts(PciFacts))]
     there = True if loaded and len(loaded) == len(snapshots) and all(loaded) else None
     defaults: dict[str, Any] = {"interfaces": (), "infiniband": infiniband, "host_mofed": there}
     if common:
-        ports = {port for snapshot in snapshots for name in common for port in _names_of_ports(snapshot, name)}
+        ports = {port for snapshot in snapshots for name in common for port in _list_netdevs(snapshot, name)}
         defaults |= {
             "interfaces": tuple(sorted(common)), "ports": tuple(sorted(ports)), "mtu_bytes": min(common.values()),
         }  # fmt: skip
@@ -237,18 +241,21 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
 
 
 def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
-    """RoCE netdevs that bear a name of a pod, not of the node: what is rendered for them fits no node as it stands."""
+    """Return the RoCE netdevs whose names exist only inside a pod, so a network for them is not valid on the node."""
     names = set()
     for snapshot in snapshots:
         links = snapshot.facts(InterfacesFacts)
         known = links.interfaces if links else ()
         inside = {link.name for link in known if link.role == "secondary" or link.parent_elsewhere}
-        names |= inside & _roce(snapshot).keys()
+        names |= inside & _list_roce_mtus(snapshot).keys()
     return tuple(sorted(names))
 
 
-def _names_of_ports(snapshot: Snapshot, name: str) -> tuple[str, ...]:
-    """The netdevs that the device plugin looks up, by PCI device: those below a bond or a VLAN, else the one itself."""
+def _list_netdevs(snapshot: Snapshot, name: str) -> tuple[str, ...]:
+    """Return the netdevs of the PCI devices below an interface: members of a bond, parent of a VLAN, else itself.
+
+    The device plugin finds its devices by these netdevs.
+    """
     links = snapshot.facts(InterfacesFacts)
     known = links.interfaces if links else ()
     if members := tuple(link.name for link in known if link.master == name):
@@ -256,20 +263,20 @@ def _names_of_ports(snapshot: Snapshot, name: str) -> tuple[str, ...]:
     return tuple(link.parent for link in known if link.name == name and link.kind == "vlan" and link.parent) or (name,)
 
 
-def _roce(snapshot: Snapshot) -> dict[str, int]:
+def _list_roce_mtus(snapshot: Snapshot) -> dict[str, int]:
     rdma, links = snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts)
     mtus = {link.name: link.mtu_bytes for link in links.interfaces} if links else {}
     found: dict[str, int] = {}
     for device in rdma.devices if rdma else ():
         for port in device.ports:
             if port.state == "ACTIVE" and port.link_layer == "Ethernet" and port.netdev:
-                name = device.bond or port.netdev  # no macvlan stands on a bond's member
+                name = device.bond or port.netdev  # the kernel creates no macvlan on a member of a bond
                 known = port.netdev_mtu_bytes if name == port.netdev else None
                 found[name] = known or mtus.get(name) or 1500
     return found
 
 
-def _infiniband(snapshot: Snapshot) -> bool:
+def _has_infiniband(snapshot: Snapshot) -> bool:
     rdma = snapshot.facts(RdmaFacts)
     ports = [port for device in (rdma.devices if rdma else ()) for port in device.ports]
     return any(port.state == "ACTIVE" and port.link_layer == "InfiniBand" for port in ports)
@@ -278,11 +285,11 @@ def _infiniband(snapshot: Snapshot) -> bool:
 def shared_claim(
     *, name: str = "shared", namespace: str = "default", size: str = "500Gi", storage_class: str
 ) -> Document:
-    """A claim that every pod of the job may write: model, cache, checkpoints."""
+    """Return a PersistentVolumeClaim that all pods of the job can write: model, cache, checkpoints."""
     (claim,) = from_template("claim", name=name, namespace=namespace, size=size, storage_class=storage_class)
     return claim
 
 
 def network(spec: NetworkSpec) -> tuple[Document, ...]:
-    """Everything that a cluster needs for RDMA in pods, in the order to apply it."""
+    """Return all objects that a cluster needs for RDMA in pods, in the order in which to apply them."""
     return from_template("network", spec=spec)

@@ -1,8 +1,8 @@
-"""A user's own training job with the gate, the recommended environment, and what its pods need, added to its manifest.
+"""Add the preflight check, the recommended environment and the needs of the pods to a user's training manifest.
 
-Kinds: PyTorchJob, TrainJob with its runtime, JobSet, Job of batch and of Volcano; the specifications are those of
-planner.kubernetes.manifests. What the user has set stays as it is and is named in a note; what is added carries its
-reason in an annotation of the pod.
+Kinds: PyTorchJob, TrainJob with its runtime, JobSet, Job of batch and of Volcano; specifications as in
+planner.kubernetes.manifests. A value that the user has set is not changed, and a note names the recommended one. The
+reason of each addition is an annotation of the pod.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
 from planner.kubernetes.yaml_edit import documents, extended
 from planner.nccl_env.situation import PodNeed, Setting
 
-PREFIX = "topoflight.io"  # of annotations
+PREFIX = "topoflight.io"  # prefix of annotation names
 GATE, MONITOR = "preflight", "topoflight-monitor"
-_MONITOR_FOLDER = f"/{MONITOR}"  # of the files that finetune/rank_monitor.py copies
+_MONITOR_FOLDER = f"/{MONITOR}"  # mount path of the files that finetune/rank_monitor.py copies
 _MONITOR_START = f"{_MONITOR_FOLDER}/finetune/autostart"
 _KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
 _BY_HAND = "what to add by hand: topoflight recommend -o env"
@@ -31,27 +31,27 @@ _OTHERS = {
                     "Ray's workers take theirs from runtime_env's env_vars: topoflight recommend -o env"),
 }  # fmt: skip
 _MAIN = {"PyTorchJob": "pytorch", "TrainingRuntime": "node", "ClusterTrainingRuntime": "node"}
-_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"  # of the jobs of a runtime
-_OF_A_NETWORK = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_GID_INDEX$")  # names and numbers that another one has not
+_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"  # label of the replicated jobs of a runtime
+_OF_A_NETWORK = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_GID_INDEX$")  # values that are only valid on one network
 _GPU = re.compile(r"(nvidia|amd)\.com/(p?gpu|mig-.*)|gpu\.intel\.com/.*")
-_LIKE_GPU = re.compile(r"gpu|cuda|/mig-", re.IGNORECASE)  # others' names for a GPU or a share of one too
-_REASON_LIMIT = 1000  # characters of an annotation; all of an object's have 256 KiB
+_LIKE_GPU = re.compile(r"gpu|cuda|/mig-", re.IGNORECASE)  # also other vendors' names of GPUs and of shared GPUs
+_REASON_LIMIT = 1000  # characters per annotation; Kubernetes allows 256 KiB for all annotations
 
 
 class WrapError(ValueError):
-    """A manifest in which nothing can be wrapped; says what was looked for."""
+    """The manifest has no job that can be wrapped; the message says which kinds were looked for."""
 
 
 @dataclass(slots=True)
 class Part:
-    """Where a job's training container is described: a pod's template, or a TrainJob's trainer."""
+    """One description of a job's training container: in a pod template, or in the `trainer` of a TrainJob."""
 
     where: str  # "PyTorchJob/sft Master"
     kind: str
-    pod: Document | None  # the template; None of a TrainJob, whose pod is its runtime's
+    pod: Document | None  # pod template; None for a TrainJob, whose runtime has the template
     container: Document
     replicas: int | None
-    restart: str | None = None  # of a PyTorchJob's replicas: restartPolicy, OnFailure where it says none
+    restart: str | None = None  # restartPolicy of a PyTorchJob's replicas; default OnFailure
 
     @property
     def command(self) -> list[str]:
@@ -61,22 +61,22 @@ class Part:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What the container is limited to, and may devices of."""
+        """Resource limits of the container, devices included."""
         return dict(self.resources.get("limits") or {})
 
     @property
     def resources(self) -> Document:
-        """Limits and requests, and what else stands beside them."""
+        """The `resources` of the container: limits, requests, claims."""
         return dict(self.container.get("resourcesPerNode" if self.kind == "TrainJob" else "resources") or {})
 
     @property
     def host_network(self) -> bool:
-        """Whether its pod has its node's interfaces instead of its own."""
+        """Whether the pod uses the network of its node (hostNetwork)."""
         return bool(((self.pod or {}).get("spec") or {}).get("hostNetwork"))
 
     @property
     def without_gpus(self) -> bool:
-        """Whether nothing may give it a GPU: a resource, whatever its vendor calls it, a claim, or a node's runtime."""
+        """Whether the container certainly gets no GPU: no resource, claim or RuntimeClass can give it one."""
         requested = {**(self.resources.get("requests") or {}), **self.limits}
         body = (self.pod or {}).get("spec") or {}
         elsewhere = self.resources.get("claims") or body.get("resourceClaims") or body.get("runtimeClassName")
@@ -84,19 +84,19 @@ class Part:
 
     @property
     def gpus(self) -> int | None:
-        """GPUs of a pod, where it asks for any."""
+        """Number of GPUs of a pod; None if it requests none or the number is not an integer."""
         found = [str(count) for name, count in self.limits.items() if _GPU.fullmatch(name)]
         return sum(map(int, found)) if found and all(count.isdecimal() for count in found) else None
 
 
 def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
-    """Whether any of these resources may be a GPU."""
+    """Whether any of these resources may be a GPU, judged by its name."""
     return any(_LIKE_GPU.search(name) and str(count) != "0" for name, count in resources.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One job of a manifest: its pods, how many, and the files that its ConfigMaps hold."""
+    """One job of a manifest: its pods, their number, and the files of its ConfigMaps."""
 
     name: str
     kind: str
@@ -104,12 +104,12 @@ class Job:
     parts: tuple[Part, ...]
     nodes: int | None
     ranks_per_node: int | None
-    files: dict[str, str] = field(default_factory=dict)  # by their paths in the container
-    shares_runtime: bool = False  # a TrainJob whose runtime other TrainJobs use, or may use, too
+    files: dict[str, str] = field(default_factory=dict)  # path in the container -> text
+    shares_runtime: bool = False  # a TrainJob whose runtime may also be used by other TrainJobs
 
     @property
     def without_gpus(self) -> bool:
-        """Whether it is known that no pod gets a GPU; what a runtime of elsewhere gives is not."""
+        """Whether certainly no pod gets a GPU; False if a runtime outside the manifest may request one."""
         if self.kind.endswith("Runtime"):
             return False
         if self.kind == "TrainJob" and len(self.parts) == 1 and not self.parts[0].resources:
@@ -118,29 +118,31 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """Of the first part that has one."""
+        """Command of the first part that has one."""
         return next((part.command for part in self.parts if part.command), [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Additions:
-    """What is to be added to each job."""
+    """The additions to one job."""
 
     settings: tuple[Setting, ...] = ()
     needs: tuple[PodNeed, ...] = ()
-    resources: dict[str, str] = field(default_factory=dict)  # by the user's word
+    resources: dict[str, str] = field(default_factory=dict)  # given by the user with --resource
     gate_image: str | None = None
     require: tuple[str, ...] = ()
-    log: bool = False  # NCCL's log to a file, where a claim is mounted
-    monitor: bool = False  # the rank monitor, from the gate's image
+    log: bool = False  # write NCCL's log to a file, if a claim is mounted
+    monitor: bool = False  # add the rank monitor, which is copied from the image of the preflight check
     annotations: dict[str, str] = field(default_factory=dict)  # of the job
 
 
 def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
-    """Every job of the documents that is known here. Raises WrapError where there is none."""
-    objects = list(_objects(manifest))
-    configs = {_name(each): each["data"] for each in objects if each.get("kind") == "ConfigMap" and each.get("data")}
-    jobs = [job for each in objects if (job := _job(each, configs)) is not None]
+    """Return every job of a supported kind in the documents. Raises WrapError if there is none."""
+    objects = list(_list_objects(manifest))
+    configs = {
+        _get_name(each): each["data"] for each in objects if each.get("kind") == "ConfigMap" and each.get("data")
+    }
+    jobs = [job for each in objects if (job := _parse_job(each, configs)) is not None]
     runtimes = {(job.kind, job.name): job for job in jobs if job.kind.endswith("Runtime")}
     users = Counter(_runtime_of(job) for job in jobs if job.kind == "TrainJob")
     for at, job in enumerate(jobs):
@@ -159,24 +161,24 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
 
 
 def _runtime_of(job: Job) -> tuple[str, str]:
-    """Kind and name of the runtime that a TrainJob refers to."""
+    """Return kind and name of the runtime that a TrainJob refers to."""
     named = job.document["spec"].get("runtimeRef") or {}
     return str(named.get("kind", "ClusterTrainingRuntime")), str(named.get("name"))
 
 
 def others_in(manifest: list[Any]) -> list[str]:
-    """A line for each object that trains or asks for GPUs, and is of no kind that is wrapped."""
-    asks = re.compile(r"'containers':.*'(nvidia|amd)\.com/(gpu|mig-[^']*)':")  # of pods, as a key
+    """Return a note for each object that trains or requests GPUs, but whose kind is not supported."""
+    asks = re.compile(r"'containers':.*'(nvidia|amd)\.com/(gpu|mig-[^']*)':")  # a GPU in the repr of a mapping
     known = (*_KINDS, "AppWrapper")
-    return [f"{each['kind']}/{_name(each)}: left alone: {_OTHERS.get(str(each['kind']), _BY_HAND)}"
-            for each in _objects(manifest) if each.get("kind") in _OTHERS or (
+    return [f"{each['kind']}/{_get_name(each)}: left alone: {_OTHERS.get(str(each['kind']), _BY_HAND)}"
+            for each in _list_objects(manifest) if each.get("kind") in _OTHERS or (
                 each.get("kind", known[0]) not in known and asks.search(str(each)))]  # fmt: skip
 
 
 def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[str]]:
-    """The manifest with its jobs' additions, in the order of `jobs_in`, and notes on what was left as the user has it.
+    """Return the manifest with additions to its jobs, in the order of `jobs_in`, and notes on unchanged values.
 
-    Raises WrapError, and EditError of planner.kubernetes.yaml_edit where the text takes no more lines.
+    Raises WrapError, and EditError of planner.kubernetes.yaml_edit if lines cannot be inserted into the text.
     """
     manifest = documents(text)
     notes: list[str] = []
@@ -185,14 +187,14 @@ def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[st
             continue
         for part in job.parts:
             _Wrapper(job, part, wanted, notes).run()
-        metadata = _inside(job.document, "metadata", {})
+        metadata = _ensure(job.document, "metadata", {})
         for name, value in wanted.annotations.items():
-            _inside(metadata, "annotations", {}).setdefault(f"{PREFIX}/{name}", value)
+            _ensure(metadata, "annotations", {}).setdefault(f"{PREFIX}/{name}", value)
     return extended(text, manifest), list(dict.fromkeys(notes))
 
 
 class _Wrapper:
-    """Adds to one pod in place; what is there already is left, and a note says what was recommended."""
+    """Changes one part in place. Existing values are not changed; a note names the recommended value instead."""
 
     def __init__(self, job: Job, part: Part, wanted: Additions, notes: list[str]) -> None:
         self._job, self._part, self._wanted, self._notes = job, part, wanted, notes
@@ -200,22 +202,22 @@ class _Wrapper:
         self._other_network = part.host_network and any(need.name == "network" for need in wanted.needs)
 
     def run(self) -> None:
-        """All of it."""
+        """Make all additions."""
         part, wanted, job_kind = self._part, self._wanted, self._job.kind
-        if part.kind == job_kind or job_kind != "TrainJob":  # a TrainJob's own stand over its runtime's
+        if part.kind == job_kind or job_kind != "TrainJob":  # values of a TrainJob override those of its runtime
             for setting in wanted.settings:
                 if self._other_network and _OF_A_NETWORK.search(setting.name):
                     self._note(f"{setting.name}={setting.value} is not added: hostNetwork is set, and the recording is "
                               "of a pod on a network of its own; capture the host")  # fmt: skip
                     continue
-                self._variable(setting.name, setting.value, f"{setting.reason.rule}: {setting.reason.evidence}")
+                self._add_variable(setting.name, setting.value, f"{setting.reason.rule}: {setting.reason.evidence}")
             if wanted.log:
-                self._log()
+                self._add_log()
             if wanted.monitor:
-                self._monitor_ranks()
+                self._add_monitor_variables()
             if empty := ", ".join(name for name, count in part.limits.items() if count is None):
                 self._note(f"{empty} has no number: give one here and in the gate, if one runs")
-            self._resources()
+            self._add_resources()
         if part.pod is None:
             self._annotate(self._job.document)
             if len(self._job.parts) == 1:
@@ -225,16 +227,16 @@ class _Wrapper:
         for need in wanted.needs:
             reason = f"{need.reason.rule}: {need.reason.evidence}"
             if need.name == "shm_bytes":
-                self._shared_memory(int(need.value), reason)
+                self._add_shared_memory(int(need.value), reason)
             elif need.name == "network" and not self._other_network:
-                self._network(need.value, reason)
+                self._add_network(need.value, reason)
             elif need.name == "capability":
-                self._capability(need.value, reason)
+                self._add_capability(need.value, reason)
             elif need.name == "compute_domain" and not (part.pod.get("spec") or {}).get("resourceClaims"):
                 self._note(f"no claim of a ComputeDomain, and none is added: `launch` shows one ({reason})")
-        self._gate()
+        self._add_gate()
         if wanted.monitor:
-            self._monitor_files(part.pod)
+            self._add_monitor_files(part.pod)
         if part.restart == "Never":
             self._note("restartPolicy is Never: no pod is recreated, neither after a failed gate nor after its "
                       "node was lost; launch the job again to resume from its last checkpoint")  # fmt: skip
@@ -242,26 +244,29 @@ class _Wrapper:
 
     @property
     def _trainer(self) -> Part:
-        """The part whose resources the training container gets.
+        """The part whose resources apply to the training container.
 
         Limits or requests of a TrainJob replace all resources of its runtime's container (Kubeflow Trainer,
         pkg/runtime/framework/plugins/jobset/builder.go).
         """
-        of_job, of_runtime = self._job.parts[0], self._part if self._part.pod is not None else self._job.parts[-1]
+        of_job, of_runtime = (
+            self._job.parts[0],
+            self._part if self._part.pod is not None else self._job.parts[-1],
+        )
         own = of_job.kind == "TrainJob" and (of_job.limits or of_job.resources.get("requests"))
         return of_job if own else of_runtime
 
     def _annotate(self, document: Document) -> None:
-        """The reasons of what was added, on the pod, or on the TrainJob that makes it."""
+        """Add the reasons of the additions as annotations of the pod, or of the TrainJob."""
         if self._reasons:
-            made = _inside(_inside(document, "metadata", {}), "annotations", {})
+            made = _ensure(_ensure(document, "metadata", {}), "annotations", {})
             for name, value in self._reasons.items():
                 made.setdefault(f"{PREFIX}/{name}", value[:_REASON_LIMIT])
 
     def _note(self, text: str) -> None:
         self._notes.append(f"{self._part.where}: {text}")
 
-    def _variable(self, name: str, value: str, reason: str) -> None:
+    def _add_variable(self, name: str, value: str, reason: str) -> None:
         if self._part.kind == "TrainJob" and name in RESERVED_ENVIRONMENT:
             return
         container = self._part.container
@@ -286,21 +291,21 @@ class _Wrapper:
             ):
                 self._note(f"{name} is set by ConfigMap {named} and stays; recommended is {value} ({reason})")
                 return
-        _inside(container, "env", []).append({"name": name, "value": value})
+        _ensure(container, "env", []).append({"name": name, "value": value})
         self._reasons[name] = f"{value}: {reason}"
 
-    def _log(self) -> None:
-        folder = self._lasting_folder()
-        self._variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
+    def _add_log(self) -> None:
+        folder = self._find_lasting_folder()
+        self._add_variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
         if folder is None:
             self._note("no claim is mounted; NCCL logs into the pod's log: `kubectl logs POD | topoflight evidence -`")
             return
         log = f"{folder}/nccl-{self._job.name}.%h.%p.log"
-        self._variable("NCCL_DEBUG_FILE", log, f"read by: topoflight evidence {log.split('%')[0]}*")
+        self._add_variable("NCCL_DEBUG_FILE", log, f"read by: topoflight evidence {log.split('%')[0]}*")
 
-    def _monitor_ranks(self) -> None:
-        """The variables with which each rank's Python starts the monitor (finetune/autostart)."""
-        folder = self._lasting_folder()
+    def _add_monitor_variables(self) -> None:
+        """Set the variables with which Python starts the rank monitor in each rank (finetune/autostart)."""
+        folder = self._find_lasting_folder()
         if folder is None:
             self._note("--monitor adds nothing: the ranks write what they do into a volume that outlives the pod, and "
                        "no claim is mounted")  # fmt: skip
@@ -315,11 +320,11 @@ class _Wrapper:
             self._note("--monitor adds nothing: the manifest sets PYTHONPATH, which starts the monitor")
             return
         run = f"{folder}/topoflight-{self._job.name}"
-        self._variable("TOPOFLIGHT_RUN", run, f"read by: topoflight why --run {run}")
-        self._variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
+        self._add_variable("TOPOFLIGHT_RUN", run, f"read by: topoflight why --run {run}")
+        self._add_variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
 
-    def _lasting_folder(self) -> str | None:
-        """Where a volume that outlives the pod is mounted and can be written; a TrainJob's are its runtime's."""
+    def _find_lasting_folder(self) -> str | None:
+        """Return the mount path of a writable volume that outlives the pod; for a TrainJob, that of its runtime."""
         part = self._part
         if part.kind == "TrainJob":
             part = next((each for each in self._job.parts if each.pod is not None), part)
@@ -331,7 +336,7 @@ class _Wrapper:
         return next((str(each.get("mountPath")).rstrip("/") for each in mounts
                      if each.get("name") in lasting and not each.get("readOnly")), None)  # fmt: skip
 
-    def _resources(self) -> None:
+    def _add_resources(self) -> None:
         wanted = dict(self._wanted.resources)
         for need in self._wanted.needs:
             if need.name == "resource":
@@ -356,18 +361,18 @@ class _Wrapper:
             elif name.endswith("/*"):
                 self._note(f"needs {name}: {count}, but its name on the nodes is unknown: add --resource NAME=COUNT")
             else:
-                self._limit(name, count, has)
-        self._rdma({*has, *wanted})
+                self._add_limit(name, count, has)
+        self._note_missing_rdma({*has, *wanted})
 
-    def _limit(self, name: str, count: str, has: Document) -> None:
-        """One limit more; the request follows it by the API's own default."""
+    def _add_limit(self, name: str, count: str, has: Document) -> None:
+        """Add a limit; Kubernetes sets the request of an extended resource to its limit."""
         key = "resourcesPerNode" if self._part.kind == "TrainJob" else "resources"
-        resources = _inside(self._part.container, key, {})
-        if self._trainer is not self._part:  # the runtime's, which the new limit would replace
+        resources = _ensure(self._part.container, key, {})
+        if self._trainer is not self._part:  # copy the runtime's resources, which a limit in the TrainJob replaces
             for kind in ("limits", "requests"):
                 if given := self._trainer.resources.get(kind):
-                    _inside(resources, kind, {}).update(copy.deepcopy(given))
-        limits = _inside(resources, "limits", {})
+                    _ensure(resources, kind, {}).update(copy.deepcopy(given))
+        limits = _ensure(resources, "limits", {})
         if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *limits}:
             # ValidateResourceRequirements of Kubernetes: "HugePages require cpu or memory"
             if resources.get("requests") is limits:
@@ -375,12 +380,12 @@ class _Wrapper:
                 return
             ranks = self._job.ranks_per_node
             cores = f"{ranks}, a core for each rank" if ranks else "1, as the number of ranks is unknown"
-            _inside(resources, "requests", {})["cpu"] = str(ranks or 1)
+            _ensure(resources, "requests", {})["cpu"] = str(ranks or 1)
             self._note(f"requests cpu: {cores}: Kubernetes refuses {name} without cpu or memory")
         limits[name] = count
 
-    def _rdma(self, names: set[str]) -> None:
-        """Says so where the nodes have RDMA and the pod asks for none of it."""
+    def _note_missing_rdma(self, names: set[str]) -> None:
+        """Add a note if the nodes have RDMA but the pod requests no RDMA device."""
         needs = {need.value.partition(":")[0] for need in self._wanted.needs}
         security = self._part.container.get("securityContext") or {}
         marks = ((self._part.pod or {}).get("metadata") or {}).get("annotations") or {}
@@ -390,19 +395,19 @@ class _Wrapper:
             or {"rdma/*", "vpc.amazonaws.com/efa"} & needs
             or family("rdma/*", sorted(names))
             or security.get("privileged")
-            or "networking.gke.io/interfaces" in marks  # there the network brings its device
+            or "networking.gke.io/interfaces" in marks  # on GKE this annotation also provides the device
         ):
             return
         self._note("requests no RDMA device, and without one NCCL uses TCP: --resource NAME=COUNT adds it, by the "
                   "name that the nodes' device plugin offers (rdma/..., openshift.io/..., nvidia.com/...)")  # fmt: skip
 
-    def _shared_memory(self, wanted_bytes: int, reason: str) -> None:
+    def _add_shared_memory(self, wanted_bytes: int, reason: str) -> None:
         pod, container = self._part.pod, self._part.container
         assert pod is not None  # noqa: S101 - `run` has returned otherwise
-        body = _inside(pod, "spec", {})
+        body = _ensure(pod, "spec", {})
         size = f"{-(-wanted_bytes // 2**20)}Mi"
         memory = quantity(str(self._trainer.limits.get("memory", "")))
-        mount = next(iter(_shm_mounts(container)), None)
+        mount = next(iter(_list_shm_mounts(container)), None)
         if mount is not None:
             volume: Document = next((v for v in body.get("volumes") or () if v.get("name") == mount.get("name")), {})
             limit = quantity(str((volume.get("emptyDir") or {}).get("sizeLimit", "")))
@@ -421,19 +426,19 @@ class _Wrapper:
             self._note(f"hostIPC is set, so /dev/shm is the node's own, and no volume is added over it; needed: {size}")
             return
         if memory is not None and wanted_bytes > memory / 2:
-            # what is written there counts as the container's memory; half of it is tmpfs(5)'s own default
+            # files in /dev/shm count as memory of the container; half of the memory is the default size of tmpfs(5)
             size = f"{max(1, int(memory / 2) >> 20)}Mi"
             self._note(f"shared memory has {size}, half of the memory limit, in which it counts; needed: "
                       f"{-(-wanted_bytes // 2**20)}Mi ({reason})")  # fmt: skip
         taken = {volume.get("name") for volume in body.get("volumes") or ()}
         name = "shm" if "shm" not in taken else "topoflight-shm"
-        _inside(body, "volumes", []).append({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}})
-        _inside(container, "volumeMounts", []).append({"name": name, "mountPath": "/dev/shm"})  # noqa: S108
+        _ensure(body, "volumes", []).append({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}})
+        _ensure(container, "volumeMounts", []).append({"name": name, "mountPath": "/dev/shm"})  # noqa: S108
         self._reasons["shm"] = f"{size}: {reason}"
 
-    def _network(self, network: str, reason: str) -> None:
+    def _add_network(self, network: str, reason: str) -> None:
         assert self._part.pod is not None  # noqa: S101 - `run` has returned otherwise
-        made = _inside(_inside(self._part.pod, "metadata", {}), "annotations", {})
+        made = _ensure(_ensure(self._part.pod, "metadata", {}), "annotations", {})
         there = made.get(NETWORKS_ANNOTATION)
         if there is None:
             made[NETWORKS_ANNOTATION] = network
@@ -441,25 +446,25 @@ class _Wrapper:
         elif network not in str(there):
             self._note(f"network {there} is set in the manifest and stays; recommended is {network} ({reason})")
 
-    def _capability(self, name: str, reason: str) -> None:
+    def _add_capability(self, name: str, reason: str) -> None:
         security = self._part.container.get("securityContext") or {}
         added = (security.get("capabilities") or {}).get("add") or ()
         if security.get("privileged") or {name, "ALL", f"CAP_{name}"} & set(added):
             return
-        made = _inside(self._part.container, "securityContext", {})
-        _inside(_inside(made, "capabilities", {}), "add", []).append(name)
+        made = _ensure(self._part.container, "securityContext", {})
+        _ensure(_ensure(made, "capabilities", {}), "add", []).append(name)
         self._reasons[f"capability-{name}"] = reason
         if security.get("runAsNonRoot"):
             self._note(f"{name} is added, and runAsNonRoot stays: only root in the container keeps it")
 
-    def _gate(self) -> None:
+    def _add_gate(self) -> None:
         image = self._wanted.gate_image
         if image is None:
             self._note("no gate runs before this job; --preflight-image IMAGE adds it")
             return
         pod, container = self._part.pod, self._part.container
         assert pod is not None  # noqa: S101 - `run` has returned otherwise
-        body = _inside(pod, "spec", {})
+        body = _ensure(pod, "spec", {})
         inits = body.get("initContainers") or ()
         taken = {each.get("name") for each in (*(body.get("containers") or ()), *inits)}
         for each in inits:
@@ -471,34 +476,34 @@ class _Wrapper:
         for check in self._wanted.require:
             command += ["--require", check]
         gate: Document = {"name": f"topoflight-{GATE}" if GATE in taken else GATE, "image": image, "command": command}
-        # the request of an init container counts for its pod: other TrainJobs of the runtime would ask for it as well
+        # Requests of an init container apply to the whole pod, and so to the other TrainJobs of the runtime.
         asks = self._part if self._job.shares_runtime else self._trainer
         of_pod = self._job.kind != "TrainJob" or self._job.shares_runtime
         trainer = container if of_pod else self._job.parts[0].container
         resources = copy.deepcopy(asks.resources)
-        # it judges what the job will run with, and names the node: a pod's own host name changes with every pod
+        # The check gets the job's variables, and the node's name, because every pod has another host name.
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
-        gate["env"] = [node, *_plain_variables(trainer)]
+        gate["env"] = [node, *_list_plain_variables(trainer)]
         sources = [each for each in trainer.get("envFrom") or () if isinstance(each, dict) and "configMapRef" in each]
-        if sources:  # secrets are none of its business
+        if sources:  # without Secrets, which the check does not need
             gate["envFrom"] = copy.deepcopy(sources)
         if resources:
             gate["resources"] = {k: v for k, v in resources.items() if k in ("limits", "requests", "claims")}
         if container.get("securityContext"):
             gate["securityContext"] = copy.deepcopy(container["securityContext"])
-        if shm := _shm_mounts(container):
+        if shm := _list_shm_mounts(container):
             gate["volumeMounts"] = copy.deepcopy(shm)
-        _inside(body, "initContainers", []).append(gate)
+        _ensure(body, "initContainers", []).append(gate)
         if self._part.kind.endswith("Runtime"):
             self._note_runtime(asks)
         if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
             self._note("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
 
-    def _monitor_files(self, pod: Document) -> None:
-        """An init container that copies the monitor from the gate's image into a volume of the training container."""
+    def _add_monitor_files(self, pod: Document) -> None:
+        """Add an init container that copies the rank monitor from its image into a volume of the training container."""
         holder = self._job.parts[0].container if self._job.kind == "TrainJob" else self._part.container
         start = {"name": "PYTHONPATH", "value": _MONITOR_START}
-        body = _inside(pod, "spec", {})
+        body = _ensure(pod, "spec", {})
         if start not in (holder.get("env") or ()) or MONITOR in [v.get("name") for v in body.get("volumes") or ()]:
             return
         mount = {"name": MONITOR, "mountPath": _MONITOR_FOLDER}
@@ -506,12 +511,12 @@ class _Wrapper:
                                 "command": ["python", "-m", "finetune.rank_monitor", _MONITOR_FOLDER]}  # fmt: skip
         if self._part.container.get("securityContext"):
             copy_files["securityContext"] = copy.deepcopy(self._part.container["securityContext"])
-        _inside(body, "initContainers", []).append(copy_files)
-        _inside(body, "volumes", []).append({"name": MONITOR, "emptyDir": {}})
-        _inside(self._part.container, "volumeMounts", []).append({**mount, "readOnly": True})
+        _ensure(body, "initContainers", []).append(copy_files)
+        _ensure(body, "volumes", []).append({"name": MONITOR, "emptyDir": {}})
+        _ensure(self._part.container, "volumeMounts", []).append({**mount, "readOnly": True})
 
     def _note_runtime(self, asks: Part) -> None:
-        """Say what the gate in a runtime means for the runtime's other TrainJobs; `asks` has the gate's resources."""
+        """Add notes on how the check in a runtime affects the runtime's other TrainJobs; `asks` has its resources."""
         if self._job.shares_runtime:
             unjudged = ", ".join(name for name in self._trainer.limits if "/" in name and name not in asks.limits)
             self._note("other TrainJobs use this runtime too, and what is added to it applies to all of them. The gate "
@@ -524,13 +529,13 @@ class _Wrapper:
                       "TrainJob of this runtime that asks for less gets as much")  # fmt: skip
 
 
-def _shm_mounts(container: Document) -> list[Document]:
+def _list_shm_mounts(container: Document) -> list[Document]:
     mounts = container.get("volumeMounts") or ()
     return [m for m in mounts if str(m.get("mountPath")).rstrip("/") == "/dev/shm"]  # noqa: S108
 
 
-def _plain_variables(container: Document) -> list[Document]:
-    """Those that the gate judges: of communication, as plain text; tokens and keys are none of its business."""
+def _list_plain_variables(container: Document) -> list[Document]:
+    """Return the variables that the preflight check reads: those about communication, with a plain value."""
     judged = re.compile(r"(?:TORCH_)?NCCL_|GLOO_|FI_|OFI_|RDMAV_|UCX_|OMP_")
     entries = [each for each in container.get("env") or () if isinstance(each, dict)]
     return [
@@ -539,31 +544,31 @@ def _plain_variables(container: Document) -> list[Document]:
         if judged.match(str(each.get("name")))
         and each.get("name") != "NCCL_DEBUG_FILE"
         and "$(" not in str(each.get("value"))
-    ]  # made of others, which are not copied
+    ]  # $(NAME) refers to a variable that may not be copied
 
 
-def _inside(mapping: Document, key: str, empty: Any) -> Any:
-    """The member of a mapping, made where it is missing or empty."""
+def _ensure(mapping: Document, key: str, empty: Any) -> Any:
+    """Return a member of a mapping; a missing or empty member is set to `empty` first."""
     if mapping.get(key) is None:
         mapping[key] = empty
     return mapping[key]
 
 
-def _objects(manifest: Sequence[Any]) -> Iterator[Document]:
+def _list_objects(manifest: Sequence[Any]) -> Iterator[Document]:
     for each in manifest:
         if not isinstance(each, dict):
             continue
         if str(each.get("kind", "")).endswith("List") and isinstance(each.get("items"), list):
-            yield from _objects(each["items"])
+            yield from _list_objects(each["items"])
         elif each.get("kind") == "AppWrapper":  # kueue.sigs.k8s.io/docs/tasks/run/appwrappers
             components = (each.get("spec") or {}).get("components") or ()
-            yield from _objects([one.get("template") for one in components if isinstance(one, dict)])
+            yield from _list_objects([one.get("template") for one in components if isinstance(one, dict)])
             yield each
         else:
             yield each
 
 
-def _name(document: Document) -> str:
+def _get_name(document: Document) -> str:
     metadata = document.get("metadata") or {}
     return str(metadata.get("name") or str(metadata.get("generateName", "")).rstrip("-"))
 
@@ -575,73 +580,75 @@ def _member(mapping: Document, key: str) -> Any:
     return mapping[key]
 
 
-def _number(value: Any) -> int | None:
+def _parse_number(value: Any) -> int | None:
     text = str(value)
     return int(text) if text.isdecimal() else None
 
 
-def _job(document: Document, configs: dict[str, Any]) -> Job | None:
+def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
     kind, spec = document.get("kind"), document.get("spec") or {}
     if kind not in _KINDS:
         return None
-    name = _name(document)
+    name = _get_name(document)
     try:
-        parts = tuple(_parts(kind, name, spec))
+        parts = tuple(_parse_parts(kind, name, spec))
     except KeyError as error:
         raise WrapError(f"{kind}/{name}: {error.args[0]} is missing or empty, so there is no pod to wrap") from None
     except (AttributeError, TypeError) as error:
         raise WrapError(f"{kind}/{name}: is not built as a {kind} is: {error}") from None
     if not parts:
         raise WrapError(f"{kind}/{name}: no container, or several without GPUs, so the one that trains is unknown")
-    parts = tuple(part for part in parts if part.gpus) or parts  # a driver without GPUs takes no part in collectives
+    parts = tuple(part for part in parts if part.gpus) or parts  # a launcher pod without GPUs has no rank
     counted = [part.replicas for part in parts]
     nodes = sum(n or 0 for n in counted) if None not in counted else None
     ranks = {"PyTorchJob": spec.get("nprocPerNode"), "TrainJob": (spec.get("trainer") or {}).get("numProcPerNode")}
     if kind.endswith("Runtime"):
         policy = spec.get("mlPolicy") or {}
-        nodes = _number(policy.get("numNodes", 1))
+        nodes = _parse_number(policy.get("numNodes", 1))
         ranks[kind] = (policy.get("torch") or policy.get("mpi") or {}).get("numProcPerNode")
     return Job(
         name=name, kind=kind, document=document, parts=parts, nodes=nodes or None,
-        ranks_per_node=_number(ranks.get(kind)) or parts[0].gpus, files=_files(parts, configs),
+        ranks_per_node=_parse_number(ranks.get(kind)) or parts[0].gpus, files=_list_files(parts, configs),
     )  # fmt: skip
 
 
-def _parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
+def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
         _member(spec, "runtimeRef")
         trainer = spec.setdefault("trainer", {})
-        yield Part(f"{kind}/{name}", kind, None, trainer, _number(trainer.get("numNodes")))
+        yield Part(f"{kind}/{name}", kind, None, trainer, _parse_number(trainer.get("numNodes")))
         return
     templates: list[tuple[str, Document, int | None]] = []
     restarts: dict[str, str] = {}
     if kind == "PyTorchJob":
         for role, replica in _member(spec, "pytorchReplicaSpecs").items():
-            templates.append((f" {role}", replica["template"], _number(replica.get("replicas", 1))))
+            templates.append((f" {role}", replica["template"], _parse_number(replica.get("replicas", 1))))
             restarts[f" {role}"] = str(replica.get("restartPolicy", "OnFailure"))
-    elif kind == "Job" and "tasks" in spec:  # Volcano's
+    elif kind == "Job" and "tasks" in spec:  # a Job of Volcano
         for task in _member(spec, "tasks"):
-            templates.append((f" {task.get('name')}", task["template"], _number(task.get("replicas", 1))))
+            templates.append((f" {task.get('name')}", task["template"], _parse_number(task.get("replicas", 1))))
     elif kind == "Job":
-        templates.append(("", _member(spec, "template"), _number(spec.get("parallelism", 1))))
+        templates.append(("", _member(spec, "template"), _parse_number(spec.get("parallelism", 1))))
     else:
         jobs = _member(_member(spec, "template"), "spec") if kind.endswith("Runtime") else spec
         for replicated in _member(jobs, "replicatedJobs"):
             labels = (replicated["template"].get("metadata") or {}).get("labels") or {}
-            if str(labels.get(_STEP, "trainer")) != "trainer":  # fetches data or the model
+            if str(labels.get(_STEP, "trainer")) != "trainer":  # a step that downloads the dataset or the model
                 continue
             body = replicated["template"]["spec"]
-            pods = (_number(replicated.get("replicas", 1)) or 1) * (_number(body.get("parallelism", 1)) or 1)
+            pods = (_parse_number(replicated.get("replicas", 1)) or 1) * (
+                _parse_number(body.get("parallelism", 1)) or 1
+            )
             templates.append((f" {replicated['name']}", body["template"], pods))
     for where, template, replicas in templates:
         containers = template["spec"]["containers"]
-        main = _main(kind, containers)
+        main = _find_trainer(kind, containers)
         if main is not None:
             yield Part(f"{kind}/{name}{where}", kind, template, main, replicas, restarts.get(where))
 
 
-def _main(kind: str, containers: Sequence[Document]) -> Document | None:
-    """The container that trains: the one of the API's name, else the one with GPUs, else the only one."""
+def _find_trainer(kind: str, containers: Sequence[Document]) -> Document | None:
+    """Return the training container: the one with the API's name, else the one with GPUs, else the only one."""
     named = [each for each in containers if each.get("name") == _MAIN.get(kind)]
     with_gpus = [each for each in containers if any(
         _GPU.fullmatch(n) for n in ((each.get("resources") or {}).get("limits") or {}))]  # fmt: skip
@@ -651,8 +658,8 @@ def _main(kind: str, containers: Sequence[Document]) -> Document | None:
     return None
 
 
-def _files(parts: Sequence[Part], configs: dict[str, Any]) -> dict[str, str]:
-    """Files of ConfigMaps of the same text by their paths in the container; `configmap:NAME` has a ConfigMap's keys."""
+def _list_files(parts: Sequence[Part], configs: dict[str, Any]) -> dict[str, str]:
+    """Return the files of the manifest's ConfigMaps by container path; `configmap:NAME` has the keys of a ConfigMap."""
     found = {f"configmap:{name}": " ".join(map(str, data)) for name, data in configs.items()}
     for part in parts:
         volumes = {v.get("name"): v for v in (((part.pod or {}).get("spec") or {}).get("volumes") or ())}

@@ -1,7 +1,7 @@
-"""Edit YAML as text: add keys and list items, and leave every other character where it is: comments, order, quotes.
+"""Add keys and list items to a YAML text without changing its comments, order or quotes.
 
-The text is read, the caller changes its data, and what is new in them is inserted as new lines. The result is read
-again and must equal the changed data. ruamel.yaml was tried instead (docs/decisions/0033).
+The caller parses the text and changes the data. The additions are inserted into the text. The result is parsed again
+and must equal the changed data. ruamel.yaml was tried instead (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import yaml
 from contracts.yaml_text import load_all
 
 MOST_ALIASES = 1000
-_COMMA = re.compile(r"#[^\n]*|(,)")  # after a member of a flow collection, where a comment may hold commas
+_COMMA = re.compile(r"#[^\n]*|(,)")  # comma in a flow collection, outside comments
 
 
 class EditError(ValueError):
-    """An addition for which the text has no place; the message names the key."""
+    """An addition cannot be inserted into the text; the message names the key."""
 
 
 class _Alias(yaml.ScalarNode):
-    """An alias at its own place in the text; PyYAML composes it as the anchor's node."""
+    """An alias with its own position in the text; PyYAML returns the anchor's node instead."""
 
     def __init__(self, target: yaml.Node, event: Any) -> None:
         super().__init__("", "", event.start_mark, event.end_mark)
@@ -31,17 +31,17 @@ class _Alias(yaml.ScalarNode):
 
 
 class _Composer(yaml.SafeLoader):
-    """Composes nodes with the place of every alias."""
+    """Composes nodes, with an `_Alias` for every alias."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """As PyYAML's, but for aliases."""
+        """Compose a node as PyYAML does, except for aliases."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         return _Alias(node, event) if isinstance(event, yaml.AliasEvent) and node is not None else node
 
 
 class _Dumper(yaml.SafeDumper):
-    """Indents lists below their keys, and writes no alias."""
+    """Indents lists below their keys, and never writes an alias."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - PyYAML's
         super().increase_indent(flow, False)
@@ -51,14 +51,14 @@ class _Dumper(yaml.SafeDumper):
 
 
 def documents(text: str) -> list[Any]:
-    """Every document as data, in which an alias and its anchor are one object. Raises YamlTextError."""
+    """Parse every document; an alias and its anchor become one object. Raises YamlTextError."""
     return load_all(text, most_aliases=MOST_ALIASES)
 
 
 def extended(text: str, target: list[Any]) -> str:
-    """The text with what is new in `target`: new keys of mappings, new last items of lists.
+    """Return the text with the additions in `target`: new keys of mappings, new items at the end of lists.
 
-    Raises EditError where `target` differs in another way, or has something new where no line can be put in.
+    Raises EditError if `target` differs from the text in another way, or if an addition cannot be inserted.
     """
     before = documents(text)
     newline = "" if text.endswith("\n") else "\r\n" if "\r\n" in text else "\n"
@@ -68,39 +68,39 @@ def extended(text: str, target: list[Any]) -> str:
         edits.compare(node, old, new, "")
     if not edits:
         return text
-    if newline and edits.at_end and not _same(documents(whole), before):
+    if newline and edits.at_end and not _is_same(documents(whole), before):
         edits.strip(nodes[-1])
     made = edits.made()
     if newline and not edits.at_end:
         made = made.removesuffix(newline)
-    if not _same(documents(made), target):
+    if not _is_same(documents(made), target):
         raise EditError("the text cannot be changed line by line; write anchors, merges and long scalars of it out")
     return made
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal, and a text no number."""
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal and of the same types ("1" differs from 1)."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_is_same, one, other))
     return type(one) is type(other) and bool(one == other)
 
 
 class _Edits:
-    """The insertions, by the character that they come before, the deepest first."""
+    """The insertions into a text, by the index of the character before which they are inserted."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._lines: dict[int, list[str]] = {}
-        self._seen: set[int] = set()  # an anchor's value is met at each of its aliases
+        self._seen: set[int] = set()  # an anchor's value is visited once per alias
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
     @property
     def at_end(self) -> bool:
-        """Whether lines come after the last one of the text."""
+        """Whether lines are appended to the end of the text."""
         return max(self._lines) == len(self._text)
 
     def made(self) -> str:
@@ -112,9 +112,9 @@ class _Edits:
         return made
 
     def strip(self, node: yaml.Node) -> None:
-        """Let the block scalar that ends this document go without a newline at its end, as in a text that has none."""
-        last: Any = _last(node)
-        at = self._text.index(last.style, _start(last)) + 1  # of its chomping indicator
+        """Change the chomping of a block scalar at the end of the document, so it has no final newline, as before."""
+        last: Any = _find_last(node)
+        at = self._text.index(last.style, _get_start(last)) + 1  # index of its chomping indicator
         header = self._text[at : at + 2]
         if "+" in header:
             self._text = self._text[:at] + header.replace("+", "-") + self._text[at + 2 :]
@@ -122,14 +122,14 @@ class _Edits:
             self._lines.setdefault(at, []).append("-")
 
     def compare(self, node: yaml.Node, old: Any, new: Any, way: str) -> None:
-        """Insert what `new` has more than `old`, whose text is at `node`."""
-        node = _target(node)
+        """Insert the additions of `new` to `old`, whose text is at `node`. `way` is the path for error messages."""
+        node = _resolve_alias(node)
         if id(node) in self._seen:
             return
         self._seen.add(id(node))
         if isinstance(old, dict) and isinstance(new, dict):
             for key, value in old.items():
-                inside = _value(node, key)
+                inside = _find_value(node, key)
                 if key not in new or inside is None:
                     raise EditError(f"{way or 'document'}: {key} cannot be found")
                 self.compare(inside, value, new[key], f"{way}.{key}")
@@ -140,63 +140,69 @@ class _Edits:
                 self.compare(inside, before, new[number], f"{way}[{number}]")
             if len(new) > len(old):
                 self._add_items(node, new[len(old) :], way)
-        elif old is None and isinstance(new, dict | list) and not node.value:  # `metadata:` with nothing after it
-            self._put(_line_end(self._text, _stop(node)), _block(new, _indent(self._text, _start(node)) + 2))
+        elif old is None and isinstance(new, dict | list) and not node.value:  # an empty value, such as `metadata:`
+            self._insert(
+                _find_line_end(self._text, _get_stop(node)),
+                _format_block(new, _count_indent(self._text, _get_start(node)) + 2),
+            )
         elif old != new:
             raise EditError(f"{way or 'document'}: {old!r} is the user's, and would become {new!r}")
 
     def _add_keys(self, node: Any, added: dict[str, Any], way: str) -> None:
         if node.flow_style:
-            self._in_brackets(node, [{key: value} for key, value in added.items()])
+            self._add_in_brackets(node, [{key: value} for key, value in added.items()])
         elif node.value:
-            first = _start(node.value[0][0])
-            self._put(_end(self._text, node), _block(added, first - _line_start(self._text, first)))
+            first = _get_start(node.value[0][0])
+            self._insert(_find_end(self._text, node), _format_block(added, first - _find_line_start(self._text, first)))
         else:
             raise EditError(f"{way}: is written in a way that takes no more keys")
 
     def _add_items(self, node: Any, added: list[Any], way: str) -> None:
         if node.flow_style:
-            self._in_brackets(node, [[value] for value in added])
+            self._add_in_brackets(node, [[value] for value in added])
         elif node.value:
-            dash = self._text.rfind("-", 0, _start(node.value[0]))
-            self._put(_end(self._text, node), _block(added, dash - _line_start(self._text, dash)))
+            dash = self._text.rfind("-", 0, _get_start(node.value[0]))
+            self._insert(_find_end(self._text, node), _format_block(added, dash - _find_line_start(self._text, dash)))
         else:
             raise EditError(f"{way}: is written in a way that takes no more items")
 
-    def _in_brackets(self, node: Any, added: list[Any]) -> None:
-        """Insert collections of one member each as further members, written and laid out as those that are there."""
+    def _add_in_brackets(self, node: Any, added: list[Any]) -> None:
+        """Insert members into a flow collection, in the style and layout of its existing members.
+
+        Each element of `added` is a collection with one member.
+        """
         is_quoted = _is_quoted(node) if node.value else self._text.lstrip().startswith("{")
-        words = [_flow(one, is_quoted) for one in added]
-        bracket = _stop(node) - 1
+        words = [_format_flow(one, is_quoted) for one in added]
+        bracket = _get_stop(node) - 1
         if not node.value:
-            self._put(len(self._text[:bracket].rstrip()), ", ".join(words))
+            self._insert(len(self._text[:bracket].rstrip()), ", ".join(words))
             return
         first, last = node.value[-1] if isinstance(node.value[-1], tuple) else (node.value[-1],) * 2
-        end = _stop(last)
+        end = _get_stop(last)
         comma = next((end + found.start(1) for found in _COMMA.finditer(self._text[end:bracket]) if found[1]), None)
-        after, line = end if comma is None else comma + 1, _line_end(self._text, comma or end)
-        if line > bracket:  # which stands on the line of the last member
-            self._put(after, (", " if comma is None else " ") + ", ".join(words))
+        after, line = end if comma is None else comma + 1, _find_line_end(self._text, comma or end)
+        if line > bracket:  # the bracket is on the line of the last member
+            self._insert(after, (", " if comma is None else " ") + ", ".join(words))
             return
-        start = _start(first)
-        lead = self._text[_line_start(self._text, start) : start]
-        lead = lead if not lead.strip() else " " * (_indent(self._text, start) + 2)
+        start = _get_start(first)
+        lead = self._text[_find_line_start(self._text, start) : start]
+        lead = lead if not lead.strip() else " " * (_count_indent(self._text, start) + 2)
         if comma is None:
-            self._put(after, ",")
-        self._put(line, lead + f",\n{lead}".join(words) + ("\n" if comma is None else ",\n"))
+            self._insert(after, ",")
+        self._insert(line, lead + f",\n{lead}".join(words) + ("\n" if comma is None else ",\n"))
 
-    def _put(self, where: int, lines: str) -> None:
-        """Insert whole lines where a line starts, or words within a flow collection."""
+    def _insert(self, where: int, lines: str) -> None:
+        """Insert whole lines at the start of a line, or members in a flow collection."""
         self._lines.setdefault(where, []).append(lines)
 
 
-def _block(value: Any, indent: int) -> str:
+def _format_block(value: Any, indent: int) -> str:
     made = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
     return "".join(f"{' ' * indent if line else ''}{line}\n" for line in made.splitlines())
 
 
 def _is_quoted(node: Any) -> bool:
-    """Whether the first key or text of a flow collection stands in double quotes, as in JSON."""
+    """Whether the first key or text of a flow collection is in double quotes, as in JSON."""
     while isinstance(node, yaml.CollectionNode):
         if not node.value:
             return False
@@ -204,32 +210,32 @@ def _is_quoted(node: Any) -> bool:
     return getattr(node, "style", None) == '"'
 
 
-def _flow(value: Any, is_quoted: bool) -> str:
-    """The only member of a mapping or a list, as it is written between the brackets of a flow collection."""
+def _format_flow(value: Any, is_quoted: bool) -> str:
+    """Format the only member of a mapping or list for a flow collection, without brackets."""
     made: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 20
     ).strip()
     return (json.dumps(value) if is_quoted or "\n" in made else made)[1:-1]
 
 
-def _start(node: yaml.Node) -> int:
-    """The node's first character."""
+def _get_start(node: yaml.Node) -> int:
+    """Return the index of the node's first character."""
     mark: Any = node.start_mark
     return int(mark.index)
 
 
-def _stop(node: yaml.Node) -> int:
-    """The character after the node; after a block collection that of the next token."""
+def _get_stop(node: yaml.Node) -> int:
+    """Return the index after the node; for a block collection, that of the next token."""
     mark: Any = node.end_mark
     return int(mark.index)
 
 
-def _target(node: yaml.Node) -> yaml.Node:
+def _resolve_alias(node: yaml.Node) -> yaml.Node:
     return node.target if isinstance(node, _Alias) else node
 
 
-def _last(node: yaml.Node) -> yaml.Node:
-    """The innermost node at the end of a block mapping or sequence."""
+def _find_last(node: yaml.Node) -> yaml.Node:
+    """Return the innermost node at the end of a block mapping or sequence."""
     last: Any = node
     while isinstance(last, yaml.CollectionNode) and not last.flow_style and last.value:
         last = last.value[-1]
@@ -237,46 +243,46 @@ def _last(node: yaml.Node) -> yaml.Node:
     return last  # type: ignore[no-any-return]
 
 
-def _end(text: str, node: yaml.Node) -> int:
-    """Where the line after a block mapping or sequence begins."""
-    last = _last(node)
-    start, stop = _start(last), _stop(last)
-    if stop and text[stop - 1] == "\n":  # a block scalar: its last line is over
+def _find_end(text: str, node: yaml.Node) -> int:
+    """Return the index of the line after a block mapping or sequence."""
+    last = _find_last(node)
+    start, stop = _get_start(last), _get_stop(last)
+    if stop and text[stop - 1] == "\n":  # a block scalar, which ends with its last line
         keeps = "+" in text[start : start + 3]
-        return stop if keeps else _line_end(text, len(text[:stop].rstrip()))
-    return _line_end(text, stop)
+        return stop if keeps else _find_line_end(text, len(text[:stop].rstrip()))
+    return _find_line_end(text, stop)
 
 
-def _line_start(text: str, where: int) -> int:
+def _find_line_start(text: str, where: int) -> int:
     return text.rfind("\n", 0, where) + 1
 
 
-def _line_end(text: str, where: int) -> int:
-    """Where the next line begins."""
+def _find_line_end(text: str, where: int) -> int:
+    """Return the index of the next line."""
     found = text.find("\n", where)
     return len(text) if found < 0 else found + 1
 
 
-def _indent(text: str, where: int) -> int:
-    """Of the key whose value is at `where`: dashes before it count as blanks."""
-    start = _line_start(text, where)
+def _count_indent(text: str, where: int) -> int:
+    """Return the indentation of the key whose value is at `where`; dashes before the key count as spaces."""
+    start = _find_line_start(text, where)
     line = text[start:where]
     return len(line) - len(line.lstrip(" -"))
 
 
-def _value(node: yaml.Node, key: Any) -> yaml.Node | None:
-    """The value of a key in a mapping, or in what is merged into it."""
+def _find_value(node: yaml.Node, key: Any) -> yaml.Node | None:
+    """Return the value of a key in a mapping or in a merged mapping (`<<`); None if it is missing."""
     merged: list[yaml.Node] = []
-    for name, value in reversed(node.value if isinstance(node, yaml.MappingNode) else ()):  # a reader gets the last
-        if name.value == str(key) or (isinstance(name, yaml.ScalarNode) and _plain(name.value) == key):
+    for name, value in reversed(node.value if isinstance(node, yaml.MappingNode) else ()):  # the last duplicate counts
+        if name.value == str(key) or (isinstance(name, yaml.ScalarNode) and _parse_scalar(name.value) == key):
             return value  # type: ignore[no-any-return]
         if name.value == "<<":
-            mapping = _target(value)
+            mapping = _resolve_alias(value)
             merged += mapping.value if isinstance(mapping, yaml.SequenceNode) else [value]
-    return next((found for each in merged if (found := _value(_target(each), key)) is not None), None)
+    return next((found for each in merged if (found := _find_value(_resolve_alias(each), key)) is not None), None)
 
 
-def _plain(text: str) -> Any:
+def _parse_scalar(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:

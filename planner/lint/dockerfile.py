@@ -1,7 +1,7 @@
-"""Variables of an image: ENV of its stages, and what RUN and COPY write into files.
+"""Read the variables that a Dockerfile sets: ENV of its stages, and texts that RUN and COPY write into files.
 
 Specification: Dockerfile reference (both forms of ENV, ARG, stages, `# escape=`); for here-documents BuildKit's
-frontend/dockerfile/parser: of RUN, COPY and ADD, each word outside of quotes that begins with `<<`.
+frontend/dockerfile/parser: each unquoted word of RUN, COPY and ADD that begins with `<<`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _INSTRUCTIONS = words()["documents"]["instructions"]
 class _Instruction(NamedTuple):
     line: int
     name: str
-    rest: str  # continued lines joined
-    documents: tuple[tuple[int, str], ...]  # of its here-documents: the first line and the text
+    rest: str  # arguments, with continued lines joined
+    documents: tuple[tuple[int, str], ...]  # here-documents: number of the first line, and text
 
 
 class _Stage(NamedTuple):
@@ -32,9 +32,9 @@ class _Stage(NamedTuple):
 
 
 def read_dockerfile(text: str) -> Script:
-    """Read the variables that the last stage's containers have; those of stages that it is not built on are named."""
+    """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
     script, stage, named = Script(), _Stage("", {}, []), dict[str, _Stage]()
-    arguments = stage.known  # before the first stage
+    arguments = stage.known  # of ARG instructions before the first stage
     for each in _instructions(text, script):
         if each.name == "FROM":
             rest = re.sub(r"\$\{?(\w+)\}?", lambda match: arguments.get(match[1]) or match[0], each.rest)
@@ -55,7 +55,7 @@ def read_dockerfile(text: str) -> Script:
 
 
 def _variables(each: _Instruction, stage: _Stage) -> None:
-    """ENV in both forms, and ARG; values are filled in from what stood before the instruction."""
+    """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
     before = dict(stage.known)
     words = _WORD.findall(each.rest)
     if each.name == "ENV" and words and "=" not in words[0]:
@@ -73,7 +73,7 @@ def _variables(each: _Instruction, stage: _Stage) -> None:
 
 
 def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:
-    """What it exports ends with its layer; what it writes into files stays."""
+    """Take the files that RUN writes. Variables that it exports do not outlive the instruction."""
     rest = re.sub(r"^(?:--\w+\S*\s+)+", "", each.rest)
     if each.documents and rest.startswith("<<"):
         found = read_shell(each.documents[0][1], known=known, line=each.documents[0][0])
@@ -88,7 +88,7 @@ def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:
 
 
 def _instructions(text: str, script: Script) -> Iterator[_Instruction]:
-    """Each instruction; continued lines and here-documents belong to it. Lines of no instruction become unread."""
+    """Yield each instruction with its continued lines and here-documents; report other lines as unread."""
     escape = re.match(r"(?:#.*\n)*#[ \t]*escape[ \t]*=[ \t]*`", text, re.IGNORECASE)
     mark = "`" if escape else "\\"
     rows = text.splitlines()

@@ -1,8 +1,8 @@
-"""Variables in YAML, JSON and TOML: Kubernetes objects, Helm templates and values, Compose, plain maps of variables.
+"""Read variables from YAML, JSON and TOML: Kubernetes objects, Helm templates and values, Compose, maps of variables.
 
-A variable is recognised by its place (`env`, `environment`, `env_vars`, ...) or, in any other place, by its name.
+A variable is recognised by its key path (`env`, `environment`, `env_vars`, ...) or, at any other place, by its name.
 Specification: Kubernetes EnvVar and EnvFromSource; the Compose specification (environment in both forms,
-interpolation); JSON and TOML hold the same shapes.
+interpolation). JSON and TOML have the same structures.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from planner.lint.values import finding
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
-_MOST_BRANCHES = 4  # of one `if ... else if ... else` of a template
+_MOST_BRANCHES = 4  # maximum number of branches of one template condition that are read
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
 
 def missing_sources(documents: list[Any]) -> list[str]:
-    """Name the ConfigMaps and Secrets that variables come from and that are not among the documents.
+    """Return the names of ConfigMaps that containers take variables from and that are not in the documents.
 
     Raises EnvironmentTextError.
     """
@@ -48,7 +48,7 @@ def missing_sources(documents: list[Any]) -> list[str]:
 
 
 def parse(text: str, kind: str) -> list[list[Any]]:
-    """Parse YAML, JSON or TOML. Returns the documents once for each branch that a template may take.
+    """Parse YAML, JSON or TOML. Returns one list of documents for each branch of a template's conditions.
 
     Raises EnvironmentTextError.
     """
@@ -69,12 +69,12 @@ def _parse_yaml(text: str) -> list[Any]:
 
 
 def _without_templates(text: str) -> list[str]:
-    """Helm and Jinja: lines that are all template go, values that are become unknown.
+    """Remove Helm and Jinja templates: lines with only a template are dropped, values become unknown (OPEN).
 
-    Returns one text for each branch of `if ... else`, with the same branch of every block: two never hold together.
+    Returns one text for the first branches of all conditions, one for all second branches, and so on.
     """
     lines = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL).splitlines()
-    blocks: tuple[tuple[int, int], ...] = ()  # the line where each begins, and the number of the branch
+    blocks: tuple[tuple[int, int], ...] = ()  # enclosing blocks: first line, and number of the current branch
     inside, branched, most = list[tuple[tuple[int, int], ...]](), set[int](), 0
     for number, row in enumerate(lines):
         step = pattern("template_step").match(row.strip())
@@ -103,9 +103,10 @@ def _without_templates(text: str) -> list[str]:
 
 
 def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
-    """Read every place with variables. What only another branch of a template sets holds under a condition.
+    """Return the variables of each place in the documents, by the place's name.
 
-    Raises EnvironmentTextError where the text has no end.
+    Settings that only a later branch of a template has are conditional. Raises EnvironmentTextError for a document that
+    is too large or too deep.
     """
     first: dict[str, Script] = {}
     for number, documents in enumerate(branches):
@@ -127,7 +128,7 @@ def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
 
 
 def form(documents: list[Any], kind: str) -> str:
-    """What the document is, in words."""
+    """Return the name of the format, such as "Kubernetes manifest"."""
     tops = [each for each in documents if isinstance(each, dict)]
     if any("apiVersion" in each or ("kind" in each and "metadata" in each) for each in tops):
         return "Kubernetes manifest"
@@ -137,20 +138,20 @@ def form(documents: list[Any], kind: str) -> str:
 
 
 class _Walk:
-    """Finds variables in any object, whatever its kind."""
+    """Collects variables from objects of any kind."""
 
     def __init__(self, documents: list[Any]) -> None:
         self.found: dict[str, Script] = {}
-        self.config_of: dict[str, str] = {}  # source to the name of the ConfigMap that it is
-        self.taken: dict[str, set[str]] = {}  # source to the ConfigMaps that it takes in
+        self.config_of: dict[str, str] = {}  # source -> name, if the source is a ConfigMap
+        self.taken: dict[str, set[str]] = {}  # source -> ConfigMaps that it includes with envFrom
         self._configs = dict(_configs(documents))
-        self._seen: set[int] = set()  # anchors make a node appear twice, and a bomb appear without end
+        self._seen: set[int] = set()  # ids of visited nodes; with anchors a node can occur many times
         self._left = _LIMIT_NODES
         self._compose = form(documents, "") == "Compose file"
         self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
 
     def visit(self, node: Any, source: str, depth: int, key: str = "") -> None:
-        """Walks one node; `source` names the way to it."""
+        """Visit a node and its children; `source` is the name of its place. Raises EnvironmentTextError."""
         self._left -= 1
         if isinstance(node, str):
             self._text(node, source, key)
@@ -182,7 +183,7 @@ class _Walk:
                 self._add(source, word, value.get("value", value.get("default", OPEN)))
             elif (own or (here and NAME.match(word))) and not isinstance(value, dict | list):
                 self._add(source, word, value)
-            elif value is None and pattern("own_setting").match(word):  # a list written without dashes
+            elif value is None and pattern("own_setting").match(word):  # a list item without its dash
                 self._add(source, *word.split("=", 1))
             else:
                 if name == "envFrom":
@@ -204,7 +205,7 @@ class _Walk:
                 self.visit(item, f"{source} {name}" if name else source, depth + 1, key)
 
     def _container(self, node: dict[Any, Any], source: str) -> None:
-        """A container of Kubernetes: what the API refuses, and what the kubelet makes of the list's order."""
+        """Check the `env` of a Kubernetes container: types that the API rejects, duplicates, order of references."""
         entries = [each for each in node["env"] if isinstance(each, dict) and isinstance(each.get("name"), str)]
         before: dict[str, str] = {}
         for entry in entries:
@@ -216,7 +217,7 @@ class _Walk:
                 continue
             used = [each for each in pattern("reference").findall(text) if not pattern("service").match(each)]
             gone = next((each for each in used if each not in before), None)
-            if gone and not node.get("envFrom"):  # which may set it, and comes first
+            if gone and not node.get("envFrom"):  # envFrom may set the variable and is evaluated before env
                 later = "is set after it" if any(each["name"] == gone for each in entries) else "is not set"
                 note = finding("env.value.kind/reference", name, text, other=gone, when=later)
                 self._at(source).findings.append(note)
@@ -233,12 +234,12 @@ class _Walk:
     def _untyped(self, source: str, name: str, value: Any, refusal: str) -> None:
         text = scalar(value)
         what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
-        text = text if is_judged(name) else "..."  # the value of another variable may be a secret
+        text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
         note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
         self._at(source).findings.append(note)
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
-        """One entry of a container's `env:`, its value that of a ConfigMap where that is among the documents."""
+        """Take an entry of a container's `env`. A ConfigMap's value is used if the ConfigMap is in the documents."""
         origin = item.get("valueFrom")
         if "valueFrom" not in item:
             self._add(source, name, item.get("value", item.get("default", "")))
@@ -267,18 +268,18 @@ class _Walk:
                     self._add(source, f"{entry.get('prefix', '')}{key}", value)
 
     def _words(self, words: list[str], source: str) -> None:
-        """A command as a list of words, or a list of NAME=VALUE."""
+        """Take a list of strings: NAME=VALUE entries, the words of a command, or lines of a script."""
         if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
             for word in words:
                 name, equals, value = word.partition("=")
                 if equals:
                     self._add(source, name, value)
             return
-        lines = re.search(r"\s", words[0]) is not None  # a list of lines, as `script:` of a pipeline
+        lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
         self._take(source, read_shell("\n".join(words), line=0) if lines else read_words(words, 0))
 
     def _text(self, text: str, source: str, key: str) -> None:
-        """A script, a command line or a document inside a scalar."""
+        """Take a string value that contains assignments, a script, a command line or another document."""
         if not pattern("script").search(text) or len(text) < 8:
             return
         rows = [
@@ -298,7 +299,7 @@ class _Walk:
     def _add(self, source: str, name: str, value: Any) -> None:
         text = scalar(value)
         found = expand(text) if "$" in text else text
-        if re.search(r"\$\([A-Za-z_]", text):  # Kubernetes puts in what the container has
+        if re.search(r"\$\([A-Za-z_]", text):  # $(NAME) is replaced by Kubernetes with a variable of the container
             found = OPEN
         raw = text.replace(OPEN, "{{...}}")
         self._at(source).set(Assigned(name=name, value=found, raw=raw))
@@ -312,7 +313,7 @@ class _Walk:
 
 
 def _is(value: Any, pattern: re.Pattern[str]) -> bool:
-    """Whether a reader of YAML or JSON takes it for what the pattern describes: in quotes it is a text."""
+    """Whether an unquoted value matches the pattern, so that a parser does not read it as a string."""
     return isinstance(value, Plain | bool | int | float) and bool(pattern.fullmatch(scalar(value)))
 
 
@@ -326,7 +327,7 @@ def _configs(documents: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def scalar(value: Any) -> str:
-    """A value as the text that a program gets."""
+    """Return the value as the string that a program gets in its environment."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if value in ("~", "null"):
@@ -335,7 +336,7 @@ def scalar(value: Any) -> str:
 
 
 def title(document: Any) -> str:
-    """An object's kind and name."""
+    """Return kind and name of an object, such as "Job/train"."""
     if not isinstance(document, dict):
         return "document"
     metadata = document.get("metadata")

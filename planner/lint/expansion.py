@@ -1,4 +1,4 @@
-"""Words of a shell script after expansion, with the values that variables have at that place.
+"""Expand the words of a shell script, with the values of variables at that point of the script.
 
 The grammar is tree-sitter-bash's. Specification: POSIX shell (XCU 2.2 quoting, 2.6 expansions), bash(1) arrays.
 """
@@ -21,58 +21,60 @@ from tree_sitter import Language, Node, Parser
 from planner.lint.script import OPEN, Assigned, Script, Word, words
 
 _BASH = Language(tree_sitter_bash.language())
-_MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
-_MOST_PIPES = 4_000  # one step of the parser's recovery takes as long as the pipeline is
+_MOST_SECONDS = 2.0  # CPU seconds per text: 1 MiB of ordinary script takes 0.5; a hostile text can take quadratic time
+_MOST_PIPES = 4_000  # `|` per text; each error recovery of the parser takes time linear in the pipeline
 _BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
-_MOST_PASSES = 4  # over a text whose lines the grammar joins
-WORK_OF_WORD = 256  # expanding and judging one word takes about as long as reading so many characters
-MOST_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
-MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
-_MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop counted; a few seconds
+_MOST_PASSES = 4  # parser passes over a text to separate joined lines
+WORK_OF_WORD = 256  # cost of expanding and checking one word, in characters read
+MOST_VALUE = 1 << 16  # characters; a variable can double itself in each step
+MOST_LEVELS = 60  # nesting of blocks, substitutions and defaults
+_MOST_WORK = 1 << 25  # characters read, loop iterations included; takes a few seconds
 
-# The reserved word, which may stand before assignments, functions and `(`; the grammar takes it for a program.
+# The reserved word `time`. The grammar parses it as a program, also before assignments, functions and `(`.
 _TIME = re.compile(rb"((?:^|[;&|(){]|\b(?:then|do|else|if))[ \t]*)time(?:[ \t]+-p)?(?=[ \t]+[\w({])", re.MULTILINE)
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
 _ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _EXPANSIONS = words()["shell"]["expansions"]
-_SPLITS = ("simple_expansion", "expansion", "command_substitution")  # without quotes around them
+_SPLITS = ("simple_expansion", "expansion", "command_substitution")  # unquoted, these are split at blanks
 
 
 class Input(NamedTuple):
-    """A text that commands write and read."""
+    """Text that one command writes and another reads."""
 
     text: str = ""
-    line: int = 0  # of its first row
+    line: int = 0  # number of its first line
 
 
 class Function(NamedTuple):
-    """A function of a script."""
+    """A function definition of a script."""
 
     body: Node
     source: bytes
-    first: int  # the number of the text's first line
+    first: int  # line number of the start of `source`
 
 
 @dataclass(slots=True, eq=False)
 class Shell:
-    """What a shell has at one place of a script, on one of the ways there."""
+    """State of a shell at one point of a script, on one execution path."""
 
     variables: dict[str, Assigned] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
-    exports_all: bool = False  # set -a
-    left: str = ""  # the command after which nothing more runs here: exit, return, break, continue
-    status: bool | None = True  # how the last command ended; None where that depends on the run
-    likely: bool | None = True  # which end is more likely where it depends on the run
-    choices: dict[str, tuple[bool, str]] = field(default_factory=dict)  # what only a run decides: the end, in words
-    turns: tuple[str, ...] = ()  # those of them that are not the likely end
-    output: Input | None = None  # what its commands wrote, where something reads it
+    exports_all: bool = False  # `set -a` is active
+    left: str = ""  # "exit", "return", "break" or "continue" after that command, else ""
+    status: bool | None = True  # success of the last command; None: unknown before the run
+    likely: bool | None = True  # the more likely success, if `status` is None
+    choices: dict[str, tuple[bool, str]] = field(
+        default_factory=dict
+    )  # assumed outcome of each unknown condition, label
+    turns: tuple[str, ...] = ()  # keys of `choices` whose unlikely outcome was assumed
+    output: Input | None = None  # output of its commands, if a command reads it
 
     def copy(self) -> Shell:
-        """A shell that starts with the same."""
+        """Return an independent copy."""
         return replace(self, variables=dict(self.variables), functions=dict(self.functions), choices=dict(self.choices))
 
     def is_like(self, other: Shell) -> bool:
-        """Whether what follows is the same in both."""
+        """Whether both states have the same effect on the rest of the script."""
         return (
             (self.left, self.exports_all, self.output) == (other.left, other.exports_all, other.output)
             and self.variables == other.variables
@@ -80,16 +82,16 @@ class Shell:
         )
 
     def negate(self) -> None:
-        """`!` before the last command."""
+        """Apply `!` to the status of the last command."""
         self.status, self.likely = (None if self.status is None else not self.status), not self.likely
 
     def write(self, text: str, line: int = 0) -> None:
-        """Take in what a command writes."""
+        """Append the output of a command, if it is read."""
         if self.output is not None:
             self.output = Input((self.output.text + text)[:MOST_VALUE], self.output.line or line)
 
     def restore(self, hidden: Mapping[str, Assigned | None]) -> None:
-        """Bring back what variables were that only a command or a function had."""
+        """Restore variables that were set only for a command or function; None: was not set."""
         for name, before in hidden.items():
             self.variables.pop(name, None)
             if before is not None:
@@ -97,12 +99,12 @@ class Shell:
 
 
 def limit_parsing() -> None:
-    """Give the text that is read next a new budget of CPU time, all texts inside it included."""
+    """Reset the CPU time budget for parsing. It applies to the next text, nested texts included."""
     _BUDGET.set([_MOST_SECONDS])
 
 
 def _parse(source: bytes) -> Node | None:
-    """The tree's root; None where the text takes too long."""
+    """Return the root of the syntax tree; None if parsing exceeds the limits."""
     left, start = _BUDGET.get([_MOST_SECONDS]), time.process_time()
     if source.count(b"|") > _MOST_PIPES:
         return None
@@ -120,10 +122,10 @@ def _parse(source: bytes) -> Node | None:
 
 
 def parse_lines(source: bytes) -> tuple[bytes, Node | None]:
-    """The text as the grammar understands it, and its tree. No line changes its number.
+    """Return the text adapted to the grammar, and its syntax tree (None beyond the limits). Line numbers do not change.
 
-    The word `time` is left out. Assignments that end their line get a `;`, because the grammar takes the first words of
-    the next line for their command.
+    The word `time` is removed. Assignments at the end of a line get a `;`, because the grammar would take the next line
+    for their command.
     """
     source = _TIME.sub(lambda found: found[1].ljust(len(found[0])), source)
     for _ in range(_MOST_PASSES):
@@ -136,7 +138,7 @@ def parse_lines(source: bytes) -> tuple[bytes, Node | None]:
 
 
 def _ends_of_lines(command: Node, source: bytes) -> Iterator[int]:
-    """Where an assignment before a command is the last word of its line."""
+    """Yield the end of each assignment before a command that is the last word of its line."""
     children = command.children
     for each, after in pairwise(children if children[0].type == "variable_assignment" else ()):
         gap = source[each.end_byte : after.start_byte].replace(b"\\\n", b"")
@@ -147,7 +149,7 @@ def _ends_of_lines(command: Node, source: bytes) -> Iterator[int]:
 
 
 def walk(node: Node | None, *kinds: str) -> Iterator[Node]:
-    """All nodes of some kinds, in order. A query of tree-sitter takes 30 s for 200,000 backticks."""
+    """Yield all nodes of some kinds, in order. (A tree-sitter query takes 30 s for 200,000 backticks.)"""
     waiting = [node] if node is not None else []
     while waiting:
         each = waiting.pop()
@@ -157,10 +159,10 @@ def walk(node: Node | None, *kinds: str) -> Iterator[Node]:
 
 
 class Expander:
-    """Expands words with the variables of `shell`. What only a run can tell stays open."""
+    """Expands words with the variables of `shell`. Values that are unknown before a run become OPEN."""
 
-    capture: Callable[[Sequence[Node]], str]  # what the commands of a substitution write
-    assign: Callable[[str, str, str, int], None]  # gives a variable its default: name, value, text, line
+    capture: Callable[[Sequence[Node]], str]  # returns the output of a command substitution
+    assign: Callable[[str, str, str, int], None]  # sets a variable: name, value, source text, line
 
     def __init__(self, shell: Shell) -> None:
         self.shell = shell
@@ -170,32 +172,32 @@ class Expander:
         self._work = 0
 
     def spend(self, characters: int) -> bool:
-        """Count work done. Returns whether more of it may follow."""
+        """Count work in characters. Returns whether the limit is not yet reached."""
         self._work += characters
         return self._work < _MOST_WORK
 
     def text(self, node: Node) -> str:
-        """The node as it is written."""
+        """Return the source text of a node."""
         return self.source[node.start_byte : node.end_byte].decode("utf-8", "replace")
 
     def line(self, node: Node) -> int:
-        """The number of its line in the whole text; 0 if unknown."""
+        """Return the line number of a node in the whole text; 0 if unknown."""
         return self.first + node.start_point.row if self.first else 0
 
     def look_up(self, name: str) -> str | None:
-        """The value of a variable; None where it is not set, OPEN in it where that is not known."""
+        """Return the value of a variable; None if unset, OPEN if unknown."""
         found = self.shell.variables.get(name)
         if found is None:
             return OPEN
         return None if found.unset else found.value
 
     def items(self, name: str) -> tuple[Word, ...] | None:
-        """The words of an array; None where they are not known."""
+        """Return the items of an array; None if unknown."""
         found = self.shell.variables.get(name)
         return found.items if found is not None else None
 
     def value(self, node: Node) -> str:
-        """A word's text after expansion."""
+        """Return the text of a word after expansion."""
         self._level += 1
         try:
             found = self._value(node) if self._level <= MOST_LEVELS and self.spend(64) else OPEN
@@ -226,12 +228,12 @@ class Expander:
         return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
 
     def parameter(self, name: str) -> str:
-        """The value of `$NAME`; OPEN for an argument."""
+        """Return the value of `$NAME`; OPEN for positional parameters."""
         self.spend(64)
         return self.look_up(name) or ("" if name in self.shell.variables else OPEN)
 
     def _mixed(self, node: Node, start: int, end: int, escape: str) -> str:
-        """Literal text with expansions in it. What no child covers is literal: the grammar drops some blanks."""
+        """Expand text between two offsets. Text outside child nodes is literal, as the grammar omits some blanks."""
         found, at = "", start
         for child in node.children:
             if child.type not in _EXPANSIONS or child.start_byte < at:
@@ -248,7 +250,7 @@ class Expander:
         return re.sub(escape, r"\1", text) if "\\" in text else text
 
     def _braced(self, node: Node) -> str:
-        """`${NAME}`, all items of an array, or a default; one item, and what cuts or replaces a value, is not known."""
+        """Expand `${NAME}`, an array, or a default. Single items, and operators that edit a value, give OPEN."""
         match = _BRACED.match(self.text(node))
         if match is None or (match[2] and match[3] != "}"):
             return OPEN
@@ -256,7 +258,7 @@ class Expander:
         if index:
             items = self.items(name) or ()
             short = sum(len(each.text) + 1 for each in items) < MOST_VALUE
-            separated = index == "[*]" and "IFS" in self.shell.variables  # by what IFS says
+            separated = index == "[*]" and "IFS" in self.shell.variables  # items are joined with IFS
             return " ".join(each.text for each in items) if items and short and not separated else OPEN
         if sign == "}":
             return self.parameter(name)
@@ -274,7 +276,7 @@ class Expander:
         return other
 
     def arithmetic(self, text: str) -> int | None:
-        """The value of `$((512 * 1024))`, where every name in it is a known number."""
+        """Return the value of an expression such as `$((512 * 1024))`; None if a name in it is no known number."""
         inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
 
         def put(match: re.Match[str]) -> str:
@@ -292,7 +294,7 @@ class Expander:
             return None
 
     def words(self, node: Node) -> list[Word]:
-        """The words that a word becomes: an unquoted variable may hold several, an array too."""
+        """Return the words after expansion and word splitting of a word."""
         text, line = self.text(node), self.line(node)
         bare = text[1:-1] if node.type == "string" else text
         array = _ARRAY.fullmatch(bare)
@@ -308,7 +310,7 @@ class Expander:
         return [Word(value, self.raw(node), line)]
 
     def raw(self, node: Node) -> str:
-        """The text of a word, without the quotes around it."""
+        """Return the source text of a word without its quotes."""
         text = self.text(node)
         if node.type == "concatenation":
             return re.sub(r"[\"']", "", text)
@@ -322,7 +324,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _number(node: ast.expr) -> int:
-    """The value of an expression, each part of it a number from 0 to 2^63. Raises ValueError for anything else."""
+    """Evaluate an expression whose intermediate results are in 0 to 2^63 - 1. Raises ValueError otherwise."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

@@ -1,4 +1,4 @@
-"""Simple commands of a shell script: what they set in the shell, and what the programs get that they start.
+"""Follow the simple commands of a shell script: variables they set, and the environment of programs they start.
 
 Specification: POSIX shell (XCU 2.14 special built-ins), bash(1); fish set; mpirun(1) -x, Hydra -genv, srun(1) and
 sbatch(1) --export, docker-run(1) -e, apptainer.
@@ -31,8 +31,8 @@ from planner.lint.script import (
     words,
 )
 
-_MOST_LAUNCHES = 1000  # or ways to one, that get different settings
-_MOST_OPTIONS = 1 << 12  # characters of a command that are searched for variables, and for options that remove them
+_MOST_LAUNCHES = 1000  # launches or execution paths with different settings
+_MOST_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
 
 _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
@@ -40,17 +40,17 @@ _NAMES = words()["shell"]
 
 
 class Launch(NamedTuple):
-    """A program that is started, with the settings that it gets on one way through the script."""
+    """A program start, with its settings on one execution path of the script."""
 
     label: str  # "the launch of line 3"
-    sure: bool  # it is a launcher; else any program, which may be one
+    sure: bool  # the program is a launcher; False: it may be one
     settings: Settings
     choices: dict[str, tuple[bool, str]]
     turns: tuple[str, ...]
 
 
 class Call(NamedTuple):
-    """A built-in with its words."""
+    """A call of a built-in: its arguments, and the text on its standard input."""
 
     program: str
     words: list[Word]
@@ -59,36 +59,36 @@ class Call(NamedTuple):
 
 
 class Programs(Expander):
-    """Simple commands: assignments, and what a program gets. Module `shell` follows the statements around them."""
+    """Follows simple commands. Module `shell` follows the compound statements."""
 
-    nested: Callable[..., None]  # follows a script that another shell runs
+    nested: Callable[..., None]  # follows a script run by another shell
 
     def __init__(self, known: Mapping[str, str], before: Sequence[Assigned]) -> None:
         given = [Assigned(name=name, value=value, raw=value, exported=False) for name, value in known.items()]
         super().__init__(Shell({each.name: each for each in (*given, *before)}))
-        self.active: list[str] = []  # functions that are followed at this moment
-        self.local: list[set[str]] = []  # their own variables
+        self.active: list[str] = []  # names of the functions on the call stack
+        self.local: list[set[str]] = []  # local variables of each function on the call stack
         self.input = Input()
         self.launches: list[Launch] = []
-        self.exported = {each.name for each in before}  # wherever it was
-        self.loose: dict[str, Assigned] = {}  # set and not exported
-        self.runs_unknown = False  # a program whose name is not known, which may be a function
-        self.started = 0  # programs, those included that get what one before them gets
+        self.exported = {each.name for each in before}  # names exported anywhere
+        self.loose: dict[str, Assigned] = {}  # set but not exported
+        self.runs_unknown = False  # a program with unknown name, which may be a function
+        self.started = 0  # number of started programs, repetitions included
         self._seen: set[tuple[str, bool, frozenset[tuple[str, str]]]] = set()
-        self._sets = 0  # settings in the words of commands
-        self._same: dict[Assigned, Assigned] = {}  # one object for equal ones, so that shells are compared fast
+        self._sets = 0  # number of settings in the words of commands
+        self._same: dict[Assigned, Assigned] = {}  # one object per equal value, so that comparing shells is fast
 
-    # -- what is said of the text
+    # -- reports
 
     def unread(self, line: int, why: str) -> None:
-        """Name a line that is not understood."""
+        """Report a line that cannot be followed."""
         if not any(each.why == why and why.startswith("too") for each in self.script.unread):
             self.script.unread.append(Unread(line=line, why=why))
 
     # -- variables
 
     def evaluate(self, node: Node) -> Assigned:
-        """What `NAME=value`, `NAME+=value` or `NAME=(an array)` gives; an array of which one item is set is unknown."""
+        """Evaluate `NAME=value`, `NAME+=value` or `NAME=(array)`. `NAME[i]=value` makes the variable unknown."""
         target, given = node.child_by_field_name("name") or node, node.child_by_field_name("value")
         name, line, adds = self.text(target).partition("[")[0], self.line(node), node.children[1].type == "+="
         items = None
@@ -99,7 +99,7 @@ class Programs(Expander):
             before = self.items(name) if adds else ()
             more = tuple(word for each in given.named_children for word in self.words(each))
             indexed = any(re.match(r"\[[^]]*\]\+?=", self.text(each)) for each in given.named_children)
-            before = (Word(OPEN, ""),) if before is None else before  # any number of words
+            before = (Word(OPEN, ""),) if before is None else before  # unknown number of items
             items = None if indexed else (*before, *more)[: MOST_VALUE >> 4]
             value = OPEN if items is None else items[0].text if items else ""
         else:
@@ -109,14 +109,14 @@ class Programs(Expander):
         return Assigned(name=name, value=value, raw=raw, line=line, items=items)
 
     def assign(self, name: str, value: str, raw: str, line: int) -> None:
-        """Give a variable a value; it is exported as it was before, or as set -a says."""
+        """Set a variable. It is exported if it was before, or if `set -a` is active."""
         self.set(Assigned(name=name, value=value, raw=raw, line=line))
 
     def set(self, given: Assigned, *, exported: bool | None = None) -> None:
-        """Give a variable a value. `exported` None: as it was before, or as set -a says."""
+        """Set a variable. If `exported` is None, it is exported if it was before, or if `set -a` is active."""
         if not NAME.match(given.name):
             return
-        for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer passes these without the prefix
+        for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer passes these to the container without the prefix
             if given.name.startswith(outer):
                 given = replace(given, name=given.name.removeprefix(outer))
         self.spend(WORK_OF_WORD)
@@ -126,7 +126,7 @@ class Programs(Expander):
         self._put(replace(given, exported=exported))
 
     def _put(self, given: Assigned) -> None:
-        """Note what a variable is from here on."""
+        """Store a variable."""
         self.shell.variables[given.name] = self._same.setdefault(given, given)
         if given.items is None and not given.unset:
             if given.exported:
@@ -135,20 +135,20 @@ class Programs(Expander):
                 self.loose[given.name] = given
 
     def export(self, name: str, line: int) -> None:
-        """`export NAME`: programs get the variable from here on."""
+        """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
         if NAME.match(name):
-            outside = Assigned(name=name, value=OPEN, raw=f"${name}", line=line)  # what the environment has
+            outside = Assigned(name=name, value=OPEN, raw=f"${name}", line=line)  # value of the outer environment
             self._put(replace(self.shell.variables.get(name, outside), exported=True))
 
     def declare(self, keyword: str, given: Sequence[Assigned | Word], line: int) -> None:
-        """export, declare, typeset, local, readonly, unset: of names and of assignments, whose values are known."""
+        """Follow export, declare, typeset, local, readonly or unset, with names and evaluated assignments."""
         words = [each for each in given if isinstance(each, Word)]
         options = " ".join(each.text for each in words if each.text[:1] in ("-", "+"))
         if keyword == "unset" and "-f" not in options:
             self._unset(words, line)
         if keyword == "unset" or "-f" in options or (keyword == "local" and not self.active):
             return
-        if re.search(r"-\w*n|\+\w*x", options):  # `export -n`, and names that stand for other variables
+        if re.search(r"-\w*n|\+\w*x", options):  # `export -n` and name references are not supported
             self.unread(line, f"{keyword} {options}")
         exports = keyword == "export" or re.search(r"-\w*x", options) is not None
         own = keyword not in ("export", "readonly") and "g" not in options and bool(self.active)
@@ -162,7 +162,7 @@ class Programs(Expander):
                 setting = Assigned(name=name, value=value, raw=value, line=line)
             else:
                 name, equals, setting = each.name, "=", each
-            if own:  # exported if the variable that it hides was
+            if own:  # exported if the hidden outer variable is
                 self.local[-1].add(name)
                 if not equals and (before := self.shell.variables.get(name)):
                     self.shell.variables[name] = replace(before, unset=True, value="", items=None)
@@ -173,7 +173,7 @@ class Programs(Expander):
 
     def _unset(self, words: Iterable[Word], line: int) -> None:
         for word in words:
-            if OPEN in word.text:  # it may be any
+            if OPEN in word.text:  # it may be any variable
                 self.unread(line, "the names of the variables that unset gets are unknown")
             elif word.text[:1] != "-":
                 gone = Assigned(name=word.text, line=line, exported=False, unset=True)
@@ -182,7 +182,7 @@ class Programs(Expander):
     # -- launches
 
     def launch(self, label: str, *, sure: bool) -> None:
-        """Note that a program is started, with what it gets of the names that lint judges."""
+        """Record a program start with the checked variables of its environment."""
         self.started += 1
         shell = self.shell
         settings = {
@@ -198,9 +198,9 @@ class Programs(Expander):
             self.launches.append(Launch(label, sure, settings, dict(shell.choices), shell.turns))
 
     def merge_launches(self) -> None:
-        """Note what each launch gets on each way to it; one whose settings are a part of another's is left out.
+        """Store the settings of each launch and path. A launch with a subset of another launch's settings is dropped.
 
-        A name that no launcher gets counts if a program gets it that may be one.
+        A variable that no launcher gets counts if a program gets it that may be a launcher.
         """
         named = {name for each in self.launches if each.sure for name in each.settings}
         ways: dict[tuple[str, ...], dict[frozenset[tuple[str, str]], Launch]] = {}
@@ -222,7 +222,7 @@ class Programs(Expander):
         self.script.loose = {name: each for name, each in self.loose.items() if name not in self.exported}
 
     def run_program(self, words: list[Word], line: int, given: Input, outer: Shell) -> None:
-        """A program gets the exported variables, what its words set, and what they do not remove."""
+        """Start a program. It gets the exported variables, changed by the words of its command."""
         before, program = self.started, name_of(words[0])
         self.remove(words)
         sets = self._options(words, line, outer)
@@ -234,7 +234,7 @@ class Programs(Expander):
             self.launch(f"the launch of line {line}" if line else "a launch", sure=not idle and _is_launcher(words))
 
     def remove(self, words: Sequence[Word]) -> None:
-        """Remove variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
+        """Unset variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
         command = " ".join(word.text for word in words)[:_MOST_OPTIONS] + " "
         removed = read_table(__file__, "data/forms.toml")["removed"]
         names = set(re.findall(removed["names"], command))
@@ -246,11 +246,11 @@ class Programs(Expander):
     # -- texts that are written and read
 
     def write_file(self, target: str, given: Input) -> None:
-        """Note what the script writes into a file. The text is read as another form as well."""
+        """Record a text that the script writes into a file. It is also read as a text of its own."""
         self.script.inner.append(Inner(text=given.text, target=target.replace(OPEN, "..."), line=given.line))
 
     def read_input(self, program: str, given: Input, target: str) -> None:
-        """Text that a program reads from its standard input: a shell, Python, kubectl, ssh."""
+        """Follow the text on the standard input of a program: a shell, Python, kubectl, ssh."""
         if not given.text.strip(OPEN + "\n") or program in _NAMES["idle"]:
             return
         if program in _NAMES["shells"]:
@@ -262,7 +262,7 @@ class Programs(Expander):
     # -- the words of a program
 
     def _options(self, words: list[Word], line: int, outer: Shell) -> bool:
-        """Take what the words of a program set, and say whether they do: options of launchers, `env A=1`, scripts."""
+        """Follow the words of a command: launcher options, `env A=1`, scripts. Returns whether they set variables."""
         before, at, end = self._sets, 0, _own_script(words)
         settings = False
         while at < len(words):
@@ -286,7 +286,7 @@ class Programs(Expander):
             self.script.inner.append(Inner(text=text, target="python", line=inside))
         elif runs or (settings and before in ("-S", "--split-string")):
             self.nested(text if runs else f"env {text}", inside, surely=program not in _NAMES["own_c"])
-        elif dotted := pattern("dotted").match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
+        elif dotted := pattern("dotted").match(text):  # key path of Hydra or Helm: env_vars.NAME=VALUE
             self._pair(dotted[1], text[dotted.end() :].strip("\"'"), word.raw, line)
         elif _SETTER.match(text) and (settings or (before[:1] == "-" and _SETTING.match(text))):
             self.set_for_program(word, line, self.shell)
@@ -296,7 +296,10 @@ class Programs(Expander):
             self._text_in_word(text, inside)
 
     def _launcher_option(self, words: list[Word], at: int, line: int, outer: Shell) -> int | None:
-        """Take a launcher's option that sets variables: how many words after it belong to it, None if it is none."""
+        """Follow a launcher option that sets variables.
+
+        Returns the number of words after it that belong to it; None if the word is no such option.
+        """
         text, after = words[at].text, words[at + 1] if at + 1 < len(words) else Word("", "")
         option, equals, tail = text.partition("=")
         rest = Word(tail, words[at].raw.partition("=")[2], line) if equals else after
@@ -307,7 +310,7 @@ class Programs(Expander):
         if pattern("takes_setting").fullmatch(option):
             self.set_for_program(rest, line, outer)
         elif option in _NAMES["takes_list"]:
-            for name, sign, value in (part.partition("=") for part in rest.text.split(",")):  # a comma ends a value
+            for name, sign, value in (part.partition("=") for part in rest.text.split(",")):  # values end at commas
                 if sign:
                     self._pair(name, value, value, line)
         elif option in _NAMES["takes_file"]:
@@ -317,7 +320,7 @@ class Programs(Expander):
         return 0 if equals else 1
 
     def set_for_program(self, word: Word, line: int, outer: Shell) -> None:
-        """NAME=VALUE, several with commas between them (apptainer), or NAME alone, whose value is that of `outer`."""
+        """Set variables for the program: comma-separated NAME=VALUE, or NAME with the exported value of `outer`."""
         for part in re.split(r",(?=[A-Z_][A-Z0-9_]*=)", word.text):
             name, equals, tail = part.partition("=")
             if equals:
@@ -326,12 +329,12 @@ class Programs(Expander):
                 self.shell.variables[name] = before
 
     def _pair(self, name: str, value: str, raw: str, line: int) -> None:
-        """A setting for the program that is started now."""
+        """Set a variable for the program that is being started."""
         self._sets += is_judged(name)
         self.set(Assigned(name=name, value=value, raw=raw, line=line), exported=True)
 
     def _text_in_word(self, text: str, line: int) -> None:
-        """A script, JSON or options inside one word."""
+        """Follow a script, JSON or options inside one word."""
         if not NAMED.search(text):
             return
         inside = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=", text) else text
@@ -345,7 +348,7 @@ class Programs(Expander):
     # -- built-ins
 
     def echo(self, call: Call) -> None:
-        """What it shows on the terminal may be a launcher's input: Hydra's overrides."""
+        """Write the output of echo. It may contain Hydra overrides for a launcher."""
         texts = [each.text for each in call.words]
         text = " ".join(each for each in texts if each not in ("-e", "-n", "-E"))
         self.shell.write(text.replace("\\n", "\n") + ("" if texts[:1] == ["-n"] else "\n"), call.line)
@@ -357,7 +360,7 @@ class Programs(Expander):
                 self.shell = shell
 
     def printf(self, call: Call) -> None:
-        """A text with its values put in is not followed."""
+        """Write the output of printf; formatted values are unknown."""
         text = call.words[0].text if call.words else ""
         if text == "-v":
             self.assign_unknown(call)
@@ -365,25 +368,25 @@ class Programs(Expander):
             self.shell.write(OPEN if "%" in text else text.replace("\\n", "\n"), call.line)
 
     def cat(self, call: Call) -> None:
-        """It writes what it reads."""
+        """Write the input of cat; the content of files is unknown."""
         names = [each.text for each in call.words if each.text[:1] != "-"]
         self.shell.write(OPEN if names else call.given.text or OPEN, call.given.line or call.line)
         self.shell.status = None if names else True
 
     def tee(self, call: Call) -> None:
-        """It also writes its input into a file."""
+        """Write the input of tee, and record it as a file."""
         self.shell.write(call.given.text or OPEN, call.given.line)
         for target in [word.text for word in call.words if word.text[:1] != "-"][:1] if call.given.text else ():
             self.write_file(target, call.given)
 
     def assign_unknown(self, call: Call) -> None:
-        """read, mapfile, let, printf -v and the like: the values of their variables depend on the run."""
+        """Set the variables of read, mapfile, let or printf -v to unknown values."""
         self.shell.status = None
         for word in call.words:
             self.assign(re.split(r"\W", word.text)[0], OPEN, f"(set by {call.program})", call.line)
 
     def commands_in_words(self, call: Call) -> None:
-        """The commands that eval and trap get are not followed."""
+        """Report the commands of eval and trap, which are not followed."""
         text = " ".join(each.text for each in call.words)
         if len(text) > _MOST_OPTIONS or NAMED.search(text):
             self.unread(call.line, f"the commands of {call.program}")
@@ -394,7 +397,7 @@ class Programs(Expander):
             self.shell.write(OPEN)
 
     def options_of_shell(self, call: Call) -> None:
-        """`set -a`, fish's `set -x NAME value`."""
+        """Follow `set -a`, and fish's `set -x NAME value`."""
         texts = [word.text for word in call.words]
         named = [word for word in call.words if word.text[:1] != "-"]
         if _NAMES["fish"] & {*texts[:2]} and len(named) > 1:
@@ -409,12 +412,12 @@ class Programs(Expander):
 
 
 def content(settings: Settings) -> frozenset[tuple[str, str]]:
-    """Names and values."""
+    """Return the pairs of name and value."""
     return frozenset((name, each.value) for name, each in settings.items())
 
 
 def program_behind(words: Sequence[Word]) -> int:
-    """The place of the program behind sudo, timeout and the like: the first word that is no option and no number."""
+    """Return the index of the program after wrappers such as sudo: the first word that is no option or number."""
     names = [name_of(each) for each in words]
     if names[0] not in _NAMES["wrappers"] or (names[0] == "command" and "-v" in names[1:2]):
         return 0
@@ -423,20 +426,20 @@ def program_behind(words: Sequence[Word]) -> int:
 
 
 def name_of(word: Word) -> str:
-    """A program's name, without its folder, and Python's without its release."""
+    """Return the name of a program without its folder; "python" for every release of Python."""
     name = word.text.rsplit("/", 1)[-1]
     return re.sub(r"\Apython[\d.]+\Z", "python", name) if name.startswith("python") else name
 
 
 def _own_script(words: Sequence[Word]) -> int:
-    """The place of the training script among the words of its launcher: what follows belongs to it."""
+    """Return the index of the training script after its launcher; the following words are its arguments."""
     starts = next((at for at, each in enumerate(words) if name_of(each) in _NAMES["takes_script"]), len(words))
     after = range(starts + 1, len(words))
     return next((at for at in after if re.fullmatch(r"[^-:=][^:=]*\.(?:py|sh)", words[at].text)), len(words))
 
 
 def _runner(words: Sequence[Word], at: int) -> str:
-    """The program that takes a word as a command after its option -c; empty where none does."""
+    """Return the program that runs this word as a command (option -c); empty if there is none."""
     if at == 0 or not re.fullmatch(r"-\w*c", words[at - 1].text):
         return ""
     program = name_of(words[0])
@@ -450,7 +453,7 @@ def _runner(words: Sequence[Word], at: int) -> str:
 
 
 def _is_launcher(words: Sequence[Word]) -> bool:
-    """Whether a command starts ranks or a training program, itself or behind another one; not Python's own chores."""
+    """Whether a command starts ranks or a training program, also behind a wrapper; not `python -m pip`."""
     at = next((at for at, word in enumerate(words) if name_of(word) in _NAMES["launchers"]), None)
     if at is None:
         return False

@@ -1,7 +1,7 @@
-"""Environments wherever they are written: a process, an env file, a script, a manifest, a Dockerfile, a log.
+"""Read environments from any supported format: a process, an env file, a script, a manifest, a Dockerfile, a log.
 
-Specification: proc(5) environ; docker --env-file; NCCL src/misc/param.cc setEnvFile (nccl.conf). The other forms have
-modules of their own: `shell`, `documents`, `dockerfile`. Lines that are not understood are named.
+Specification: proc(5) environ; docker --env-file; NCCL src/misc/param.cc setEnvFile (nccl.conf). Other formats are
+read by the modules `shell`, `documents` and `dockerfile`. Lines that cannot be parsed are reported with their number.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from planner.lint.script import (
 )
 from planner.nccl_env.names import is_read
 
-_PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
+_PATTERNS = read_table(__file__, "data/forms.toml")  # patterns for the format of a text; the first match counts
 FORMS: Mapping[str, str] = _PATTERNS["forms"]
 KINDS = tuple(kind for kind in FORMS if kind != "other")
 _DOCUMENTS = ("yaml", "json", "toml")
 _PROGRAMS = ("shell", "dockerfile")
 _LIMITS = {"log": 16 << 20, **dict.fromkeys(("env", "conf", "process"), 8 << 20)}  # characters
-_LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign, all other forms
-_LIMIT_DEPTH = 4  # texts in texts
+_LIMIT_SCRIPT = 1 << 20  # characters of the other formats, which are parsed completely
+_LIMIT_DEPTH = 4  # nesting of texts inside texts
 _LIMIT_SCOPES = 200
 
 
 class Reading(NamedTuple):
-    """All environments of one text, and what they were read as."""
+    """All environments of one text, and the format of the text."""
 
     form: str
     environments: tuple[NamedEnvironment, ...]
-    files: tuple[str, ...] = ()  # named in the text and not read: env files, ConfigMaps of elsewhere
-    unread: tuple[Unread, ...] = ()  # lines that could not be understood, in order
-    unreached: tuple[Unread, ...] = ()  # settings of names that no started program gets, and that are not judged
-    nodes: int | None = None  # of the job, where the text says so
+    files: tuple[str, ...] = ()  # referenced but not read: env files, ConfigMaps outside the text
+    unread: tuple[Unread, ...] = ()  # lines that could not be parsed, in order
+    unreached: tuple[Unread, ...] = ()  # settings that no started program gets; not checked
+    nodes: int | None = None  # number of nodes of the job; None if the text does not contain it
 
     def names(self) -> tuple[str, ...]:
-        """The variables found, each once."""
+        """Return the names of all variables found, sorted."""
         found = {
             name
             for each in self.environments
@@ -60,10 +60,10 @@ class Reading(NamedTuple):
 
 
 def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
-    """Every environment in a text, and the form it was read as. Raises EnvironmentTextError.
+    """Return every environment in a text, and its format. Raises EnvironmentTextError.
 
-    Without `kind` the form is recognised by its looks and its file's name. Only variables that concern communication
-    are kept: the rest may hold secrets.
+    If `kind` is None, the format is recognised from the text and the file name. Only variables that concern
+    communication are returned, because others may contain secrets.
     """
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if kind is not None and kind not in FORMS:
@@ -75,7 +75,7 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
             found = _reading(text, each)
         except EnvironmentTextError as error:
             found = error
-        if isinstance(found, Reading) and found.names():  # where the file's name says something else, the text decides
+        if isinstance(found, Reading) and found.names():  # otherwise try the format recognised without the file name
             return found
         first = first or found
     if not isinstance(first, Reading):
@@ -87,7 +87,7 @@ def _reading(text: str, kind: str) -> Reading:
     if len(text) > (limit := _LIMITS.get(kind, _LIMIT_SCRIPT)):
         raise EnvironmentTextError(f"{len(text)} characters are more than the {limit} that are read of a {kind}")
     if kind not in _LIMITS:
-        from planner.lint.expansion import limit_parsing  # the parser, which no plain list of variables needs
+        from planner.lint.expansion import limit_parsing  # not needed for plain lists of variables
 
         limit_parsing()
     title, parts = _read(text, kind, 0)
@@ -108,7 +108,7 @@ def _reading(text: str, kind: str) -> Reading:
 
 
 def _unfound(text: str, found: set[str], pattern: re.Pattern[str], why: str, first: int = 1) -> Iterator[Unread]:
-    """Lines of a text that look as if they set a variable that was found nowhere."""
+    """Yield the lines that look like an assignment of a variable that no reader found."""
     for number, row in enumerate(text.splitlines()):
         for match in pattern.finditer(row) if not row.lstrip().startswith("#") else ():
             name = re.search(r"(?:[A-Z]+_)?[A-Z]+_\w+", match[0])
@@ -117,7 +117,7 @@ def _unfound(text: str, found: set[str], pattern: re.Pattern[str], why: str, fir
 
 
 def _own(text: str) -> frozenset[str]:
-    """Names that the text itself reads, other than to hand on their own value (`A=${A:-1}`)."""
+    """Return the names that the text itself reads, except for assignments of the own value (`A=${A:-1}`)."""
     found = set()
     for match in pattern("used").finditer(text):
         before = text[max(0, match.start() - len(match[1]) - 2) : match.start()].rstrip("\"'")
@@ -127,13 +127,13 @@ def _own(text: str) -> frozenset[str]:
 
 
 def _nodes(text: str) -> int | None:
-    """The most nodes that a launcher or an object in the text asks for; None where none says."""
+    """Return the largest number of nodes that the text requests; None if it contains none."""
     found = [int(number) for match in pattern("nodes").findall(text) for number in match if number]
     return max(found) if found else None
 
 
 def why_nothing(text: str, reading: Reading) -> str:
-    """The sentence for a text in which no variable was found."""
+    """Return the error message for a text in which no variable was found."""
     lines = [number for number, row in enumerate(text.splitlines(), start=1) if pattern("named").search(row)]
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
@@ -150,7 +150,7 @@ def why_nothing(text: str, reading: Reading) -> str:
 
 
 def listed_lines(lines: Iterable[int]) -> str:
-    """Line numbers for a sentence: "line 3", "lines 3, 7, 9", cut after ten."""
+    """Format line numbers: "line 3", "lines 3, 7, 9"; at most ten numbers."""
     numbers = sorted(set(lines))
     shown = ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")
     return f"line{'s' if len(numbers) > 1 else ''} {shown}"
@@ -160,7 +160,7 @@ _Parts = list[tuple[str, Script]]
 
 
 def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts]:
-    """The form in words, and each place's script. `first` is the number of the text's first line; 0: unknown."""
+    """Return the name of the format, and the result for each place. `first` is the first line's number; 0: unknown."""
     title = FORMS[kind]
     if kind in _DOCUMENTS:
         from planner.lint.documents import form, parse, read_documents
@@ -179,7 +179,7 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
 
 def _script(text: str, kind: str, first: int) -> Script:
     if kind == "process":
-        return _plain((0, entry) for entry in reversed(text.split("\0")))  # getenv(3) finds the first of two
+        return _plain((0, entry) for entry in reversed(text.split("\0")))  # getenv(3) uses the first duplicate
     if kind == "log":
         return _plain((0, f"{match[1]}={match[2]}") for match in pattern("logged").finditer(text))
     if kind == "dockerfile":
@@ -203,7 +203,7 @@ def _script(text: str, kind: str, first: int) -> Script:
 
 
 def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
-    """NAME=VALUE each with its line; the last of two counts."""
+    """Return the result for pairs of line number and NAME=VALUE; the last duplicate counts."""
     found: dict[str, Assigned] = {}
     for line, entry in pairs:
         name, equals, value = entry.partition("=")
@@ -213,9 +213,10 @@ def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
 
 
 def _lines(text: str, kind: str, first: int) -> Script:
-    """An env file (no quoting, no export: the value is all that follows the first `=`), or nccl.conf.
+    """Read an env file or nccl.conf: the value is everything after the first `=`, quotes included.
 
-    docker takes the last of two. NCCL trims nothing, reads `#` only in the first column, and takes the first of two.
+    docker uses the last of duplicate entries. NCCL keeps all blanks, accepts `#` only in the first column, and uses the
+    first of duplicate entries.
     """
     rows, unread = list[tuple[int, str]](), list[Unread]()
     for at, row in enumerate(text.splitlines()):
@@ -224,7 +225,7 @@ def _lines(text: str, kind: str, first: int) -> Script:
             continue
         name = bare.partition("=")[0]
         if kind == "env" and ((" " in name.strip() and not name.startswith("export ")) or "=" not in bare):
-            if not re.fullmatch(r"\w+", bare.strip()):  # NAME alone takes its value from outside
+            if not re.fullmatch(r"\w+", bare.strip()):  # NAME alone: docker takes the value from its own environment
                 unread.append(Unread(line=number, why="no NAME=VALUE"))
             continue
         rows.append((number, bare if kind == "env" else row))
@@ -235,7 +236,7 @@ def _lines(text: str, kind: str, first: int) -> Script:
 
 
 def _inner(script: Script, source: str, depth: int) -> _Parts:
-    """Texts inside: what a script writes into a file, JSON in an option."""
+    """Return the results of nested texts: files that a script writes, JSON in an option."""
     parts: _Parts = []
     seen: set[str] = set()
     for inner in script.inner if depth < _LIMIT_DEPTH else ():
@@ -246,7 +247,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
         where = inner.target if "/" in inner.target or "." in inner.target else f"{inner.target} of line {inner.line}"
         where = f"line {inner.line}" if where == "option.json" else where
         found: _Parts = []
-        with contextlib.suppress(EnvironmentTextError):  # its lines are named below
+        with contextlib.suppress(EnvironmentTextError):  # its lines are reported below
             found = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
         parts += [(f"{source}, {where}", each) for _, each in found]
         if not any(settings for _, each in found for settings in each.settings()):
@@ -255,7 +256,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
 
 
 def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[NamedEnvironment]:
-    """What holds always, then each launch or condition with all that it gets."""
+    """Yield the unconditional environment, then the complete environment of each launch or condition."""
     named = {name for settings in script.settings() for name in settings}
     loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
     findings = tuple(script.findings)
@@ -276,7 +277,7 @@ def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[
 
 
 def guess_kind(text: str, name: str = "") -> str:
-    """What a text looks like; its file's name comes first where it tells."""
+    """Return the format of a text, recognised from the file name first, then from the text."""
     if "\0" in text:
         return "process"
     by_name = _first(_PATTERNS["by_name"], name)
@@ -295,7 +296,7 @@ def _first(patterns: Mapping[str, str], text: str) -> str:
 
 
 def _mixed(text: str) -> bool:
-    """Whether there is a line that is neither empty, a comment nor an assignment, and one whose value needs a shell."""
+    """Whether the text has lines that only a shell can evaluate, so it is a script and not an env file."""
     rows = [row.strip() for row in text.splitlines()]
     rows = [row for row in rows if row and not row.startswith("#")]
     commands = any("=" not in row.split(" ", 1)[0] for row in rows)

@@ -13,7 +13,7 @@ from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 from scanned import scan
-from test_secrets import PLANTED, SECRETS, S
+from test_secrets import PLANTED, SECRETS
 
 from agent.jobs import bundle
 from agent.jobs.bundle import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
@@ -29,29 +29,15 @@ def host(root: Path, state: Path, machine: Path = SOUND) -> Files:
     return bundle.of_host(scan(load(machine)), load(machine).content, root=str(root), state=state)
 
 
-def checkpoint(root: Path, registered: dict[str, list[str] | None], held: list[str]) -> str:
-    """As kubelet writes it: DeviceIDs by NUMA node, and a resource without a healthy device as null."""
-    path = root / bundle.CHECKPOINT
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entry = {"PodUID": "p1", "ContainerName": "c", "ResourceName": "nvidia.com/gpu", "DeviceIDs": {"0": held},
-             "AllocResp": S}  # fmt: skip
-    text = json.dumps({"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": registered}, "Checksum": 1})
-    path.write_text(text)
-    return text
-
-
 def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:
     path = tmp_path / "bundle.zip"
-    checkpoint(tmp_path, {"nvidia.com/gpu": ["GPU-gone"]}, ["GPU-held"])
     limits, state = tmp_path / "proc/self/limits", tmp_path / "state"
     for file in (limits, state / "bench.json", state / "runs" / "f.json"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text('{"note": "kept: a harmless line"}')
     whole = host(tmp_path, state)
-    assert set(whole) == {"recording.json", "findings.json", "versions.json", "limits.txt", "kubelet.json",
-                          "state/bench.json", "state/runs/f.json"}  # fmt: skip
-    kubelet = whole["kubelet.json"].decode()
-    assert "GPU-gone" in kubelet and "GPU-held" in kubelet and S not in kubelet
+    stored = {"state/bench.json", "state/runs/f.json"}
+    assert set(whole) == {"recording.json", "findings.json", "versions.json", "limits.txt"} | stored
     assert sum(b"a harmless line" in data for data in whole.values()) == 3
     path.write_bytes(pack_bundle({"a": whole, "b": host(tmp_path, tmp_path, SICK)}))
     done = topoflight("preflight", "-q", "--host", path)
@@ -90,14 +76,7 @@ sys.stdout.buffer.write(told)
 
 def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     """Through kubectl as a stand-in on PATH: what is refused is said, secrets of logs are left out."""
-    kept = checkpoint(tmp_path / "node", {"nvidia.com/gpu": ["GPU-0"]}, [])
-    texts = {
-        "checkpoint": kept,
-        "plugin.log": "device marked unhealthy: GPU-marked",
-        "agent.log": SEEDED,
-        "answers": json.dumps(TABLES["kubectl"]),
-    }
-    for name, text in texts.items():
+    for name, text in (("agent.log", SEEDED), ("answers", json.dumps(TABLES["kubectl"]))):
         (tmp_path / name).write_text(text)
     (tmp_path / "inner.zip").write_bytes(pack_bundle({"n1": host(tmp_path, tmp_path)}))
     kubectl = tmp_path / "kubectl"
@@ -111,7 +90,6 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     assert b"Forbidden" in found["n2"]["error.txt"] and b"forbidden" in found["cluster"]["nodetopologies.json.txt"]
     assert b"a harmless line" in found["n2"]["log.txt"]
     assert not any(secret.encode() in data for secret in SECRETS for files in found.values() for data in files.values())
-    assert "GPU-0" in found["n1"]["kubelet.json"].decode() and "GPU-marked" in found["n1"]["plugin-log.txt"].decode()
     assert found["cluster"]["agents.txt"].decode().splitlines() == [
         "n2: the agent's pod agent-n2 does not run: ImagePullBackOff: no such image",
         "no node: the agent's pod agent-x does not run: Unschedulable: a taint",

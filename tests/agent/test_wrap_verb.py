@@ -193,12 +193,12 @@ def test_a_script_ends_well_where_gloos_threads_get_no_cpu(tmp_path: Path) -> No
     ranks, port = [], free_port()
     for rank in ("0", "1"):
         variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                     "OMP_NUM_THREADS": "1", script_rank.ENDED: str(tmp_path / "ended.")}  # fmt: skip
+                     "OMP_NUM_THREADS": "1", script_rank.REPORT: str(tmp_path / "left.")}  # fmt: skip
         words = [sys.executable, script_rank.__file__, str(tmp_path / "sft.py"), "--config", f"{tmp_path}/config.yaml"]
         ranks.append(subprocess.Popen(words, env={**os.environ, **variables}, stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True))  # fmt: skip
     ended(ranks)
-    assert (tmp_path / "ended.0").exists() and (tmp_path / "ended.1").exists()
+    assert (tmp_path / "left.0").exists() and (tmp_path / "left.1").exists()
 
 
 def test_a_script_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

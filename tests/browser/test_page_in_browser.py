@@ -399,7 +399,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
         best = max(m.busbw_bytes_per_second for m in result.measurements if m.op == "all_gather")
         assert units.rate(best) in shown
         assert shown.count("yes") == len(result.measurements)
-        assert "GPUDirect RDMA: off (send 0 of 4 channels, receive 0 of 4)" in shown
+        assert "GPUDirect RDMA: off (send 0/4, receive 0/4)" in shown
         assert "GPU Direct RDMA Disabled for HCA 0" in shown
         accessible(tab, axe)
         clean(tab, address)

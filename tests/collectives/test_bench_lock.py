@@ -62,12 +62,13 @@ def test_the_folder_of_a_killed_run_is_swept_and_that_of_a_living_one_stays(tmp_
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     dead = tmp_path / f"{processes.FOLDER_PREFIX}dead"
     dead.mkdir()
-    (dead / processes.FOLDER_OWNER).touch()
+    link = tmp_path / f"{processes.FOLDER_PREFIX}link"
+    link.symlink_to(tmp_path)
     with processes.run_folder() as living:
         assert not dead.exists()
         processes.remove_stale_folders(tmp_path)
-        assert living.exists()
-    assert not living.exists()
+        assert living.exists() and living.name.startswith(processes.FOLDER_PREFIX)
+    assert not living.exists() and link.exists()
 
 
 def test_a_folder_is_not_swept_while_its_owner_has_yet_to_lock_it(tmp_path, monkeypatch):
@@ -81,4 +82,4 @@ def test_a_folder_is_not_swept_while_its_owner_has_yet_to_lock_it(tmp_path, monk
 
     monkeypatch.setattr(fcntl, "flock", meanwhile)
     with processes.run_folder() as living:
-        assert fcntl.flock is locks and (living / processes.FOLDER_OWNER).exists()
+        assert fcntl.flock is locks and living.exists()

@@ -54,7 +54,7 @@ def after(name, turn, ranks=(4, 7, 9), size=3 * 1024):
     op = OPS[name]
     sides = [allocate(op, size, None, ranks, rank, "cpu") for rank in ranks]
     for side in sides:
-        fill(op, side, turn)
+        fill(side, turn)
     given = [side.send_buffer.clone() for side in sides]
     n = len(ranks)
     for place, side in enumerate(sides):
@@ -63,8 +63,6 @@ def after(name, turn, ranks=(4, 7, 9), size=3 * 1024):
             "reduce_scatter": lambda: sum(given).chunk(n)[place],  # noqa: B023 - called at once
             "all_reduce": lambda: sum(given),
             "all_to_all": lambda: torch.cat([one.chunk(n)[place] for one in given]),  # noqa: B023
-            "send_recv": lambda: given[place - 1],  # noqa: B023
-            "broadcast": lambda: given[0],
         }[name]()
         side.taken.copy_(whole)
     return op, sides
@@ -76,7 +74,7 @@ def test_right_data_is_right_and_old_data_is_wrong(name):
     for side in sides:
         assert op.wrong(side, 1) == ()
         assert op.wrong(side, 2) != (), "data of an earlier round"
-    fill(op, sides[1], 1)
+    fill(sides[1], 1)
     assert op.wrong(sides[1], 1) != (), "a buffer into which no rank wrote"
 
 
@@ -103,7 +101,6 @@ def swap_parts(taken):
         ("all_gather", lambda taken: taken.chunk(3)[2][7].fill_(999), (2,)),
         ("all_reduce", lambda taken: taken[7].add_(1), (UNKNOWN_SOURCE,)),  # a sum does not say whose part is wrong
         ("all_gather", swap_parts, (0, 1)),
-        ("broadcast", lambda taken: taken.zero_(), (0,)),
     ],
 )
 def test_the_place_whose_data_is_wrong_is_named(name, spoil, wrong):

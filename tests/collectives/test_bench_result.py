@@ -47,7 +47,11 @@ def test_the_fit_finds_latency_and_bandwidth_of_verified_sizes_of_its_operation(
     assert fit.alpha_seconds == pytest.approx(50e-6, rel=1e-6)
     assert fit.beta_bytes_per_second == pytest.approx(2e9, rel=1e-6)
     assert fit.points == 4
-    points = [measurement(1_000, 1e-3), measurement(2_000, 2e-3, verified=False), measurement(3_000, 1, op="broadcast")]
+    points = [
+        measurement(1_000, 1e-3),
+        measurement(2_000, 2e-3, verified=False),
+        measurement(3_000, 1, op="all_reduce"),
+    ]
     assert fit_latency("all_gather", points) is None
 
 
@@ -123,7 +127,8 @@ def test_a_wrong_sum_that_nobody_owns_up_to_is_told_so():
     found = result(hello(), measured(wrong=[[0, -1], [1, -1]]))
     assert not found.complete and not found.measurements[0].verified
     assert found.problems == (
-        "all_gather of 4096 bytes is not verified: the sum is wrong on rank 0, rank 1; each rank's own part is right",
+        "all_gather of 4096 bytes is not verified: the sum is wrong on rank 0, rank 1; "
+        "all_gather shows which rank's data is wrong",
     )
 
 

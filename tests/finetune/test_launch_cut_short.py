@@ -120,7 +120,7 @@ def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
     if made.killed:
         assert "did not end within 1 s of SIGTERM and was killed" in made.ending
     else:
-        assert own == launch.RESUMABLE
+        assert own == launch.run_record.RESUMABLE
 
 
 @each_row("rate", ["125Mi", "1Gi"])

@@ -47,10 +47,9 @@ def install():
                 happen(kind)
         arrive(pulse, where)
 
-    def fill_wrongly(op, side, turn):
-        fill(op, side, turn)
-        if op.gives(side):
-            side.send_buffer[side.send_buffer.numel() // 2] += 1
+    def fill_wrongly(side, turn):
+        fill(side, turn)
+        side.send_buffer[side.send_buffer.numel() // 2] += 1
 
     Pulse.arrive = arrive_with_faults
     if "lie" in kinds:
