@@ -168,7 +168,7 @@ def coordinate(settings: Place, store: Any) -> None:
     rows, began, run = read_journal(journal), time.time(), os.urandom(4).hex()
     if journal.exists():  # the last row is incomplete where a coordinator died while it wrote
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
-    for node in range(settings.nodes):
+    for node in () if rows else range(settings.nodes):
         note_path(settings.journal, node).unlink(missing_ok=True)  # of an earlier search
     joined = fleet.gather(range(settings.nodes))
     described = [joined.get(node, {}) for node in range(settings.nodes)]
