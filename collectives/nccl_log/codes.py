@@ -6,7 +6,7 @@ A text is searched first; its regular expression is compiled and run only on a m
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -35,6 +35,7 @@ class Meaning:
     proof: Sequence[str] = ()
     variables: Sequence[str] = ()
     other_provider: str = ""
+    cases: Sequence[Mapping[str, str]] = ()
 
 
 CODES: dict[str, Meaning] = {code: Meaning(**row) for code, row in read_table(__file__, "codes.toml").items()}

@@ -107,6 +107,7 @@ class LineReader:
             self._processes.keep(writer.process, None)
         if prefix not in self._writers:
             self.ledger.hosts.add(writer.host)
+            self.ledger.facts.rccl |= b"/hipify/" in prefix
             if len(prefix) < MOST_PREFIX_BYTES:
                 self._writers.keep(prefix, writer)
         self.ledger.writer = writer
@@ -192,7 +193,8 @@ class LineReader:
         before, cause, text = body.partition(_CAUSE)
         if cause and text.strip():
             body, self.cause_lines = before + text, 1
-        self._message(body, warn=False, foreign=b"NCCL" not in body and not self.cause_lines)
+        unclear = _TEXTS["error_level"].search(body) is not None
+        self._message(body, warn=unclear, foreign=b"NCCL" not in body and not self.cause_lines)
 
     def _exception(self, body: bytes, line: bytes) -> None:
         """A traceback and the exception below it, at the start of a line, prove that a program ended."""

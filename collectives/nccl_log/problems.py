@@ -7,17 +7,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES, WORDS_OF, codes_with, problem_of
+from collectives.nccl_log.codes import CODES, WORDS_OF, Meaning, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 
 _LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may continue after it
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
-_USABLE = (
-    "The log says that DMA-BUF or peer memory works, so look at the distance: GPU and NIC must be PXB or nearer "
-    "(nvidia-smi topo -m), NCCL_NET_GDR_LEVEL unset and ACS off"
-)
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 # The first of these beginnings of a libfabric provider decides which code fits.
 _PROVIDER_CODES = (
@@ -142,7 +138,7 @@ class _Findings:
 
     def add(
         self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0, severity: str = "",
-        hosts: Collection[str] = (), action: str = "",
+        hosts: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Add a problem once: of `hosts`, or of the hosts that wrote its messages or the lines that prove it."""
         if code in self.problems:
@@ -159,8 +155,16 @@ class _Findings:
         self.problems[code] = problem_of(
             code, detail, lines=self._of_hosts(proof, hosts), count=count or self.ledger.codes[code] or 1,
             hosts=tuple(sorted(hosts)), ranks=ranks, severity=severity or meaning.severity,
-            action=action or meaning.action,
+            action=self._action(meaning, proof),
         )  # fmt: skip
+
+    def _action(self, meaning: Meaning, proof: tuple[ProofLine, ...]) -> str:
+        """Return the first action for what the log shows: its lines, ports, versions, provider and GPUDirect RDMA."""
+        facts = self.facts
+        seen = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
+        seen += [f"NCCL {version}" for version in facts.versions] + [f"provider {name}" for name in facts.providers]
+        text = "\n".join((*seen, *(f"GPUDirect RDMA {word}" for _, word in facts.gdr_words)))
+        return next((case["action"] for case in meaning.cases if re.search(case["seen"], text)), meaning.action)
 
     def add_code(self, code: str) -> None:
         """Add a code of messages, in the words of the provider that libfabric chose."""
@@ -371,11 +375,7 @@ class _Findings:
         is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or self.inter.startswith("IB")
         if self.evidence.gdrdma_fraction is not None:  # without a channel, what refused it is reported below
             code = "ib_without_gdrdma" if is_ib else _code_without_gdrdma(self.inter, carried, self.facts.provider)
-            usable = is_ib and any(word == "usable" for _, word in self.facts.gdr_words)
-            self.add(
-                code, _part(self.evidence, []), self._channel_proof(), hosts=self._hosts_without_gdrdma(),
-                action=_USABLE if usable else "",
-            )  # fmt: skip
+            self.add(code, _part(self.evidence, []), self._channel_proof(), hosts=self._hosts_without_gdrdma())
             self.problems.pop("gdr_refused_by_plugin", None)
         if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
             self.add("gdr_disabled_by_env")
@@ -444,9 +444,7 @@ class _Findings:
             missing = _silent_nodes(facts)
         if missing:
             self.add("ranks_missing", f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-        elif (
-            not evidence.transports and evidence.gdrdma == "none" and facts.ranks != 1
-        ):  # one rank alone has no channel
+        elif not evidence.transports and evidence.gdrdma == "none" and facts.ranks != 1:  # one rank has no channel
             for unknown in [note for note in self.notes if note.code == "other_warnings"]:  # nothing else can be read
                 self.notes.remove(unknown)
                 self.problems[unknown.code] = replace(unknown, severity="warn")
@@ -460,8 +458,7 @@ def _part(evidence: Evidence, lacking: list[str]) -> str:
     send, receive = evidence.send, evidence.receive
     noun = "channel" if max(send.total, receive.total) == 1 else "channels"
     seen = [f"{word} {n.gdrdma} of {n.total}" for word, n in (("send", send), ("receive", receive)) if n.total]
-    text = f"{', '.join(seen)} {noun}"
-    return text + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
+    return f"{', '.join(seen)} {noun}" + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
 
 
 def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str:

@@ -73,6 +73,22 @@ def test_gate_without_gdrdma() -> None:
     assert evidence.exit_code(broken, require_gdrdma=False) == evidence.FAILED
 
 
+@each_row(("code", "has", "lacks", "lines"), rows("remedies"))
+def test_the_first_action_is_for_what_the_log_says(code: str, has: str, lacks: str, lines: list[str]) -> None:
+    """The type and the number of an error, the devices, the version and the provider decide on the advice."""
+    actions = {problem.code: problem.action for problem in read(lines).problems}
+    assert has in actions[code]
+    assert lacks not in actions[code]
+
+
+def test_no_case_of_an_action_is_hidden_or_without_a_row() -> None:
+    """Each case of codes.toml is the action of a row above, and its keys are known."""
+    given = {problem.action for row in rows("remedies") for problem in read(row[3]).problems}
+    cases = [case for meaning in CODES.values() for case in meaning.cases]
+    assert [case for case in cases if case.keys() != {"seen", "action"}] == []
+    assert [case["action"] for case in cases if case["action"] not in given] == []
+
+
 def test_every_sign_has_a_meaning() -> None:
     """No text leads to a code without an action."""
     assert {sign.code for sign in SIGNS} <= CODES.keys()
