@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import re
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from collectives.bench.plan import SpecError
 from collectives.bench.run import visible_backend
 from collectives.search.plan import STUCK, Measure, SearchResult, Verdict
 from collectives.search.rank import Place
-from collectives.search.run import SearchSpec, from_environment
+from collectives.search.run import SearchSpec, from_environment, resolvable_address
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
 from contracts.host_list import compress_host_list, list_names, slurm_name
@@ -51,7 +48,7 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     nodes = options["nodes"] or launched.get("nodes", 1)
     node = launched.get("node", 0) if options["node_rank"] is None else options["node_rank"]
     default = launched.get("rendezvous", "127.0.0.1:29400" if nodes == 1 else "")
-    rendezvous = options["rendezvous"] or _resolvable(default)
+    rendezvous = options["rendezvous"] or resolvable_address(default)
     host, _, port = rendezvous.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise SpecError(f"rendezvous: {rendezvous!r} is not allowed; allowed: host:port of node 0")
@@ -73,20 +70,6 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
         gpu_pids=gpu_processes(found), force=options["force"],
         environment={} if options["no_advice"] or nodes == 1 else network_environment(found),
     )  # fmt: skip
-
-
-def _resolvable(rendezvous: str) -> str:
-    """Replace the name of a node that this host cannot resolve by its NodeAddr in Slurm's configuration."""
-    host, _, port = rendezvous.rpartition(":")
-    with contextlib.suppress(OSError):
-        socket.getaddrinfo(host or "localhost", None)
-        return rendezvous
-    from agent.jobs.slurm import SlurmError, slurm
-
-    with contextlib.suppress(SlurmError):
-        if address := re.search(r"\bNodeAddr=(\S+)", slurm("scontrol", "show", "node", host)):
-            return f"{address[1]}:{port}"
-    return rendezvous
 
 
 def _domain(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> str:

@@ -47,12 +47,6 @@ class Fleet:
             time.sleep(POLL_SECONDS)
         return joined
 
-    def restart(self, name: str) -> None:
-        """Start a rank anew; the next round waits for it."""
-        self._store.delete_key(f"join/{name}")
-        self._store.set(f"anew/{name}", "")
-        self._restarted.add(int(name.partition("/")[0]))
-
     def rank_names(self, nodes: Sequence[int]) -> list[str]:
         """Name the ranks of these nodes: "3/0" is rank 0 of node 3."""
         return [f"{node}/{local}" for node in nodes for local in range(self.ranks[node])]
@@ -100,7 +94,9 @@ class Fleet:
                     lost[node] = f"its rank lives and does not move in {where}, which the others have left"
                 else:
                     hung.add(index)
-                    self.restart(name)
+                    self._restarted.add(node)
+                    self._store.delete_key(f"join/{name}")
+                    self._store.set(f"anew/{name}", "")
                 self._store.set(f"test/{run}/{number}/{index}/stop", "")
                 waiting.pop(name)
         return [
@@ -190,8 +186,8 @@ def coordinate(settings: Place, store: Any) -> None:
     ):  # fmt: skip
         sys.exit(f"{journal} is of other nodes or of another version: give another --journal file")
     search.lost = {**absent, **search.lost}
-    is_reached = any(joined)  # by a node other than the first, whose ranks connect over the loopback
-    search.unreached = {node: why for node, why in absent.items() if not (node and is_reached)}
+    # A node other than the first shows that the address is reached: the ranks of the first connect over the loopback.
+    search.unreached = {node: why for node, why in absent.items() if not (node and any(joined))}
     notes = {node: note_path(settings.journal, node) for node in absent}
     search.unreached.update({node: note.read_text(encoding="utf-8") for node, note in notes.items() if note.exists()})
     minutes = sum(row["node_minutes"] for row in rounds)

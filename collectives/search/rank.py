@@ -8,6 +8,7 @@ test. Transfers run in threads that the main thread watches: bytes that move are
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -220,8 +221,7 @@ class Rank:
 
     def run(self) -> None:
         """Take part in every round until the search ends."""
-        number = self._next_round
-        while True:
+        for number in itertools.count(self._next_round):
             while not _wait_for(self.store, f"round/{number}"):
                 pass
             posted = json.loads(self.store.get(f"round/{number}"))
@@ -231,7 +231,6 @@ class Rank:
                     key = f"test/{posted['run']}/{number}/{index}"
                     found = self._alone(key) if test["kind"] == "alone" else self._exchange(key, test)
                     self.store.set(f"result/{number}/{self._name}", json.dumps(found))
-            number += 1
 
     def _alone(self, key: str) -> dict[str, Any]:
         """Multiply matrices on this rank's device, and sum over the ranks of this node."""

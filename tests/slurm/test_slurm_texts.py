@@ -30,6 +30,7 @@ from agent.jobs.slurm import SlurmError, job_files
 from collectives.search.coordinator import coordinate, read_journal
 from collectives.search.plan import SearchResult
 from collectives.search.rank import Place, connect, note_path
+from collectives.search.run import resolvable_address
 from collectives.traces.states import NAME, RankState, dumps
 from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
@@ -440,6 +441,17 @@ def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(
     finding = findings_of(result)[2]
     assert (finding.code == "search.node.unjudged") == (states[2] != "bad") and words in finding.message, finding
     assert is_noted or "--rendezvous HOST:PORT" in finding.message
+
+
+def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path: Path, monkeypatch: Any) -> None:
+    """scontrol of Slurm 22.05 prints these words in one line among others."""
+    script = tmp_path / "scontrol"
+    script.write_text('#!/bin/sh\necho "NodeName=$3 Arch=x86_64"; echo "   NodeAddr=10.0.0.11 NodeHostName=$3"\n')
+    script.chmod(0o755)
+    assert resolvable_address("nowhere.invalid:29407") == "nowhere.invalid:29407"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert resolvable_address("nowhere.invalid:29407") == "10.0.0.11:29407"
+    assert resolvable_address("localhost:29407") == "localhost:29407"
 
 
 def rack(first: int, last: int, *leaves: str, clique: str = "", gpus: int = 8) -> list[Placement]:
