@@ -149,8 +149,8 @@ def resolvable_address(rendezvous: str) -> str:
     with suppress(OSError):
         socket.getaddrinfo(host or "localhost", None)
         return rendezvous
-    with suppress(OSError, subprocess.TimeoutExpired):  # without Slurm there is no scontrol
-        done = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, timeout=30, check=False)
-        if address := re.search(r"\bNodeAddr=(\S+)", done.stdout):
+    with suppress(OSError, subprocess.SubprocessError):  # without Slurm there is no scontrol
+        shown = subprocess.check_output(["scontrol", "show", "node", host], text=True, timeout=30)
+        if address := re.search(r"\bNodeAddr=(\S+)", shown):
             return f"{address[1]}:{port}"
     return rendezvous
