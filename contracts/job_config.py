@@ -144,9 +144,9 @@ def _find_file(path: Path, named: str) -> Path | None:
 
 def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict[str, Any]:
     """Return the mapping with each `key=value` or `key.member=value` applied. Raises ConfigError, which names it."""
-    from contracts.yaml_text import YamlTextError, load_all
-
     for text in overrides:
+        from contracts.yaml_text import YamlTextError, load_all
+
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"override {text!r}: must be key=value")

@@ -12,7 +12,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -102,7 +102,7 @@ class MisfitError(ValueError):
 
 @cache
 def converter() -> Any:
-    """Return the cattrs converter, created on first use: importing cattrs takes 0.1 s and most verbs do not need it."""
+    """Return the cattrs converter, created on first use: importing cattrs takes 0.1 s and most verbs read nothing."""
     from cattrs.preconf.json import make_converter
 
     # stop at the first error: collecting all errors takes a minute for 1 MB of invalid data
@@ -112,8 +112,18 @@ def converter() -> Any:
 
 
 def write(value: Any) -> Any:
-    """Convert a dataclass to dicts, lists, numbers and text."""
-    return converter().unstructure(value)
+    """Convert a dataclass to dicts, lists, numbers and text, without cattrs. A value of another type is not changed."""
+    if type(value) in _NUMBERS_AND_TEXT:
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return [write(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: write(item) for key, item in value.items()}
+    names = getattr(value, "__dataclass_fields__", None)
+    return value if names is None else {name: write(getattr(value, name)) for name in names}
+
+
+_NUMBERS_AND_TEXT = frozenset({str, int, float, bool, type(None)})  # most values: decided first
 
 
 def read(data: object, kind: type[T]) -> T:

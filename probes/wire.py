@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from contracts.plain import strict
+from contracts.plain import strict, write
 from probes.api import Absent, Failed, Ok, Outcome, Snapshot, Source
 
 Json = Any
@@ -25,33 +25,10 @@ Json = Any
 def outcome_to_json(outcome: Outcome) -> dict[str, Json]:
     """Return {"status": "ok", "absent" or "failed", "seconds": ..., and "facts", "why" or "error"}."""
     if isinstance(outcome, Ok):
-        return {"status": "ok", "seconds": outcome.seconds, "facts": _to_plain(outcome.facts)}
+        return {"status": "ok", "seconds": outcome.seconds, "facts": write(outcome.facts)}
     if isinstance(outcome, Absent):
         return {"status": "absent", "seconds": outcome.seconds, "why": outcome.why}
     return {"status": "failed", "seconds": outcome.seconds, "error": outcome.error}
-
-
-def _to_plain(value: Any) -> Json:
-    kind = type(value)
-    if kind in _AS_IT_IS:
-        return value
-    if kind is tuple or kind is list:
-        return [_to_plain(item) for item in value]
-    if kind is dict:
-        return {key: _to_plain(item) for key, item in value.items()}
-    return {name: _to_plain(getattr(value, name)) for name in _get_field_names(kind)}  # type: ignore[arg-type]  # a class is hashable
-
-
-_AS_IT_IS = frozenset({str, int, float, bool, type(None)})
-
-
-@cache
-def _get_field_names(kind: Any) -> tuple[str, ...]:
-    """Return the field names of a dataclass. Raises TypeError for any other type, so that no fact is lost silently."""
-    fields = getattr(kind, "__dataclass_fields__", None)
-    if fields is None:
-        raise TypeError(f"a fact of type {kind.__name__} has no plain form")
-    return tuple(fields)
 
 
 @cache

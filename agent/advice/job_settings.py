@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -317,24 +315,25 @@ def _cached(name: str, revision: str, environment: Mapping[str, str]) -> Any:
         return None
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follow redirects, but send the token only to the hub."""
-
-    def redirect_request(self, req: Any, *words: Any) -> urllib.request.Request | None:
-        made = super().redirect_request(req, *words)
-        if made is not None and urlsplit(made.full_url)[:2] != urlsplit(req.full_url)[:2]:
-            made.remove_header("Authorization")
-        return made
-
-
 def _fetched(name: str, revision: str, environment: Mapping[str, str]) -> Any:
+    import urllib.request  # also imports ssl and http.client, which a model of the table does not need
+
+    class SameHost(urllib.request.HTTPRedirectHandler):
+        """Follow redirects, but send the token only to the hub."""
+
+        def redirect_request(self, req: Any, *words: Any) -> urllib.request.Request | None:
+            made = super().redirect_request(req, *words)
+            if made is not None and urlsplit(made.full_url)[:2] != urlsplit(req.full_url)[:2]:
+                made.remove_header("Authorization")
+            return made
+
     endpoint = _endpoint(environment)
     if urlsplit(endpoint).scheme not in ("http", "https"):
         raise ValueError(f"HF_ENDPOINT={endpoint!r}: must be http://HOST or https://HOST")
     request = urllib.request.Request(f"{endpoint}/{name}/resolve/{quote(revision, safe='')}/config.json")  # noqa: S310
     if token := environment.get("HF_TOKEN") or _token(environment):
         request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.build_opener(_SameHost).open(request, timeout=_SECONDS) as answer:
+    with urllib.request.build_opener(SameHost).open(request, timeout=_SECONDS) as answer:
         body = answer.read(_MOST_BYTES + 1)
     if len(body) > _MOST_BYTES:
         raise ValueError("config.json is larger than 1 MiB, which no config.json is")

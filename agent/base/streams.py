@@ -6,7 +6,6 @@ Only the standard library is imported, because every verb runs this code before 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 
@@ -21,21 +20,22 @@ def prepare() -> None:
             stream.reconfigure(errors="replace")
 
 
-class _RedactedFormatter(logging.Formatter):
-    """Redact secrets in whole log lines: message, arguments and traceback."""
+def log_to_stderr(verbose: int = 0) -> None:
+    """Write the log to stderr with secrets redacted: warnings, from `verbose` 1 information, from 2 debug messages."""
+    import logging  # takes a tenth of the time of --help, which logs nothing
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Format the record, then redact it. The patterns are loaded on first use, because few verbs log anything."""
-        from contracts.redaction import redact
+    class RedactedFormatter(logging.Formatter):
+        """Redact secrets in whole log lines: message, arguments and traceback."""
 
-        return redact(super().format(record))
+        def format(self, record: logging.LogRecord) -> str:
+            """Format the record, then redact it. The patterns are loaded on first use: few verbs log anything."""
+            from contracts.redaction import redact
 
+            return redact(super().format(record))
 
-def log_to_stderr(level: int) -> None:
-    """Write the log to stderr, with secrets redacted."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_RedactedFormatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])
+    handler.setFormatter(RedactedFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=(logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)], handlers=[handler])
 
 
 def discard_output() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import logging
 import re
 import sys
 
@@ -96,8 +95,7 @@ def cli(verbose: int) -> None:
     Inspects a node as NCCL will see it, measures its links, recommends the NCCL environment and the parallel layout,
     launches the fine-tune, and compares the run with its forecast.
     """
-    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    streams.log_to_stderr(level)
+    streams.log_to_stderr(verbose)
 
 
 @click.command()

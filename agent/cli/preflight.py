@@ -35,7 +35,6 @@ def preflight(
     targets = [_target(form) for form in forms] or [("table", None)]
     from agent.advice.request import Request
     from agent.jobs.preflight import run, write_folder
-    from agent.pages.report import report_page
     from contracts import question
 
     folder: Path | None = options.pop("folder") or (Path("reports") if options["train"] else None)
@@ -54,6 +53,8 @@ def preflight(
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)
     if folder is not None:
+        from agent.pages.report import report_page
+
         try:
             written = write_folder(report, folder, report_page(report))
         except OSError as error:

@@ -175,7 +175,7 @@ def main() -> None:
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # without memory, the kernel kills this and not the agent
-    log_to_stderr(logging.WARNING)
+    log_to_stderr()
     pipe, known = Connection(int(sys.argv[1])), Known()
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionError):

@@ -36,7 +36,6 @@ from agent.checks.verdict import (
     unjudged,
     with_environment,
 )
-from agent.cluster.nodes import NodeRecord
 from agent.jobs import child
 from agent.jobs.child import ChildError
 from collectives.bench.results import BenchResult
@@ -53,6 +52,7 @@ from topology.paths import Due
 
 if TYPE_CHECKING:
     from agent.checks.expect import Expectation
+    from agent.cluster.nodes import NodeRecord
 
 REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
 PROBE_SECONDS = 30.0  # for each probe; a faulty node is slow

@@ -202,7 +202,7 @@ def test_no_line_of_the_log_holds_a_secret() -> None:
     done = python(f"""
 import logging
 from agent.base.streams import log_to_stderr
-log_to_stderr(logging.DEBUG)
+log_to_stderr(2)
 try:
     raise ValueError({PLANTED!r})
 except ValueError:
