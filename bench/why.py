@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import statistics
@@ -61,6 +60,7 @@ class Fault:
     kind: str = ""  # "ddp", "fsdp", "trainer": training.py with the monitor's default settings; else ranks.py
     world: int = 4  # ranks on one host
     clocks: tuple[str, ...] = ()  # by host: how much its clock is ahead, as faketime takes it
+    rates: tuple[str, ...] = ()  # by host: what its port sends from the start of the run on
     patience: float = BUSY_SECONDS  # --limit
     env: dict[str, str] = field(default_factory=dict)
 
@@ -123,6 +123,8 @@ def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
     from rigs import netns
 
     rig = stack.enter_context(netns.hosts(fault.hosts, default_rate="200mbit"))
+    for host, rate in enumerate(fault.rates):
+        rig.shape(host, "eth0", rate)
     for host in range(fault.hosts):
         env = {**environment, "RANK": str(host), "WORLD_SIZE": str(fault.hosts), "LOCAL_RANK": "0",
                "MASTER_ADDR": rig.address(0), "MASTER_PORT": "29512", "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
@@ -156,7 +158,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 def run_fault(fault: Fault) -> Result:
     """Make it once, and ask until a cause is named."""
-    with tempfile.TemporaryDirectory(prefix="why-") as name:
+    with tempfile.TemporaryDirectory(prefix="why-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with started(fault, folder) as rig:
             _wait_for_ranks(fault, folder)
@@ -168,7 +170,6 @@ def run_fault(fault: Fault) -> Result:
             _restore_cgroup(folder)
             if (happened := folder / "happened").exists():
                 result.seconds = max(0.0, time.time() - happened.stat().st_mtime)
-        shutil.rmtree(folder / "ranks", ignore_errors=True)
         return result
 
 
@@ -189,8 +190,11 @@ def _wait_for_ranks(fault: Fault, folder: Path) -> None:
 
 
 def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
-    verdict, requested_at = Verdict(state="fine", line=""), 0.0
-    while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
+    verdict, requested_at, limit = Verdict(state="fine", line=""), 0.0, fault.limit
+    limit += float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code)
+    while (now := time.monotonic()) - began < limit:
+        if fault.code and fault.kind and not fault.act and not (folder / "happened").exists():
+            limit = min(limit + ASK_SECONDS, fault.limit + 120)  # the steps before the fault take long on a busy host
         if now - requested_at > ranks.ASK_SECONDS:
             ranks.request_dumps(folder)
             requested_at = now
@@ -207,8 +211,7 @@ def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
     right = verdict.state in fault.states and verdict.ranks in (expected, *fault.also)
     if fault.code and right:
         right = verdict.causes[0].code.startswith(tuple(fault.code.split("|")))
-    if fault.nodes:
-        right = right and set(fault.nodes) <= set(verdict.nodes)
+    right = right and set(fault.nodes) <= set(verdict.nodes)
     return Result(right, time.monotonic() - began, verdict)
 
 

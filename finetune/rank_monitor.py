@@ -46,7 +46,7 @@ STALL_SECONDS = 15.0  # until a dump; the verdict is that of `topoflight why`
 MOST_MARKS = 64  # every second goes when there are more: 4 KB
 MOST_ERROR = 4000  # characters
 _USUAL_LOOKS, _USUAL_SHARE = 3, 0.1  # from which a line is one that ordinary steps run through
-_ACTIVE_BYTES = 1 << 18  # read or written between two writes; the monitor itself writes some 10 KB
+_ACTIVE_BYTES = 1 << 18  # read or written between two writes, apart from what the monitor writes
 _DEEPEST = 200
 _LOADED = time.monotonic()  # before the rendezvous of this start, and after all ranks of an earlier one have ended
 _LIBC = ctypes.CDLL(None)
@@ -106,6 +106,7 @@ class RankMonitor(threading.Thread):
         self.over = threading.Event()
         self.writing = threading.Lock()  # nothing replaces the final state
         self.fixed = {"rank": rank, "world_size": world_size, **_identity()}
+        self.own_bytes = 0  # that this monitor has written: a dump is 2 MB
         self.effort = self._effort()
         self.pid = os.getpid()
         self.random = random.Random()  # noqa: S311 - the job's own random numbers stay as they are
@@ -178,17 +179,18 @@ class RankMonitor(threading.Thread):
     def _waits(self, stack: list[tuple[str, int, str]], in_call: str) -> bool:
         """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run.
 
-        A thread that waits for the GPU runs, as CUDA polls. So a thread that sleeps in the user's own code does not
-        wait for the call that runs on the GPU at the same time.
+        A thread that waits for the GPU runs, as CUDA polls. So a thread that sleeps in the user's own code, or in
+        Python's own library for it, does not wait for the call that runs on the GPU at the same time. Nor does it wait
+        for one of gloo, whose counter of completed calls goes back where two calls end in the other order.
         """
         if not in_call:
             return False
-        own, state = bool(stack) and _is_own(stack[0][0]), "R"
+        in_library, state = bool(stack) and _is_installed(stack[0][0]), "R"
         with contextlib.suppress(OSError, IndexError):
             state = Path(f"/proc/self/task/{self.native}/stat").read_text().rpartition(")")[2].split()[0]
         if in_call == "started":
-            return state == "R" or not own
-        return state != "R" and bool(stack) and not own
+            return state == "R" or in_library
+        return state != "R" and in_library
 
     def _requested_at(self) -> float:
         try:
@@ -239,7 +241,8 @@ class RankMonitor(threading.Thread):
         with contextlib.suppress(OSError, AttributeError):
             cpu = time.clock_gettime(time.pthread_getcpuclockid(self.main))
         with contextlib.suppress(OSError, ValueError, IndexError):
-            moved = float(sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2]))
+            counts = [int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2]]
+            moved = float(sum(counts) - self.own_bytes)
             pids = Path(f"/proc/self/task/{self.native}/children").read_text().split()[:64]
             ticks = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids)
             children = sum(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
@@ -257,7 +260,7 @@ class RankMonitor(threading.Thread):
     def _replace(self, name: str, text: bytes) -> None:
         draft = self.folder / f".{name}.draft"
         with contextlib.suppress(OSError):
-            draft.write_bytes(text)
+            self.own_bytes += draft.write_bytes(text)
             draft.replace(self.folder / name)
 
 
@@ -318,8 +321,11 @@ def _shown(frame: tuple[str, int, str]) -> str:
 
 def _is_own(file: str) -> bool:
     """Whether a file is the user's own code: neither an installed package nor Python itself."""
-    installed = "/site-packages/" in file or "/dist-packages/" in file
-    return not installed and not file.startswith((_STANDARD_LIBRARY, "<"))
+    return not _is_installed(file) and not file.startswith((_STANDARD_LIBRARY, "<"))
+
+
+def _is_installed(file: str) -> bool:
+    return "/site-packages/" in file or "/dist-packages/" in file
 
 
 def _recorder() -> tuple[Callable[[], bytes], dict[str, Any]]:

@@ -45,6 +45,7 @@ class Candidate:
     memory: MemoryParts
     seconds: float  # per step
     tight: bool = False  # uses more of the memory than TIGHT_SHARE
+    over: bool = False  # needs more memory than there is, if the forecast is right
 
     @property
     def complications(self) -> tuple[str, ...]:
@@ -209,8 +210,8 @@ class _Search:
     scale: float
     named: Mapping[str, object]
     found: Found = field(default_factory=Found)
-    best: dict[tuple[str, bool], Candidate] = field(default_factory=dict)  # by family, and by whether it is tight
-    fastest: dict[tuple[str, bool], float] = field(default_factory=dict)
+    best: dict[tuple[str, bool, bool], Candidate] = field(default_factory=dict)  # by family, and by whether it is tight
+    fastest: dict[tuple[str, bool, bool], float] = field(default_factory=dict)
     over: dict[str, float] = field(default_factory=dict)  # by family: bytes that its lightest layout exceeds the memory
     uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, ordered
     forbidden: dict[str, Rejected] = field(default_factory=dict)
@@ -323,8 +324,9 @@ class _Search:
             self.fitted = layout
         parts = step_parts(self.job, layout)
         seconds = parts.total * self.scale
-        tight = self.capacity is not None and memory.total > TIGHT_SHARE * self.capacity
-        slot = key, tight
+        capacity = self.capacity or math.inf
+        tight, over = memory.total > TIGHT_SHARE * capacity, memory.total > capacity
+        slot = key, tight, over
         self.fastest[slot] = min(seconds, self.fastest.get(slot, seconds))
         held = self.best.get(slot)
         if (
@@ -332,12 +334,14 @@ class _Search:
             or seconds < held.seconds / TIE
             or (seconds <= TIE * self.fastest[slot] and memory.total < held.memory.total)
         ):
-            self.best[slot] = Candidate(layout=layout, parts=parts, memory=memory, seconds=seconds, tight=tight)
+            self.best[slot] = Candidate(
+                layout=layout, parts=parts, memory=memory, seconds=seconds, tight=tight, over=over
+            )
         return seconds
 
     def note_what_was_left_out(self) -> None:
         """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
-        rejected = self.found.rejected
+        rejected, kept = self.found.rejected, {key for key, *_ in self.best}
         if any(c.layout.pp > 1 for c in self.best.values()):
             reason = "has the same pipeline bubble as 1F1B, but holds all micro-batches in memory at once"
             rejected.append(Rejected(what="GPipe", rule="dominated", reason=reason))
@@ -353,19 +357,23 @@ class _Search:
                 reason=f"needs {excess / GIB:.1f} GiB more memory per rank than is available",
             )
             for key, excess in sorted(self.over.items(), key=lambda item: item[1])
-            if not {(key, False), (key, True)} & self.best.keys()
+            if key not in kept
         ]
 
     def rank(self) -> None:
         """Put the simplest layout first that no other beats by more than the forecast error; then the fastest."""
         families: dict[str, list[Candidate]] = {}
-        for (key, _), candidate in self.best.items():
+        for (key, *_), candidate in self.best.items():
             families.setdefault(key, []).append(candidate)
-        best = sorted((simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
+        best = sorted((self.simplest(members) for members in families.values()), key=lambda c: c.seconds)
         if best:
-            winner = simplest(self.job, best)
+            winner = self.simplest(best)
             best.sort(key=lambda c: c is not winner)
         self.found.best = best
+
+    def simplest(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Return the simplest of the candidates that fit if the forecast is right; of all if none does."""
+        return simplest(self.job, [each for each in candidates if not each.over] or candidates)
 
 
 def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:

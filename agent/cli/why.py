@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def why(
     logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, limit: float, watch: bool, form: str,
-    job: str | None, **options: Any,
+    job: str | None, metrics: Path | None, **options: Any,
 ) -> None:  # fmt: skip
     """Read the sources, print the verdict, and exit with its code."""
     from agent.advice.request import Request
@@ -59,8 +59,9 @@ def why(
             raise click.UsageError("give a LOG, --run, --job, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is not None:
             found = watch_run(
-                run, lambda verdict: _print_change(verdict, form), lambda text: print_text(text, err=True), limit=limit
-            )
+                run, lambda verdict: _print_change(verdict, form), lambda text: print_text(text, err=True), limit=limit,
+                metrics=metrics,
+            )  # fmt: skip
             if form == "table":
                 emit(found, form, lambda out: show(out, found))
         else:

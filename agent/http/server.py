@@ -231,18 +231,6 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         key = "/what-if", query
         return respond(await rendered.compute(request, worker, view, key, "what_if", view=view, fields=query))
 
-    @app.get("/why", tags=["page"], response_class=HTMLResponse, responses=problems())
-    async def why_page() -> Response:
-        """How to diagnose a run that is stuck, slow or failed, and the runs recorded on this node."""
-        view = state.current()
-
-        def drawn() -> Answer:
-            from agent.pages import render as pages
-
-            return page_of(pages.why_page(view))
-
-        return respond(await rendered.answer(view, ("/why",), drawn))
-
     @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)
     def docs() -> Response:
         """Every endpoint with its parameters, from the OpenAPI document."""

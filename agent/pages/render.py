@@ -98,11 +98,6 @@ def what_if_page(
     )  # fmt: skip
 
 
-def why_page(view: View) -> str:
-    """Return the page on diagnosing a run, with the runs recorded on this node."""
-    return _rendered("why", view=view)
-
-
 def examples() -> list[dict[str, str]]:
     """Return the requests that the what-if page opens with."""
     found: list[dict[str, str]] = read_table(__file__, "examples.toml")["example"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from collectives.traces import calls
 from collectives.traces.states import ASK, NAME, RANKS_FOLDER, RankState, read_state
@@ -25,6 +26,7 @@ MOST_ASK_SECONDS = 480.0  # doubled after each read without a fault: a dump cost
 SUSPICION_SECONDS, MOST_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps while something looks wrong, and how long
 SETTLED_SECONDS = 4.0  # time in which ranks notice the loss of another rank and write it
 WRITES_SECONDS = 12.0  # a working rank writes within this time: its monitor writes every ten seconds
+MOST_NAMED = 16  # ranks or nodes of one cause in the metrics
 COPIED_SECONDS = 300.0  # larger than any clock error of a cluster that can still train
 
 
@@ -143,9 +145,10 @@ def request_dumps(folder: Path) -> bool:
 
 
 def watch(
-    folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, limit: float = BUSY_SECONDS
+    folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, limit: float = BUSY_SECONDS,
+    metrics: Path | None = None,
 ) -> Verdict:  # fmt: skip
-    """Diagnose a run again and again until it ends. Report and save each change of the verdict.
+    """Diagnose a run again and again until it ends. Report and save each change of the verdict, also to `metrics`.
 
     While a verdict is not "no fault found", ranks dump their calls every SUSPICION_SECONDS, for
     MOST_SUSPICION_SECONDS; otherwise ever more rarely.
@@ -175,6 +178,8 @@ def watch(
             report(verdict)
             if not save_verdict(folder, verdict):
                 warn(f"cannot write {run_record.WHY} into {folder}")
+            if metrics is not None:
+                save_metrics(metrics, verdict, folder.resolve().name, warn)
             suspected_at = time.monotonic()
         if over or verdict.state == "failed":
             return verdict
@@ -188,6 +193,25 @@ def watch(
             requested_at = time.monotonic()
             pause = min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
         time.sleep(WATCH_SECONDS)
+
+
+def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], None]) -> None:
+    """Write the verdict as a text file for node_exporter's textfile collector, every series with the label `run`."""
+    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.exposition import generate_latest
+
+    from agent.base.output import write_atomic
+
+    gauge = GaugeMetricFamily("topoflight_why", "1 for each cause that the verdict on a run names.",
+                              labels=("run", "state", "code", "rank", "node"))  # fmt: skip
+    rows = [(cause.code, str(rank), node) for cause in verdict.causes
+            for rank in cause.ranks[:MOST_NAMED] or ("",) for node in cause.nodes[:MOST_NAMED] or ("",)]  # fmt: skip
+    for row in rows or [("", "", "")]:
+        gauge.add_metric((run, verdict.state, *row), 1.0)
+    try:
+        write_atomic(path, generate_latest(SimpleNamespace(collect=lambda: [gauge])))
+    except OSError as error:
+        warn(f"--metrics {path}: {error.strerror}")
 
 
 def save_verdict(folder: Path, verdict: Verdict) -> bool:

@@ -38,7 +38,6 @@ class RasRank:
     gpu: int | None = None
     counts: Mapping[str, int] = field(default_factory=dict)  # launched, by kind; text of 2.24 and 2.25: "all"
     missing: str = ""  # "dead", "unresponsive", "no answer"; empty where it answered
-    error: int = 0  # ncclResult_t of initialisation or of an asynchronous error; 0 and 7 (in progress) are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +117,11 @@ def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
         missing = "dead" if state.get("considered_dead") is True else (
             "unresponsive" if state.get("unresponsive") is True else "no answer")  # fmt: skip
     counts = row.get("collective_counts")
-    errors = [_whole(state.get(name)) or 0 for name in ("init_state", "async_error")]
     return RasRank(
         rank=number, host=str(row["host"])[:253] if isinstance(row.get("host"), str) else None,
         pid=_whole(row.get("pid")), gpu=_whole(row.get("nvml_dev")), missing=missing,
         counts={str(k)[:40]: n for k, v in counts.items() if (n := _whole(v)) is not None}
         if isinstance(counts, dict) else {},
-        error=next((one for one in errors if one not in (0, 7)), 0),
     )  # fmt: skip
 
 
@@ -184,7 +181,6 @@ class _Text:
             rank=int(one[1]), host=one[6], pid=int(one[5]) if one[5] else None, gpu=gpu,
             counts={**before.counts, **added},
             missing="no answer" if self.section == "INCOMPLETE" else before.missing,
-            error=1 if self.section == "ERROR" else 0,
         )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ why` reads both.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -82,11 +81,6 @@ def read_state(path: Path) -> RankState:
     if state.rank < 0:
         raise StateError(f"{path}: must hold `rank`")
     return replace(state, marks=state.marks[-MOST_MARKS:])
-
-
-def dumps(state: RankState) -> str:
-    """Return the state as JSON."""
-    return json.dumps(plain.write(state))
 
 
 # Python stacks of ranks in texts: `py-spy dump`, faulthandler, and the dumps of torch.distributed.debug.

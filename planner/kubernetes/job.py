@@ -1,7 +1,4 @@
-"""Describe a fine-tune job on Kubernetes independently of the job API, and check its settings.
-
-`manifests` renders a `JobSpec` for each job API.
-"""
+"""Describe a fine-tune job on Kubernetes, and check its settings. `manifests` renders it for each job API."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from decimal import Decimal
 
 from contracts.tables import read_table
 from planner.advice import Recommendation
+from planner.nccl_env.names import RESERVED
 
 CHANNEL = "compute-domain-channel"  # name of the pod's resource claim for an IMEX channel
 DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # defaults of NVIDIA's DRA driver and of DRANET's examples
@@ -22,11 +20,6 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([numkMGTPE]|[KMGTPE]i|[e
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-
-# The torch plugin of Kubeflow Trainer v2 sets these variables, so its webhook rejects a TrainJob that sets one.
-RESERVED_ENVIRONMENT = frozenset(
-    {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
-)
 
 
 MOUNT = "/mnt/shared"  # mount path of the PersistentVolumeClaim in the pods
@@ -64,10 +57,7 @@ def quantity(text: str) -> Decimal | None:
 
 
 def toleration(taint: str) -> dict[str, str]:
-    """Return the toleration for a taint in kubectl's notation, KEY[=VALUE][:EFFECT]; the default effect is NoSchedule.
-
-    Raises JobError.
-    """
+    """Return the toleration for a taint KEY[=VALUE][:EFFECT]; default effect NoSchedule. Raises JobError."""
     rest, colon, effect = taint.partition(":")
     key, equals, value = rest.partition("=")
     allowed = _has_form("label_key", key) and _has_form("label_value", value) and (not colon or effect in _EFFECTS)
@@ -103,10 +93,7 @@ def storage_rate(word: str | None) -> float | None:
 
 
 def check_limit(name: str, amount: str) -> None:
-    """Raise JobError for an amount that the API server would reject.
-
-    Devices need whole numbers, and huge pages need a multiple of the page size.
-    """
+    """Raise JobError for an invalid amount: not a whole number of devices, or not a multiple of the page size."""
     if name in ("cpu", "memory", "ephemeral-storage"):
         check_size(f"resource {name}", amount)
         return
@@ -167,7 +154,7 @@ class JobSpec:
             raise JobError(f"name={self.name!r}: {allowed} characters at most, for its pods are named NAME{last}")
         for name in self.environment:
             check_form("variable", "environment ", name)
-            if name in RESERVED_ENVIRONMENT:
+            if name in RESERVED:
                 raise JobError(f"environment {name}: the job controller sets it, and refuses a value from outside")
         for name, amount in self.limits.items():
             check_limit(name, amount)

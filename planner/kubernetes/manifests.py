@@ -46,10 +46,7 @@ def mappings(document: Any) -> Iterator[Document]:
 
 
 def _parse_annotation(networks: str) -> list[str]:
-    """Return the interface names of a Multus annotation.
-
-    The value is a comma-separated list of "name" or "namespace/name@interface", or a JSON list of objects.
-    """
+    """Return the interface names of a Multus annotation: "namespace/name@interface,...", or a JSON list of objects."""
     rows: Any = [{"interface": word.strip().partition("@")[2]} for word in networks.split(",") if word.strip()]
     if networks.lstrip().startswith("["):
         rows = []
@@ -89,10 +86,7 @@ def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 
 
 def _choose_style(value: str) -> str | None:
-    """Return the block style for a text of several lines, if it reads back unchanged.
-
-    PyYAML does not replace a style that cannot represent the text.
-    """
+    """Return the block style for a text of several lines that it can represent; PyYAML does not check this."""
     if not all(letter.isprintable() or letter in "\n\t" for letter in value):
         return '"'
     lines = value.split("\n")
@@ -109,10 +103,7 @@ def render(documents: Iterable[Document]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML with two tags for a nested document that is a string in the manifest.
-
-    `!json` makes compact JSON, `!json-lines` indented JSON.
-    """
+    """Loads YAML with tags that turn a nested document into a string: `!json`, and `!json-lines` with indentation."""
 
 
 def _dump_json(loader: yaml.SafeLoader, node: yaml.MappingNode, indent: int | None = None) -> str:
@@ -183,9 +174,5 @@ def config_map(spec: JobSpec, files: dict[str, str]) -> Document:
     """Return the ConfigMap with the job's configuration and plan. Raises ValueError if the job has no name for it."""
     if not spec.config_map:
         raise ValueError("config_map: the job names none")
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": spec.config_map, "namespace": spec.namespace},
-        "data": dict(files),
-    }
+    (document,) = from_template("config_map", spec=spec, files=files)
+    return document

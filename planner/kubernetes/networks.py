@@ -30,7 +30,6 @@ from planner.nccl_env.situation import PodNeed, Reason, Setting
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
-from probes.rdma.facts import RdmaFacts
 
 # Private addresses: RFC 1918, RFC 6598, RFC 4193. The user chose only the first range; the others are computed
 # and must not reach public addresses.
@@ -214,13 +213,10 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
     RoCE must be scanned with the host network, because a pod sees only its macvlan. Interfaces with the same name on
     different nodes are taken to be on the same rail. Raises JobError if the nodes have no such port in common.
     """
-    common: dict[str, int] | None = None
-    for snapshot in snapshots:
-        found = _list_roce_mtus(snapshot)
-        here = {name: found[name] for name in fit(snapshot, found)}
-        common = (
-            here if common is None else {name: min(mtu, here[name]) for name, mtu in common.items() if name in here}
-        )
+    found = [_list_roce_mtus(snapshot) for snapshot in snapshots]
+    suitable = [fit(snapshot, mtus) for snapshot, mtus in zip(snapshots, found, strict=True)]
+    names = set.intersection(*suitable) if suitable else set()
+    common = {name: min(mtus[name] for mtus in found) for name in names}
     infiniband = bool(snapshots) and all(_has_infiniband(snapshot) for snapshot in snapshots)
     if not (common or infiniband):
         raise JobError(
@@ -252,10 +248,7 @@ def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
 
 
 def _list_netdevs(snapshot: Snapshot, name: str) -> tuple[str, ...]:
-    """Return the netdevs of the PCI devices below an interface: members of a bond, parent of a VLAN, else itself.
-
-    The device plugin finds its devices by these netdevs.
-    """
+    """Return the netdevs by which the device plugin finds an interface: a bond's members, a VLAN's parent, itself."""
     links = snapshot.facts(InterfacesFacts)
     known = links.interfaces if links else ()
     if members := tuple(link.name for link in known if link.master == name):
@@ -264,22 +257,19 @@ def _list_netdevs(snapshot: Snapshot, name: str) -> tuple[str, ...]:
 
 
 def _list_roce_mtus(snapshot: Snapshot) -> dict[str, int]:
-    rdma, links = snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts)
+    links = snapshot.facts(InterfacesFacts)
     mtus = {link.name: link.mtu_bytes for link in links.interfaces} if links else {}
     found: dict[str, int] = {}
-    for device in rdma.devices if rdma else ():
-        for port in device.ports:
-            if port.state == "ACTIVE" and port.link_layer == "Ethernet" and port.netdev:
-                name = device.bond or port.netdev  # the kernel creates no macvlan on a member of a bond
-                known = port.netdev_mtu_bytes if name == port.netdev else None
-                found[name] = known or mtus.get(name) or 1500
+    for view in _make_view(snapshot).default_ports():
+        if view.port.link_layer == "Ethernet" and view.port.netdev:
+            name = view.device.bond or view.port.netdev  # the kernel creates no macvlan on a member of a bond
+            known = view.port.netdev_mtu_bytes if name == view.port.netdev else None
+            found[name] = known or mtus.get(name) or 1500
     return found
 
 
 def _has_infiniband(snapshot: Snapshot) -> bool:
-    rdma = snapshot.facts(RdmaFacts)
-    ports = [port for device in (rdma.devices if rdma else ()) for port in device.ports]
-    return any(port.state == "ACTIVE" and port.link_layer == "InfiniBand" for port in ports)
+    return any(view.port.link_layer == "InfiniBand" for view in _make_view(snapshot).default_ports())
 
 
 def shared_claim(

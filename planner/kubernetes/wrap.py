@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.kubernetes.job import RESERVED_ENVIRONMENT, RUNS_GATE, family, quantity
+from planner.kubernetes.job import RUNS_GATE, family, quantity
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
 from planner.kubernetes.yaml_edit import documents, extended
+from planner.nccl_env.names import RESERVED
 from planner.nccl_env.situation import PodNeed, Setting
 
 PREFIX = "topoflight.io"  # prefix of annotation names
@@ -267,7 +268,7 @@ class _Wrapper:
         self._notes.append(f"{self._part.where}: {text}")
 
     def _add_variable(self, name: str, value: str, reason: str) -> None:
-        if self._part.kind == "TrainJob" and name in RESERVED_ENVIRONMENT:
+        if self._part.kind == "TrainJob" and name in RESERVED:
             return
         container = self._part.container
         for entry in container.get("env") or ():

@@ -134,12 +134,12 @@ class _Edits:
                     raise EditError(f"{way or 'document'}: {key} cannot be found")
                 self.compare(inside, value, new[key], f"{way}.{key}")
             if added := {key: value for key, value in new.items() if key not in old}:
-                self._add_keys(node, added, way)
+                self._add_members(node, added, [{key: value} for key, value in added.items()], way)
         elif isinstance(old, list) and isinstance(new, list) and len(old) <= len(new):
             for number, (inside, before) in enumerate(zip(node.value, old, strict=True)):
                 self.compare(inside, before, new[number], f"{way}[{number}]")
             if len(new) > len(old):
-                self._add_items(node, new[len(old) :], way)
+                self._add_members(node, new[len(old) :], [[value] for value in new[len(old) :]], way)
         elif old is None and isinstance(new, dict | list) and not node.value:  # an empty value, such as `metadata:`
             self._insert(
                 _find_line_end(self._text, _get_stop(node)),
@@ -148,23 +148,18 @@ class _Edits:
         elif old != new:
             raise EditError(f"{way or 'document'}: {old!r} is the user's, and would become {new!r}")
 
-    def _add_keys(self, node: Any, added: dict[str, Any], way: str) -> None:
+    def _add_members(self, node: Any, added: dict[str, Any] | list[Any], members: list[Any], way: str) -> None:
+        """Insert keys or items at the end of a collection; `members` are the same, each in a collection of its own."""
         if node.flow_style:
-            self._add_in_brackets(node, [{key: value} for key, value in added.items()])
+            self._add_in_brackets(node, members)
         elif node.value:
-            first = _get_start(node.value[0][0])
+            is_mapping = isinstance(added, dict)
+            first = _get_start(node.value[0][0] if is_mapping else node.value[0])
+            first = first if is_mapping else self._text.rfind("-", 0, first)
             self._insert(_find_end(self._text, node), _format_block(added, first - _find_line_start(self._text, first)))
         else:
-            raise EditError(f"{way}: is written in a way that takes no more keys")
-
-    def _add_items(self, node: Any, added: list[Any], way: str) -> None:
-        if node.flow_style:
-            self._add_in_brackets(node, [[value] for value in added])
-        elif node.value:
-            dash = self._text.rfind("-", 0, _get_start(node.value[0]))
-            self._insert(_find_end(self._text, node), _format_block(added, dash - _find_line_start(self._text, dash)))
-        else:
-            raise EditError(f"{way}: is written in a way that takes no more items")
+            what = "keys" if isinstance(added, dict) else "items"
+            raise EditError(f"{way}: is written in a way that takes no more {what}")
 
     def _add_in_brackets(self, node: Any, added: list[Any]) -> None:
         """Insert members into a flow collection, in the style and layout of its existing members.

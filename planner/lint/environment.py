@@ -1,7 +1,7 @@
-"""Judges an environment that exists: what NCCL will really do with it, name by name.
+"""Check an existing environment: what NCCL does with each variable, and with their combinations.
 
-Each finding says what NCCL does, not what was meant. Names and their releases: `nccl_env.names`; values: `values`; the
-machine: `machine`. docs/reference/settings.md explains the codes.
+Names and releases come from `nccl_env.names`, checks of values from `values`, and checks against a machine from
+`machine`. docs/reference/settings.md explains the codes. Sources:
 Leftovers of debugging, and settings that do nothing here: NCCL docs/userguide/source/env.rst, section Debugging;
 aws-ofi-nccl (what the plugin sets by itself); AWS EFA cheat sheet (awsome-distributed-training); PyTorch docs.
 Settings against each other: env.rst, 2.32; NCCL src/misc/socket.cc (which interfaces are taken); libfabric
@@ -50,25 +50,25 @@ if TYPE_CHECKING:
 
 
 def settings() -> Mapping[str, Any]:
-    """Settings that do nothing or harm, alone or together: data/settings.toml as written."""
+    """Return the table data/settings.toml: settings that are useless or harmful, alone or together."""
     return read_table(__file__, "data/settings.toml")
 
 
-# Those that switch a transport or an algorithm off as a whole.
+# Settings that disable a whole transport or algorithm.
 _COSTLY = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_PXN_DISABLE")
 _ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
 
 class _Case(NamedTuple):
-    """What the judgement of each variable of an environment depends on."""
+    """Context in which the variables of an environment are checked."""
 
     version: Version | None
     machine: ProbedMachine | None
     source: str
     own: frozenset[str]  # names that the script itself reads
-    plugin: bool  # aws-ofi-nccl is in use and may have set a variable itself
-    vendor: Platform | None  # whose network plugin the environment configures
-    carrier: str  # what carries the traffic instead of NCCL's own RDMA; or ""
+    plugin: bool  # aws-ofi-nccl is in use and may have set variables
+    vendor: Platform | None  # platform whose network plugin the environment configures
+    carrier: str  # setting of the network plugin that replaces NCCL's RDMA; or ""
 
 
 def lint(
@@ -83,16 +83,16 @@ def lint(
     nodes: int | None = None,
     also_set: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
-    """Findings about one environment, worst first.
+    """Return findings about one environment, worst first.
 
-    `nccl_version` None judges by every release known; `machine` is the one that the environment is for. Of names in
-    `unresolved`, set from elsewhere, only the name is judged; those in `unexported` are variables of a shell that no
-    program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says. `also_set`: names
-    that may be set as well, under a condition.
+    If `nccl_version` is None, all known releases count; `machine` is the machine on which the environment is used.
+    Variables in `unresolved` have unknown values (name -> source text), so only their names are checked. `unexported`
+    are shell variables that no program gets, `own` are names that the script reads, `nodes` is the number of nodes of
+    the job, and `also_set` are names that may be set under a condition.
     """
     found: list[Finding] = []
     quoted: list[Finding] = []
-    if source == "env file" or source.endswith(".env"):  # who reads it is not known: judged as most read it
+    if source == "env file" or source.endswith(".env"):  # most programs that read env files remove quotes
         quoted = [each for name, value in environment.items() for each in check_quotes(name, value)]
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, machine, source)
@@ -120,7 +120,7 @@ def lint(
 
 
 def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
-    """Whether aws-ofi-nccl runs here, so that what it sets by itself is not the user's doing."""
+    """Whether aws-ofi-nccl is in use, which sets some variables itself."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
     logged = source.startswith("log") and any(environment.get(k) in v for k, v in settings()["plugin_values"].items())
@@ -129,7 +129,7 @@ def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None
 
 
 def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> Iterator[Finding]:
-    """The name, and with `known` its value; else `value` is how the text writes where it comes from."""
+    """Check a name and, if `known`, its value; otherwise `value` is the source text of an unknown value."""
     entry, version = names().get(name), case.version
     if name in RESERVED and ("TrainJob" in case.source or "TrainingRuntime" in case.source):
         yield finding("env.name.reserved", name, value)
@@ -145,7 +145,7 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
             return
         if entry is None:
             yield from _unknown_nccl(name, value, case, known=known)
-        elif entry.status == "other":  # a name that PyTorch reads under an old spelling; libnccl never reads it
+        elif entry.status == "other":  # a deprecated name that PyTorch reads, not libnccl
             _, alias, right = entry.reader.partition("deprecated alias of ")
             if alias:
                 yield finding("env.torch.renamed", name, value, right=right.rstrip(")"))
@@ -160,7 +160,7 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
 
 
 def _removed(name: str, value: str, last: Version, version: Version | None) -> Finding:
-    """The release in use may still read it where that is not known."""
+    """Report a name that later releases do not read; only information if the release in use is unknown."""
     new = replacement(name)
     use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
     reader = f"NCCL {version_text(version)}" if version else "every later release"
@@ -169,7 +169,7 @@ def _removed(name: str, value: str, last: Version, version: Version | None) -> F
 
 
 def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[Finding]:
-    """A setting of the Debugging section that stayed."""
+    """Report a variable of the documentation's section Debugging that is still set."""
     by_plugin = value in settings()["plugin_values"].get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")
     if case.plugin and by_plugin:
         return
@@ -189,7 +189,7 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
 
 
 def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
-    """A debugging setting where the plugin's vendor publishes an environment, which may hold it."""
+    """Compare a debugging setting with the environment that the vendor of the network plugin publishes."""
     published, _ = vendor.values().get(name, ("", None))
     if published.lower() == value.lower():
         return
@@ -200,7 +200,7 @@ def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Fi
 
 
 def _acts(name: str, value: str, entry: NcclName) -> bool:
-    """False where the value is the default or is ignored: there is nothing left over."""
+    """Whether a setting has an effect: its value is neither the default nor ignored."""
     number, whole = strtoll(value)
     if name == "NCCL_P2P_DISABLE" or not value:
         return number == 1
@@ -212,7 +212,7 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
 
 
 def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Settings that do nothing, or harm, where EFA carries the traffic."""
+    """Report settings that are useless or harmful with EFA."""
     for name, row in settings()["efa_needless"].items():
         value = environment.get(name)
         if value is not None and value.lower() == row.get("only", value.lower()):
@@ -220,7 +220,7 @@ def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """PyTorch's and CUDA's own debugging switches; the allocator takes exactly True or False (c10 ConfigTokenizer)."""
+    """Check debugging switches of PyTorch and CUDA, and the allocator's True or False (c10 ConfigTokenizer)."""
     for name, switch in settings()["torch"].items():
         value = environment.get(name, "")
         if value.strip().lower() in switch["when"]:
@@ -233,7 +233,7 @@ def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _unknown_nccl(name: str, value: str, case: _Case, *, known: bool) -> Iterator[Finding]:
-    """A name that NCCL would read if it were spelt so; others, `my_NCCL_DIR` or `nccl_path`, are somebody's own."""
+    """Check an unknown name that starts with NCCL_, or that differs from an NCCL name in case or blanks."""
     stripped = name.strip().removeprefix("export ").strip().upper()
     if stripped != name and stripped in names():
         more = "the name carries more than its letters (nccl.conf takes all before '=')"
@@ -260,7 +260,7 @@ def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) ->
 
 
 def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
-    """A verdict on the value or by the machine replaces the general one about leftovers."""
+    """Drop findings about debugging settings if the variable has a more specific finding."""
     general = "env.debug.leftover"
     judged = {
         f.subject for f in found if f.code != general and (f.status != Status.INFO or f.code.startswith("env.p2p"))
@@ -270,11 +270,11 @@ def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
             yield each
 
 
-# -- settings against each other, and a job whose machine is not known
+# -- combinations of settings, and checks without a known machine
 
 
 def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
-    """Settings that cancel each other, or that do nothing alone; `named` are all names set, values known or not."""
+    """Check combinations: settings that override or need each other. `named` are all names set, with any value."""
     yield from _shadowed(environment)
     yield from _bounds(environment)
     yield from _through_the_network(environment)
@@ -283,7 +283,7 @@ def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterat
 
 
 def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """A least above its most."""
+    """Report a minimum that is larger than its maximum."""
     for row in settings()["bounds"]:
         low, high, effect = row["least"], row["most"], row["effect"]
         (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
@@ -292,7 +292,7 @@ def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _holds(value: str | None, wanted: str) -> bool:
-    """Whether a cause is set so that it shadows others."""
+    """Whether a value of a variable is one with which it overrides others."""
     number, whole = strtoll(value or "")
     holds = {
         "one": number == 1, "nonzero": number != 0, "positive": number > 0, "index": whole and number >= 0,
@@ -311,7 +311,7 @@ def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _through_the_network(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Without peer access and shared memory only the network is left between GPUs of one node (src/transport.cc)."""
+    """Report that without peer access and shared memory the GPUs of a node use the network (src/transport.cc)."""
     off = {name: environment.get(name, "") for name in ("NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE")}
     if all(strtoll(value)[0] == 1 for value in off.values()):
         tcp = strtoll(environment.get("NCCL_IB_DISABLE", ""))[0] == 1 and not other_net(environment)
@@ -339,7 +339,7 @@ def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[
 
 
 def nodes_of(environment: Mapping[str, str]) -> int | None:
-    """How many nodes the job says it has; None where it does not say."""
+    """Return the number of nodes in the job's variables; None if they do not contain it."""
     for name in NODES:
         match = re.fullmatch(r"(?:\d+:)?(\d{1,9})", environment.get(name, ""))
         if match:
@@ -354,7 +354,7 @@ def nodes_of(environment: Mapping[str, str]) -> int | None:
 
 
 def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
-    """What harms any job of several nodes, whatever its machines are; checked where no machine is named."""
+    """Report settings that harm every job of several nodes; used if the machine is unknown."""
     yield from _unreachable(environment, nodes)
     net = environment.get("NCCL_NET", "")
     if net.lower() == "socket":
@@ -366,7 +366,7 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
 
 
 def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
-    """An interface of which every node has its own, that no other node reaches."""
+    """Report interfaces that other nodes cannot reach, such as lo and docker0."""
     size = environment.get("WORLD_SIZE", environment.get("OMPI_COMM_WORLD_SIZE", ""))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environment.get(name, "")

@@ -1,9 +1,10 @@
-"""What an environment says against what was probed: interfaces, HCAs, fabrics, GIDs and classes of RoCE.
+"""Check an environment against a probed machine: interfaces, HCAs, fabrics, GIDs and traffic classes of RoCE.
 
 Specification: NCCL src/os/linux.cc (interfaces), src/transport/net_ib/init.cc (HCAs), src/misc/utils.cc
 (parseStringList, matchIfList); docs/userguide/source/env.rst (NCCL_IB_GID_INDEX, NCCL_IB_TC, NCCL_IB_SL); IEEE 802.1Qbb
 for priority flow control. A switch takes a packet's priority from DSCP, the upper six bits of the traffic class (by
-default priority = DSCP >> 3), or from the VLAN tag, where the service level stands; which one is not known on the host.
+default priority = DSCP >> 3), or from the VLAN tag, which has the service level. The host does not know
+which of them the switch uses.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from topology.graph import NodeTopology
 
 @dataclass(frozen=True, slots=True)
 class ProbedMachine:
-    """The machine of a scan, and what contradicts it in an environment."""
+    """A scanned machine, and checks of an environment against it."""
 
     node: NodeView
 
     @property
     def has_efa(self) -> bool:
-        """Whether it has EFA devices."""
+        """Whether the machine has EFA devices."""
         return bool(self.node.efa_count())
 
     @property
     def lacks_nvlink(self) -> bool:
-        """Whether it is known that no NVLink joins two GPUs."""
+        """Whether certainly no NVLink connects two GPUs."""
         topology = self.node.topology
         known = topology is not None and bool(topology.gpus) and topology.nvlink_known
         return known and not any(len(island.gpus) > 1 for island in topology.islands)  # type: ignore[union-attr]
 
     def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
-        """Every contradiction between the environment and the machine it is for."""
+        """Yield every contradiction between the environment and this machine."""
         for rule in (_interfaces, _gloo, _hcas, _fabric, _peers, _class):
             yield from rule(environment, self.node)
         yield from _gids(environment, self.node, version)
 
 
 def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> ProbedMachine:
-    """The machine of a scan; `topology` is what was built from it, where that was done already."""
+    """Return the machine of a snapshot; `topology` is its topology if it has already been built."""
     built = build(snapshot) if topology is None else topology
     return ProbedMachine(NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=built))
 
@@ -60,7 +61,7 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
     index, whole = strtoll(value)
     if not whole or index < 0:
         return
-    far = {} if environment.get("NCCL_IB_HCA") else choose_ports(node).far  # NCCL passes over these by itself
+    far = {} if environment.get("NCCL_IB_HCA") else choose_ports(node).far  # NCCL does not use these ports by default
     for view in _roce(environment, node):
         if not view.port.gids_known or view.name in far:
             continue
@@ -79,16 +80,16 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
 
 
 def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
-    """A class that no flow control protects, where another is protected."""
+    """Report a traffic class without flow control, if another class of the port has flow control."""
     variables = {name: environment[name] for name in ("NCCL_IB_TC", "NCCL_IB_SL") if name in environment}
     numbers = {name: strtoll(value) for name, value in variables.items()}
     if not variables or not all(whole and 0 <= number <= 255 for number, whole in numbers.values()):
-        return  # what cannot be right by itself has a finding of its own
+        return  # invalid values have their own finding
     by_dscp, by_tag = numbers.get("NCCL_IB_TC", (0, True))[0] >> 5, numbers.get("NCCL_IB_SL", (0, True))[0]
     bare = [
         view
         for view in _roce(environment, node)
-        # Where the driver has a traffic class configured, the packets carry that one.
+        # A traffic class configured in the driver overrides the variables.
         if view.port.pfc_priorities
         and not view.port.traffic_class
         and not {by_dscp, by_tag} & {*view.port.pfc_priorities}
@@ -103,7 +104,7 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
 
 
 def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
-    """The RoCE ports that NCCL takes under NCCL_IB_HCA."""
+    """Yield the RoCE ports that NCCL uses with this NCCL_IB_HCA."""
     hcas = environment.get("NCCL_IB_HCA")
     name_list = NameList.parse(hcas) if hcas else None
     for view in node.default_ports():
@@ -138,13 +139,13 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
 
 
 def _caught(name_list: NameList, present: Sequence[tuple[str, int | None]]) -> Iterator[tuple[str, list[str]]]:
-    """Each entry of the list, and which of the names that are present it matches."""
+    """Yield each entry of the list with the present names that it matches."""
     for entry in name_list.entries:
         yield entry[0], list(dict.fromkeys(name for name, port in present if name_list.hits(entry, name, port)))
 
 
 def _unfit(value: str, taken: list[Interface], node: NodeView) -> Iterator[Finding]:
-    """Interfaces that lead to no other node."""
+    """Report selected interfaces that other nodes cannot reach."""
     name, best = "NCCL_SOCKET_IFNAME", best_interface(node)
     unfit = [each for each in taken if each.role in UNFIT_ROLES]
     if unfit:
@@ -227,7 +228,7 @@ def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]
 
 
 def _libfabric(node: NodeView) -> str:
-    """The NICs that NCCL reaches through libfabric alone, in words; empty where there are none."""
+    """Describe the NICs that NCCL can only use through libfabric; empty if there are none."""
     if efa := node.efa_count():
         return f"{efa} EFA devices"
     return f"{len(node.cxi())} Slingshot NICs" if node.cxi() else ""

@@ -296,10 +296,7 @@ class Programs(Expander):
             self._text_in_word(text, inside)
 
     def _launcher_option(self, words: list[Word], at: int, line: int, outer: Shell) -> int | None:
-        """Follow a launcher option that sets variables.
-
-        Returns the number of words after it that belong to it; None if the word is no such option.
-        """
+        """Follow a launcher option that sets variables. Returns the number of its arguments; None if it is none."""
         text, after = words[at].text, words[at + 1] if at + 1 < len(words) else Word("", "")
         option, equals, tail = text.partition("=")
         rest = Word(tail, words[at].raw.partition("=")[2], line) if equals else after

@@ -1,9 +1,9 @@
-"""What each launch of a shell script gets: the exported variables at that place, and the options of launchers.
+"""Follow a shell script and return the environment of each program start: exported variables and launcher options.
 
-A script is followed in the order in which bash would run it, and never run. Where only the run decides how a command
-ends, a copy of the shell goes the other way, so that each such command is followed both ways, and all others as is
-likely. OPEN replaces text that comes from a program, an argument or the environment outside. Specification: POSIX shell
-(XCU 2.9 commands), bash(1). What is not followed is in docs/decisions/0039.
+The script is never run; its statements are followed in the order in which bash would execute them. If the status of a
+command is unknown before a run, a copy of the shell state takes the other path, so both outcomes of each such command
+are followed at least once. OPEN replaces text that comes from a program, an argument or the outer environment.
+Specification: POSIX shell (XCU 2.9 commands), bash(1). docs/decisions/0039 lists what is not followed.
 """
 
 from __future__ import annotations
@@ -18,50 +18,51 @@ from planner.lint.expansion import MOST_LEVELS, WORK_OF_WORD, Function, Input, S
 from planner.lint.programs import Call, Programs, name_of, program_behind
 from planner.lint.script import NAMED, OPEN, Assigned, Script, Word, is_judged, words
 
-_MOST_COMMANDS = 20_000  # that are followed, loops, ways and calls of functions counted each time
-_MOST_ROUNDS = 64  # of one loop
+_MOST_COMMANDS = 20_000  # limit of followed commands; each loop iteration, path and function call counts
+_MOST_ROUNDS = 64  # limit of iterations of one loop
 
-# What arithmetic changes
+# A variable that an arithmetic expression changes
 _CHANGED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
 _USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
-_PATTERN = re.compile(r"[*?[]|\{.*(?:,|\.\.)")  # a word that stands for several
+_PATTERN = re.compile(r"[*?[]|\{.*(?:,|\.\.)")  # a word that expands to several words
 _QUOTED = re.compile(r"""'[^']*'|"[^"]*"|\\.|\$\{[^}]*\}|\$\(.*\)""", re.DOTALL)
 _IN_DOCUMENT = re.compile(r"(?<!\\)\$(?:\w+|\{[^{}\n]*\})")
 _NAMES = words()["shell"]
-# A statement that ends with one of these
+# A statement that ends the script or function
 _LEAVES = re.compile(r"(?:^|[;{\s])(?:exit|return)\b[^\n;]*[;}\s]*\Z")
-_PARTS = ("pipeline", "list", "&&", "||")  # what the grammar puts inside a here-document's line after its start
+_PARTS = ("pipeline", "list", "&&", "||")  # nodes that the grammar puts inside a here-document redirection
 
 Shells = list[Shell]
-"""The shells in which a statement may end: one, or one for each way through it."""
+"""The possible shell states after a statement: one per execution path."""
 
 
 def read_shell(
     text: str, *, known: Mapping[str, str] | None = None, line: int = 1, before: Sequence[Assigned] = ()
 ) -> Script:
-    """Read what the launches of a script get.
+    """Return the environment of each program start in a script.
 
-    `known` are variables of the shell, `before` those that it exports; `line` is the number of its first line.
+    `known` are variables that are set but not exported, `before` are exported variables. `line` is the number of the
+    first line.
     """
     reader = _Reader(known or {}, before)
     return reader.finish(reader.follow_text(text, line))
 
 
 def read_words(words: Sequence[str], line: int = 1, before: Sequence[Assigned] = ()) -> Script:
-    """Read a command given as a list of words, as `command:` and `args:` of a manifest are."""
+    """Return the environment of each program start of a command given as words, such as `command:` of a manifest."""
     reader = _Reader({}, before)
     return reader.finish(reader.run([Word(word, word, line) for word in words], line))
 
 
 def read_assignment(text: str, known: Mapping[str, str], line: int) -> list[Assigned]:
-    """The variables that `NAME=value` sets, whatever their names are."""
+    """Return the variables that `NAME=value` sets, including names that lint does not check."""
     reader = _Reader(known, ())
     reader.follow_text(f"export {text}", line)
     return [each for each in reader.shell.variables.values() if each.exported]
 
 
 def expand(text: str) -> str:
-    """Fill in a value with `${NAME:-default}` in it (compose, envsubst)."""
+    """Expand a value with references such as `${NAME:-default}` (Compose, envsubst); unknown parts become OPEN."""
     reader = _Reader({}, ())
     reader.source, root = parse_lines(('"' + text.replace('"', '\\"') + '"').encode("utf-8", "replace"))
     name = next(walk(root, "string"), None)
@@ -69,21 +70,21 @@ def expand(text: str) -> str:
 
 
 class _Reader(Programs):
-    """Follows the statements of a script, and notes what each program gets that it starts."""
+    """Follows the statements of a script, and records the environment of each program that it starts."""
 
     def __init__(self, known: Mapping[str, str], before: Sequence[Assigned]) -> None:
         super().__init__(known, before)
         self._texts: dict[tuple[str, int], tuple[bytes, Node | None]] = {}
-        self._called: set[int] = set()  # functions, by their bodies
+        self._called: set[int] = set()  # ids of the bodies of called functions
         self._blocks = self._commands = self._loops = 0
-        self._ways: set[tuple[int, bool]] = set()  # ends of conditions that were followed, by place
-        self._tried: dict[str, int] = {}  # conditions that were followed both ways: how many turns came before
+        self._ways: set[tuple[int, bool]] = set()  # followed outcomes of conditions: id of the node, outcome
+        self._tried: dict[str, int] = {}  # condition -> number of earlier unlikely outcomes on its path
         self._only_assigns = True
 
     # -- the whole text
 
     def follow_text(self, text: str, line: int) -> Shells:
-        """Follow a text in this shell."""
+        """Follow a text in the current shell."""
         saved, ends = (self.source, self.first), [self.shell]
         if (text, line) not in self._texts:
             self._texts[text, line] = parse_lines(text.encode("utf-8", "replace"))
@@ -96,9 +97,9 @@ class _Reader(Programs):
         return ends
 
     def finish(self, ends: Shells) -> Script:
-        """Give what every launch gets, and what only some get; name the settings that none gets."""
+        """Return the settings of all launches and of single launches, and the settings that no launch gets."""
         ends = [each for each in ends if each.left != "exit"]
-        if self._only_assigns:  # a list of variables, whether it says export or not
+        if self._only_assigns:  # a list of variables is meant to be exported
             for self.shell in ends:
                 for name in list(self.shell.variables):
                     self.export(name, 0)
@@ -111,7 +112,7 @@ class _Reader(Programs):
         return self.script
 
     def _follow_functions(self, ends: Shells) -> None:
-        """Follow the functions that a script which sources this one may call."""
+        """Follow functions that were not called, because a script that sources this one may call them."""
         for end in ends:
             for name, function in end.functions.items():
                 body, self.source, self.first = function
@@ -125,7 +126,7 @@ class _Reader(Programs):
                         self.launch(f"function {name}", sure=False)
 
     def _not_understood(self, node: Node, shells: Shells) -> None:
-        """Name the lines that are not shell syntax and have settings near; statements inside are followed."""
+        """Report lines with invalid syntax near settings; statements inside are followed."""
         near = NAMED.search(self.text(node)) is not None
         plain = _NAMES["expansions"] | {"word", "number", "variable_name"}
         for child in node.children or [node]:
@@ -139,7 +140,7 @@ class _Reader(Programs):
     # -- ways through the script
 
     def _follow(self, nodes: Sequence[Node], shells: Shells) -> Shells:
-        """Follow statements one after another, in each of the shells."""
+        """Follow statements in sequence, in each of the shell states."""
         for at, node in enumerate(nodes):
             if node.is_named and node.type != "comment":
                 here, gone = [each for each in shells if not each.left], [each for each in shells if each.left]
@@ -154,7 +155,7 @@ class _Reader(Programs):
         return shells
 
     def _visit(self, node: Node, shells: Shells) -> Shells:
-        """Follow one statement in shells in which commands still run."""
+        """Follow one statement in shell states that have not exited."""
         self._blocks += 1
         self._commands += sum(1 + len(shell.variables) // 32 for shell in shells)
         ways, simple = _FOLLOW.get(node.type), _EACH.get(node.type)
@@ -183,7 +184,7 @@ class _Reader(Programs):
         return shells
 
     def _apart(self, nodes: Sequence[Node], shell: Shell, *, reads: bool = False) -> Input:
-        """Follow statements in a subshell, whose changes end with it. Returns what they write, where it is read."""
+        """Follow statements in a subshell. Returns their output if it is read."""
         inside, tried, ways = shell.copy(), self._tried, self._ways
         inside.output = Input() if reads else shell.output
         self._tried, self._ways = dict(tried), set(ways)
@@ -198,13 +199,13 @@ class _Reader(Programs):
         return written
 
     def capture(self, nodes: Sequence[Node]) -> str:
-        """What the commands of a substitution write."""
+        """Return the output of a command substitution."""
         return self._apart(nodes, self.shell, reads=True).text
 
     def _merged(self, shells: Shells) -> Shells:
-        """The shells that still differ; what those chose that no longer do is open again."""
+        """Merge equal shell states. Assumptions in which merged states differ are dropped."""
         found = Shells()
-        for shell in sorted(shells, key=lambda each: len(each.turns)):  # the likely way first
+        for shell in sorted(shells, key=lambda each: len(each.turns)):  # the most likely path first
             same = next((each for each in found if each.is_like(shell)), None)
             if same is None:
                 found.append(shell)
@@ -216,13 +217,17 @@ class _Reader(Programs):
         return found
 
     def _decide(self, shells: Shells, node: Node, label: str) -> tuple[Shells, Shells]:
-        """The shells in which a command succeeds, and those in which it fails: both where that depends on the run.
+        """Return the shell states in which a command succeeds, and those in which it fails.
 
-        What a shell chose for a condition once, it chooses again where the condition reads the same values. Of
-        several shells, the likeliest goes both ways; so does one where no other goes a way that is new here.
+        A state keeps its assumed outcome of a condition as long as the condition reads the same values. If the status
+        is unknown, the most likely state takes both outcomes. So does one state if an outcome has not yet been followed
+        at this node.
         """
         ways: dict[bool, Shells] = {True: [], False: []}
-        text, place = self.text(node), node.id
+        place = node.id
+        while node.type == "list":  # open only where its last command is, which may stand alone elsewhere
+            node = node.children[-1]
+        text = self.text(node)
         used = dict.fromkeys(_USED.findall(text))
         undecided = [each for each in shells if each.status is None and not each.left]
         for shell in shells:
@@ -244,14 +249,14 @@ class _Reader(Programs):
         return ways[True], ways[False]
 
     def _turn(self, shell: Shell, key: str, label: str, ways: Mapping[bool, Shells]) -> None:
-        """Let a copy of the shell go the other way."""
+        """Add a copy of the shell state with the other outcome."""
         other, way = shell.copy(), not shell.choices[key][0]
         other.turns, other.status = (*shell.turns, key), way
         other.choices[key] = (way, label if way else f"else of {label}")
         ways[way].append(other)
 
     def _list(self, node: Node, shells: Shells) -> Shells:
-        """`a && b || c`: the grammar nests it to the left, as deep as it is long."""
+        """Follow `a && b || c`. The grammar nests such lists to the left, so a loop replaces deep recursion."""
         chain: list[tuple[str, Node]] = []
         while node.type == "list":
             chain.append((node.children[1].type, node.children[-1]))
@@ -273,7 +278,7 @@ class _Reader(Programs):
         return ends
 
     def _block(self, node: Node, shells: Shells) -> Shells:
-        """Statements; the grammar has `((...))` among them."""
+        """Follow a block of statements, or an arithmetic command `((...))`, which the grammar parses as a block."""
         if not node.children or node.children[0].type != "((":
             return self._follow(node.children, shells)
         text, line = self.text(node), self.line(node)
@@ -295,7 +300,7 @@ class _Reader(Programs):
         return [shell]
 
     def _leaves(self, nodes: Sequence[Node]) -> bool:
-        """Whether statements end the script or the function: that is not the likely way."""
+        """Whether statements end the script or function. Such a branch is taken to be unlikely."""
         last = [each for each in nodes if each.is_named and each.type != "comment"][-1:]
         return any(_LEAVES.search(self.text(each)) for each in last)
 
@@ -304,7 +309,7 @@ class _Reader(Programs):
         return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
 
     def _if(self, node: Node, shells: Shells) -> Shells:
-        """Each branch under its own condition; what a condition itself runs is followed too."""
+        """Follow the conditions and branches of `if`."""
         ends, todo = Shells(), shells
         clauses = [node, *(each for each in node.children if each.type in ("elif_clause", "else_clause"))]
         for clause, after in zip(clauses, [*clauses[1:], None], strict=True):
@@ -324,7 +329,7 @@ class _Reader(Programs):
         return self._merged([*ends, *todo])
 
     def _case(self, node: Node, shells: Shells) -> Shells:
-        """Each item on a way of its own, `*` on the one that is left. What the value is like is not compared."""
+        """Follow each item of `case` on its own path. The value is not compared with the patterns."""
         of = node.child_by_field_name("value") or node
         for self.shell in shells:
             self.value(of)
@@ -344,15 +349,15 @@ class _Reader(Programs):
         return self._merged([*ends, *todo])
 
     def _loop(self, node: Node, shell: Shell) -> Shells:
-        """Follow a loop once for each word of its `for`; where these are not known, as of `while`, for two rounds.
+        """Follow a loop: one iteration per word of a `for`, or three if the words or the condition are unknown.
 
-        What the second of these still changes becomes unknown, and a third round follows.
+        Variables that the second of the three changes become unknown for the third.
         """
         body, given = node.child_by_field_name("body") or node, self._words_of_loop(node)
         ends, todo = Shells(), [shell]
         for number in range(3 if given is None else len(given)):
             todo = self._begin_round(node, todo, given[number] if given is not None else None)
-            if given is None and not number:  # only the first round is left out in one way
+            if given is None and not number:  # on one path the loop has no iteration
                 todo, ends = self._decide(todo, node, f"the loop of line {self.line(node)}")
                 for each in ends:
                     each.status = True
@@ -371,7 +376,7 @@ class _Reader(Programs):
         return self._merged([*ends, *todo])
 
     def _words_of_loop(self, node: Node) -> list[Word] | None:
-        """The words of a `for`; None where they are not known, as `{0..7}` and the files that `*` matches."""
+        """Return the words of a `for`; None if unknown, such as `{0..7}` or the files that `*` matches."""
         if node.type != "for_statement" or node.children[0].type != "for":
             return None
         given = node.children_by_field_name("value")
@@ -380,7 +385,7 @@ class _Reader(Programs):
         return None if several or len(words) > _MOST_ROUNDS or any(OPEN in word.text for word in words) else words
 
     def _begin_round(self, node: Node, todo: Shells, word: Word | None) -> Shells:
-        """Follow the condition of a loop, or set the variable of a `for`."""
+        """Start an iteration: follow the condition of a loop, or set the variable of a `for`."""
         body, name = node.child_by_field_name("body"), node.child_by_field_name("variable")
         if node.type == "while_statement":
             todo = self._follow([e for e in node.named_children if e != body and e.type != "comment"], todo)
@@ -396,7 +401,7 @@ class _Reader(Programs):
         return todo
 
     def _pipeline(self, node: Node, shell: Shell) -> Shells:
-        """Each part runs in a shell of its own and reads what the part before it writes."""
+        """Follow a pipeline: each command runs in a subshell and reads the output of the previous one."""
         parts = [child for child in node.children if child.is_named]
         for part in parts[:-1]:
             written = self._apart([part], shell, reads=True)
@@ -406,7 +411,7 @@ class _Reader(Programs):
         return [shell]
 
     def _redirected(self, node: Node, shell: Shell) -> Shells:
-        """A statement with the file that it writes to and the document that it reads."""
+        """Follow a statement with its output file and its here-document."""
         document, target, body = self._document(node), self._target(node), node.child_by_field_name("body")
         after = [each for each in _redirects(node) if each.type in _PARTS]
         self.input = document if document.text else self.input
@@ -435,7 +440,7 @@ class _Reader(Programs):
         return ends
 
     def _target(self, node: Node) -> str:
-        """The file that a statement writes to; commands inside other redirections are followed."""
+        """Return the output file of a statement, or ""; commands inside other redirections are followed."""
         target = ""
         for redirect in _redirects(node):
             to = redirect.child_by_field_name("destination")
@@ -446,7 +451,7 @@ class _Reader(Programs):
         return target
 
     def _document(self, node: Node) -> Input:
-        """The here-document or here-string of a statement, known variables filled in, and its first line."""
+        """Return the here-document or here-string of a statement. Variables in a here-document are unknown."""
         for redirect in node.children:
             if redirect.type == "herestring_redirect":
                 return Input(self.value(redirect.children[-1]), self.line(redirect))
@@ -457,13 +462,13 @@ class _Reader(Programs):
             if redirect.children[0].type == "<<-":
                 text = re.sub(r"^\t+", "", text, flags=re.MULTILINE)
             self.spend(4 * len(text))
-            if self.text(start)[:1] not in "'\"\\":  # the grammar loses expansions there after an escaped `$`
+            if self.text(start)[:1] not in "'\"\\":  # the grammar misses expansions after an escaped `$`
                 text = _IN_DOCUMENT.sub(OPEN, text).replace("\\$", "$")
             return Input(text, self.line(body))
         return Input()
 
     def _test(self, node: Node, shell: Shell) -> Shells:
-        """`[ ]` and `[[ ]]`: what is compared is followed, and how the test ends is for the run to say."""
+        """Follow the operands of `[ ]` or `[[ ]]`; the result is unknown."""
         for child in node.named_children:
             self.value(child)
         shell.status, shell.likely = None, False
@@ -479,7 +484,7 @@ class _Reader(Programs):
         return [shell]
 
     def _declaration(self, node: Node, shell: Shell) -> Shells:
-        """export, declare, typeset, local, readonly, unset. bash expands all words, then assigns."""
+        """Follow export, declare, typeset, local, readonly or unset. bash expands all words before it assigns."""
         given: list[Assigned | Word] = []
         for each in node.children[1:]:
             if each.type == "variable_assignment":
@@ -491,7 +496,7 @@ class _Reader(Programs):
         return [shell]
 
     def _words(self, node: Node) -> list[Word]:
-        """The words of a simple command."""
+        """Return the expanded words of a simple command."""
         words: list[Word] = []
         for child in node.children:
             if child.type == "command_name":
@@ -524,7 +529,7 @@ class _Reader(Programs):
         return ends
 
     def run(self, words: list[Word], line: int) -> Shells:
-        """Run one simple command: a built-in, a function, or a program that gets what is exported here."""
+        """Follow one simple command: a built-in, a function, or a program."""
         given, self.input = self.input, Input()
         self.spend(WORK_OF_WORD * len(words))
         self._only_assigns = False
@@ -539,7 +544,7 @@ class _Reader(Programs):
         if program:
             self.shell = shell.copy()
             self.remove(words)
-            for word in words[:at]:  # sudo takes settings before the program
+            for word in words[:at]:  # sudo accepts NAME=VALUE before the program
                 self.set_for_program(word, line, shell)
             self.run_program(words[at:], line, given, shell)
         self.shell = shell
@@ -550,7 +555,7 @@ class _Reader(Programs):
         return [shell]
 
     def _call(self, words: list[Word], line: int, shell: Shell) -> Shells:
-        """Call a function, whose own variables end with it. Its arguments may be a command that it runs."""
+        """Follow the call of a function. Its arguments may be a command that it runs."""
         name = name_of(words[0])
         if any(NAMED.search(word.text) for word in words[1:]):
             self.shell = shell.copy()
@@ -559,7 +564,7 @@ class _Reader(Programs):
         saved = self.source, self.first, self._loops
         (body, self.source, self.first), self._loops = shell.functions[name], 0
         self._called.add(body.id)
-        self.active.append(name)  # a function that calls itself ends here
+        self.active.append(name)  # recursive calls are not followed
         self.local.append(set())
         before = dict(shell.variables)
         ends = self._visit(body, [shell])
@@ -572,7 +577,7 @@ class _Reader(Programs):
         return self._merged(ends)
 
     def nested(self, text: str, line: int, *, surely: bool = True) -> None:
-        """Follow a script that another shell runs: `bash -c`, ssh, a here-document. `surely`: it is no prose."""
+        """Follow a script run by another shell: `bash -c`, ssh, a here-document. `surely` False: it may be prose."""
         started, unread, shell = self.started, len(self.script.unread), self.shell
         given = {name: each for name, each in shell.variables.items() if each.exported}
         self.shell = Shell(given, choices=dict(shell.choices), turns=shell.turns)
@@ -583,10 +588,10 @@ class _Reader(Programs):
             if self.started == started:
                 self.launch(f"the command of line {line}", sure=False)
 
-    # -- built-ins that change the way through the script
+    # -- built-ins that change the control flow
 
     def _end_block(self, call: Call) -> None:
-        """exit, return, break and continue: nothing more runs here."""
+        """Follow exit, return, break or continue."""
         if call.program in ("exit", "return") and call.words:
             self.shell.status = call.words[0].text == "0" if call.words[0].text.isdecimal() else None
         elif call.words and call.words[0].text != "1":
@@ -597,7 +602,7 @@ class _Reader(Programs):
     def _source(self, call: Call) -> None:
         path = call.words[0].text if call.words else ""
         if path and path != "/dev/null":
-            self.script.files.append(f"{call.words[0].raw} (line {call.line})")
+            self.script.files.append(call.words[0].raw + f" (line {call.line})" * bool(call.line))
         self.shell.status = None
         self.shell.write(OPEN)
 
@@ -613,7 +618,7 @@ def _forget(shell: Shell, before: Shell) -> None:
 
 
 def _redirects(node: Node) -> Iterator[Node]:
-    """Redirections of a statement, and what the grammar puts inside a here-document's line after its start."""
+    """Yield the redirections of a statement, and nodes that the grammar puts inside a here-document redirection."""
     for child in node.children:
         yield child
         for each in child.children if child.type == "heredoc_redirect" else ():
@@ -622,7 +627,7 @@ def _redirects(node: Node) -> Iterator[Node]:
 
 
 def directives(text: str) -> Iterator[tuple[int, str]]:
-    """`#SBATCH --export=...` and the same of other schedulers: the line's number and its words."""
+    """Yield line number and options of scheduler directives with a `=`, such as `#SBATCH --export=...`."""
     for number, row in enumerate(text.splitlines(), start=1):
         match = re.match(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)", row)
         if match and "=" in match[1]:

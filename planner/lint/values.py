@@ -1,4 +1,4 @@
-"""How NCCL reads the text of a value, and what becomes of one it does not understand.
+"""Check the values of NCCL variables as NCCL parses them, and describe the effect of invalid values.
 
 Specification: NCCL src/misc/param.cc (integers: strtoll, base 0), src/graph/paths.cc ncclGetLevel (levels),
 src/graph/tuning.cc parseList (NCCL_ALGO, NCCL_PROTO), src/misc/socket.cc, src/debug.cc; docs/userguide/source/env.rst.
@@ -18,25 +18,25 @@ from planner.nccl_env.names import NcclName, Version, names, torch_names, versio
 _ATTN_SINCE = (2, 32, 3)  # NCCL_DEBUG=ATTN: libnccl.so.2 of the wheel 2.32.3; 2.31.2 does not know it
 _UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
-_OLDEST_TIMEOUT = 14  # the default up to 2.13, 67 ms a try (env.rst); no release waits less by itself
-_MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5; an index above is none
+_OLDEST_TIMEOUT = 14  # default up to 2.13, 67 ms per try (env.rst); later defaults are longer
+_MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5
 _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 
 
 def values() -> Mapping[str, Any]:
-    """How NCCL reads the text of a value: data/values.toml as written."""
+    """Return the table data/values.toml."""
     return read_table(__file__, "data/values.toml")
 
 
 def members(kind: str) -> Sequence[str]:
-    """Names that data/values.toml lists: those of "bytes", "flags", what "carries_data", where "zero_is_unset"."""
+    """Return a list of names in data/values.toml: "bytes", "flags", "carries_data" or "zero_is_unset"."""
     found: list[str] = values()["names"][kind]
     return found
 
 
 def texts() -> Mapping[str, Mapping[str, str]]:
-    """The findings in words, with fields that the rules fill in: data/findings.toml as written."""
+    """Return the table data/findings.toml: texts of the findings, with fields that the rules fill in."""
     return read_table(__file__, "data/findings.toml")
 
 
@@ -47,9 +47,9 @@ CODES = tuple(sorted({key.partition("/")[0] for key in texts()}))
 def finding(
     key: str, name: str, value: str, /, *evidence: str, status: Status | None = None, **fields: object
 ) -> Finding:
-    """Fill in a text of data/findings.toml.
+    """Create a finding from a row of data/findings.toml and its fields.
 
-    The variable is the subject, what it was set to the first evidence. `status` is given where it is not the table's.
+    Its subject is the variable, its first evidence the setting. `status` overrides the status of the row.
     """
     row = texts()[key]
     message, remedy = (row[part].format(name=name, value=value, **fields) for part in ("message", "remedy"))
@@ -61,7 +61,7 @@ def finding(
 
 
 def strtoll(text: str) -> tuple[int, bool]:
-    """What strtoll(text, NULL, 0) returns, and whether it used the whole text."""
+    """Return the result of strtoll(text, NULL, 0), and whether it consumed the whole text."""
     match = _NUMBER.match(text)
     if match is None:
         return 0, False
@@ -72,7 +72,7 @@ def strtoll(text: str) -> tuple[int, bool]:
 
 
 class NameList(NamedTuple):
-    """NCCL_IB_HCA or NCCL_SOCKET_IFNAME as NCCL parses it."""
+    """A parsed value of NCCL_IB_HCA or NCCL_SOCKET_IFNAME."""
 
     negated: bool
     exact: bool
@@ -80,7 +80,7 @@ class NameList(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> NameList:
-        """`^` first, then `=`, then names with an optional port."""
+        """Parse an optional `^`, an optional `=`, and names with optional ports."""
         negated = text.startswith("^")
         text = text.removeprefix("^")
         exact = text.startswith("=")
@@ -93,7 +93,7 @@ class NameList(NamedTuple):
         return cls(negated=negated, exact=exact, entries=tuple(entries))
 
     def hits(self, entry: tuple[str, int | None], name: str, port: int | None = None) -> bool:
-        """Whether one entry matches a name."""
+        """Whether an entry matches a name and port."""
         wanted, wanted_port = entry
         same = name == wanted if self.exact else name.startswith(wanted)
         return same and (port is None or wanted_port is None or wanted_port == port)
@@ -106,7 +106,7 @@ class NameList(NamedTuple):
 
 
 def other_net(environment: Mapping[str, str]) -> str:
-    """The setting that says that a network plugin carries the traffic, and not NCCL's own RDMA or sockets; or ""."""
+    """Return the setting that selects a network plugin instead of NCCL's own RDMA or sockets; "" if there is none."""
     net, plugin = environment.get("NCCL_NET", ""), environment.get("NCCL_NET_PLUGIN", "")
     if net:
         return "" if net.lower() in ("ib", "socket", "ibext") else f"NCCL_NET={net}"
@@ -118,12 +118,12 @@ def other_net(environment: Mapping[str, str]) -> str:
 
 
 def is_quoted(value: str) -> bool:
-    """Whether quotes stand around it."""
+    """Whether the value is enclosed in quotes."""
     return len(value) > 1 and value[0] in "\"'" and value[0] == value[-1]
 
 
 def check_quotes(name: str, value: str) -> Iterator[Finding]:
-    """Of an env file, whose reader is not known: some keep the quotes."""
+    """Warn about quotes in an env file: some programs that read env files keep them."""
     entry = names().get(name)
     if entry is not None and is_quoted(value):
         effect = _effect_of_garbage(name, entry)
@@ -131,7 +131,7 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
 
 
 def _check_blanks(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
-    """Blanks before or after a value, which docker's env files, nccl.conf and quotes keep."""
+    """Warn about blanks before or after a value, which docker's env files, nccl.conf and quotes keep."""
     harmless = entry.kind == "integer" and strtoll(value.rstrip())[1]
     effect = "the number is read all the same" if harmless else "it belongs to the text that NCCL compares"
     ends = "ends" if value != value.rstrip() else "begins"
@@ -140,7 +140,7 @@ def _check_blanks(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
 
 
 def check_value(name: str, value: str, entry: NcclName, version: Version | None) -> Iterator[Finding]:
-    """Findings about the text of one value."""
+    """Yield findings about one value."""
     if value.strip() != value and value.strip():
         yield from _check_blanks(name, value, entry)
         value = value.strip()
@@ -165,7 +165,7 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
 
 
 def fits(name: str, value: str) -> bool:
-    """Whether a value is of the kind that a name takes, so that the name may have been meant."""
+    """Whether a value is valid for a variable, so that a misspelt name may mean this variable."""
     entry = names().get(name)
     if name in torch_names():
         return (not strtoll(value)[1] and bool(value)) == name.endswith(("_FILE", "_EXEC"))
@@ -187,7 +187,7 @@ def fits(name: str, value: str) -> bool:
 
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
-    """A value of another kind than the variable takes: an interface for a device, a key for an index."""
+    """Warn about a value of the wrong kind: an interface instead of a device, a key instead of an index."""
     row = values()["kind"].get(name)
     number, whole = strtoll(value)
     if name == "NCCL_IB_PKEY" and whole and number >= _MOST_PKEYS:
@@ -204,7 +204,7 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
 
 
 def _effect_of_garbage(name: str, entry: NcclName) -> str:
-    """What NCCL does with a value in quotes."""
+    """Describe what NCCL does with a value in quotes."""
     effects = values()["quoted"]
     if name not in effects and entry.kind == "text":
         return str(values()["text"].get(name, {}).get("effect", effects["text"]))
@@ -212,7 +212,7 @@ def _effect_of_garbage(name: str, entry: NcclName) -> str:
 
 
 def _default(name: str, entry: NcclName) -> str:
-    """What holds where it is not set; a negative number stands for NCCL's own choice."""
+    """Describe the default. A negative number means that NCCL chooses."""
     if name == "NCCL_BUFFSIZE":
         return "its default 4194304 (4 MiB)"  # src/init.cc DEFAULT_BUFFSIZE
     return "what NCCL chooses by itself" if entry.default.startswith("-") else f"its default {entry.default}"
@@ -251,10 +251,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
 
 
 def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
-    """Text that is no number, or not only one: strtoll takes its beginning, or 0, and NCCL uses that.
-
-    The status is that of the number that NCCL then uses.
-    """
+    """Report a text that is not only a number. NCCL uses the number at its start, or 0; the status depends on it."""
     word = value.strip().lower()
     wish = " Write 1 if you mean yes." if word in values()["words"]["yes"] else ""
     status = Status.WARN
@@ -273,7 +270,7 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
         status = Status.FAIL
         effect = f"instead of {_default(name, entry)}: {values()['zero'].get(name, 'buffers of no size carry nothing')}"
     elif name in members("flags") or name in members("carries_data"):
-        # a word does not mean 0
+        # for a word NCCL reads 0
         status = Status.FAIL if name in members("carries_data") else status
         effect = "which turns off what it names" + (", the opposite of the word" if wish else "")
     else:
@@ -282,7 +279,7 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
 
 
 def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
-    """How long RDMA waits for an answer: 4.096 µs times 2 to this number, so many times (env.rst)."""
+    """Check the timeout and retries of RDMA. One try lasts 4.096 µs times 2 to the power of the value (env.rst)."""
     if name == "NCCL_IB_TIMEOUT" and number == 0:
         yield finding("env.value.range/timeout_zero", name, value)
     elif name == "NCCL_IB_TIMEOUT" and 0 < number < _OLDEST_TIMEOUT:
@@ -292,7 +289,7 @@ def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
 
 
 def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    """A word, a list of words, or a text of a pattern; a blank is part of the word next to it."""
+    """Check a keyword, a list of keywords, or a text with a pattern. NCCL takes a blank as part of a keyword."""
     row = values()["text"][name]
     words = [each for each in row.get("words", ()) if each != "ATTN" or not version or version >= _ATTN_SINCE]
     flags, separator, effect = 0 if row.get("exact") else re.IGNORECASE, row.get("separator"), row.get("effect")
@@ -341,7 +338,7 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
 
 
 def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    """NCCL_ALGO and NCCL_PROTO, for every collective or for some.
+    """Check NCCL_ALGO and NCCL_PROTO, which apply to all collectives or to the named ones.
 
     All-gather and reduce-scatter work only with Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc).
     """

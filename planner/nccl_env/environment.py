@@ -166,7 +166,8 @@ def _list_needs(case: Situation) -> Iterator[PodNeed]:
     if joined := gpus.nvlink_between_nodes(case):
         yield need("pod.compute_domain", "resource.nvidia.com/v1beta1", joined)
     if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
-        yield from _need_locked_memory(case)
+        yield need("pod.memlock", "unlimited", _describe_memlock(case))
+        yield need("pod.ipc_lock", "IPC_LOCK", _describe_memlock(case))
     if case.efa:
         yield from _need_efa(case)
     for node in case.nodes:
@@ -192,11 +193,6 @@ def _need_shm(node: NodeView, ranks: int) -> PodNeed:
         evidence += f"; /dev/shm of {limits.whose}: {have / 2**20:.0f} MiB"
     users = "NCCL and DataLoader workers pass" if node.gpu_count() else "DataLoader workers pass"
     return need("pod.shm", str(ranks * _SHM_BYTES_PER_RANK), evidence, users=users)
-
-
-def _need_locked_memory(case: Situation) -> Iterator[PodNeed]:
-    yield need("pod.memlock", "unlimited", _describe_memlock(case))
-    yield need("pod.ipc_lock", "IPC_LOCK", _describe_memlock(case))
 
 
 def _describe_memlock(case: Situation) -> str:

@@ -20,7 +20,7 @@ from planner.nccl_env.nodes import (
     running_interfaces,
 )
 from planner.nccl_env.situation import Note, Setting, Situation, by_host, note, setting, some
-from probes.interfaces.facts import Interface, InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts, preferred_by_nccl
 
 
 def socket_ifname(case: Situation) -> Setting | Note | None:
@@ -99,15 +99,7 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
 
 def nccl_takes(facts: InterfacesFacts) -> tuple[str, ...]:
     """Return the interfaces that NCCL's sockets use by default, in NCCL's order."""
-    names = [each.name for each in running_interfaces(facts)]
-    groups = (
-        [name for name in names if name.startswith("ib")],
-        [name for name in names if not name.startswith(("docker", "lo", "virbr"))],
-        [name for name in names if name.startswith("docker")],
-        [name for name in names if name.startswith("lo")],
-        names,
-    )
-    return tuple(next((group for group in groups if group), []))
+    return tuple(each.name for each in preferred_by_nccl(running_interfaces(facts)))
 
 
 def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:

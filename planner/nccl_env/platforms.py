@@ -71,12 +71,9 @@ def unknown_platform(case: Situation) -> Note | None:
         if info is None or not (cloud or info.virtual_machine):
             continue
         of = CLOUDS[cloud[0]] if cloud else info.virtual_machine
-        return note("platform.unknown", f"{node.hostname}: {of}", platform=_make_sentence(which_platform(case)))
+        text = which_platform(case)
+        return note("platform.unknown", f"{node.hostname}: {of}", platform=text[:1].upper() + text[1:])
     return None
-
-
-def _make_sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def slingshot_protocol(case: Situation) -> Setting | Note | None:

@@ -286,7 +286,8 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     if not (case.efa or case.cxi or (fell_back and case.rdma_ports)):
         return None
     if case.cxi:
-        return _set_libfabric(case)
+        nics = by_host((node.hostname, f"Cassini NICs {', '.join(node.cxi())}") for node in case.nodes if node.cxi())
+        return setting("net.slingshot", "AWS Libfabric", nics)
     if not case.efa:
         ports = by_host((node.hostname, _join(node.default_ports())) for node in case.nodes if node.default_ports())
         return setting("net.fell_back", "IB", f"the log shows channels over Socket; {ports}")
@@ -308,8 +309,3 @@ def _note_unseen_efa(case: Situation) -> Note | None:
             continue
         return note("net.efa_unseen", f"{node.hostname}: product {info.product}")
     return None
-
-
-def _set_libfabric(case: Situation) -> Setting:
-    evidence = by_host((node.hostname, f"Cassini NICs {', '.join(node.cxi())}") for node in case.nodes if node.cxi())
-    return setting("net.slingshot", "AWS Libfabric", evidence)

@@ -41,8 +41,8 @@ MATTERS = 0.1  # minimum fraction of the time that the others lose
 MOST_SECONDS_LEFT = 3600.0  # a difference that takes longer to prove is near the limit and not yet a suspicion
 MIN_CALLS = 2 * BLOCKS  # calls that all ranks made
 MIN_LOOKS = 30  # samples per rank: the standard error of a fraction is then below 0.1
-# Other work of a host comes and goes within seconds. A rank that is late without a visible cause is named only if its
-# calls have been recorded for so long that each block can cover one polling interval of the monitor.
+# Other work of a host comes and goes within seconds. A rank that is late without a visible cause is named only by calls
+# that span so long that each block can cover one polling interval of the monitor.
 MIN_SECONDS = BLOCKS * LOOK_SECONDS
 AS_OTHERS = Activity("unknown", "is late; what it does longer than the others is not known")
 MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
@@ -101,13 +101,12 @@ def _late(facts: RunFacts) -> Verdict | None:
     refuted = {one.rank for one in by_looks if one.usual < 1 - MATTERS and one.work <= one.usual}
     rows = [one for one in rows if one.rank not in refuted] + by_looks
     late = sorted((one for one in rows if one.excess > 0), key=lambda one: -one.excess)
-    proven = {one.rank: one for one in reversed(late) if one.is_proven}
-    causes, not_at_fault, young = [], [], dict[int, float]()
+    habits = {one.rank: _habit(one.rank, facts) for one in late}
+    lacking = {one: MIN_SECONDS - one.seconds if habits[one.rank] == AS_OTHERS else 0.0 for one in late}
+    proven = {one.rank: one for one in reversed(late) if one.is_proven and lacking[one] <= 0}
+    causes, not_at_fault = [], []
     for one in sorted(proven.values(), key=lambda one: -one.excess):
-        what = _habit(one.rank, facts)
-        if what == AS_OTHERS and (seconds := _seconds_seen(facts.states[one.rank])) < MIN_SECONDS:
-            young[one.rank] = MIN_SECONDS - seconds
-            continue
+        what = habits[one.rank]
         if what.kind in LONG_PHASES:
             not_at_fault.append(f"rank {one.rank} {what.words}; {one.wait}")
         else:
@@ -127,13 +126,8 @@ def _late(facts: RunFacts) -> Verdict | None:
     one = min(open_rows, key=lambda one: one.seconds_left)
     line = (f"not distinguishable yet: rank {one.rank} works in {one.work:.0%} of the time, the others in "
             f"{max(0.0, one.usual):.0%}, and the margin is {one.margin:.0%}; if this goes on, it will be in about "
-            f"{max(1.0, one.seconds_left, young.get(one.rank, 0.0)):.0f} s")  # fmt: skip
+            f"{max(1.0, one.seconds_left, lacking[one]):.0f} s")  # fmt: skip
     return Verdict(state="fine", line=line)
-
-
-def _seconds_seen(state: RankState) -> float:
-    """For how long the collectives of a rank have been seen."""
-    return state.written - next((mark.at for mark in state.marks if mark.calls), state.written)
 
 
 class Waits(NamedTuple):
@@ -166,8 +160,11 @@ def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mappi
     middle = median_low(total[one] for one in others)
     usual = next(one for one in others if total[one] == middle)
     size, per_second = len(waits.rows) // BLOCKS, len(waits.rows) / waits.elapsed
-    differences = [mean(row[usual] - row[rank] for row in waits.rows[n * size : (n + 1) * size]) for n in range(BLOCKS)]
-    sampling = _quantile(len(total)) * stdev(differences) / sqrt(BLOCKS) * per_second
+    more = [row[usual] - row[rank] for row in waits.rows]
+    blocks = [mean(more[n * size : (n + 1) * size]) for n in range(BLOCKS)]
+    # A few long pauses are no habit: the sum of waits that come at random times scatters by the root of their squares.
+    error = max(stdev(blocks) / sqrt(BLOCKS), sqrt(sum(one * one for one in more)) / len(more))
+    sampling = _quantile(len(total)) * error * per_second
     clocks = waits.errors[rank] + waits.errors[usual]
     margin, all_waiting = sampling + clocks * per_second, sum(caused.values())
     share = caused[rank] / all_waiting if all_waiting > 0 else 0.0
@@ -208,7 +205,9 @@ def _waits_by_arrival(calls: list[dict[int, Call]], facts: RunFacts, since: floa
         return None
     true = [{rank: at - clocks[rank].seconds for rank, at in row.items()} for row in rows]
     elapsed = max(true[-1].values()) - max(true[0].values())
-    waits = [{rank: max(row.values()) - at for rank, at in row.items()} for row in true]
+    # a call that a rank makes before the last one could begin waits only from then on: no second counts twice
+    waits = [{rank: max(row.values()) - max(at, *old.values()) for rank, at in row.items()}
+             for old, row in pairwise(true)]  # fmt: skip
     return Waits(waits, elapsed, {rank: offset.error for rank, offset in clocks.items()})
 
 

@@ -216,6 +216,8 @@ def _waits(rank: int, facts: RunFacts) -> bool:
 
 def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
     """Return the verdict if all ranks have ended, none by an error in its own code: which was first is unknown."""
+    if facts.first is not None and facts.first not in facts.states and (first := by_torchrun(facts)):
+        return replace(first, waiting=tuple(ranks))  # it ended before its monitor wrote
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]
     if not errors:

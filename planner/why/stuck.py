@@ -119,6 +119,11 @@ class _Stuck:
     def _without_root(self) -> Verdict:
         """All of a group are in a call that does not move; groups wait for each other; or who is missing is unknown."""
         facts, blocked, waits = self.facts, self.blocked, self.blocked.waits
+        # a count of calls does not tell which call it is: the dumps of these ranks are about to come
+        counted = sorted({one for wait in waits.values() for one in wait.here if facts.has_moved_on(one)})
+        if counted and blocked.age < 2 * STALL_SECONDS and all(facts.activity(r).kind == "collective" for r in counted):
+            return not_yet([f"{ranks_of(counted)} have called more than their dumps show; {self.wait}"],
+                           2 * STALL_SECONDS, self.waiting)  # fmt: skip
         if blocked.met:
             wait = waits[min(blocked.met)]
             inside = sorted(wait.here)

@@ -6,7 +6,7 @@ interfaces only); getifaddrs(3) lists IPv4 before IPv6 addresses, ordered by int
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from probes.api import Source
@@ -86,9 +86,14 @@ def nccl_choice(interfaces: Iterable[Interface], setting: str | None = None) -> 
     usable.sort(key=lambda i: all(":" in address for address in i.addresses))  # stable sort: IPv4 first, then by index
     if setting and len(setting) > 1:  # NCCL ignores values of a single character
         return next((i.name for i in usable if matches(i.name, setting)), None)
+    return next((interface.name for interface in preferred_by_nccl(usable)), None)
+
+
+def preferred_by_nccl(usable: Sequence[Interface]) -> Sequence[Interface]:
+    """Return the interfaces that NCCL uses if NCCL_SOCKET_IFNAME is not set, in the given order."""
     steps = [
         [i for i in usable if i.name.startswith("ib")],
         [i for i in usable if not i.name.startswith(_LAST)],
         *([i for i in usable if i.name.startswith(prefix)] for prefix in _LAST),
     ]
-    return next((step[0].name for step in steps if step), None)
+    return next((step for step in steps if step), [])

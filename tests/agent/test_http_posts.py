@@ -1,4 +1,4 @@
-"""POST /runs: who may, what is taken, kept and shown; and the page GET /why."""
+"""POST /runs: who may, what is taken, kept and shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from starlette.testclient import TestClient
 
 from agent.base import result_store
 from agent.cli.launch import launch
-from agent.cli.why import why
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
 from agent.http.posted import MOST_VALUES, PostedRecord
@@ -253,14 +252,3 @@ def test_what_is_held_in_memory_is_bounded_in_bytes(
     assert first.content == second.content
     assert posted(http, host="z").status_code == 201
     assert "z" in {record["host"] for record in http.get("/runs").json()}
-
-
-def test_a_browser_gets_a_page_that_says_how_to_diagnose_a_run(http: TestClient) -> None:
-    """Without a token; every option that the page shows is one of the command."""
-    answer = http.get("/why", headers={"Accept": "text/html,*/*;q=0.8"})
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
-    shown = answer.text.split('<pre id="why">')[1].split("</pre>")[0].splitlines()
-    known = {name for option in why.params for name in option.opts}
-    assert len(shown) == 4 and all(line.startswith("topoflight why ") for line in shown)
-    assert {word for line in shown for word in line.split() if word.startswith("--")} <= known
-    assert "Runs on this node" in answer.text and 'href="why"' in http.get("/").text

@@ -117,7 +117,7 @@ def every_page(
 ) -> dict[str, str]:
     """The address of every page with healthy, failing, empty and large data, each table and figure among them."""
     names = ("sick-h100-rdma-off", "aws-p4d-8xA100-4efa", "cpu-only-vm")
-    alike = ("cluster", "why", "docs", QUESTION, f"{QUESTION}&steps=2000&price=98.32&network=100G",
+    alike = ("cluster", "docs", QUESTION, f"{QUESTION}&steps=2000&price=98.32&network=100G",
              "what-if?model=Llama-3.1-70B&method=full&machine=4xl40s",
              "what-if?model=Llama-3.1-8B&nodes=0")  # fmt: skip
     asked = [*((name, path) for name in names for path in ("", "what-if")), *((names[0], path) for path in alike)]
@@ -144,7 +144,7 @@ def every_page(
     for name, text in files.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
         pages_of[name] = (folder / f"{name}.html").as_uri()
-    return pages_of | {"runs": address, "why of runs": address + "why", "several": several, "fleet": console(64)}
+    return pages_of | {"runs": address, "several": several, "fleet": console(64)}
 
 
 def test_no_page_is_wider_than_a_phone(

@@ -292,3 +292,12 @@ def test_a_full_gpu_leaves_no_layout() -> None:
 def test_what_the_driver_keeps_for_itself_is_not_held() -> None:
     """600 MiB on an idle H100."""
     assert plan(join((build(host()),)), (host(),), MODEL, LORA).capacity == float(81559 << 20)
+
+
+def test_a_layout_that_probably_runs_out_of_memory_is_chosen_only_where_no_other_fits():
+    """PP16 alone is simpler, and its forecast is beyond the memory; with TP a layout of nearly its speed fits."""
+    train = TrainSpec(
+        method="full", sequence_length=4096, global_batch=32, engine="megatron", precision="fp8", packing=True
+    )
+    answer = recommend(machines.cluster("dgx-h100", 2), (), model_named("Llama-2-70B"), train)
+    assert answer.chosen.forecast.memory_bytes.mid < (answer.chosen.forecast.capacity_bytes or 0)

@@ -28,7 +28,8 @@ from agent.jobs.search import findings_of, slurm_hosts
 from agent.jobs.slurm import SlurmError, job_files
 from collectives.search.coordinator import Settings, coordinate, read_journal
 from collectives.search.plan import SearchResult
-from collectives.traces.states import NAME, RankState, dumps
+from collectives.traces.states import NAME, RankState
+from contracts import plain
 from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
 from finetune.rank_monitor import _identity
@@ -348,7 +349,7 @@ def test_the_end_of_a_job_is_the_cause_where_its_ranks_ran_until_then(ends: str,
         state = RankState(rank=rank, host=f"n{rank + 1}", pid=7, calls=50, phase="collective" if early else "compute",
                           written=time.time() - 500 - early * rank)  # fmt: skip
         path = tmp_path / "ranks" / NAME.format(rank=rank)
-        path.write_text(dumps(state))
+        path.write_text(json.dumps(plain.write(state)))
         os.utime(path, (state.written, state.written))
     log = tmp_path / "slurm-7.log"
     log.write_text(ends)

@@ -25,9 +25,9 @@ from agent.why import diagnosis, ranks
 from collectives.bench import processes
 from collectives.traces import calls, states
 from collectives.traces.calls import Call, RankTrace
-from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState, dumps
+from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState
 from collectives.traces.watchdog import LogFacts
-from contracts import run_record
+from contracts import plain, run_record
 from contracts.run_record import RunRecord
 from finetune import rank_monitor
 from planner.why import RunFacts, judge
@@ -84,6 +84,39 @@ def test_clocks_of_two_hosts_are_aligned_or_not_compared(
     found = judge(RunFacts(traces=traces, states=alike, world=2, now=START + 60))
     assert found.ranks == (), "late for ten seconds, and seen to do what the other does"
     assert not named or "not distinguishable yet: rank 0" in found.line, found.line
+
+
+@each_row(
+    ("late", "every", "named"),
+    [
+        (0.03, 1, (0,)),
+        (1.5, 50, ()),  # it saves: two fifths of the time, in ten pauses
+        (3.0, 500, ()),  # its last batch
+    ],
+)
+def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(
+    late: float, every: int, named: tuple[int, ...]
+) -> None:
+    """Two calls a step, both made before the first of them is over, as DDP does."""
+    noise = random.Random(1)
+    rows: dict[int, list[float]] = {0: [], 1: [], 2: []}
+    at = START
+    for step in range(1, 501):
+        times = [at + noise.uniform(0.04, 0.05) + (late if rank == 0 and step % every == 0 else 0.0) for rank in rows]
+        for rank, mine in rows.items():
+            mine += [times[rank], times[rank] + 0.001]
+        at = max(times) + 0.002
+    traces = {
+        rank: RankTrace(rank=rank, enqueued={"0": len(mine)}, names={"0": "default_pg"}, calls=tuple(
+            Call(group="0", number=n, record=n, op="all_reduce", done=True, created=when)
+            for n, when in enumerate(mine, 1)))
+        for rank, mine in rows.items()
+    }  # fmt: skip
+    states = {r: RankState(rank=r, host="h", boot="b", written=at, calls=1000) for r in rows}
+    found = judge(RunFacts(traces=traces, states=states, world=3, now=at))
+    assert found.ranks == named, found.line
+    lost = 0.03 / (0.03 + 0.047)  # what the others wait for rank 0 in each step, of the whole step
+    assert not named or abs((found.causes[0].cost or 0) - lost) < 0.1, found.causes[0].cost
 
 
 def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
@@ -326,7 +359,7 @@ def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> 
 
 def test_only_the_newest_marks_of_a_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / NAME.format(rank=0)
-    path.write_text(dumps(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000)))))
+    path.write_text(json.dumps(plain.write(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000))))))
     assert [mark.calls for mark in states.read_state(path).marks] == list(range(936, 1000))
 
 
@@ -335,7 +368,7 @@ def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
     (tmp_path / RANKS_FOLDER).mkdir()
     for rank, ahead in enumerate((0.0, 40.0, -40.0)):
         state = RankState(rank=rank, world_size=3, host=f"h{rank}", written=time.time() + ahead, phase="compute")
-        (tmp_path / RANKS_FOLDER / NAME.format(rank=rank)).write_text(dumps(state))
+        (tmp_path / RANKS_FOLDER / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
     assert judge(ranks.of_run(tmp_path)[0]).state == "fine"
 
 
@@ -349,7 +382,11 @@ def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(
     def write(behind: dict[int, float]) -> None:
         for rank, seconds in behind.items():
             path, at = folder / NAME.format(rank=rank), time.time() - seconds
-            path.write_text(dumps(RankState(rank=rank, world_size=3, host=f"h{rank}", written=at, phase="compute")))
+            path.write_text(
+                json.dumps(
+                    plain.write(RankState(rank=rank, world_size=3, host=f"h{rank}", written=at, phase="compute"))
+                )
+            )
             os.utime(path, (at, at))
 
     for behind, mute in (
@@ -371,7 +408,7 @@ def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     folder = tmp_path / RANKS_FOLDER
     folder.mkdir()
     for rank in (0, 1, 2, 7):
-        (folder / NAME.format(rank=rank)).write_text(dumps(RankState(rank=rank)))
+        (folder / NAME.format(rank=rank)).write_text(json.dumps(plain.write(RankState(rank=rank))))
         if rank != 2:
             os.utime(folder / NAME.format(rank=rank), (time.time() - 3600,) * 2)
     rank_monitor.RankMonitor(tmp_path, 0, 3)._remove_old_files()
@@ -406,13 +443,17 @@ def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: 
     monitor = rank_monitor.RankMonitor(tmp_path, 0, 2)
     monitor.folder.mkdir()
     for wait, phase in ((lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000), "collective"),
-                        (lambda: time.sleep(1), "compute")):  # fmt: skip
+                        (lambda: time.sleep(1), "compute"),
+                        (lambda: threading.Event().wait(1), "compute")):  # fmt: skip
         timer = threading.Timer(0.3, monitor.sample)
         timer.start()
         wait()
         timer.join()
         assert monitor.phase == phase
     assert monitor.calls == 104
+    before = monitor._effort()[2]
+    monitor._replace("large", bytes(1 << 22))
+    assert monitor._effort()[2] - before < 1 << 16, "a dump of the monitor is no work of the rank"
     monitor.dump()
     assert json.loads((monitor.folder / "trace_rank_0.json").read_text()) == recorded
     monitor.write()
@@ -423,7 +464,7 @@ def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: 
 def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_path: Path) -> None:
     found = diagnosis.answer(diagnosis.WhySources(run=tmp_path))
     assert found.state == "unknown" and "(topoflight launch, wrap or run)" in found.unknown[0].command
-    used = {"--run", "--watch", "--limit", "--output"}
+    used = {"--run", "--watch", "--limit", "--output", "--metrics"}
     others = [option for option in why.params if option.opts[-1] not in used]
     for option in others:
         value = {"--flight-recorder": str(tmp_path), "--manifest": __file__, "--host": __file__, "--method": "full"}
@@ -488,9 +529,15 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     for rank in range(3):
         error = "ValueError: bad row, password=hunter22" if rank == 2 else LOST
         state = RankState(rank=rank, world_size=3, written=time.time(), ended=True, error=error, host=f"trainer-{rank}")
-        (ranks / NAME.format(rank=rank)).write_text(dumps(state))
-    ended = topoflight("why", "--watch", "--run", tmp_path)
+        (ranks / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
+    metrics = tmp_path / "why.prom"
+    ended = topoflight("why", "--watch", "--run", tmp_path, "--metrics", metrics)
     assert ended.exit_code == 3, ended.output
+    run = f'run="{tmp_path.name}"'
+    (line,) = [line for line in metrics.read_text().splitlines() if not line.startswith("#")]
+    assert line == f'topoflight_why{{code="rank.gone",node="trainer-2",rank="2",{run},state="failed"}} 1.0'
+    alone = topoflight("why", "--run", tmp_path, "--metrics", metrics)
+    assert alone.exit_code == 2 and "--watch" in alone.output
     kept = json.loads((tmp_path / run_record.WHY).read_text())
     assert (kept["state"], kept["ranks"]) == ("failed", [2])
     assert kept["line"].split(": ")[0] in topoflight("why", tmp_path).output, "a run's folder among the logs"

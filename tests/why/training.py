@@ -152,9 +152,9 @@ def happens(step: int, rank: int) -> None:
         evaluate()
     if rank == CULPRIT and step > 0 and step % 50 == 0 and FAULT == "saves-often":
         nap(1.5)
-    if step == AT and rank == CULPRIT and FAULT in ONCE:
+    if step == AT and rank == CULPRIT and FAULT in (*ONCE, "straggler", "loader-slow", "all-slow"):
         happened()
-        ONCE[FAULT]()
+        ONCE.get(FAULT, float)()
 
 
 def work_of(step: int, rank: int) -> float:
