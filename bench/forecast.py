@@ -38,13 +38,13 @@ from contracts.finding import Interval
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
 from contracts.tables import read_table
 from hardware.gpus import Gpu
-from planner.explain import over_unknown_network, sigma_of_links
+from planner.explain import over_unknown_network, sigmas_of_rates
 from planner.forecast.calibration import FILE as INTERVALS
 from planner.forecast.calibration import Widths, interval, key_of, kinds_of, widths
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import weights
-from planner.forecast.step_time import Job, step_parts
+from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.search import TIGHT_SHARE, degrees_of, search
 from planner.stacks import ENGINES
 
@@ -77,7 +77,7 @@ class Answer:
 
     row: Row
     seconds: float
-    extra: float  # standard deviation of log time by what nobody measured and the row leaves open
+    extra: tuple[float, float]  # standard deviations of log time by what the row leaves open, if faster and if slower
     kinds: tuple[str, ...]  # what its width goes by
     reach: tuple[float, float]  # log time over the fastest and over the slowest network that the row leaves open
     memory_bytes: float
@@ -213,25 +213,35 @@ def searched(row: Row, constants: Constants = DEFAULT) -> Layout:
     return found.best[0].layout if found.best else row.layout
 
 
-def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, float]:
-    """Seconds, and what assumed links and a precision that the row leaves open add to sigma."""
-    times, links = [], 0.0
+Reading = tuple[Job, Layout, StepParts]
+
+
+def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, list[Reading]]:
+    """Seconds, and each reading of a row that leaves its precision open."""
+    found: list[Reading] = []
     variants: list[tuple[Precision, Gpu]] = [(precision, row.gpu) for precision in row.precisions]
     if row.four_bits and row.gpu.matmul_fp8:
         variants.append(("fp8", replace(row.gpu, matmul_fp8=FOUR_BITS * row.gpu.matmul_fp8)))
     for precision, gpu in variants:
         at = layout if precision == layout.precision else replace(layout, precision=precision)
         job = _job(row, precision, constants, gpu)
-        parts = step_parts(job, at)
-        times.append(parts.total)
-        links = max(links, sigma_of_links(job, at, parts))
-    return math.sqrt(min(times) * max(times)), math.hypot(links, math.log(max(times) / min(times)) / 2.0)
+        found.append((job, at, step_parts(job, at)))
+    times = [parts.total for _, _, parts in found]
+    return math.sqrt(min(times) * max(times)), found
+
+
+def left_open(found: Sequence[Reading]) -> tuple[float, float]:
+    """What assumed rates and a precision that the row leaves open add to sigma, below and above."""
+    times = [parts.total for _, _, parts in found]
+    between = math.log(max(times) / min(times)) / 2.0
+    below, above = zip(*(sigmas_of_rates(*reading) for reading in found), strict=True)
+    return math.hypot(max(below), between), math.hypot(max(above), between)
 
 
 def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     """Forecast one row."""
     engine = row.stack.engine
-    seconds, extra = seconds_of(row, layout, constants)
+    seconds, readings = seconds_of(row, layout, constants)
     printed = memory_parts(row.model, row.train, layout, engine, first_stage=row.first_stage)
     memory = printed.tensors if row.memory_kind == "tensors" else printed.total
     if row.train.method == "lora" and not row.stack.known and layout.dp_shard > 1 and layout.sharding == "zero3":
@@ -245,7 +255,7 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     return Answer(
         row=row,
         seconds=seconds,
-        extra=extra,
+        extra=left_open(readings),
         kinds=kinds_of(job, seen_engine=row.stack.known),
         reach=(math.log(ends.low), math.log(ends.high)),
         memory_bytes=memory,
@@ -657,7 +667,7 @@ def print_summary(
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "forecast.md"
 HEADER = """# Forecast accuracy
 
-Published runs of other stacks, 2026-11-26, as `make forecast` prints them. `python bench/forecast.py --write` writes
+Published runs of other stacks, 2026-11-27, as `make forecast` prints them. `python bench/forecast.py --write` writes
 this page, and the widths in `planner/forecast/intervals.json`.
 """
 

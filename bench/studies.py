@@ -19,7 +19,7 @@ from contracts.tables import read_table
 from planner.advice import Forecast
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "studies.md"
-_OF_LAYOUT = ("micro_batch",)  # members of the layout that a row may have
+_OF_LAYOUT = ("micro_batch", "gradient_accumulation", "checkpointing")  # members of the layout that a row may have
 HEADER = """# Published studies
 
 `make studies` forecasts these studies, row by row, and `python bench/studies.py --write` writes this page. Each row is

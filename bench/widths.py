@@ -26,14 +26,15 @@ class Sample:
     source: str
     error: float  # log(forecast / measured)
     kinds: tuple[str, ...] = ()
-    extra: float = 0.0  # what the row leaves open and nobody measured: a standard deviation of its own
+    # What the row leaves open and nobody measured: standard deviations of its own, if it is faster and if it is slower.
+    extra: tuple[float, float] = (0.0, 0.0)
     reach: tuple[float, float] = (0.0, 0.0)  # how far an unknown network moves the interval's ends
 
 
 def inside(sample: Sample, sigma: float) -> bool:
     """Whether the measured time lies in the interval."""
-    width, (low, high) = Z80 * math.hypot(sigma, sample.extra), sample.reach
-    return low - width <= -sample.error <= high + width
+    (below, above), (low, high) = (Z80 * math.hypot(sigma, extra) for extra in sample.extra), sample.reach
+    return low - below <= -sample.error <= high + above
 
 
 def covered(samples: Sequence[Sample], sigma: float, weights: Sequence[float]) -> float:

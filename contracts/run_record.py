@@ -33,7 +33,7 @@ PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_pa
               "context_parallel": "context parallelism", "pipeline": "pipeline sends",
               "idle": "between operators"}  # fmt: skip
 # Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
-_FAILED_RANK = re.compile(r"^.*?rank +: (\d{1,7}) [^\n]*\n.*?exitcode +: (-?\d{1,7}) ", re.MULTILINE)
+_FAILED_RANK = re.compile(r"^.*?rank +: (\d{1,7}) [^\n]*(?:\n.*?exitcode +: (-?\d{1,7}) |\s*\Z)", re.MULTILINE)
 # Matches the last line of a rank's Python traceback; torchrun's own error only says that a rank failed.
 _RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+(?:Error|Exception)\b(?<!ChildFailedError).*)$", re.MULTILINE)
 
@@ -319,17 +319,17 @@ class FailedRank(NamedTuple):
     """One rank in torchrun's failure report."""
 
     rank: int
-    exit_code: int  # negative: killed by this signal
+    exit_code: int | None  # negative: killed by this signal; None: the report is cut before it
 
     @property
     def signal(self) -> str:
         """Name of the signal that killed the rank, such as "SIGKILL"; "" if it was not killed."""
-        return signal.Signals(-self.exit_code).name if -self.exit_code in set(signal.Signals) else ""
+        return signal.Signals(-self.exit_code).name if self.exit_code and -self.exit_code in set(signal.Signals) else ""
 
 
 def failed_ranks(log: str) -> list[FailedRank]:
     """Return the ranks listed in torchrun's failure report at the end of its log."""
-    return [FailedRank(int(rank), int(code)) for rank, code in _FAILED_RANK.findall(log)]
+    return [FailedRank(int(rank), int(code) if code else None) for rank, code in _FAILED_RANK.findall(log)]
 
 
 def first_failed_rank(log: str) -> FailedRank | None:

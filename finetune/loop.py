@@ -230,7 +230,7 @@ class Trainer:
         if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
         if not bar.disable:
-            bar.set_postfix(self.recorder.bar_words(done.loss, pace), refresh=False)
+            bar.set_postfix({"loss": f"{done.loss:.3f}", "tok/s": f"{pace:,.0f}"}, refresh=False)
             bar.update()
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication

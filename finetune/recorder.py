@@ -192,6 +192,7 @@ class Recorder:
         self.peak = 0  # of the first steps, on a CPU
         self.capacity = capacity_of(device, self.baseline_rss)
         self.fullest = Peak(0, 0)  # of the fullest rank, once the ranks have exchanged theirs
+        self.found: Profiled | None = None  # once the profiler has ended
         self.started = False  # the model is there
         self._metrics: Any = None
         self._board: Any = None
@@ -233,17 +234,20 @@ class Recorder:
         if self.device.type == "cuda" and len(self.losses) == WARM_UP - 1:
             torch.cuda.empty_cache()  # what loading has left reserved is not what a step needs
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.profile(found)
+        if found is not self.found:
+            self.profile(found)
         if len(self.seconds) < MAX_STEPS:
             self.seconds.append(seconds)
         self.losses.append(loss)
         self.tokens += tokens
 
     def profile(self, found: Profiled | None) -> None:
-        """What the profiler says, once it has ended."""
+        """Store what the profiler found, related to the steps so far."""
         if found:
+            self.found, counted = found, self.counted_steps()
+            shown = parts.without_profiler(found, statistics.median(counted)) if counted else found.parts
             self.record.communication = found.communication
-            self.record.parts = parts.with_forecast(found.parts, self.record.forecast)
+            self.record.parts = parts.with_forecast(shown, self.record.forecast)
 
     def watch_memory(self) -> None:
         """The next steps' memory counts: what loading took is over."""
@@ -251,16 +255,6 @@ class Recorder:
         if self.device.type != "cuda":
             return_freed(EXACT_BYTES)
             forget_highest_rss()
-
-    def bar_words(self, loss: float, rate: float) -> dict[str, str]:
-        """Return the text after the progress bar; `rate` in tokens per second."""
-        now, communication = self.measured(), self.record.communication
-        words = {"loss": f"{loss:.3f}", "tok/s": f"{rate:,.0f}", "mem": f"{(now.memory_bytes or 0) / 2**30:.2f}G"}
-        if now.mfu is not None:
-            words["mfu"] = f"{now.mfu:.0%}"
-        if communication and communication.share is not None:
-            words["comm"] = f"{communication.share:.0%}"
-        return words
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """One line of metrics."""
@@ -327,6 +321,7 @@ class Recorder:
         if not self.writes:
             return
         record = self.record
+        self.profile(self.found)
         record.measured = self.measured()
         record.step_seconds = [round(s, 6) for s in self.seconds]
         record.loss = Loss(first=self.losses[0], last=self.losses[-1]) if self.losses else Loss()

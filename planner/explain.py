@@ -13,6 +13,7 @@ from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part
 from planner.forecast.calibration import (
+    SIGMA_LAUNCH,
     SIGMA_LINK_ASSUMED,
     SIGMA_PCIE_ASSUMED,
     base_sigma,
@@ -71,24 +72,33 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     return total or None
 
 
-def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
-    """Return the uncertainty from assumed link rates: the change of the step if they differ by one sigma.
+def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured: bool = False) -> tuple[float, float]:
+    """Return how much faster and slower the step may be if assumed rates of links and the host differ by one sigma.
 
-    Traffic hidden at the assumed rate may be exposed at a lower one. Links of `over_unknown_network` are excluded.
+    Traffic or launches that are hidden at the assumed rate may be exposed at a lower one. Links of
+    `over_unknown_network` are excluded.
     """
-    variance = 0.0
+
+    def moved(other: Job) -> float:
+        return math.log(step_parts(other, layout).total / parts.total)
+
+    variance = faster = slower = 0.0
     for name in ("node", "network"):
         link = getattr(job.links, name)
         if parts.communication <= 0 or link is None or link.how != "assumed" or link.within is not None:
             continue
-        sigma = SIGMA_PCIE_ASSUMED if link.link == "PCIe" else SIGMA_LINK_ASSUMED
-        moved = []
+        sigma, most = SIGMA_PCIE_ASSUMED if link.link == "PCIe" else SIGMA_LINK_ASSUMED, 0.0
         for factor in (math.exp(-sigma), math.exp(sigma)):
             other = replace(link, bytes_per_second=link.bytes_per_second * factor)
             links = replace(job.links, **{name: other}, **({"island": other} if job.links.island is link else {}))
-            moved.append(abs(math.log(step_parts(replace(job, links=links), layout).total / parts.total)))
-        variance += max(moved) ** 2
-    return math.sqrt(variance)
+            most = max(most, abs(moved(replace(job, links=links))))
+        variance += most**2
+    if job.has_gpu and not host_measured:
+        faster, slower = (
+            moved(replace(job, rates=replace(job.rates, launch_seconds=job.rates.launch_seconds * math.exp(sigma))))
+            for sigma in (-SIGMA_LAUNCH, SIGMA_LAUNCH)
+        )
+    return math.sqrt(variance + faster**2), math.sqrt(variance + slower**2)
 
 
 def over_unknown_network(job: Job, layout: Layout, around: Interval) -> Interval:
@@ -139,14 +149,15 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         Part(name=name, value=value, detail=_MEMORY[name]) for name, value in memory._asdict().items() if value > 0
     )
     tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
-    sigma = math.hypot(base_sigma(job, calibrated=calibrated), sigma_of_links(job, layout, parts))
+    sigma, measured = base_sigma(job, calibrated=calibrated), calibrated or job.rates.how == "measured"
+    faster, slower = (math.hypot(sigma, other) for other in sigmas_of_rates(job, layout, parts, host_measured=measured))
     used = {
         str(link) for name in COMMUNICATION if getattr(parts, name) > 0 and (link := link_of(job.links, layout, name))
     }
     if parts.offload > 0 and job.links.host.how != "assumed":
         used.add(str(job.links.host))
     return Forecast(
-        step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, sigma)),
+        step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, faster, slower)),
         memory_bytes=memory_interval(job, memory.total),
         time_parts=tuple(time_parts),
         memory_parts=memory_parts,

@@ -149,7 +149,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
     progress = Progress()
     try:
         spec = job.spec_of(options, snapshots((), ALL))
-        progress.step(f"search: {units.count(spec.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
+        progress.step(f"search: {units.count(spec.place.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
         result = run.search(spec, progress.note, stop)
     except run.SearchError as error:
         if signal.SIGINT not in got:

@@ -19,7 +19,7 @@ from collectives.bench.plan import SpecError
 from collectives.bench.run import visible_backend
 from collectives.search.plan import STUCK, Measure, SearchResult, Verdict
 from collectives.search.rank import Place
-from collectives.search.run import SearchSpec, from_environment
+from collectives.search.run import SearchSpec, from_environment, resolvable_address
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
 from contracts.host_list import compress_host_list, list_names, slurm_name
@@ -47,7 +47,8 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     launched = from_environment(os.environ)
     nodes = options["nodes"] or launched.get("nodes", 1)
     node = launched.get("node", 0) if options["node_rank"] is None else options["node_rank"]
-    rendezvous = options["rendezvous"] or launched.get("rendezvous") or ("127.0.0.1:29400" if nodes == 1 else "")
+    default = launched.get("rendezvous", "127.0.0.1:29400" if nodes == 1 else "")
+    rendezvous = options["rendezvous"] or resolvable_address(default)
     host, _, port = rendezvous.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise SpecError(f"rendezvous: {rendezvous!r} is not allowed; allowed: host:port of node 0")
@@ -58,13 +59,15 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     backend = visible_backend()
     name = options["host_name"] or (found[0].hostname if found else f"node {node}")
     place = Place(
-        store=rendezvous, node=node, local=0, ranks=ranks, host=name, domain=_domain(options, name, found, ranks),
+        store=rendezvous, nodes=nodes, node=node, local=0, ranks=ranks, host=name,
+        domain=_domain(options, name, found, ranks),
         model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=options["silence"],
         bytes=options["bytes"] or ((256 if backend == "nccl" else 32) << 20), wait_seconds=options["wait"],
+        journal=str(options["journal"] or ""),
     )  # fmt: skip
     return SearchSpec(
-        place=place, nodes=nodes, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=options["limit"],
-        journal=options["journal"], gpu_pids=gpu_processes(found), force=options["force"],
+        place=place, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=options["limit"],
+        gpu_pids=gpu_processes(found), force=options["force"],
         environment={} if options["no_advice"] or nodes == 1 else network_environment(found),
     )  # fmt: skip
 
@@ -111,17 +114,13 @@ def _finding(verdict: Verdict, node: str) -> Finding:
     evidence = _evidence(verdict.measures)
     if verdict.state == "not judged":
         return make_finding("search.node.unjudged", node, evidence=evidence, why=verdict.seen or WHY[verdict.reason])
-    if verdict.reason == "lost":
-        return make_finding("search.node.lost", node, why=verdict.seen)
-    if verdict.reason == "stuck":
-        return make_finding("search.node.stuck", node, evidence=evidence)
-    key, subject = "search.node.slow", ""
-    if verdict.reason == "part":
-        key, subject = "search.node.part", verdict.what[0].partition(" ")[0]
+    if verdict.reason in ("lost", "stuck"):
+        return make_finding(f"search.node.{verdict.reason}", node, evidence=evidence, why=verdict.seen)
+    subject = verdict.what[0].partition(" ")[0] if verdict.reason == "part" else ""
     named = ", ".join(map(str, verdict.rails))
     return make_finding(
-        key, node, by_loss(verdict.loss), subject=subject, evidence=evidence, what=" and ".join(verdict.what),
-        share=_share(verdict.loss),
+        f"search.node.{verdict.reason}", node, by_loss(verdict.loss), subject=subject, evidence=evidence,
+        what=" and ".join(verdict.what), share=_share(verdict.loss),
         rails=f"; of its rails (ranks with the same local number) only {named}" if named else "",
     )  # fmt: skip
 

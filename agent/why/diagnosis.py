@@ -240,7 +240,10 @@ def _first_ended(tails: Sequence[str]) -> int | None:
         # NCCL's watchdog aborts waiting ranks, so the order in which they end is random; schedulers and launchers end
         # ranks with SIGTERM
         first = run_record.first_failed_rank(text)
-        if first and first.exit_code not in (-signal.SIGABRT, -signal.SIGTERM):
+        # in a report that is cut before the code of the first, the others show whether waiting ranks were aborted
+        aborted = any(one.exit_code == -signal.SIGABRT for one in run_record.failed_ranks(text))
+        unclear = first is not None and first.exit_code is None and aborted
+        if first and not unclear and first.exit_code not in (-signal.SIGABRT, -signal.SIGTERM):
             return first.rank
     return None
 

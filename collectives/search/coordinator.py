@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,37 +19,27 @@ from typing import Any
 import cattrs
 
 from collectives.search.plan import Outcome, Search, Test
+from collectives.search.rank import Place, note_path
 from contracts.host_list import expand_host_list
 
 POLL_SECONDS = 0.2
 HANG_SILENCES = 4.0  # silences without any progress of a test, after which its ranks are started anew
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The settings of the coordinator."""
-
-    port: int
-    address: str  # "host:port" at which the other nodes connect
-    nodes: int
-    journal: str
-    wait_seconds: float  # for nodes to join
-    silence_seconds: float
-
-
 class Fleet:
     """The ranks as the store shows them."""
 
-    def __init__(self, store: Any, settings: Settings) -> None:
+    def __init__(self, store: Any, settings: Place) -> None:
         self._store, self._settings = store, settings
         self._beats: dict[str, tuple[list[Any], float, float]] = {}  # the last, when it changed, when progress changed
         self.ranks: dict[int, int] = {}  # of each node that joined
+        self._restarted: set[int] = set()  # nodes with ranks that start anew
 
-    def gather(self) -> dict[int, dict[str, Any]]:
-        """Wait for the ranks of all nodes; returns the description that each node which joined gave of itself."""
+    def gather(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
+        """Wait for the ranks of these nodes; returns the description that each node which joined gave of itself."""
         until, joined = time.monotonic() + self._settings.wait_seconds, dict[int, dict[str, Any]]()
-        while len(joined) < self._settings.nodes and time.monotonic() < until:
-            for node in range(self._settings.nodes):
+        while len(joined) < len(nodes) and time.monotonic() < until:
+            for node in nodes:
                 if node not in joined and self._store.check([f"join/{node}/0"]):
                     row = json.loads(self._store.get(f"join/{node}/0"))
                     if all(self._store.check([f"join/{node}/{local}"]) for local in range(row["ranks"])):
@@ -75,9 +63,12 @@ class Fleet:
 
     def run(self, number: int, tests: Sequence[Test], run: str) -> list[Outcome]:
         """Start the tests of a round, and wait until each has ended or cannot end."""
+        self.gather(self._restarted)  # a rank that does not come back gives no sign of life below
+        self._restarted.clear()
         self._store.set(f"round/{number}", json.dumps({"run": run, "tests": cattrs.unstructure(tests)}))
         self._store.add("rounds", 1)
-        waiting = {name: index for index, test in enumerate(tests) for name in self.rank_names(test.nodes)}
+        groups = [self.rank_names(test.nodes) for test in tests]
+        waiting = {name: index for index, group in enumerate(groups) for name in group}
         for name in waiting:
             self._beats.pop(name, None)
         found: dict[str, dict[str, Any]] = {}
@@ -99,22 +90,20 @@ class Fleet:
                     lost[node] = f"no sign of life for {silent:.0f} s, last in {where}"
                 elif time.monotonic() - last[index] <= HANG_SILENCES * self._settings.silence_seconds:
                     continue
-                elif tests[index].kind == "alone" or self._most_have_ended(tests[index], found):
+                elif tests[index].kind == "alone" or 2 * len(found.keys() & groups[index]) > len(groups[index]):
                     lost[node] = f"its rank lives and does not move in {where}, which the others have left"
                 else:
                     hung.add(index)
+                    self._restarted.add(node)
+                    self._store.delete_key(f"join/{name}")
                     self._store.set(f"anew/{name}", "")
                 self._store.set(f"test/{run}/{number}/{index}/stop", "")
                 waiting.pop(name)
         return [
-            _outcome({name: found[name] for name in self.rank_names(test.nodes) if name in found},
+            _outcome({name: found[name] for name in groups[index] if name in found},
                      {node: why for node, why in lost.items() if node in test.nodes}, index in hung)
             for index, test in enumerate(tests)
         ]  # fmt: skip
-
-    def _most_have_ended(self, test: Test, found: Mapping[str, Any]) -> bool:
-        names = self.rank_names(test.nodes)
-        return 2 * sum(name in found for name in names) > len(names)
 
 
 def _outcome(found: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hung: bool) -> Outcome:
@@ -153,8 +142,8 @@ def _write_row(path: Path, row: Mapping[str, Any]) -> None:
 def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Search | None:
     """Bring a search to where its journal ends; None where the planner now plans other rounds than the journal has."""
     search = Search(header["domains"], header["models"], header["rails"])
-    search.lost.update({int(node): why for node, why in header["absent"].items()})
     for row in rounds:
+        search.lost.update({int(node): why for node, why in row["lost"].items()})
         if search.next_round() != tuple(cattrs.structure(row["tests"], list[Test])):
             return None
         search.report(cattrs.structure(row["outcomes"], list[Outcome]))
@@ -167,57 +156,47 @@ def _names(nodes: int) -> Sequence[str]:
     return hosts if len(hosts) == nodes else [f"node {node}" for node in range(nodes)]
 
 
-def explain_absence(settings: Settings, node: int) -> str:
-    """Say why a node is not judged that did not join a search which no node but the first one joined."""
-    if node == 0:
-        return f"its own ranks did not start within {settings.wait_seconds:g} s; the output of this command says why"
-    host = settings.address.rpartition(":")[0].strip("[]")
-    try:
-        socket.getaddrinfo(host, None)
-        found = "it may be no address that other nodes reach, or a firewall may close the port"
-    except OSError as error:
-        found = f"node 0 cannot resolve {host} ({error.strerror})"
-    return (f"no other node joined at {settings.address} within {settings.wait_seconds:g} s: {found}. "
-            "Give an address of node 0 that all nodes reach: --rendezvous HOST:PORT")  # fmt: skip
-
-
-def coordinate(settings: Settings, store: Any) -> None:
+def coordinate(settings: Place, store: Any) -> None:
     """Search to the end; the journal has the result. Exits where the journal is of another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
     rows, began, run = read_journal(journal), time.time(), os.urandom(4).hex()
-    rounds = [row for row in rows if "outcomes" in row]
     if journal.exists():  # the last row is incomplete where a coordinator died while it wrote
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
-    joined = fleet.gather()
+    for node in () if rows else range(settings.nodes):
+        note_path(settings.journal, node).unlink(missing_ok=True)  # of an earlier search
+    joined = fleet.gather(range(settings.nodes))
     described = [joined.get(node, {}) for node in range(settings.nodes)]
     unnamed = _names(settings.nodes)
     names = [row.get("host", unnamed[node]) for node, row in enumerate(described)]
-    absent = {node: f"it did not join at {settings.address} within {settings.wait_seconds:g} s. If the command ran "
-              "there, its output on that node says why" for node in range(settings.nodes)
-              if node not in joined}  # fmt: skip
+    absent = {node: f"it did not join at {settings.store} within {settings.wait_seconds:g} s. If the command ran "
+              "there, its output on that node says why. If no node joined, give an address of node 0 that all nodes "
+              "reach: --rendezvous HOST:PORT" for node in range(settings.nodes) if node not in joined}  # fmt: skip
     header = next((row for row in rows if "hosts" in row), None)
     if header is None:
         header = {
-            "hosts": names, "domains": [row.get("domain", "") for row in described], "absent": absent,
+            "hosts": names, "domains": [row.get("domain", "") for row in described],
             "models": [row.get("model", "") for row in described],
             "rails": min(fleet.ranks.values(), default=1), "began": began,
         }  # fmt: skip
         _write_row(journal, header)
+    rounds = [row for row in rows if "outcomes" in row]
     search = resume(header, rounds)
     if search is None or len(header["hosts"]) != len(names) or any(
         header["hosts"][node] not in (names[node], unnamed[node]) for node in joined
     ):  # fmt: skip
         sys.exit(f"{journal} is of other nodes or of another version: give another --journal file")
     search.lost = {**absent, **search.lost}
-    is_reached = any(joined)  # by a node other than the first, whose ranks connect over the loopback
-    search.unreached = {node: explain_absence(settings, node) for node in absent if not (node and is_reached)}
+    # A node other than the first shows that the address is reached: the ranks of the first connect over the loopback.
+    search.unreached = {node: why for node, why in absent.items() if not (node and any(joined))}
+    notes = {node: note_path(settings.journal, node) for node in absent}
+    search.unreached.update({node: note.read_text(encoding="utf-8") for node, note in notes.items() if note.exists()})
     minutes = sum(row["node_minutes"] for row in rounds)
     while tests := search.next_round():
-        started = time.monotonic()
+        lost, started = dict(search.lost), time.monotonic()
         outcomes = fleet.run(int(store.add("rounds", 0)) + 1, tests, run)
         spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
         minutes += spent
-        row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent}
+        row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent, "lost": lost}
         _write_row(journal, cattrs.unstructure(row))
         search.report(outcomes)
     found = search.result(header["hosts"], header["began"], time.time() - header["began"], minutes)
@@ -230,8 +209,9 @@ def main(text: str) -> None:
     """Hold the store and search."""
     from torch.distributed import TCPStore
 
-    settings = Settings(**json.loads(text))
-    store = TCPStore("::", settings.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    settings = Place(**json.loads(text))
+    port = int(settings.store.rpartition(":")[2])
+    store = TCPStore("::", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     coordinate(settings, store)
 
 

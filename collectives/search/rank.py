@@ -8,14 +8,18 @@ test. Transfers run in threads that the main thread watches: bytes that move are
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 ITERATIONS = 3  # of each transfer: their median counts
@@ -29,7 +33,8 @@ ALL_REDUCE_BYTES = 64 << 20
 class Place:
     """Which rank this is, and the settings of the search."""
 
-    store: str  # "host:port"
+    store: str  # "host:port" of node 0, at which the other nodes connect
+    nodes: int
     node: int
     local: int
     ranks: int  # of this node
@@ -39,7 +44,8 @@ class Place:
     backend: str
     bytes: int  # of one transfer
     silence_seconds: float  # without a byte, before a transfer is stuck
-    wait_seconds: float  # for the coordinator to appear
+    wait_seconds: float  # for the coordinator to appear, and for nodes to join
+    journal: str = ""
 
 
 class StuckError(RuntimeError):
@@ -50,17 +56,27 @@ class StuckError(RuntimeError):
         self.link = (source, target)
 
 
-def connect(address: str, wait_seconds: float) -> Any:
-    """Connect to the coordinator's store, which may not listen yet. Raises torch's DistStoreError."""
+def note_path(journal: str, node: int) -> Path:
+    """Return the file beside the journal in which a node says why it cannot join; node 0 reads it if it is shared."""
+    return Path(f"{journal}.node-{node}")
+
+
+def connect(place: Place) -> Any:
+    """Connect to the coordinator's store, which may not listen yet. Raises torch's DistStoreError, or OSError."""
     from torch.distributed import TCPStore
 
-    host, _, port = address.rpartition(":")
-    until = time.monotonic() + wait_seconds
+    host, _, port = place.store.rpartition(":")
+    until = time.monotonic() + place.wait_seconds
     while True:
         try:
+            socket.getaddrinfo(host.strip("[]"), None)
             return TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False,
                             timeout=timedelta(seconds=10))  # fmt: skip
-        except RuntimeError:
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, OSError) and place.journal:
+                why = f"it cannot resolve {host}, the name of node 0 ({error.strerror})"
+                with suppress(OSError):  # a folder that this node does not have
+                    note_path(place.journal, place.node).write_text(why, encoding="utf-8")
             if time.monotonic() > until:
                 raise
             time.sleep(0.5)
@@ -171,7 +187,7 @@ class Rank:
         self.device = "cpu"
         self.progress = 0
         self.where = "joined"
-        self.store = connect(place.store, place.wait_seconds)
+        self.store = connect(place)
         self._name = f"{place.node}/{place.local}"
 
     def start(self) -> None:
@@ -182,6 +198,7 @@ class Rank:
             self.device = f"cuda:{self.place.local}"
             torch.cuda.set_device(self.device)
         described = {name: getattr(self.place, name) for name in ("host", "domain", "model", "ranks")}
+        self._next_round = int(self.store.add("rounds", 0)) + 1  # no round starts before this rank has joined
         self.store.set(f"join/{self._name}", json.dumps(described))
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -204,8 +221,7 @@ class Rank:
 
     def run(self) -> None:
         """Take part in every round until the search ends."""
-        number = int(self.store.add("rounds", 0)) + 1
-        while True:
+        for number in itertools.count(self._next_round):
             while not _wait_for(self.store, f"round/{number}"):
                 pass
             posted = json.loads(self.store.get(f"round/{number}"))
@@ -215,7 +231,6 @@ class Rank:
                     key = f"test/{posted['run']}/{number}/{index}"
                     found = self._alone(key) if test["kind"] == "alone" else self._exchange(key, test)
                     self.store.set(f"result/{number}/{self._name}", json.dumps(found))
-            number += 1
 
     def _alone(self, key: str) -> dict[str, Any]:
         """Multiply matrices on this rank's device, and sum over the ranks of this node."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 import cattrs
 
 from collectives.bench import processes
-from collectives.search.coordinator import Settings, read_journal
+from collectives.search.coordinator import read_journal
 from collectives.search.plan import SearchResult
 from collectives.search.rank import Place
 from contracts.host_list import expand_host_list
@@ -34,10 +37,8 @@ class SearchSpec:
     """What this node does in a search."""
 
     place: Place  # of the first rank that is started here
-    nodes: int
     locals: tuple[int, ...]  # numbers of the ranks to start here; another process may start others of this node
     limit_seconds: float
-    journal: Path | None
     environment: Mapping[str, str]  # for the ranks, on top of this process's own
     gpu_pids: tuple[int, ...]  # other work on this node's GPUs
     force: bool
@@ -55,13 +56,9 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
             stack.enter_context(processes.lock_host())
         folder = stack.enter_context(processes.run_folder())
         output = stack.enter_context((folder / "output.log").open("wb"))
-        port = place.store.rpartition(":")[2]
-        settings = Settings(
-            port=int(port), address=place.store, nodes=spec.nodes, wait_seconds=place.wait_seconds,
-            journal=str(spec.journal or folder / "journal.jsonl"), silence_seconds=place.silence_seconds,
-        )  # fmt: skip
+        settings = replace(place, journal=place.journal or str(folder / "journal.jsonl"))
         if place.node == 0:  # the store is on this host, whatever its name resolves to
-            place = replace(place, store=f"localhost:{port}")
+            place = replace(place, store=f"localhost:{place.store.rpartition(':')[2]}")
         trees = [_start("rank", replace(place, local=local), output, spec.environment) for local in spec.locals]
         try:
             if place.node == 0 and is_first:
@@ -76,7 +73,7 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
                 tree.end(END_SECONDS)
 
 
-def _start(module: str, settings: Settings | Place, output: Any, more: Mapping[str, str]) -> processes.Tree:
+def _start(module: str, settings: Place, output: Any, more: Mapping[str, str]) -> processes.Tree:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     # NCCL: an init that does not finish must not block the process (PyTorch, "ProcessGroupNCCL environment").
@@ -92,10 +89,10 @@ def _start(module: str, settings: Settings | Place, output: Any, more: Mapping[s
 
 
 def _lead(
-    settings: Settings, output: Any, limit: float, note: Callable[[str], None], stop: threading.Event
+    settings: Place, output: Any, limit: float, note: Callable[[str], None], stop: threading.Event
 ) -> SearchResult:
     """Run the coordinator, again where it dies; gives the result in its journal."""
-    until, seen, size, journal = time.monotonic() + limit, 0, 0, Path(settings.journal)
+    until, size, journal = time.monotonic() + limit, 0, Path(settings.journal)
     for _ in range(COORDINATORS):
         tree = _start("coordinator", settings, output, {})
         try:
@@ -104,13 +101,9 @@ def _lead(
                     raise SearchError("stopped; the same command with the same --journal continues from here")
                 if time.monotonic() > until:
                     raise SearchError(f"not done after {limit:g} s")
-                if not journal.exists() or journal.stat().st_size == size:
-                    continue
-                size = journal.stat().st_size
-                rounds = [row for row in read_journal(journal) if "outcomes" in row]
-                for number, row in enumerate(rounds[seen:], seen + 1):
-                    note(f"round {number}: {len(row['tests'])} tests")
-                seen = len(rounds)
+                if journal.exists() and journal.stat().st_size != size:
+                    size = journal.stat().st_size
+                    note(f"rounds done: {sum('outcomes' in row for row in read_journal(journal))}")
         finally:
             tree.end(END_SECONDS)
         if (last := (read_journal(journal) or [{}])[-1].get("result")) is not None:
@@ -148,3 +141,16 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             found["rendezvous"] = f"{hosts[0]}:{29400 + int(environment.get('SLURM_JOB_ID', '0')) % 1000}"
         return found
     return {}
+
+
+def resolvable_address(rendezvous: str) -> str:
+    """Replace the name of a node that this host cannot resolve by its NodeAddr in Slurm's configuration."""
+    host, _, port = rendezvous.rpartition(":")
+    with suppress(OSError):
+        socket.getaddrinfo(host or "localhost", None)
+        return rendezvous
+    with suppress(OSError, subprocess.SubprocessError):  # without Slurm there is no scontrol
+        shown = subprocess.check_output(["scontrol", "show", "node", host], text=True, timeout=30)
+        if address := re.search(r"\bNodeAddr=(\S+)", shown):
+            return f"{address[1]}:{port}"
+    return rendezvous

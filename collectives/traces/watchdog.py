@@ -174,9 +174,9 @@ class _Reader:
             if group:
                 self.own.setdefault((one.rank, group), one.own)
             numels = ((one.numels[0],),) if one.numels else ()
-            calls.setdefault(one.rank, {}).setdefault(
-                group, Call(group=group, number=one.number, op=_op(one), sizes=numels, p2p=one.op in ("send", "recv"))
-            )
+            heard, p2p = calls.setdefault(one.rank, {}), one.op in ("send", "recv")
+            if group not in heard or one.number < heard[group].number:  # of several, a rank waits in the first
+                heard[group] = Call(group=group, number=one.number, op=_op(one), sizes=numels, p2p=p2p)
             if group and (size := _members(one)):
                 sizes[group] = size
         for (rank, number), group in self.at.items():  # the line that names the call itself is not there

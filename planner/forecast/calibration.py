@@ -161,6 +161,9 @@ SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and other proce
 SIGMA_ASSUMED = 0.55  # for a CPU or GPU without measurements
 SIGMA_MEMORY_CPU = 0.25
 Z80 = 1.2816
+# Of the time in which a CPU launches an operator: published accounts of an eager operator's way from Python to the GPU
+# sum to 5 to 25 microseconds (bench/forecast.toml), taken as 80 % of the hosts.
+SIGMA_LAUNCH = math.log(25.0 / 5.0) / 2.0 / 1.2816
 SIGMA_LINK_ASSUMED = 0.5  # of the rate of a network that was not measured
 # For PCIe between GPUs: 1.2 GB/s (8 L40S), 4.7 (4 L40S), 20 (2 L40S) and 25 (8 RTX PRO 6000) were measured, all with
 # links of 32 GB/s or more (aws-samples and ai-dynamo/aiconfigurator).
@@ -252,7 +255,7 @@ def base_sigma(job: Job, *, calibrated: bool) -> float:
     return min(table.calibrated, sigma) if calibrated else sigma
 
 
-def interval(mid: float, sigma: float) -> Interval:
-    """Return the 80 % interval around the best estimate, by a factor to each side."""
-    factor = math.exp(Z80 * sigma)
-    return Interval(low=mid / factor, mid=mid, high=mid * factor)
+def interval(mid: float, sigma: float, above: float | None = None) -> Interval:
+    """Return the 80 % interval around the best estimate, by a factor to each side; `above`: sigma of the upper side."""
+    low, high = math.exp(Z80 * sigma), math.exp(Z80 * (sigma if above is None else above))
+    return Interval(low=mid / low, mid=mid, high=mid * high)

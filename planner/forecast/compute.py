@@ -22,6 +22,9 @@ ASSUMED_CPU_FLOPS_PER_CORE = 20e9
 ASSUMED_CPU_MEMORY_BYTES_PER_SECOND = 10e9
 
 
+# Bytes through memory per score of transformers' eager attention, both passes, in half precision and in fp32: counted
+# with a TorchDispatchMode, with the softmax's cast in its kernel as on a GPU.
+EAGER_SCORE_BYTES = (52.0, 68.0)
 _DELTA_CHUNK = 64.0  # tokens per chunk in which the delta rule is a matrix product (arXiv 2412.06464)
 
 
@@ -114,7 +117,7 @@ class Rates:
     launch_seconds: float
     how: str  # "measured", "derived", "assumed"
     device: str
-    attention_unfused: bool = False
+    score_bytes: float = 0.0  # through memory per score in the forward pass; 0: the kernel stores no scores
     attention_short: float = DEFAULT.attention_short
     element_bytes: float = 2.0  # bytes per activation element
     quantized_bytes: float = 0.0  # HBM bytes per value that is cast to fp8
@@ -158,6 +161,9 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         attention = gemm * 0.4
     # the sustained fractions were only fitted on NVIDIA generations
     how = "derived" if gpu.measured and gpu.maker == "NVIDIA" else "assumed"
+    score_bytes = 2.0 * constants.score_passes if kernel == "unfused" else 0.0
+    if train.attention == "eager":  # the backward pass is counted as 2.5 times the forward pass
+        score_bytes = EAGER_SCORE_BYTES[precision == "fp32"] / 3.5
     return Rates(
         gemm=gemm,
         head=bf16 if precision in EIGHT_BITS else None,
@@ -167,7 +173,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         launch_seconds=constants.launch_seconds,
         how=how,
         device=gpu.name,
-        attention_unfused=kernel == "unfused",
+        score_bytes=score_bytes,
         attention_short=short,
         element_bytes=4.0 if precision == "fp32" else 2.0,
         quantized_bytes=quantized,
@@ -339,8 +345,8 @@ def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates:
     seconds /= rates.attention
     if model.head_dim % 8:
         seconds *= constants.head_misalign
-    if rates.attention_unfused:
-        return seconds + 2.0 * constants.score_passes * tokens * window * (model.heads / tp) / rates.hbm
+    if rates.score_bytes:
+        return seconds + rates.score_bytes * tokens * window * (model.heads / tp) / rates.hbm
     # Causal attention skips the upper triangle, except for the tiles on the diagonal.
     return seconds * (0.5 * (1.0 + rates.attention_short / window))
 

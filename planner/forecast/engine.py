@@ -232,6 +232,8 @@ class Engine:
     hooks_one_rank: bool = False  # ZeRO-3's hooks before and after a module also run with one rank
     splits_documents: bool = False  # attention in packed rows stays within a sample, and costs no more
     selective_attention: bool = False  # selective recomputation repeats attention's core, not every second product
+    # With selective recomputation, every operator of both forward passes takes so many times as long to launch.
+    selective_launch: float = 0.0  # 0: few operators are repeated, and none takes longer
 
     # What is run.
 
@@ -354,12 +356,17 @@ class Engine:
 
     def score_bytes(self, share: Share) -> float:
         """Return the bytes per token of stored attention scores."""
-        unfused = self.attention == "unfused" and share.layout.checkpointing != "selective"
-        if share.train.attention != "eager" and not unfused:
+        model, eager, more = share.model, share.train.attention == "eager", 0.0
+        if not eager and (self.attention != "unfused" or share.layout.checkpointing == "selective"):
             return 0.0
         # Softmax output, its dropout output, and a mask of one byte.
         each = 9.0 if share.in_fp32 else 5.0
-        return each * share.model.heads * longest_row(share.train) / share.layout.tp
+        if eager and model.gated_mlp:
+            # transformers' `eager_attention_forward` has no dropout by default. It keeps the softmax output in fp32 and
+            # its half-precision copy, and repeats keys and values for all heads.
+            each = 4.0 if share.in_fp32 else 6.0
+            more = 2.0 * share.element * (model.heads - model.kv_heads) * model.head_dim
+        return (each * model.heads * longest_row(share.train) + more) / share.layout.tp
 
     def logits(self, share: Share) -> float:
         """Return the bytes of the loss's logits and their gradients."""

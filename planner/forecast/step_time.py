@@ -362,26 +362,31 @@ def _time_layer(step: _StepInputs) -> _LayerTimes:
     # Frozen weights have no gradient, unless they are merged with their adapters.
     backward = cost.gemm * (2.0 if step.full else 1.0) + cost.merged + cost.attention * 2.5 + cost.elementwise * 2.0
     gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
+    recompute = gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise
     return _LayerTimes(
         forward=forward,
         backward=backward,
-        recompute=gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise,
+        recompute=recompute,
         dequantize=cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0),
-        host=_time_launches(step, forward, backward),
+        host=_time_launches(step, forward, recompute, backward),
         tensor_parallel=_time_tensor_parallel(step),
         context_parallel=_time_context_parallel(step),
         expert_parallel=_time_expert_parallel(step),
     )
 
 
-def _time_launches(step: _StepInputs, forward: float, backward: float) -> float:
+def _time_launches(step: _StepInputs, forward: float, recompute: float, backward: float) -> float:
     """Return the seconds of kernel launches that are not hidden by the kernels themselves."""
-    forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
+    full, selective = (step.layout.checkpointing == kind for kind in ("full", "selective"))
+    slower = step.job.engine.selective_launch if selective and not step.layout.compile else 0.0
+    forward_host, backward_host = step.cost.host * (slower or 1.0) + step.hooks, 1.7 * step.cost.host + step.hooks
+    again = forward_host if full or slower else 0.0
     if not step.on_cpu:
         # The host reads the token counts per expert from the GPU, and launches nothing until then.
         waits = 0.0 if step.job.model.experts and step.layout.ep > 1 else forward
+        again = max(0.0, again - (waits if full else recompute))
         forward_host, backward_host = max(0.0, forward_host - waits), max(0.0, backward_host - backward)
-    return forward_host * (2.0 if step.layout.checkpointing == "full" else 1.0) + backward_host
+    return forward_host + again + backward_host
 
 
 def _time_tensor_parallel(step: _StepInputs, *, ends: bool = False) -> float:

@@ -180,14 +180,15 @@ def test_transfers_of_a_plainly_slow_node_are_not_repeated(other, repeats):
 
 
 def test_a_journal_resumes_after_a_node_was_lost(tmp_path):
-    header = {"domains": [""] * 8, "models": [""] * 8, "rails": 1, "absent": {"7": "did not join"}}
+    header = {"domains": [""] * 8, "models": [""] * 8, "rails": 1}
     first, rows = resume(header, []), []
+    first.lost[7] = "did not join"
     for outcome in ({"alone": tuple((node, "rank 0 matmul", 1.0) for node in range(7))},
                     {"stuck": ((5, 6), (4, 5)), "lost": {5: "no sign of life for 20 s"}}):  # fmt: skip
-        tests = first.next_round()
+        lost, tests = dict(first.lost), first.next_round()
         outcomes = [Outcome(**outcome)] + [Outcome()] * (len(tests) - 1)
         first.report(outcomes)
-        rows.append(cattrs.unstructure({"tests": tests, "outcomes": outcomes}))
+        rows.append(cattrs.unstructure({"tests": tests, "outcomes": outcomes, "lost": lost}))
     journal = tmp_path / "journal.jsonl"
     journal.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"tests": [')  # a row that is still written
     before = journal.read_text()
@@ -220,8 +221,8 @@ def test_the_calls_of_nccl_are_those_of_torch(monkeypatch):
 
     from collectives.search.rank import Place, Ring
 
-    place = Place(store="", node=0, local=0, ranks=1, host="", domain="", model="", backend="gloo", bytes=1 << 10,
-                  silence_seconds=10, wait_seconds=10)  # fmt: skip
+    place = Place(store="", nodes=1, node=0, local=0, ranks=1, host="", domain="", model="",
+                  backend="gloo", bytes=1 << 10, silence_seconds=10, wait_seconds=10)  # fmt: skip
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     ring = Ring(place, HashStore(), 0, 1, "cpu")
     with pytest.raises(RuntimeError, match="oalescing"):

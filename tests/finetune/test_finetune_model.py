@@ -26,9 +26,10 @@ from finetune.data import collate, pack, prepare
 from finetune.loop import clip_gradients, learning_rate
 from finetune.model import build_model, causal_lm, cut
 from finetune.parallel import parallelize, stage_bounds
-from finetune.parts import divide, hold_against, part_of, with_forecast
+from finetune.parts import divide, hold_against, part_of, with_forecast, without_profiler
 from finetune.plan import refusals
 from finetune.rows import IGNORED, load_tokenizer
+from planner.forecast.engine import share_of
 from planner.forecast.memory import checkpoint_bytes
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import TrainSpec
@@ -94,6 +95,37 @@ def test_chunks_together_are_the_model(tmp_path, family, lora):
         assert float(total(fused, batch)) == pytest.approx(float(expected), rel=1e-5)
     names = {n.removeprefix("net.") for chunk in chunks for n, _ in chunk.named_parameters()}
     assert names == {n for n, _ in whole.named_parameters()}
+
+
+@each_row(("lora", "kernel"), [(True, "sdpa"), (False, "sdpa"), (True, "eager")])
+def test_a_layer_keeps_in_bf16_what_the_planner_counts(tmp_path, lora, kernel):
+    """What autograd keeps of a layer more for more tokens; the softmax of eager attention in both types."""
+    shape = {**SMALL, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "model_type": "llama"}
+    kept, said = [], []
+    for layers, length in ((1, 64), (1, 128), (3, 64), (3, 128)):
+        shape["num_hidden_layers"] = layers
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        config = JobConfig(model_name_or_path=f"random:{tmp_path}", use_peft=lora, lora_r=1, attn_implementation=kernel)
+        layout = Layout(world_size=1, micro_batch=4, precision="bf16")
+        (chunk,) = cut(filled_model(config, "bf16"), [(0, layers)], [0], fused_loss=False)
+        parallelize(chunk, layout, None, torch.device("cpu"))
+        held = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+        seen = {}
+
+        def see(tensor, held=held, seen=seen):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in held:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        tokens = torch.zeros((4, length), dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+            loss = chunk(tokens, torch.arange(length).expand(4, -1), tokens, None)
+        assert loss.requires_grad
+        kept.append(sum(seen.values()))
+        train_spec = TrainSpec(method="lora" if lora else "full", sequence_length=length, attention=kernel)
+        said.append(TOPOFLIGHT.layer_activations(share_of(model_from_config(shape), train_spec, layout)))
+    assert (kept[3] - kept[1]) - (kept[2] - kept[0]) == pytest.approx(2 * (said[3] - said[2]), rel=0.05)
 
 
 def test_adapters_take_16_bits_as_they_come(tmp_path):
@@ -282,6 +314,22 @@ def test_on_a_device_only_what_runs_there_counts():
     ]
     found = divide(events, 10.0, 1, FSDP)
     assert by_part(found) == pytest.approx({"compute": 2.0, "gather": 3.0, "optimizer": 0.0, "idle": 5.0})
+
+
+def test_what_the_profiler_adds_on_a_gpu_is_not_idle_time():
+    """Two profiled steps of five seconds, two and a half of them kernels; without the profiler a step takes three."""
+    events = [
+        Event("ncclDevKernel_AllGather_RING_LL(args)", 0, 2, device="CUDA"),
+        Event("ampere_bf16_gemm", 1, 5, device="CUDA"),
+    ]
+    found = without_profiler(divide(events, 10.0, 2, FSDP), 3.0)
+    taken = {one.part: one.measured_seconds for one in found}
+    assert taken == pytest.approx({"compute": 2.0, "gather": 0.5, "optimizer": 0.0, "idle": 0.5})
+    assert sum(one.share for one in found) == pytest.approx(1.0)
+    (*_, idle) = without_profiler(divide(events, 10.0, 2, FSDP), 2.0)  # other steps than the profiled ones
+    assert idle.measured_seconds == 0.0
+    on_cpu = divide([Event("aten::mm", 0, 1)], 2.0, 1, FSDP)
+    assert without_profiler(on_cpu, 1.5) is on_cpu.parts
 
 
 @each_row(("members", "kind", "shapes", "part"), ROWS["collectives"])

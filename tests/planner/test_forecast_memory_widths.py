@@ -56,13 +56,18 @@ def test_in_fp32_frozen_weights_activations_and_what_is_gathered_are_twice_as_wi
     assert kept[1] == 2.0 * kept[0]
 
 
-def test_eager_scores_in_fp32_are_nine_bytes() -> None:
-    """Two tensors of four bytes and a mask of one, where half precision has two of two."""
+def test_eager_scores_are_kept_in_fp32_and_as_the_next_product_reads_them() -> None:
+    """In fp32 one tensor serves both. GPT-2 has dropout: its output and a mask of one byte instead."""
     layout, tokens = Layout(world_size=1), float(FULL.sequence_length)
     flash, eager = (replace(FULL, attention=kind) for kind in ("sdpa", "eager"))
-    for at, each in ((layout, 5.0), (in_fp32(layout), 9.0)):
-        without, stored = (OURS.layer_activations(share_of(MODEL, train, at)) for train in (flash, eager))
-        assert stored - without == each * tokens * MODEL.heads * 1024
+    repeated = 2 * (MODEL.heads - MODEL.kv_heads) * MODEL.head_dim  # keys and values
+    for model, at, each in (
+        (MODEL, layout, 6.0 * MODEL.heads * 1024 + 2.0 * repeated),
+        (MODEL, in_fp32(layout), 4.0 * MODEL.heads * 1024 + 4.0 * repeated),
+        (model_named("GPT-2"), layout, 5.0 * 12 * 1024), (model_named("GPT-2"), in_fp32(layout), 9.0 * 12 * 1024),
+    ):  # fmt: skip
+        without, stored = (OURS.layer_activations(share_of(model, train, at)) for train in (flash, eager))
+        assert stored - without == each * tokens
 
 
 @each_row("optimizer", ["sgd", "adamw_8bit"])

@@ -126,7 +126,7 @@ def test_the_batch_that_nobody_named_is_what_such_runs_take(model: str, nodes: i
 
 def test_a_simple_layout_wins_unless_another_gains_more_than_the_error() -> None:
     """70B LoRA on two p5: sharding alone, though some with more kinds of parallelism are forecast faster."""
-    train = TrainSpec(method="lora", sequence_length=1024)
+    train = TrainSpec(method="lora", sequence_length=4096)
     answer = recommend(machines.cluster("p5.48xlarge", 2), (), model_named("Llama-3.1-70B"), train)
     assert answer.chosen.layout.family == "FSDP"
     assert answer.chosen.forecast.memory_bytes.mid < 0.85 * (answer.chosen.forecast.capacity_bytes or 0)

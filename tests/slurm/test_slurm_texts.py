@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,8 +27,10 @@ from agent.checks.verdict import judge
 from agent.jobs.preflight import Report, slurm_reasons
 from agent.jobs.search import findings_of, slurm_hosts
 from agent.jobs.slurm import SlurmError, job_files
-from collectives.search.coordinator import Settings, coordinate, read_journal
+from collectives.search.coordinator import coordinate, read_journal
 from collectives.search.plan import SearchResult
+from collectives.search.rank import Place, connect, note_path
+from collectives.search.run import resolvable_address
 from collectives.traces.states import NAME, RankState
 from contracts import plain
 from contracts.finding import Finding
@@ -403,31 +406,53 @@ def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
     assert slurm_hosts(search_result(hosts)) == ""
 
 
-UNREACHED = [  # nodes that join, state of each node, words of the verdict on node 2
-    ((), ["not judged"] * 3, "node 0 cannot resolve nowhere.invalid"),
-    ((1,), ["not judged", "bad", "bad"], "it did not join at nowhere.invalid:29400 within 1 s"),
+UNREACHED = [  # nodes that join, whether node 2 leaves a note, state of each node, words of the verdict on node 2
+    ((), False, ["not judged"] * 3, "it did not join at nowhere.invalid:29400 within 1 s"),
+    ((1,), False, ["not judged", "bad", "bad"], "it did not join at nowhere.invalid:29400 within 1 s"),
+    ((1,), True, ["not judged", "bad", "not judged"], "cannot resolve nowhere.invalid, the name of node 0"),
 ]
 
 
-@each_row(("joins", "states", "words"), UNREACHED)
+@each_row(("joins", "is_noted", "states", "words"), UNREACHED)
 def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(
-    joins: tuple[int, ...], states: list[str], words: str, tmp_path: Path
+    joins: tuple[int, ...], is_noted: bool, states: list[str], words: str, tmp_path: Path
 ) -> None:
-    """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost."""
+    """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost, unless it says
+    beside the journal that it cannot resolve the name of node 0."""
     from torch.distributed import HashStore
 
     store = HashStore()
     for node in joins:
         described = {"host": f"node0{node + 1}", "domain": "", "model": "", "ranks": 1}
         store.set(f"join/{node}/0", json.dumps(described))
-    settings = Settings(port=29400, address="nowhere.invalid:29400", nodes=3, journal=str(tmp_path / "journal"),
-                        wait_seconds=1.0, silence_seconds=0.5)  # fmt: skip
-    coordinate(settings, store)
+    place = Place(store="nowhere.invalid:29400", nodes=3, node=2, local=0, ranks=1, host="node03", domain="", model="",
+                  backend="gloo", bytes=1 << 20, wait_seconds=1.0, silence_seconds=0.5,
+                  journal=str(tmp_path / "journal"))  # fmt: skip
+    note_path(place.journal, 2).write_text("of an earlier search")
+
+    def fail_to_connect() -> None:
+        with pytest.raises(OSError, match="Name or service"):
+            connect(replace(place, wait_seconds=0.0))
+
+    if is_noted:
+        threading.Timer(0.5, fail_to_connect).start()
+    coordinate(place, store)
     result = structure(read_journal(tmp_path / "journal")[-1]["result"], SearchResult)
     assert [verdict.state for verdict in result.verdicts] == states and words in result.verdicts[2].seen, result
     finding = findings_of(result)[2]
     assert (finding.code == "search.node.unjudged") == (states[2] != "bad") and words in finding.message, finding
-    assert joins or "--rendezvous HOST:PORT" in finding.message
+    assert is_noted or "--rendezvous HOST:PORT" in finding.message
+
+
+def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path: Path, monkeypatch: Any) -> None:
+    """scontrol of Slurm 22.05 prints these words in one line among others."""
+    script = tmp_path / "scontrol"
+    script.write_text('#!/bin/sh\necho "NodeName=$3 Arch=x86_64"; echo "   NodeAddr=10.0.0.11 NodeHostName=$3"\n')
+    script.chmod(0o755)
+    assert resolvable_address("nowhere.invalid:29407") == "nowhere.invalid:29407"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert resolvable_address("nowhere.invalid:29407") == "10.0.0.11:29407"
+    assert resolvable_address("localhost:29407") == "localhost:29407"
 
 
 def rack(first: int, last: int, *leaves: str, clique: str = "", gpus: int = 8) -> list[Placement]:
