@@ -17,7 +17,7 @@ from agent.jobs.benchmark import gpu_processes, links_of, network_environment
 from agent.jobs.child import has_gpu
 from collectives.bench.plan import SpecError
 from collectives.bench.run import visible_backend
-from collectives.search.plan import STUCK, Measure, SearchResult, Verdict
+from collectives.search.plan import STUCK, BadLink, SearchResult, Verdict
 from collectives.search.rank import Place
 from collectives.search.run import SearchSpec, from_environment, resolvable_address
 from contracts import bounded, plain
@@ -28,10 +28,14 @@ from probes.gpu.facts import GpuFacts
 
 MOST_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: about 20 KB per node
 # Labels shared with neighbouring nodes, nearest first: GPU feature discovery, NVIDIA Topograph, its older names.
-DOMAIN_LABELS = (
-    "nvidia.com/gpu.clique", "accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator",
-    "fabric.topograph.run/tier-0", "network.topology.nvidia.com/leaf",
+NVLINK_LABELS = (
+    "nvidia.com/gpu.clique", "accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator"
 )  # fmt: skip
+DOMAIN_LABELS = (*NVLINK_LABELS, "fabric.topograph.run/tier-0", "network.topology.nvidia.com/leaf")
+PASSES = (
+    "pass 1 of 2: nodes of one NVLink domain exchanged data over NVLink",
+    "pass 2 of 2: all nodes exchanged data over the network (NCCL_MNNVL_ENABLE=0)",
+)
 # Color of a transfer by how much its time exceeds the median, worst first.
 COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
 WHY = {
@@ -58,9 +62,10 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(found) else 1)
     backend = visible_backend()
     name = options["host_name"] or (found[0].hostname if found else f"node {node}")
+    domain, nvlink = _domains(options, name, found, ranks)
     place = Place(
-        store=rendezvous, nodes=nodes, node=node, local=0, ranks=ranks, host=name,
-        domain=_domain(options, name, found, ranks),
+        store=rendezvous, nodes=nodes, node=node, local=0, ranks=ranks, host=name, domain=domain,
+        nvlink="" if "NCCL_MNNVL_ENABLE" in os.environ else nvlink,
         model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=options["silence"],
         bytes=options["bytes"] or ((256 if backend == "nccl" else 32) << 20), wait_seconds=options["wait"],
         journal=str(options["journal"] or ""),
@@ -72,26 +77,22 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     )  # fmt: skip
 
 
-def _domain(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> str:
-    """Return the domain of the node from the options, its labels, NVLink or Slurm's topology; "" if unknown."""
-    if options["domain"]:
-        return str(options["domain"])
-    if options["topology"]:
-        return labelled_domain(options["topology"], name)
-    if nvlink := links_of(found, ranks).get("nvlink_domain"):
-        return str(nvlink)
+def _domains(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> tuple[str, str]:
+    """Return the domain of the node (option, label, NVLink or Slurm's switch) and its NVLink domain; "" if unknown."""
+    label, domain = labelled_domain(options["topology"], name) if options["topology"] else ("", "")
+    nvlink = domain if label in NVLINK_LABELS else str(links_of(found, ranks).get("nvlink_domain") or "")
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")  # "core.leaf3.gpu-07" (srun(1))
-    return switches[-2] if len(switches) > 1 else ""
+    return options["domain"] or domain or nvlink or (switches[-2] if len(switches) > 1 else ""), nvlink
 
 
-def labelled_domain(path: Path, name: str) -> str:
-    """Return the nearest domain in the labels of a node, from the output of `kubectl get nodes -o json`."""
+def labelled_domain(path: Path, name: str) -> tuple[str, str]:
+    """Return the nearest domain label of a node and its value, from the output of `kubectl get nodes -o json`."""
     read = plain.loads(bounded.read_text(path, MOST_TOPOLOGY_BYTES))
     for item in read.get("items", ()) if isinstance(read, dict) else ():
         metadata = item.get("metadata", {})
         if metadata.get("name") == name:
             labels = metadata.get("labels", {})
-            return next((str(labels[label]) for label in DOMAIN_LABELS if labels.get(label)), "")
+            return next(((label, str(labels[label])) for label in DOMAIN_LABELS if labels.get(label)), ("", ""))
     raise SpecError(f"topology: {path} has no node {name!r}; allowed: the output of `kubectl get nodes -o json`")
 
 
@@ -100,38 +101,41 @@ def labelled_domain(path: Path, name: str) -> str:
 
 def findings_of(result: SearchResult) -> list[Finding]:
     """Return one finding for each bad node, bad link, and node without a result."""
-    found = [_finding(verdict, result.hosts[verdict.node]) for verdict in result.verdicts if verdict.state != "good"]
+    found = [
+        _finding(verdict, result.hosts[verdict.node], _evidence(verdict, result.passes))
+        for verdict in result.verdicts if verdict.state != "good"
+    ]  # fmt: skip
     for link in result.links:
         ends = {"source": result.hosts[link.source], "target": result.hosts[link.target]}
         found.append(make_finding(
-            "search.link.bad", ", ".join(ends.values()), by_loss(link.loss), evidence=_evidence(link.measures),
+            "search.link.bad", ", ".join(ends.values()), by_loss(link.loss), evidence=_evidence(link, result.passes),
             share=_share(link.loss), **ends,
         ))  # fmt: skip
     return found
 
 
-def _finding(verdict: Verdict, node: str) -> Finding:
-    evidence = _evidence(verdict.measures)
+def _finding(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
     if verdict.state == "not judged":
         return make_finding("search.node.unjudged", node, evidence=evidence, why=verdict.seen or WHY[verdict.reason])
     if verdict.reason in ("lost", "stuck"):
         return make_finding(f"search.node.{verdict.reason}", node, evidence=evidence, why=verdict.seen)
-    subject = verdict.what[0].partition(" ")[0] if verdict.reason == "part" else ""
     named = ", ".join(map(str, verdict.rails))
     return make_finding(
-        f"search.node.{verdict.reason}", node, by_loss(verdict.loss), subject=subject, evidence=evidence,
+        f"search.node.{verdict.reason}", node, by_loss(verdict.loss), evidence=evidence,
+        subject=verdict.what[0].partition(" ")[0] if verdict.reason == "part" else "",
         what=" and ".join(verdict.what), share=_share(verdict.loss),
         rails=f"; of its rails (ranks with the same local number) only {named}" if named else "",
     )  # fmt: skip
 
 
-def _evidence(measures: Sequence[Measure]) -> tuple[str, ...]:
+def _evidence(found: Verdict | BadLink, passes: int) -> tuple[str, ...]:
     partners = {"alone": "alone", "near": "with nodes of its domain", "far": "with nodes of other domains"}
-    return tuple(
+    lines = [
         f"round {m.round}, {partners[m.kind]}: {m.what}"
         + ("" if m.what == "stuck" else f", {m.excess:.1%} more time than the median node, noise {m.sigma:.1%}")
-        for m in measures
-    )
+        for m in found.measures
+    ]
+    return (*PASSES[found.turn : passes - 1 + found.turn], *lines)
 
 
 def _share(loss: float) -> str:
@@ -171,7 +175,8 @@ def summary(result: SearchResult) -> list[str]:
         f"{first}; {open_count} of {count} nodes were not judged" if open_count else first,
         f"{units.count(count, 'node')}: {count - len(bad) - open_count} good, {len(bad)} bad, {open_count} "
         f"not judged. {units.count(result.rounds, 'round')}, {units.count(result.tests, 'test')}, "
-        f"{units.seconds(result.seconds)}, {result.node_minutes:.1f} node-minutes.",
+        f"{units.seconds(result.seconds)}, {result.node_minutes:.1f} node-minutes"
+        f"{'; the second of 2 passes used no NVLink between nodes' if result.passes > 1 else ''}.",
         f"Smallest loss of a node that is visible in this noise: {sight}. {result.tested_pairs} of "
         f"{count * (count - 1) // 2} pairs of nodes exchanged data; a fault between two others is not seen.",
     ]

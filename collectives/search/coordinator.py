@@ -18,12 +18,13 @@ from typing import Any
 
 import cattrs
 
-from collectives.search.plan import Outcome, Search, Test
+from collectives.search.plan import Outcome, Search, Test, sum_up
 from collectives.search.rank import Place, note_path
 from contracts.host_list import expand_host_list
 
 POLL_SECONDS = 0.2
 HANG_SILENCES = 4.0  # silences without any progress of a test, after which its ranks are started anew
+NETWORK = {"NCCL_MNNVL_ENABLE": "0"}  # of a second pass: nodes of one NVLink domain exchange data over the network, too
 
 
 class Fleet:
@@ -46,6 +47,13 @@ class Fleet:
                         joined[node], self.ranks[node] = row, row["ranks"]
             time.sleep(POLL_SECONDS)
         return joined
+
+    def restart(self, names: Iterable[str], environment: Mapping[str, str]) -> None:
+        """Start ranks anew with these variables; the next round waits for them."""
+        for name in names:
+            self._store.delete_key(f"join/{name}")
+            self._store.set(f"anew/{name}", json.dumps(environment))
+            self._restarted.add(int(name.partition("/")[0]))
 
     def rank_names(self, nodes: Sequence[int]) -> list[str]:
         """Name the ranks of these nodes: "3/0" is rank 0 of node 3."""
@@ -94,9 +102,7 @@ class Fleet:
                     lost[node] = f"its rank lives and does not move in {where}, which the others have left"
                 else:
                     hung.add(index)
-                    self._restarted.add(node)
-                    self._store.delete_key(f"join/{name}")
-                    self._store.set(f"anew/{name}", "")
+                    self.restart([name], {})
                 self._store.set(f"test/{run}/{number}/{index}/stop", "")
                 waiting.pop(name)
         return [
@@ -173,33 +179,41 @@ def coordinate(settings: Place, store: Any) -> None:
               "reach: --rendezvous HOST:PORT" for node in range(settings.nodes) if node not in joined}  # fmt: skip
     header = next((row for row in rows if "hosts" in row), None)
     if header is None:
+        shared = Counter(row["nvlink"] for row in joined.values() if row["nvlink"])
         header = {
             "hosts": names, "domains": [row.get("domain", "") for row in described],
-            "models": [row.get("model", "") for row in described],
-            "rails": min(fleet.ranks.values(), default=1), "began": began,
+            "models": [row.get("model", "") for row in described], "rails": min(fleet.ranks.values(), default=1),
+            "began": began, "passes": [{}, NETWORK] if max(shared.values(), default=0) > 1 else [{}],
         }  # fmt: skip
         _write_row(journal, header)
-    rounds = [row for row in rows if "outcomes" in row]
-    search = resume(header, rounds)
-    if search is None or len(header["hosts"]) != len(names) or any(
-        header["hosts"][node] not in (names[node], unnamed[node]) for node in joined
-    ):  # fmt: skip
-        sys.exit(f"{journal} is of other nodes or of another version: give another --journal file")
-    search.lost = {**absent, **search.lost}
-    # A node other than the first shows that the address is reached: the ranks of the first connect over the loopback.
-    search.unreached = {node: why for node, why in absent.items() if not (node and any(joined))}
+    is_same = len(header["hosts"]) == len(names) and all(
+        header["hosts"][node] in (names[node], unnamed[node]) for node in joined
+    )
+    is_reached = any(joined)  # by a node other than the first, whose ranks connect over the loopback
+    unreached = {node: why for node, why in absent.items() if not (node and is_reached)}
     notes = {node: note_path(settings.journal, node) for node in absent}
-    search.unreached.update({node: note.read_text(encoding="utf-8") for node, note in notes.items() if note.exists()})
-    minutes = sum(row["node_minutes"] for row in rounds)
-    while tests := search.next_round():
-        lost, started = dict(search.lost), time.monotonic()
-        outcomes = fleet.run(int(store.add("rounds", 0)) + 1, tests, run)
-        spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
-        minutes += spent
-        row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent, "lost": lost}
-        _write_row(journal, cattrs.unstructure(row))
-        search.report(outcomes)
-    found = search.result(header["hosts"], header["began"], time.time() - header["began"], minutes)
+    unreached.update({node: note.read_text(encoding="utf-8") for node, note in notes.items() if note.exists()})
+    passes, minutes = list[Search](), 0.0
+    for environment in header["passes"]:
+        rounds = [row for row in rows if row.get("environment") == environment]
+        search = resume(header, rounds) if is_same else None
+        if search is None:
+            sys.exit(f"{journal} is of other nodes or of another version: give another --journal file")
+        search.lost, search.unreached = {**absent, **(passes[-1].lost if passes else {}), **search.lost}, unreached
+        if environment:
+            fleet.restart(fleet.rank_names([node for node in joined if node not in search.lost]), environment)
+        minutes += sum(row["node_minutes"] for row in rounds)
+        while tests := search.next_round():
+            lost, started = dict(search.lost), time.monotonic()
+            outcomes = fleet.run(int(store.add("rounds", 0)) + 1, tests, run)
+            spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
+            minutes += spent
+            row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent, "lost": lost,
+                   "environment": environment}  # fmt: skip
+            _write_row(journal, cattrs.unstructure(row))
+            search.report(outcomes)
+        passes.append(search)
+    found = sum_up(passes, header["hosts"], header["began"], time.time() - header["began"], minutes)
     _write_row(journal, {"result": cattrs.unstructure(found)})
     store.set("end", "")
     time.sleep(3)  # for the ranks to see it

@@ -93,6 +93,7 @@ class Verdict:
     what: tuple[str, ...] = ()  # "sends", "receives", or the parts of the node
     rails: tuple[int, ...] = ()  # the slow ones, where not all are
     measures: tuple[Measure, ...] = ()  # those that are slow
+    turn: int = 0  # place of the pass in which this was found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,7 @@ class BadLink:
     target: int
     loss: float
     measures: tuple[Measure, ...]
+    turn: int = 0  # place of the pass in which this was found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,7 @@ class SearchResult:
     tested_pairs: int
     drawn: tuple[int, ...]  # nodes of the picture
     pairs: tuple[tuple[int, int, float], ...]  # from, to, excess of the time: what was measured between those
+    passes: int = 1  # 2: the second one without NVLink between nodes
 
     def __post_init__(self) -> None:
         """Raise ValueError where the verdicts are not of all hosts, or a link or pair is of others."""
@@ -143,7 +146,7 @@ class Search:
         self.unreached: dict[int, str] = {}  # those of the lost that are not judged, and why
         self.excess: dict[Link, float] = {}  # of each transfer over the middle one, when it was last tested
         self.sigma: dict[str, float] = {}  # of a node in the groups, by kind: the noise
-        self._domains, self._models, self._rails = list(domains), list(models or [""] * len(domains)), rails
+        self.domains, self._models, self._rails = list(domains), list(models or [""] * len(domains)), rails
         self._members: dict[str, list[int]] = defaultdict(list)
         for node, domain in enumerate(domains):
             self._members[domain].append(node)
@@ -241,15 +244,15 @@ class Search:
         for node in self._open(("near", "far")):
             kind = self._open_kind(node)
             if not self._was_stuck(node):
-                pools[kind, self._domains[node] if kind == "near" else ""].append(node)
+                pools[kind, self.domains[node] if kind == "near" else ""].append(node)
                 continue
             tried = {end for link in self._stuck_links(node) for end in link}
             mates = [other for other in clean if self._kind(node, other) == kind and other not in tried]
             add(kind, [node], [*mates, *clean], PARTNERS)
         for (kind, domain), pool in pools.items():
             for group in _parts([node for node in pool if node not in busy], GROUP // 2):
-                homes = {self._domains[node] for node in group}
-                mates = [node for node in clean if (self._domains[node] in homes) == (kind == "near")]
+                homes = {self.domains[node] for node in group}
+                mates = [node for node in clean if (self.domains[node] in homes) == (kind == "near")]
                 # Without a clean one in the domain, its nodes are compared with those of other domains.
                 others = clean if kind == "far" else self._members[domain]
                 add(kind, group, mates or others, max(PARTNERS, len(group)))
@@ -300,7 +303,7 @@ class Search:
         return [Test(kind=self._kind(*pair), nodes=pair, repeats=LEAST_REPEATS, rails=True) for pair in pairs]
 
     def _kind(self, one: int, other: int) -> str:
-        return "near" if self._domains[one] == self._domains[other] else "far"
+        return "near" if self.domains[one] == self.domains[other] else "far"
 
     # What the tests showed.
 
@@ -529,7 +532,7 @@ class Search:
         found = []
         for link in list(self._links):
             if self._link_state(link) == "open" and all(map(self._is_clean, link)):
-                pair = (self._domains[link[0]], self._domains[link[1]])
+                pair = (self.domains[link[0]], self.domains[link[1]])
                 seen[pair] += 1
                 if seen[pair] <= 2 or pair[0] == pair[1]:
                     found.append(link)
@@ -543,20 +546,6 @@ class Search:
             max(LEAST[kind], (SIGMAS + self._more) * sigma) + POWER * sigma for kind, sigma in self.sigma.items()
         )
         return excess / (1 + excess)
-
-    def result(self, hosts: Sequence[str], began: float, seconds: float, node_minutes: float) -> SearchResult:
-        """Sum the search up. The picture shows the nodes at fault first, then their partners, then others."""
-        verdicts, links = self.verdicts(), self.bad_links()
-        faulty = {v.node for v in verdicts if v.state != "good"}.union(*((link.source, link.target) for link in links))
-        partners = [end for link in self.excess if not faulty.isdisjoint(link) for end in link]
-        drawn = sorted(list(dict.fromkeys([*sorted(faulty), *partners, *range(self.nodes)]))[:DRAWN])
-        pairs = ((a, b, self.excess[a, b]) for a in drawn for b in drawn if (a, b) in self.excess)
-        return SearchResult(
-            hosts=tuple(hosts), domains=tuple(self._domains), began=began, seconds=seconds, verdicts=tuple(verdicts),
-            links=tuple(links), rounds=self.round, tests=self.tests, node_minutes=node_minutes,
-            visible_loss=self.visible_loss(), tested_pairs=len({tuple(sorted(link)) for link in self.excess}),
-            drawn=tuple(drawn), pairs=tuple(pairs),
-        )  # fmt: skip
 
     def verdicts(self) -> list[Verdict]:
         """Give the verdict of each node, in the order of the nodes."""
@@ -595,6 +584,35 @@ class Search:
             if self._link_state(link) == "bad" and good.issuperset(link):
                 found.append(BadLink(source=link[0], target=link[1], loss=_loss(measures), measures=tuple(measures)))
         return found
+
+
+def sum_up(
+    passes: Sequence[Search], hosts: Sequence[str], began: float, seconds: float, node_minutes: float
+) -> SearchResult:
+    """Sum a search up: of several passes the worst counts, and the first of those that are alike.
+
+    The picture shows the nodes at fault first, then their partners, then others.
+    """
+    found = [[replace(verdict, turn=turn) for verdict in one.verdicts()] for turn, one in enumerate(passes)]
+    states = ("bad", "not judged", "good")
+    verdicts = [min(of, key=lambda verdict: states.index(verdict.state)) for of in zip(*found, strict=True)]
+    links, excess = dict[Link, BadLink](), dict[Link, float]()
+    for turn, one in enumerate(passes):
+        for link in one.bad_links():
+            links.setdefault((link.source, link.target), replace(link, turn=turn))
+        for pair, value in one.excess.items():
+            excess[pair] = max(value, excess.get(pair, value))
+    faulty = {v.node for v in verdicts if v.state != "good"}.union(*links)
+    partners = [end for pair in excess if not faulty.isdisjoint(pair) for end in pair]
+    drawn = sorted(list(dict.fromkeys([*sorted(faulty), *partners, *range(len(hosts))]))[:DRAWN])
+    return SearchResult(
+        hosts=tuple(hosts), domains=tuple(passes[0].domains), began=began, seconds=seconds, verdicts=tuple(verdicts),
+        links=tuple(links.values()), rounds=sum(one.round for one in passes), tests=sum(one.tests for one in passes),
+        node_minutes=node_minutes, passes=len(passes), drawn=tuple(drawn),
+        visible_loss=max(filter(None, (one.visible_loss() for one in passes)), default=None),
+        tested_pairs=len({tuple(sorted(pair)) for pair in excess}),
+        pairs=tuple((a, b, excess[a, b]) for a in drawn for b in drawn if (a, b) in excess),
+    )  # fmt: skip
 
 
 def _state_of(

@@ -41,6 +41,7 @@ class Place:
     host: str
     domain: str
     model: str
+    nvlink: str  # NVLink domain that may span hosts; "" is unknown
     backend: str
     bytes: int  # of one transfer
     silence_seconds: float  # without a byte, before a transfer is stuck
@@ -197,25 +198,31 @@ class Rank:
         if self.place.backend == "nccl":
             self.device = f"cuda:{self.place.local}"
             torch.cuda.set_device(self.device)
-        described = {name: getattr(self.place, name) for name in ("host", "domain", "model", "ranks")}
+        described = {name: getattr(self.place, name) for name in ("host", "domain", "model", "nvlink", "ranks")}
         self._next_round = int(self.store.add("rounds", 0)) + 1  # no round starts before this rank has joined
         self.store.set(f"join/{self._name}", json.dumps(described))
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        """Report the progress of this rank. Exit when the search ends; start anew on request or without coordinator."""
-        store, count = self.store.clone(), 0
+        """Report the progress of this rank. Exit when the search ends; start anew on request or without coordinator.
+
+        A request has variables to set in the environment, which some libraries read only once.
+        """
+        store, count, request = self.store.clone(), 0, f"anew/{self._name}"
         while True:
             try:
                 store.set(f"beat/{self._name}", json.dumps([count, self.progress, self.where]))
                 if store.check(["end"]):
                     time.sleep(2 * BEAT_SECONDS)
                     os._exit(0)
-                anew = store.check([f"anew/{self._name}"]) and store.delete_key(f"anew/{self._name}")
+                anew = json.loads(store.get(request)) if store.check([request]) else None
+                if anew is not None:
+                    store.delete_key(request)
             except RuntimeError:  # the coordinator is gone: another one continues from its journal
-                anew = True
-            if anew:
-                os.execv(sys.executable, [sys.executable, "-m", "collectives.search.rank", *sys.argv[1:]])  # noqa: S606
+                anew = {}
+            if anew is not None:
+                words = [sys.executable, "-m", "collectives.search.rank", *sys.argv[1:]]
+                os.execve(sys.executable, words, {**os.environ, **anew})  # noqa: S606
             count += 1
             time.sleep(BEAT_SECONDS)
 

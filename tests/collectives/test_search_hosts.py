@@ -18,8 +18,11 @@ ROOT = Path(__file__).parents[2]
 HOSTS, RATE, SLOW = 6, "100mbit", "15mbit"
 
 
-def search(tmp_path, rate, prepare, disturb, absent, count=HOSTS):
-    """Search the hosts; `prepare` gets the rig first, `disturb` after round 2. Gives result, code and stderr."""
+def search(tmp_path, rate, prepare, disturb, absent, count=HOSTS, more=(), after=("outcomes", 2)):
+    """Search the hosts; `prepare` gets the rig first, `disturb` once the journal has these words so many times.
+
+    Gives result, code and stderr.
+    """
     journal, processes = tmp_path / "journal.jsonl", {}
     with hosts(count, default_rate=rate) as rig:
         if prepare:
@@ -27,14 +30,15 @@ def search(tmp_path, rate, prepare, disturb, absent, count=HOSTS):
         for host in set(range(count)) - set(absent):
             argv = [sys.executable, "-m", "agent.cli", "search", f"--nodes={count}", f"--node-rank={host}", "--ranks=1",
                     f"--rendezvous={rig.address(0)}:29571", f"--host-name=host-{host}", "--size=2M", "--silence=10",
-                    f"--wait={30 if absent else 150}", "-o", "json", "--no-advice", f"--journal={journal}"]  # fmt: skip
+                    f"--wait={30 if absent else 150}", "-o", "json", "--no-advice", f"--journal={journal}",
+                    *more]  # fmt: skip
             own = {"TOPOFLIGHT_STATE": str(tmp_path / f"state-{host}"), "GLOO_SOCKET_IFNAME": "eth0"}
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
             processes[host] = rig.popen(host, argv, own, **pipes)
         try:
             until = time.monotonic() + 300
             while disturb and time.monotonic() < until:
-                if journal.exists() and journal.read_text().count("outcomes") >= 2:
+                if journal.exists() and journal.read_text().count(after[0]) >= after[1]:
                     disturb(rig)
                     break
                 time.sleep(0.1)
@@ -46,8 +50,8 @@ def search(tmp_path, rate, prepare, disturb, absent, count=HOSTS):
     return json.loads(out), processes[0].returncode, said
 
 
-def signal_processes(number, rig, host, module="search.rank"):
-    """Send a signal to the processes of a module of the search in the network of this host."""
+def processes_of(rig, host, module="search.rank"):
+    """Give the folders in /proc of the processes of a module of the search in the network of this host."""
     network = os.stat(f"/proc/{rig.pids[host]}/ns/net").st_ino  # noqa: PTH116
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -56,7 +60,13 @@ def signal_processes(number, rig, host, module="search.rank"):
         except OSError:
             continue
         if here and f"collectives.{module}" in words:
-            os.kill(int(path.name), number)
+            yield path
+
+
+def signal_processes(number, rig, host, module="search.rank"):
+    """Send a signal to these processes."""
+    for path in processes_of(rig, host, module):
+        os.kill(int(path.name), number)
 
 
 def shape_link(rig, slow_host, source, target):
@@ -152,3 +162,23 @@ def test_another_coordinator_goes_on_where_one_was_killed(tmp_path):
     alone = [row for row in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
              if "outcomes" in row and len(row["tests"]) == HOSTS]  # fmt: skip
     assert len(alone) == 1, "what the journal holds is not measured again"
+
+
+def test_a_second_pass_judges_the_network_of_nodes_that_share_nvlink(tmp_path):
+    """Gloo uses no NVLink: this shows the pass, its variable and its finding, and not what NCCL makes of it."""
+    nodes = [{"metadata": {"name": f"host-{n}", "labels": {"nvidia.com/gpu.clique": "rack-1"}}} for n in range(4)]
+    (tmp_path / "nodes.json").write_text(json.dumps({"items": nodes}))
+    variables = []
+
+    def slow(rig):
+        rig.shape(2, "eth0", SLOW)
+        for host in range(4):
+            found = [path.joinpath("environ").read_bytes().split(b"\0") for path in processes_of(rig, host)]
+            variables.append(any(b"NCCL_MNNVL_ENABLE=0" in each for each in found))  # one of its parents has it not
+
+    result, code, said = search(tmp_path, RATE, None, slow, (), 4, [f"--topology={tmp_path / 'nodes.json'}"],
+                                ('"environment": {"NCCL_MNNVL_ENABLE": "0"}', 1))  # fmt: skip
+    assert variables == [True] * 4
+    assert [(v["node"], v["turn"]) for v in result["verdicts"] if v["state"] == "bad"] == [(2, 1)], (result, said)
+    assert (code, result["passes"]) == (3, 2) and "second of 2 passes" in result["summary"][1]
+    assert result["findings"][0]["evidence"][0].startswith("pass 2 of 2: all nodes exchanged data over the network")

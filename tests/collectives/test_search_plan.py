@@ -221,7 +221,7 @@ def test_the_calls_of_nccl_are_those_of_torch(monkeypatch):
 
     from collectives.search.rank import Place, Ring
 
-    place = Place(store="", nodes=1, node=0, local=0, ranks=1, host="", domain="", model="",
+    place = Place(store="", nodes=1, node=0, local=0, ranks=1, host="", domain="", model="", nvlink="",
                   backend="gloo", bytes=1 << 10, silence_seconds=10, wait_seconds=10)  # fmt: skip
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     ring = Ring(place, HashStore(), 0, 1, "cpu")

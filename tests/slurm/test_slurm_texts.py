@@ -423,10 +423,10 @@ def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(
 
     store = HashStore()
     for node in joins:
-        described = {"host": f"node0{node + 1}", "domain": "", "model": "", "ranks": 1}
+        described = {"host": f"node0{node + 1}", "domain": "", "model": "", "nvlink": "", "ranks": 1}
         store.set(f"join/{node}/0", json.dumps(described))
     place = Place(store="nowhere.invalid:29400", nodes=3, node=2, local=0, ranks=1, host="node03", domain="", model="",
-                  backend="gloo", bytes=1 << 20, wait_seconds=1.0, silence_seconds=0.5,
+                  nvlink="", backend="gloo", bytes=1 << 20, wait_seconds=1.0, silence_seconds=0.5,
                   journal=str(tmp_path / "journal"))  # fmt: skip
     note_path(place.journal, 2).write_text("of an earlier search")
 
