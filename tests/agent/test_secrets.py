@@ -163,9 +163,9 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     scan(recorder)  # type: ignore[arg-type]
     recording = archive(recorder.identity(), recorder.answers, "")
     found["recording"] = dumps(recording)
-    for path in (tmp_path / "proc/self/limits", tmp_path / bundle.CHECKPOINT):
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"Data": {"PodDeviceEntries": [{"AllocResp": PLANTED}], "RegisteredDevices": {}}}))
+    path = tmp_path / "proc/self/limits"
+    path.parent.mkdir(parents=True)
+    path.write_text(PLANTED)
     made = bundle.of_host(scan(machine()), machine().content, root=str(tmp_path), state=state_folder)
     packed = pack_bundle({"node-a": made})
     found["bundle"] = json.dumps(
