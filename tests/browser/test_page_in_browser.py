@@ -211,7 +211,7 @@ def test_the_what_if_form_by_keyboard(chromium: Tabs, axe: str, machines: dict[s
         assert all("%" in label for label in labels)
         accessible(tab, axe)
         tab.open_page(address + "what-if?model=Llama-3.1-8B&nodes=none")
-        assert "nodes=none: must be a whole number" in tab.text("[role=alert]")
+        assert "nodes=none: must be a valid integer" in tab.text("[role=alert]")
         # the status, and that the field of a number holds none
         assert all("400" in one or "cannot be parsed" in one for one in tab.complaints), tab.complaints
 
