@@ -121,9 +121,10 @@ class _Stuck:
         facts, blocked, waits = self.facts, self.blocked, self.blocked.waits
         # a count of calls does not tell which call it is: the dumps of these ranks are about to come
         counted = sorted({one for wait in waits.values() for one in wait.here if facts.has_moved_on(one)})
-        if counted and blocked.age < 2 * STALL_SECONDS and all(facts.activity(r).kind == "collective" for r in counted):
+        elsewhere = [one for one in counted if facts.activity(one).kind != "collective"]
+        if elsewhere or (counted and blocked.age < 2 * STALL_SECONDS):
             return not_yet([f"{ranks_of(counted)} have called more than their dumps show; {self.wait}"],
-                           2 * STALL_SECONDS, self.waiting)  # fmt: skip
+                           facts.limit if elsewhere else 2 * STALL_SECONDS, self.waiting)  # fmt: skip
         if blocked.met:
             wait = waits[min(blocked.met)]
             inside = sorted(wait.here)
