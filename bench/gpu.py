@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -88,9 +89,7 @@ def config_file(folder: Path, more: dict[str, Any], *, model: str) -> Path:
 
 
 def write_weights(path: Path, *, cpu: bool) -> None:
-    """Random weights for the config.json in a folder, made on the GPU where there is one, by a process of its own:
-    this one would keep memory of the GPU, which counts as taken in every run that follows.
-    """
+    """Write random weights for a folder's config.json in a new process, as this one would not free all GPU memory."""
     process = multiprocessing.get_context("spawn").Process(target=_write_weights, args=(path, cpu))
     process.start()
     process.join()
@@ -303,13 +302,12 @@ def main() -> int:
         return 2
     if arguments.cpu and arguments.page == PAGE:
         words.error("--cpu needs --page: the page of the repository holds figures of a GPU alone")
-    only = f" --only '{arguments.only}'" if arguments.only else ""
-    command = f"`python bench/gpu.py{' --cpu' if arguments.cpu else ''}{only}`"
-    head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {command}, {hardware()}."
+    command = shlex.join(["python", "bench/gpu.py", *sys.argv[1:]])
+    head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, `{command}`, {hardware()}."
     done: list[tuple[str, list[Row]]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary)
-        tier = Tier(cpu=arguments.cpu, folder=folder, ends=time.monotonic() + arguments.seconds)
+        ends = time.monotonic() + arguments.seconds
+        tier = Tier(cpu=arguments.cpu, folder=arguments.folder or Path(temporary), ends=ends)
         left = [step for step in tier.steps() if re.search(arguments.only, step[0])]
         page(arguments.page, head, done, left)
         while left and time.monotonic() < tier.ends:

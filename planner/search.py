@@ -365,22 +365,20 @@ class _Search:
         families: dict[str, list[Candidate]] = {}
         for (key, *_), candidate in self.best.items():
             families.setdefault(key, []).append(candidate)
-        best = sorted((self.simplest(members) for members in families.values()), key=lambda c: c.seconds)
+        best = sorted((simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
         if best:
-            winner = self.simplest(best)
+            winner = simplest(self.job, best)
             best.sort(key=lambda c: c is not winner)
         self.found.best = best
-
-    def simplest(self, candidates: Sequence[Candidate]) -> Candidate:
-        """Return the simplest of the candidates that fit if the forecast is right; of all if none does."""
-        return simplest(self.job, [each for each in candidates if not each.over] or candidates)
 
 
 def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     """Return, from layouts as fast as the fastest within the forecast error, the one with fewest complications.
 
     Of equally simple layouts, it is the fastest; of equally fast ones (within `TIE`), the one with the least memory.
+    Layouts that need more memory than there is are left out where any other is a candidate.
     """
+    candidates = [each for each in candidates if not each.over] or candidates
     first = min(candidates, key=lambda c: c.seconds)
     near = [c for c in candidates if math.log(c.seconds / first.seconds) <= difference_sigma(job, c, first)]
     least = min(len(c.complications) for c in near)

@@ -123,7 +123,7 @@ def _kubeconfig(configuration: Configuration, paths: str, context: str | None) -
     """Fill in the configuration; return the namespace of the current or the named context.
 
     The library does not implement these kubectl rules: of several files, the first with a current context determines
-    it; a token file is read before every request. It ignores that a user impersonates another one.
+    it; a token file is read before every request; it would ignore that a user impersonates another one.
     """
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 

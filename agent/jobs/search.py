@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from collectives.bench.plan import SpecError
 from collectives.bench.run import visible_backend
 from collectives.search.plan import STUCK, BadLink, SearchResult, Verdict
 from collectives.search.rank import Place
-from collectives.search.run import SearchSpec, from_environment, resolvable_address
+from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
 from contracts.host_list import compress_host_list, list_names, slurm_name
@@ -75,6 +78,20 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
         gpu_pids=gpu_processes(found), force=options["force"],
         environment={} if options["no_advice"] or nodes == 1 else network_environment(found),
     )  # fmt: skip
+
+
+def resolvable_address(rendezvous: str) -> str:
+    """Replace the name of a node that this host cannot resolve by its NodeAddr in Slurm's configuration."""
+    host, _, port = rendezvous.rpartition(":")
+    with suppress(OSError):
+        socket.getaddrinfo(host or "localhost", None)
+        return rendezvous
+    from agent.jobs.slurm import SlurmError, slurm
+
+    with suppress(SlurmError):  # without Slurm there is no scontrol
+        if address := re.search(r"\bNodeAddr=(\S+)", slurm("scontrol", "show", "node", host)):
+            return f"{address[1]}:{port}"
+    return rendezvous
 
 
 def _domains(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> tuple[str, str]:

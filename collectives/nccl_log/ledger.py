@@ -6,7 +6,7 @@ The number of distinct hosts, variables, devices and codes limits the memory, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -66,7 +66,7 @@ class Proofs(Firsts[str, list[ProofLine]]):
         if len(rows) < MAX_PROOF_PER_FACT or all(line.host != other.host for other in rows):
             rows.append(line)
 
-    def merge(self, other: Proofs) -> None:  # type: ignore[override]
+    def merge(self, other: Mapping[str, list[ProofLine]]) -> None:
         """Add the lines of another table."""
         for fact, rows in other.items():
             for row in rows:
@@ -259,7 +259,7 @@ class Runs:
         self.lines = 0
 
     def add(self, ledger: Ledger) -> None:
-        """Add a part of a log to the latest run that it fits, or as a run of its own."""
+        """Add a part of a log to the latest run that it fits, or as a new run."""
         run = self._run_of(ledger)
         if run is None and len(self.ledgers) < MAX_RUNS:
             self.ledgers.append(ledger)

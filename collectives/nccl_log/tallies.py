@@ -56,7 +56,7 @@ class Lasts(Firsts[Key, Value]):
 
 
 def merge_attributes(mine: object, theirs: object, names: Iterable[str]) -> None:
-    """Merge these attributes of `theirs` into `mine`: tables are added, and of plain values the largest is kept.
+    """Merge these attributes of `theirs` into `mine`: add tables, and take the larger of two plain values.
 
     None is the smallest value, and True is larger than False.
     """

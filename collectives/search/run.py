@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,16 +138,3 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             found["rendezvous"] = f"{hosts[0]}:{29400 + int(environment.get('SLURM_JOB_ID', '0')) % 1000}"
         return found
     return {}
-
-
-def resolvable_address(rendezvous: str) -> str:
-    """Replace the name of a node that this host cannot resolve by its NodeAddr in Slurm's configuration."""
-    host, _, port = rendezvous.rpartition(":")
-    with suppress(OSError):
-        socket.getaddrinfo(host or "localhost", None)
-        return rendezvous
-    with suppress(OSError, subprocess.SubprocessError):  # without Slurm there is no scontrol
-        shown = subprocess.check_output(["scontrol", "show", "node", host], text=True, timeout=30)
-        if address := re.search(r"\bNodeAddr=(\S+)", shown):
-            return f"{address[1]}:{port}"
-    return rendezvous

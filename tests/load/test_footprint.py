@@ -25,7 +25,7 @@ def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: 
     with footprint.published(tmp_path) as (words, more, begun):
         loud, _, _ = footprint.at_rest(tmp_path, "--root", root, *words, environment={**environment, **more}, scans=2,
                                        settle=1, begun=begun)  # fmt: skip
-    assert loud.pss <= footprint.AIMS["publishing"]
+    assert loud.pss <= footprint.PUBLISHING
 
 
 @pytest.mark.timeout(900)

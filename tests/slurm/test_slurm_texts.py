@@ -25,12 +25,11 @@ from rigs.tables import each_row, rows_of
 
 from agent.checks.verdict import judge
 from agent.jobs.preflight import Report, slurm_reasons
-from agent.jobs.search import findings_of, slurm_hosts
+from agent.jobs.search import findings_of, resolvable_address, slurm_hosts
 from agent.jobs.slurm import SlurmError, job_files
 from collectives.search.coordinator import coordinate, read_journal
 from collectives.search.plan import SearchResult
 from collectives.search.rank import Place, connect, note_path
-from collectives.search.run import resolvable_address
 from collectives.traces.states import NAME, RankState
 from contracts import plain
 from contracts.finding import Finding
