@@ -25,7 +25,7 @@ from agent.advice import advise
 from agent.advice.request import Request as Question
 from agent.base.options import RequestError
 from agent.checks.groups import worst_first
-from agent.checks.verdict import FailOn, View, only
+from agent.checks.verdict import FailOn, View
 from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
 from agent.http import answers, posted
@@ -183,26 +183,17 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
     renders pages is imported with the first page, so that a node that is only scraped does not use memory for it.
     """
 
-    @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problems(404))
-    async def page(
-        node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
-        = None,
-    ) -> Response:  # fmt: skip
+    @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problems())
+    async def page() -> Response:
         """The page: verdict, findings with remedies, topology, measurements, recommendation, runs."""
-        view, trouble = state.current(), state.error
-        names = [snapshot.hostname for snapshot in view.snapshots]
-        if node is not None and node not in names:
-            raise ProblemError(404, f"node={node}: not among the nodes served here", allowed=names)
+        view, trouble, others = state.current(), state.error, cluster.source != "hosts"
 
         def drawn() -> Answer:
             from agent.pages import render as pages
 
-            if node is None and len(names) != 1:
-                return page_of(pages.cluster_page(view, *_recommended(view), trouble=trouble))
-            mine, others = only(view, node or names[0]), cluster.source != "hosts"
-            return page_of(pages.node_page(mine, *_recommended(mine), trouble=trouble, fleet=len(names), others=others))
+            return page_of(pages.node_page(view, *_recommended(view), trouble=trouble, others=others))
 
-        return respond(await rendered.answer(view, ("/", node, trouble), drawn))
+        return respond(await rendered.answer(view, ("/", trouble), drawn))
 
     @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
     async def cluster_page(
@@ -255,13 +246,13 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
 
     @app.get("/snapshot", tags=["facts"], responses=problems())
     async def snapshot(request: Request) -> Response:
-        """What every probe read, per host."""
-        return await of_view(request, lambda view: _one_or_all(view.snapshots))
+        """What every probe read."""
+        return await of_view(request, lambda view: view.snapshots[0])
 
     @app.get("/topology", tags=["facts"], responses=problems())
     async def topology(request: Request) -> Response:
-        """Links, islands, nearest NICs, expectations, per host."""
-        return await of_view(request, lambda view: _one_or_all([json_document(n) for n in view.topologies]))
+        """Links, islands, nearest NICs, expectations."""
+        return await of_view(request, lambda view: json_document(view.topologies[0]))
 
     @app.get("/findings", tags=["facts"], response_model=list[Finding], responses=problems())
     async def findings(request: Request) -> Response:
@@ -330,7 +321,3 @@ def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
         required, skipped = tuple(require or ()), tuple(skip or ())
         key = "/preflight", required, skipped, fail_on
         return await rendered.of(view, key, lambda: posted.gate(view.checks, required, skipped, checked))
-
-
-def _one_or_all(values: Any) -> Any:
-    return values[0] if len(values) == 1 else list(values)
