@@ -26,7 +26,6 @@ from agent.advice.request import Request as Question
 from agent.base.options import RequestError
 from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn, View
-from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
 from agent.http import answers, posted
 from agent.http.access import Guard, ReadHosts, Tokens
@@ -39,9 +38,9 @@ from agent.http.answers import (
     respond,
     texts,
 )
-from agent.http.cluster import Cluster, nodes_document, samples
+from agent.http.cluster import Cluster, samples
 from agent.http.state import State, age_seconds
-from agent.http.worker import Answer, ProblemError, Worker, document, page_of
+from agent.http.worker import Answer, ProblemError, Worker, page_of
 from collectives.bench.results import BenchResult
 from contracts import question
 from contracts.finding import Finding
@@ -56,8 +55,6 @@ LOOK_SECONDS = 0.1
 WORTH_BYTES = 1024  # gzip on a smaller response saves less than one packet
 GZIP_LEVEL = 4
 STALE_SCANS = 4  # not ready after this many missed scans in a row
-
-Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node, or every node that publishes.")]
 
 FormField = Annotated[str, Query(max_length=4096)]  # a form field; empty means omitted
 
@@ -273,17 +270,8 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         return await of_view(request, lambda view: list(view.runs))
 
     @app.get("/nodes", tags=["facts"], responses=problems())
-    async def nodes(request: Request, scope: Scope = "cluster") -> Response:
+    async def nodes(request: Request) -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
-        state.current()
-        if scope == "node":
-
-            def own() -> Answer:
-                fleet = Fleet()
-                fleet.set(cluster.own().values())
-                return document(nodes_document(fleet, "scan"))
-
-            return respond(await run_in_threadpool(own))
         records, behind = await cluster.records(), cluster.watch_error()
         source = cluster.source
         return respond(await worker.ask(request, "nodes", records=records, source=source, behind=behind))
