@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import difflib
 import logging
-import platform
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
@@ -33,7 +32,6 @@ from agent.http.answers import (
     Gate,
     Rendered,
     Responses,
-    Version,
     problems,
     respond,
     texts,
@@ -154,11 +152,6 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
         if age_seconds(view) > oldest:
             raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
         return "ok\n"
-
-    @app.get("/version", tags=["health"], responses=problems())
-    async def version() -> Version:
-        """Which release answers."""
-        return Version(version=base.version(), python=platform.python_version(), architecture=platform.machine())
 
     rendered = metrics.Rendered(more)
     state.before.append(rendered.prepare)
