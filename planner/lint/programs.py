@@ -396,7 +396,8 @@ class Programs(Expander):
             self.unread(call.line, f"the commands of {call.program}")
         if call.program == "eval":
             self.script.files.append(f"the commands that eval gets in line {call.line}")
-            self._note_start([Word(each, each) for each in text.split()], call.line, sure=True)
+            words = [Word(each, each) for each in text[:_MOST_OPTIONS].split()]
+            self._note_start(words, call.line, sure=True)
             self.launch(f"the command of line {call.line}", sure=False)
             self.shell.status = None
             self.shell.write(OPEN)
