@@ -173,18 +173,12 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
     )  # fmt: skip
     publisher = None
     if options["publish"]:
-        from agent.cluster.publish import PreviousRecord, Publisher
+        from agent.cluster.publish import Publisher
 
         assert client is not None  # noqa: S101 - made above
-        left = None
-        if state.history is not None:
-            state.history.elsewhere = left = PreviousRecord(client, str(name), lambda: state.view)
-
-        def latest() -> Any:
-            return next(iter(cluster.own().values()), None) if left is None or left.is_in_view() else None
-
         publisher = Publisher(
-            client, latest, namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),
+            client, lambda: next(iter(cluster.own().values()), None),
+            namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),
             interval_seconds=options["publish_interval"], labels=options["nfd"],
         )  # fmt: skip
     return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=options.get("hosts"))

@@ -12,8 +12,8 @@ from typing import Any
 from rigs.recorded import H100, view
 
 from agent.checks.verdict import build_view
-from agent.cluster.nodes import Fleet, NodeRecord, from_resource
-from agent.cluster.publish import FirstSeen, records_of, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, from_resource, time_of
+from agent.cluster.publish import records_of, to_resource
 from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
@@ -61,8 +61,8 @@ def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[Nod
         made = _record(SICK[n // EVERY % len(SICK)] if ill else H100)
         at = now - (7200.0 if sick and n % (3 * EVERY) == EVERY // 2 else 30.0)
         made = replace(made, name=f"gpu-{n:04}", host=f"gpu-{n:04}", scanned_at_seconds=at)
-        known = {(f["code"], f["subject"]): now - FAULT_SECONDS - 60 * (n % 40) for f in made.findings}
-        yield FirstSeen().dated(made, known)
+        since = time_of(now - FAULT_SECONDS - 60 * (n % 40))
+        yield replace(made, findings=tuple({**finding, "since": since} for finding in made.findings))
 
 
 def resources(nodes: int, *, sick: bool) -> list[dict[str, Any]]:
