@@ -39,7 +39,7 @@ from agent.cluster.nodes import (
 )
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
-from probes.api import Absent, Snapshot
+from probes.api import Absent
 from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
@@ -48,24 +48,31 @@ MOST_FINDINGS = 64
 MOST_CHANGES = 32  # the newest; docs/decisions/0026 explains the number
 
 
-def records_of(view: View, *, name: str | None = None, interval_seconds: float = 300.0) -> tuple[NodeRecord, ...]:
-    """Return one record per snapshot of the view; `name` is the Node's name, if there is one snapshot."""
-    pairs = zip(view.snapshots, view.topologies, strict=True)
-    only = len(view.snapshots) == 1
-    made = tuple(
-        _record(snapshot, node, [c for c in view.checks if c.node == snapshot.hostname or only],
-                name if only and name else snapshot.hostname, view, interval_seconds)
-        for snapshot, node in pairs
-    )  # fmt: skip
-    if not only:
-        return made
-    measured = _measured(view.bench) if view.bench is not None else ()
+def record_of_view(view: View, *, name: str | None = None, interval_seconds: float = 300.0) -> NodeRecord:
+    """Return the record of the view's host; `name` is the name of the Node."""
+    (snapshot,), (node,), checks = view.snapshots, view.topologies, view.checks
+    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
+    none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
+    ports = [port for device in rdma.devices for port in device.ports] if rdma else None
+    models = Counter(gpu.model for gpu in node.gpus if gpu.model)
+    machine, addresses = node_facts.pack(snapshot)
+    graph, facts = keys_of(machine)
     changes = tuple(
         {"at": time_of(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
          "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
         for event in view.events[-MOST_CHANGES:]
     )  # fmt: skip
-    return (replace(made[0], measured=measured, changes=changes),)
+    return NodeRecord(
+        name=clean(name or snapshot.hostname, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word,
+        scanned_at_seconds=view.made_at_seconds, interval_seconds=interval_seconds,
+        gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
+        product=clean(models.most_common(1)[0][0], 128) if models else None,
+        links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
+        rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
+        memlock=_memlock(limits), findings=_findings(checks, view.since), graph=graph,
+        facts=facts, machine=machine, drawn=drawn(node), addresses=addresses,
+        measured=_measured(view.bench) if view.bench is not None else (), changes=changes,
+    )  # fmt: skip
 
 
 def _measured(result: BenchResult) -> tuple[Measured, ...]:
@@ -78,27 +85,6 @@ def _measured(result: BenchResult) -> tuple[Measured, ...]:
         {"op": m.op[:32], "bytes": m.bytes, "job": job[:64], "busbw": round(m.busbw_bytes_per_second)}
         for m in list(largest.values())[:8]
     )
-
-
-def _record(
-    snapshot: Snapshot, node: NodeTopology, checks: Sequence[Finding], name: str, view: View, interval: float
-) -> NodeRecord:
-    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
-    none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
-    ports = [port for device in rdma.devices for port in device.ports] if rdma else None
-    models = Counter(gpu.model for gpu in node.gpus if gpu.model)
-    machine, addresses = node_facts.pack(snapshot)
-    graph, facts = keys_of(machine)
-    return NodeRecord(
-        name=clean(name, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word,
-        scanned_at_seconds=view.made_at_seconds, interval_seconds=interval,
-        gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
-        product=clean(models.most_common(1)[0][0], 128) if models else None,
-        links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
-        rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
-        memlock=_memlock(limits), findings=_findings(checks, view.since), graph=graph,
-        facts=facts, machine=machine, drawn=drawn(node), addresses=addresses,
-    )  # fmt: skip
 
 
 def _links(node: NodeTopology) -> str | None:

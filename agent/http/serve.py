@@ -127,7 +127,9 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
 
 
 def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
+    from agent.base.hosts import snapshots
     from agent.checks.expect import expectation
+    from probes.registry import ALL
 
     expectation(options["expect"], None)
     file = options["expect_file"]
@@ -135,8 +137,8 @@ def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
         log.warning("--expect-file %s: there is no such file; nothing is expected of this node until there is", file)
     if options["reads"] == "token" and not (options["token_file"] or options["token_review"]):
         raise click.UsageError("--reads token: needs --token-file or --token-review, or nobody can read")
-    if options["publish"] and len(hosts) > 1:
-        raise click.UsageError(f"--publish with {len(hosts)} recordings: an agent publishes one node")
+    if hosts and (count := len(snapshots(hosts, ALL))) != 1:
+        raise click.UsageError(f"--host: {count} hosts are recorded; an agent serves one")
     if options["token_file"]:
         from agent.http.access import read_tokens
 

@@ -215,15 +215,6 @@ def test_a_spoiled_run_record_spoils_no_scrape() -> None:
     assert "topoflight_run_loss" not in found
 
 
-def test_several_recordings_do_not_collide() -> None:
-    """Of two hosts only what can be summed is exported, and each series once."""
-    found = samples(build_view(tuple(map(snapshot, NAMES[:2]))))
-    assert found["topoflight_hosts"] == [({}, 2.0)]
-    assert not any(name.startswith(("topoflight_gpu", "topoflight_rdma", "topoflight_pci")) for name in found)
-    for name, values in found.items():
-        assert len({tuple(sorted(labels.items())) for labels, _ in values}) == len(values), name
-
-
 def test_facts_keep_the_time_at_which_they_were_read(full: View) -> None:
     """The age of a recording's facts is the recording's, and that of a benchmark its own."""
     found = samples(full)

@@ -13,7 +13,7 @@ from rigs.recorded import H100, view
 
 from agent.checks.verdict import build_view
 from agent.cluster.nodes import Fleet, NodeRecord, from_resource, time_of
-from agent.cluster.publish import records_of, to_resource
+from agent.cluster.publish import record_of_view, to_resource
 from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
@@ -25,7 +25,7 @@ FAULT_SECONDS = 5400.0  # how long ago a fault came
 
 def record_of(found: str | Snapshot = H100, name: str | None = None, **changed: Any) -> NodeRecord:
     """What the agent of a machine, recorded or made from one, has published just now."""
-    (made,) = records_of(view(found) if isinstance(found, str) else build_view((found,)), name=name)
+    made = record_of_view(view(found) if isinstance(found, str) else build_view((found,)), name=name)
     return replace(made, **{"scanned_at_seconds": time.time(), **changed})
 
 
@@ -49,8 +49,7 @@ def through_the_api(record: NodeRecord) -> NodeRecord:
 
 @cache
 def _record(machine: str) -> NodeRecord:
-    (made,) = records_of(view(machine))
-    return made
+    return record_of_view(view(machine))
 
 
 def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[NodeRecord]:
