@@ -104,11 +104,10 @@ def families(view: View, more: More = ()) -> Iterator[Samples]:
     for family in OWN:
         if values.get(family.name):
             yield _metric(family, values[family.name])
-    if len(view.snapshots) == 1:  # devices of several recordings would collide: see docs/reference/metrics.md
-        sampled = _sampled(view)
-        for family in PROBES:
-            if sampled.get(family.name):
-                yield _metric(family, sampled[family.name])
+    sampled = _sampled(view)
+    for family in PROBES:
+        if sampled.get(family.name):
+            yield _metric(family, sampled[family.name])
 
 
 def _metric(family: Metric, values: Values) -> Samples:
@@ -139,10 +138,9 @@ STATUSES = ("pass", "info", "warn", "unknown", "fail")
 def agent_values(view: View) -> Iterator[tuple[str, Values]]:
     """Pairs of family name and its samples."""
     yield from _scan_values(view)
-    if len(view.topologies) == 1:  # devices of several recordings have no label for the host name
-        yield from _link_values(view.topologies[0])
-        if view.snapshots[0].facts(RdmaFacts) and view.snapshots[0].facts(PciFacts):
-            yield "gdrdma_possible", [((), float(gdrdma_possible(view.snapshots)))]
+    yield from _link_values(view.topologies[0])
+    if view.snapshots[0].facts(RdmaFacts) and view.snapshots[0].facts(PciFacts):
+        yield "gdrdma_possible", [((), float(gdrdma_possible(view.snapshots)))]
     if view.bench is not None:
         yield from _bench_values(view.bench)
         if view.bench.evidence is not None:
@@ -154,19 +152,21 @@ def agent_values(view: View) -> Iterator[tuple[str, Values]]:
 
 
 def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
-    yield "scan_timestamp_seconds", [((), max((s.taken_at_seconds for s in view.snapshots), default=0.0))]
-    yield "hosts", [((), float(len(view.snapshots)))]
+    (snapshot,) = view.snapshots
+    outcomes = snapshot.outcomes.items()
+    yield "scan_timestamp_seconds", [((), snapshot.taken_at_seconds)]
+    yield "hosts", [((), 1.0)]
     yield "fact_timestamp_seconds", list(_fact_times(view))
-    yield "probe_success", _per_probe(view, lambda o: 0.0 if isinstance(o, Failed) else 1.0, min)
-    yield "probe_absent", _per_probe(view, lambda o: 0.0 if isinstance(o, (Ok, Failed)) else 1.0, min)
-    yield "probe_duration_seconds", _per_probe(view, lambda o: float(getattr(o, "seconds", 0.0)), max)
+    yield "probe_success", [((name,), float(not isinstance(found, Failed))) for name, found in outcomes]
+    yield "probe_absent", [((name,), float(not isinstance(found, (Ok, Failed)))) for name, found in outcomes]
+    yield "probe_duration_seconds", [((name,), float(getattr(found, "seconds", 0.0))) for name, found in outcomes]
     bad = ("warn", "fail")  # only these have a label for their subject, which alerts use
     missed = Counter(
         (check.code, str(check.status), check.subject[:MOST_SUBJECT] if check.status in bad else "")
         for check in view.checks if check.status != "pass"
     )  # fmt: skip
     yield "findings", [(key, float(count)) for key, count in missed.items()]
-    outcomes = Counter(str(check.status) for check in view.checks)
+    statuses = Counter(str(check.status) for check in view.checks)
     began: dict[tuple[str, ...], float] = {}
     for check in view.checks:
         if (at := view.since.get((check.code, check.subject))) is not None:
@@ -176,18 +176,17 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     changed = {event.code: event.at_seconds for event in sorted(view.events, key=lambda e: e.at_seconds)
                if event.code in PARTS and not event.finding}  # fmt: skip
     yield "change_timestamp_seconds", [((part,), float(int(at))) for part, at in changed.items()]
-    yield "checks", [((status,), float(outcomes[status])) for status in STATUSES]
+    yield "checks", [((status,), float(statuses[status])) for status in STATUSES]
     words = ("pass", "warn", "unknown", "fail")
     yield "gate_status", [((word,), float(view.verdict.word == word)) for word in words]
 
 
 def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Return the time of the oldest host per probe; a failed probe has no fact and therefore no time."""
-    times: dict[str, float] = {}
-    for snapshot in view.snapshots:
-        for name, outcome in snapshot.outcomes.items():
-            if not isinstance(outcome, Failed):
-                times[name] = min(times.get(name, snapshot.taken_at_seconds), snapshot.taken_at_seconds)
+    """Return the time of each probe's facts; a failed probe has no fact and therefore no time."""
+    (snapshot,) = view.snapshots
+    times = {
+        name: snapshot.taken_at_seconds for name, found in snapshot.outcomes.items() if not isinstance(found, Failed)
+    }
     if view.bench is not None:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
     if view.search is not None:
@@ -203,17 +202,6 @@ def _unix_time(text: Any) -> float | None:
         return datetime.datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
     except ValueError:
         return None
-
-
-def _per_probe(
-    view: View, value: Callable[[object], float], worst: Callable[[float, float], float]
-) -> Values:  # of several recordings the worst host's value
-    found: dict[tuple[str, ...], float] = {}
-    for snapshot in view.snapshots:
-        for name, outcome in snapshot.outcomes.items():
-            number = value(outcome)
-            found[(name,)] = worst(found.get((name,), number), number)
-    return list(found.items())
 
 
 def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
@@ -275,7 +263,6 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     least: Values = [(k, low) for k, m in slowest.items() if is_judged_result(m) and (low := least_of(m)) is not None]
     yield "bench_least_busbw_bytes_per_second", least
     yield "bench_spread_ratio", [(k, m.spread_ratio) for k, m in slowest.items() if m.spread_ratio is not None]
-    yield "bench_latency_seconds", list({(fit.op,): fit.alpha_seconds for fit in result.latencies}.items())
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
     latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:KEPT_RANKS]
     yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())

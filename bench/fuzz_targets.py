@@ -35,7 +35,7 @@ from agent.http.access import read_tokens
 from agent.http.cluster import nodes_document
 from agent.http.questions import read_form
 from agent.pages import render as pages
-from collectives.bench.results import result_from_json
+from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
 from collectives.traces import calls, ras, states, watchdog
@@ -62,7 +62,6 @@ from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_matrix
 from topology.formats.xml import parse as parse_xml
 from topology.render import json_document, render_matrix
-from topology.slurm_conf import Placement, SlurmConfError, compare_gres, compare_topology
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINES = ROOT / "tests" / "machines"
@@ -286,16 +285,6 @@ def topo_xml(data: bytes) -> object:
     return json.dumps(json_document(parse_xml(_text(data))), allow_nan=False)
 
 
-@reads(
-    b"SwitchName=s1 Nodes=n[01-04,7] # x\nBlockName=b Nodes=n[5-6]", b"NodeName=n[1-2] Name=gpu File=/dev/nvidia[0-7]",
-    errors=(SlurmConfError,),
-)  # fmt: skip
-def slurm_conf(data: bytes) -> object:
-    """topology.conf and gres.conf, compared with two nodes."""
-    nodes = tuple(Placement(node=f"n{n}", leaves=frozenset({f"s{n}"}), gpus=8) for n in (1, 2))
-    return [compare(lambda _: _text(data), nodes) for compare in (compare_topology, compare_gres)]
-
-
 @reads(b"#!/bin/bash\n#SBATCH -N 2\nexport A=1\nif x; then\n  srun torchrun t.py\nfi\n", errors=(ScriptError,))
 def batch_script(data: bytes) -> object:
     """A user's own script for Slurm, wrapped: no line of it is lost."""
@@ -404,7 +393,7 @@ def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: An
 def bench_result(data: bytes) -> object:
     """A benchmark's kept result, as the agent finds and shows it."""
     return _served(
-        bench=result_from_json(json.loads(_json(lambda: document_of("bench"), data))), bench_at_seconds=1.8e9
+        bench=read_as(json.loads(_json(lambda: document_of("bench"), data)), BenchResult), bench_at_seconds=1.8e9
     )
 
 

@@ -194,8 +194,6 @@ def parse_mapping(text: str, where: object, *, once: bool = False) -> dict[str, 
     try:
         documents = load_all(text, most_aliases=MAX_ALIASES, once=once)
     except YamlTextError as error:
-        if re.search(r"^\[\w+\]\s*(#.*)?$", text, re.MULTILINE):
-            raise ConfigError(f"{where}: TOML, as torchtitan's files are; read is YAML of TRL's names") from None
         raise ConfigError(f"{where}: {error}") from None
     if len(documents) > 1:
         raise ConfigError(f"{where}: holds {len(documents)} YAML documents, one is allowed")
@@ -213,7 +211,6 @@ def parse_config(
     Raises ConfigError, which names every wrong setting with its value and the allowed values. If `only_trl` is given,
     errors about settings that only TRL's trainer accepts are added to it instead, and the config omits those settings.
     """
-    _refuse_unknown(raw)
     notes: dict[str, None] = {}
     of_trl: dict[str, None] = {}  # options that TRL's trainer uses and the built-in trainer ignores: no note
     note, own_note = notes.setdefault, (notes if only_trl is None else of_trl).setdefault
@@ -333,16 +330,6 @@ def _parse_member(member: str, value: Any, name: str) -> Any:
     if kinds[member] is int and made < 1:
         raise ConfigError(f"{name}={made!r}: must be at least 1")
     return made
-
-
-def _refuse_unknown(raw: Mapping[str, Any]) -> None:
-    for trainer, names in trl.option_names().other_trainers.items():
-        if all(name in raw for name in names):
-            own = "deepspeed: FILE is the setting that names it, or " if trainer == "DeepSpeed" else ""
-            raise ConfigError(
-                f"{' and '.join(names)}: a file of {trainer}, not read here; {own}`topoflight wrap` takes the "
-                f"manifest of a job that runs it, `topoflight launch --script` its script"
-            )
 
 
 def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node: int) -> dict[str, Any]:

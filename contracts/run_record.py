@@ -27,7 +27,6 @@ RESUMABLE = 75  # EX_TEMPFAIL: the job saved a checkpoint and ended; starting it
 KILLED = 128  # plus the signal number, as in a shell
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
 _TAIL_BYTES = 65536  # read from the end of metrics.jsonl; a line has about 300
-_UNCOUNTED = 5  # warm-up, memory and profiled steps (3 + 2) of a record without counted_steps
 COMMUNICATION = ("gather", "reduce", "tensor_parallel", "context_parallel", "pipeline")
 PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
               "context_parallel": "context parallelism", "pipeline": "pipeline sends",
@@ -237,13 +236,6 @@ class RunRecord:
     def forecast(self) -> RunForecast:
         """Forecast in the plan."""
         return self.plan.forecast
-
-    @property
-    def counted_steps(self) -> int | None:
-        """Number of steps in the median; for records without this member, a lower bound from the step count."""
-        if self.measured.counted_steps is not None:
-            return self.measured.counted_steps
-        return max(0, len(self.step_seconds) - _UNCOUNTED) if self.step_seconds else None
 
     def seconds_of(self, part: RunPart) -> float:
         """Seconds per step of a part, scaled to the step time without profiler, because the profiler adds time."""

@@ -64,7 +64,6 @@ class OptionNames:
     no_effect: Mapping[str, str]  # name -> reason
     only: Mapping[str, Allowed]
     elsewhere: Mapping[str, str]  # option of another trainer -> our option
-    other_trainers: Mapping[str, list[str]]  # trainer -> a set of options that only its configuration files combine
     fsdp: Mapping[str, list[str]]
     deepspeed: Mapping[str, Any]
     sections: Mapping[str, Section]

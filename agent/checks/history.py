@@ -2,15 +2,15 @@
 
 The resident agent evaluates scan after scan and can observe a link in training, a driver reload or a boot. Therefore a
 finding is raised by its second consecutive scan and cleared by the third consecutive scan without it, so that an
-intermittent finding stays raised. The history is kept in memory. The node's record (agent.cluster.nodes) carries the
-newest changes and the start time of each finding to the next agent. A one-shot preflight has no history.
+intermittent finding stays raised. The history is kept in memory and ends with the agent. The node's record
+(agent.cluster.nodes) shows the newest changes and the start time of each finding. A one-shot preflight has no history.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agent.base.units import clock
@@ -75,26 +75,15 @@ class Seen:
     raised: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
-class HistoryState:
-    """The known history, from this agent's own scans or the node's record (agent.cluster.nodes)."""
-
-    events: list[Event] = field(default_factory=list)
-    open: dict[Key, Seen] = field(default_factory=dict)
-    traits: dict[Key, str] = field(default_factory=dict)
-    boot_id: str | None = None
-
-
 class History:
-    """The history of one live host. `uptime` returns the seconds since its boot.
-
-    `elsewhere`, if set, reads the history of the previous agent. Every scan calls it until it returns a history.
-    """
+    """The history of one live host. `uptime` returns the seconds since its boot."""
 
     def __init__(self, uptime: Callable[[], float] = lambda: float("inf")) -> None:
         self._uptime = uptime
-        self._state = HistoryState()
-        self.elsewhere: Callable[[], HistoryState | None] | None = None
+        self._events: list[Event] = []
+        self._open: dict[Key, Seen] = {}
+        self._traits: dict[Key, str] = {}
+        self._boot_id: str | None = None
         self._last: dict[Key, str] = {}
         self._driver = True  # whether the driver, if there is one, answered in the previous scan
         self._settled_at = 0.0
@@ -103,44 +92,24 @@ class History:
         """Replace the findings of this scan by those that are raised, and add the changes."""
         snapshot = view.snapshots[0]
         now = snapshot.taken_at_seconds
-        found = self.elsewhere() if self.elsewhere is not None else None
-        if found is not None:
-            self.elsewhere = None
-            self._take_in(found)
         settling = self._settling(snapshot, now)
         self._changes(view, now, settling=settling)
         checks = tuple(self._holding(view.checks, now, settling=settling))
-        state = self._state
-        state.events = state.events[-MOST_EVENTS:]
+        self._events = self._events[-MOST_EVENTS:]
         return replace(
-            view, checks=checks, verdict=judge(checks), events=tuple(state.events),
-            since={key: seen.since for key, seen in state.open.items() if seen.raised},
+            view, checks=checks, verdict=judge(checks), events=tuple(self._events),
+            since={key: seen.since for key, seen in self._open.items() if seen.raised},
         )  # fmt: skip
-
-    def _take_in(self, found: HistoryState) -> None:
-        """Merge an older history into this agent's: its events remain, and a finding keeps its earliest start time.
-
-        A later scan raises or clears findings.
-        """
-        state = self._state
-        cleared = {(event.code, event.subject) for event in state.events if event.kind == "cleared"}
-        for key, old in _known(found.open).items():
-            again = [e for e in state.events if (e.kind, e.code, e.subject) == ("raised", *key)]
-            state.events = [event for event in state.events if event not in again[:1]]  # raised all the time
-            if key not in cleared:
-                mine = state.open.setdefault(key, old)
-                mine.since, mine.raised = min(mine.since, old.since), True
-        state.events = sorted([*found.events, *state.events], key=lambda event: event.at_seconds)
 
     def _settling(self, snapshot: Snapshot, now: float) -> bool:
         """Return whether the host has just booted or its driver is restarting, so that its state is still changing."""
         host = snapshot.facts(HostinfoFacts)
         boot = host.boot_id if host else None
-        if boot and self._state.boot_id and boot != self._state.boot_id:
+        if boot and self._boot_id and boot != self._boot_id:
             self._add_event(now, "boot", "booted")
             self._settled_at = now + SETTLING_SECONDS
-        self._state.boot_id = boot or self._state.boot_id
-        gpus, driver = snapshot.facts(GpuFacts), self._state.traits.get(("driver", ""))
+        self._boot_id = boot or self._boot_id
+        gpus, driver = snapshot.facts(GpuFacts), self._traits.get(("driver", ""))
         answers = gpus is not None and gpus.driver_error is None
         if driver is not None and (answers != self._driver or (gpus is not None and driver != gpus.driver_version)):
             self._settled_at = now + SETTLING_SECONDS  # the driver stops, starts or changes its version
@@ -152,7 +121,7 @@ class History:
         snapshot = view.snapshots[0]
         all_traits = traits(snapshot, node=view.topologies[0])
         found = {key: trait.value for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
-        previous, last, self._last = self._state.traits, self._last, found
+        previous, last, self._last = self._traits, self._last, found
         silent = settling or any(not isinstance(outcome, Ok) and previous.get((f"probe {name}", "")) == "answers"
                                  for name, outcome in snapshot.outcomes.items())  # fmt: skip
         held = dict(previous) | {
@@ -174,7 +143,7 @@ class History:
                 part = _part(difference)
                 kind = "version" if part not in ("", "hardware") else "changed"
                 self._add_event(now, kind, difference.message, code="" if answers and part == "hardware" else part)
-        self._state.traits = held
+        self._traits = held
 
     def _holding(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
         """Return the findings that are raised; a new finding is unknown until it persists."""
@@ -186,7 +155,7 @@ class History:
         unknown = {(check.code, check.subject) for check in checks if check.status == "unknown"}
         self._count(found, unknown, now, settling=settling)
         why = "this host or its driver has just started" if settling else "seen for the first time"
-        open_now = {key: seen for key, seen in self._state.open.items() if seen.raised}
+        open_now = {key: seen for key, seen in self._open.items() if seen.raised}
         yield from (check for seen in open_now.values() for check in seen.checks)
         for key, new in found.items():
             for check in () if key in open_now else new:
@@ -206,7 +175,7 @@ class History:
         has no check for it at all, for example because an expectation was withdrawn, it is treated like one that
         passes.
         """
-        held = self._state.open
+        held = self._open
         for key, checks in itertools.islice(found.items(), MOST_OPEN):
             if settling and key[0] in _RULES["compared"]:  # counters that rose during the start belong to the start
                 continue
@@ -228,16 +197,7 @@ class History:
     def _add_event(self, at: float, kind: Any, text: str, check: Finding | None = None, *, code: str = "") -> None:
         about = {"subject": check.subject[:128], "severity": check.status.value} if check else {}
         code = check.code if check else code
-        self._state.events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], code=code, **about))
-
-
-def _known(found: Mapping[Key, Seen]) -> dict[Key, Seen]:
-    """Return findings that this release still checks; any other would stay raised forever."""
-    if not found:  # the lookup below imports every check of the product
-        return {}
-    from agent.checks.measured import ALL_CODES
-
-    return {key: seen for key, seen in found.items() if key[0] in ALL_CODES}
+        self._events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], code=code, **about))
 
 
 def _part(difference: Difference) -> str:

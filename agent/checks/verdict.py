@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
@@ -207,44 +207,6 @@ def build_view(
         runs=runs,
         search=search,
     )
-
-
-def only(view: View, hostname: str) -> View:
-    """Return the view of one node; measurements and runs are of the whole run and remain."""
-    others = {snapshot.hostname for snapshot in view.snapshots} - {hostname}
-    checks = tuple(check for check in view.checks if hostname in _nodes(check) or not others & _nodes(check))
-    return _part(view, {hostname}, checks)
-
-
-def named(view: View, name: str) -> View:
-    """Return the view of the node, device or code with this name. Raises UnknownNameError."""
-    hosts = {snapshot.hostname for snapshot in view.snapshots}
-    if name in hosts:
-        return only(view, name)
-    checks = tuple(c for c in view.checks if name == c.code or name in c.subject.split(", "))
-    if not checks:
-        some = ", ".join(sorted(hosts)[:8])
-        raise UnknownNameError(f"{name}: no node, no device with a finding and no finding code here; nodes: {some}")
-    return _part(view, {check.node for check in checks}, checks)
-
-
-def _part(view: View, hosts: Set[str], checks: tuple[Finding, ...]) -> View:
-    """Return the view of these hosts with these checks."""
-    pairs = [pair for pair in zip(view.snapshots, view.topologies, strict=True) if pair[0].hostname in hosts]
-    topologies = tuple(node for _, node in pairs)
-    return replace(
-        view, snapshots=tuple(snapshot for snapshot, _ in pairs), topologies=topologies, cluster=join(topologies),
-        checks=checks, verdict=judge(checks),
-    )  # fmt: skip
-
-
-class UnknownNameError(ValueError):
-    """No object in a view has this name."""
-
-
-def _nodes(check: Finding) -> set[str]:
-    """Return the nodes of a check; a run's check can have several, with names that may differ from a scan."""
-    return set(check.node.split(", "))
 
 
 def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snapshot:

@@ -18,21 +18,17 @@ if TYPE_CHECKING:
 
 
 @command("scan")
-@click.argument("name", required=False)
-def scan(
-    hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
-) -> None:
-    """Inspect this host and print its devices and findings. Reads only. NAME selects one node, device or code."""
-    from agent.checks.verdict import build_view, named
+def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool) -> None:
+    """Inspect this host and print its devices and findings. Reads only."""
+    from agent.checks.verdict import build_view
     from agent.terminal.hosts import scan as show
     from probes.registry import ALL
 
     view = build_view(snapshots(hosts, ALL, root=root, timeout_seconds=timeout))
-    view = named(view, name) if name else view
     value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
-    verbose = verbose or everything or bool(name)
+    verbose = verbose or everything
     emit(value if len(value) > 1 else value[0], form,
-         lambda out: show(out, view, verbose=verbose, everything=everything or bool(name)))  # fmt: skip
+         lambda out: show(out, view, verbose=verbose, everything=everything))  # fmt: skip
 
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.json"

@@ -17,12 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from agent.base import units
 from agent.checks.groups import worst_first
-from agent.checks.history import SCANS_TO_RAISE, Event, HistoryState, Seen
 from agent.checks.host_checks import no_gpu_read, no_hca_read
 from agent.checks.verdict import View, judge
 from agent.cluster import node_facts
@@ -36,14 +34,12 @@ from agent.cluster.nodes import (
     Json,
     Measured,
     NodeRecord,
-    from_resource,
     keys_of,
-    seconds_of,
     time_of,
 )
 from collectives.bench.results import BenchResult
-from contracts.finding import Finding, Status
-from probes.api import Absent, Snapshot
+from contracts.finding import Finding
+from probes.api import Absent
 from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
@@ -52,43 +48,30 @@ MOST_FINDINGS = 64
 MOST_CHANGES = 32  # the newest; docs/decisions/0026 explains the number
 
 
-def records_of(view: View, *, name: str | None = None, interval_seconds: float = 300.0) -> tuple[NodeRecord, ...]:
-    """Return one record per snapshot of the view; `name` is the Node's name, if there is one snapshot."""
-    pairs = zip(view.snapshots, view.topologies, strict=True)
-    only = len(view.snapshots) == 1
-    made = tuple(
-        _record(snapshot, node, [c for c in view.checks if c.node == snapshot.hostname or only],
-                name if only and name else snapshot.hostname, view.made_at_seconds, interval_seconds)
-        for snapshot, node in pairs
-    )  # fmt: skip
-    if not only:
-        return made
-    measured = _measured(view.bench) if view.bench is not None else ()
+def record_of_view(view: View, *, name: str | None = None, interval_seconds: float = 300.0) -> NodeRecord:
+    """Return the record of the view's host; `name` is the name of the Node."""
+    (snapshot,), (node,), checks = view.snapshots, view.topologies, view.checks
+    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
+    none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
+    ports = [port for device in rdma.devices for port in device.ports] if rdma else None
+    models = Counter(gpu.model for gpu in node.gpus if gpu.model)
+    machine, addresses = node_facts.pack(snapshot)
+    graph, facts = keys_of(machine)
     changes = tuple(
         {"at": time_of(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
          "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
         for event in view.events[-MOST_CHANGES:]
     )  # fmt: skip
-    return (replace(made[0], measured=measured, changes=changes),)
-
-
-def history_of_record(record: NodeRecord) -> HistoryState:
-    """Return the history in the record: its changes, and the raised findings with their start times.
-
-    Raises ValueError, KeyError or TypeError if another program wrote the record.
-    """
-    held = [one for one in record.findings if one.get("severity") in ("fail", "warn")]
-    return HistoryState(
-        events=[Event(at_seconds=seconds_of(one["at"]), kind=cast("Any", one["kind"]), text=one.get("text", ""),
-                      code=one.get("code", ""), subject=one.get("subject", "")) for one in record.changes],
-        open={
-            _which(one): Seen(
-                checks=(Finding(code=one["code"], status=Status(one["severity"]), node=record.host,
-                                subject=one.get("subject", ""), message=one.get("message", ""),
-                                remedy=one.get("remedy", "")),),
-                since=seconds_of(one.get("since")) or record.scanned_at_seconds, scans=SCANS_TO_RAISE, raised=True)
-            for one in held
-        },
+    return NodeRecord(
+        name=clean(name or snapshot.hostname, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word,
+        scanned_at_seconds=view.made_at_seconds, interval_seconds=interval_seconds,
+        gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
+        product=clean(models.most_common(1)[0][0], 128) if models else None,
+        links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
+        rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
+        memlock=_memlock(limits), findings=_findings(checks, view.since), graph=graph,
+        facts=facts, machine=machine, drawn=drawn(node), addresses=addresses,
+        measured=_measured(view.bench) if view.bench is not None else (), changes=changes,
     )  # fmt: skip
 
 
@@ -102,27 +85,6 @@ def _measured(result: BenchResult) -> tuple[Measured, ...]:
         {"op": m.op[:32], "bytes": m.bytes, "job": job[:64], "busbw": round(m.busbw_bytes_per_second)}
         for m in list(largest.values())[:8]
     )
-
-
-def _record(
-    snapshot: Snapshot, node: NodeTopology, checks: Sequence[Finding], name: str, at: float, interval: float
-) -> NodeRecord:
-    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
-    none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
-    ports = [port for device in rdma.devices for port in device.ports] if rdma else None
-    models = Counter(gpu.model for gpu in node.gpus if gpu.model)
-    machine, addresses = node_facts.pack(snapshot)
-    graph, facts = keys_of(machine)
-    return NodeRecord(
-        name=clean(name, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word, scanned_at_seconds=at,
-        interval_seconds=interval,
-        gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
-        product=clean(models.most_common(1)[0][0], 128) if models else None,
-        links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
-        rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
-        memlock=_memlock(limits), findings=_findings(checks), graph=graph,
-        facts=facts, machine=machine, drawn=drawn(node), addresses=addresses,
-    )  # fmt: skip
 
 
 def _links(node: NodeTopology) -> str | None:
@@ -141,8 +103,11 @@ def _memlock(limits: LimitsFacts | None) -> str | None:
     return f"{limits.memlock_soft_bytes / (2**10 if small else 2**20):.4g} {'KiB' if small else 'MiB'}"
 
 
-def _findings(checks: Sequence[Finding]) -> tuple[Json, ...]:
-    """Return the worst checks that did not pass, and required checks that were not measured, each reason once."""
+def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float]) -> tuple[Json, ...]:
+    """Return the worst checks that did not pass, and required checks that were not measured, each reason once.
+
+    A finding that the history has raised (`since`) has its start time.
+    """
     bad = [c for c in worst_first(checks) if c.status in ("fail", "warn")]
     unmeasured = {(c.code.split(".")[0], c.message): c for c in reversed(worst_first(checks)) if c.required and
                   c.status == "unknown"}  # fmt: skip
@@ -155,28 +120,10 @@ def _findings(checks: Sequence[Finding]) -> tuple[Json, ...]:
             "subject": clean(c.subject, 128),
             "message": clean(c.message),
             "remedy": clean(c.remedy),
+            **({"since": time_of(since[c.code, c.subject])} if (c.code, c.subject) in since else {}),
         }
         for c in bad
     )
-
-
-class FirstSeen:
-    """The time at which each finding appeared: from the history, else as far as this process knows."""
-
-    def __init__(self) -> None:
-        self._since: dict[tuple[str, str], str] = {}
-
-    def dated(self, record: NodeRecord, known: Mapping[tuple[str, str], float] = MappingProxyType({})) -> NodeRecord:
-        """Add `since` to each finding of the record; a new finding starts with this scan."""
-        now = time_of(record.scanned_at_seconds)
-        first_seen = {**self._since, **{key: time_of(at) for key, at in known.items()}}
-        since = {key: first_seen.get(key, now) for key in map(_which, record.findings)}
-        self._since = since
-        return replace(record, findings=tuple({**each, "since": since[_which(each)]} for each in record.findings))
-
-
-def _which(finding: Json) -> tuple[str, str]:
-    return str(finding.get("code", "")), str(finding.get("subject", ""))
 
 
 def drawn(node: NodeTopology) -> Json | None:
@@ -245,7 +192,6 @@ log = logging.getLogger(__name__)
 
 NFD_VERSION = "nfd.k8s-sigs.io/v1alpha1"
 NFD_NODE_LABEL = "nfd.node.kubernetes.io/node-name"
-READ_SECONDS = 2.0  # to connect, and twice that for the answer: a scan waits for the history in the record
 END_SECONDS = 2.0  # for the final write, within the pod's grace period
 MISSING_SECONDS = 300.0  # until a missing CRD is looked for again
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -307,11 +253,7 @@ class Publisher:
         while not self._stop.is_set():
             pause = self._look
             try:
-                try:
-                    record = self._latest()
-                except ApiError:
-                    self.tally["publish_attempts_total",] += 1
-                    raise
+                record = self._latest()
                 if record is not None and self._is_due(record):
                     self.write(record)
                     failures = 0
@@ -370,40 +312,6 @@ class Publisher:
             self._nfd_again = time.monotonic() + MISSING_SECONDS
             if error.status != 404:
                 log.warning("NFD labels: %s", error)
-
-
-class PreviousRecord:
-    """The history that the previous agent left in the node's record, read before this agent overwrites the record.
-
-    `view` is the newest published view. The scan calls this object, and its view contains the merged history.
-    """
-
-    def __init__(self, client: Client, name: str, view: Callable[[], View | None]) -> None:
-        self._client, self._name, self._view = client.limited(tries=1, timeout_seconds=READ_SECONDS), name, view
-        self._read = False
-        self._error: ApiError | None = None
-        self._without: View | None = None  # the view made before the history was read
-
-    def __call__(self) -> HistoryState | None:
-        """Return the history; empty if there is no record, None if it must be read again."""
-        self._without, found = self._view(), HistoryState()
-        try:
-            found = history_of_record(from_resource(self._client.get(path_of(API_VERSION, PLURAL, self._name))))
-        except ApiError as error:
-            if error.status not in (403, 404):
-                self._error = error
-                return None
-            log.info("history: no record of %s is read: %s", self._name, error)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("history: the record of %s has none, so it starts again: %r", self._name, error)
-        self._read = True
-        return found
-
-    def is_in_view(self) -> bool:
-        """Return whether the newest view, and so the next record, contains it. ApiError if it could not be read."""
-        if not self._read and self._error is not None:
-            raise self._error
-        return self._read and self._view() is not self._without
 
 
 def owner_of(token: str, node: str) -> dict[str, Any] | None:

@@ -65,14 +65,6 @@ class Gate:
     checks: tuple[Finding, ...]
 
 
-class Version(BaseModel):
-    """Which release answers, and on what it runs."""
-
-    version: str
-    python: str
-    architecture: str = Field(description="As uname -m prints it.")
-
-
 class StoreAnswer(BaseModel):
     """Whether a record is new here."""
 

@@ -27,7 +27,7 @@ from agent.checks.verdict import View
 from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.gate import Places, published, read_places
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, row
-from agent.cluster.publish import FirstSeen, records_of
+from agent.cluster.publish import record_of_view
 from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts.layout import LayoutError
@@ -167,7 +167,6 @@ class Cluster:
         self._lock = threading.Lock()
         self._watcher: Watcher | None = None
         self.tally = Tally(float)
-        self._first_seen = FirstSeen()
         self._own: Mapping[str, NodeRecord] = {}
         self._of_view: View | None = None
         self._timer: threading.Timer | None = None
@@ -180,14 +179,12 @@ class Cluster:
         return "kubernetes" if self.client else "hosts"
 
     def own(self) -> Mapping[str, NodeRecord]:
-        """Return the records of this agent's own scans by name, created once per view; empty before the first scan."""
+        """Return the record of this agent's own scan by name, created once per view; empty before the first scan."""
         view = self._state.view
         with self._lock:
             if view is not None and view is not self._of_view:
-                records = records_of(view, name=self._name, interval_seconds=self._interval)
-                if len(records) == 1:
-                    records = (self._first_seen.dated(records[0], view.since),)
-                self._own, self._of_view = {record.name: record for record in records}, view
+                record = record_of_view(view, name=self._name, interval_seconds=self._interval)
+                self._own, self._of_view = {record.name: record}, view
             return self._own
 
     async def records(self) -> Mapping[str, NodeRecord]:

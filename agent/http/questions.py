@@ -71,7 +71,7 @@ def recommendations(
     if for_cluster:
         advice, hosts = cluster.advise_cluster(known.nodes(), wanted)
     else:
-        hosts = wanted.nodes or (1 if wanted.machine else len(known.view.snapshots))
+        hosts = wanted.nodes or 1
         advice = advise.for_view(known.view, wanted)
     if form in advise.EXPORTS:
         return Answer(body=advise.export(advice, form, nodes=hosts).encode(), media_type="text/plain")

@@ -127,7 +127,9 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
 
 
 def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
+    from agent.base.hosts import snapshots
     from agent.checks.expect import expectation
+    from probes.registry import ALL
 
     expectation(options["expect"], None)
     file = options["expect_file"]
@@ -135,8 +137,8 @@ def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
         log.warning("--expect-file %s: there is no such file; nothing is expected of this node until there is", file)
     if options["reads"] == "token" and not (options["token_file"] or options["token_review"]):
         raise click.UsageError("--reads token: needs --token-file or --token-review, or nobody can read")
-    if options["publish"] and len(hosts) > 1:
-        raise click.UsageError(f"--publish with {len(hosts)} recordings: an agent publishes one node")
+    if hosts and (count := len(snapshots(hosts, ALL))) != 1:
+        raise click.UsageError(f"--host: {count} hosts are recorded; an agent serves one")
     if options["token_file"]:
         from agent.http.access import read_tokens
 
@@ -173,18 +175,12 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
     )  # fmt: skip
     publisher = None
     if options["publish"]:
-        from agent.cluster.publish import PreviousRecord, Publisher
+        from agent.cluster.publish import Publisher
 
         assert client is not None  # noqa: S101 - made above
-        left = None
-        if state.history is not None:
-            state.history.elsewhere = left = PreviousRecord(client, str(name), lambda: state.view)
-
-        def latest() -> Any:
-            return next(iter(cluster.own().values()), None) if left is None or left.is_in_view() else None
-
         publisher = Publisher(
-            client, latest, namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),
+            client, lambda: next(iter(cluster.own().values()), None),
+            namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),
             interval_seconds=options["publish_interval"], labels=options["nfd"],
         )  # fmt: skip
     return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=options.get("hosts"))

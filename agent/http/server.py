@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import difflib
 import logging
-import platform
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
@@ -25,8 +24,7 @@ from agent.advice import advise
 from agent.advice.request import Request as Question
 from agent.base.options import RequestError
 from agent.checks.groups import worst_first
-from agent.checks.verdict import FailOn, View, only
-from agent.cluster.nodes import Fleet
+from agent.checks.verdict import FailOn, View
 from agent.cluster.publish import Publisher
 from agent.http import answers, posted
 from agent.http.access import Guard, ReadHosts, Tokens
@@ -34,14 +32,13 @@ from agent.http.answers import (
     Gate,
     Rendered,
     Responses,
-    Version,
     problems,
     respond,
     texts,
 )
-from agent.http.cluster import Cluster, nodes_document, samples
+from agent.http.cluster import Cluster, samples
 from agent.http.state import State, age_seconds
-from agent.http.worker import Answer, ProblemError, Worker, document, page_of
+from agent.http.worker import Answer, ProblemError, Worker, page_of
 from collectives.bench.results import BenchResult
 from contracts import question
 from contracts.finding import Finding
@@ -56,8 +53,6 @@ LOOK_SECONDS = 0.1
 WORTH_BYTES = 1024  # gzip on a smaller response saves less than one packet
 GZIP_LEVEL = 4
 STALE_SCANS = 4  # not ready after this many missed scans in a row
-
-Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node, or every node that publishes.")]
 
 FormField = Annotated[str, Query(max_length=4096)]  # a form field; empty means omitted
 
@@ -158,11 +153,6 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
             raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
         return "ok\n"
 
-    @app.get("/version", tags=["health"], responses=problems())
-    async def version() -> Version:
-        """Which release answers."""
-        return Version(version=base.version(), python=platform.python_version(), architecture=platform.machine())
-
     rendered = metrics.Rendered(more)
     state.before.append(rendered.prepare)
 
@@ -183,26 +173,17 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
     renders pages is imported with the first page, so that a node that is only scraped does not use memory for it.
     """
 
-    @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problems(404))
-    async def page(
-        node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
-        = None,
-    ) -> Response:  # fmt: skip
+    @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problems())
+    async def page() -> Response:
         """The page: verdict, findings with remedies, topology, measurements, recommendation, runs."""
-        view, trouble = state.current(), state.error
-        names = [snapshot.hostname for snapshot in view.snapshots]
-        if node is not None and node not in names:
-            raise ProblemError(404, f"node={node}: not among the nodes served here", allowed=names)
+        view, trouble, others = state.current(), state.error, cluster.source != "hosts"
 
         def drawn() -> Answer:
             from agent.pages import render as pages
 
-            if node is None and len(names) != 1:
-                return page_of(pages.cluster_page(view, *_recommended(view), trouble=trouble))
-            mine, others = only(view, node or names[0]), cluster.source != "hosts"
-            return page_of(pages.node_page(mine, *_recommended(mine), trouble=trouble, fleet=len(names), others=others))
+            return page_of(pages.node_page(view, *_recommended(view), trouble=trouble, others=others))
 
-        return respond(await rendered.answer(view, ("/", node, trouble), drawn))
+        return respond(await rendered.answer(view, ("/", trouble), drawn))
 
     @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
     async def cluster_page(
@@ -255,13 +236,13 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
 
     @app.get("/snapshot", tags=["facts"], responses=problems())
     async def snapshot(request: Request) -> Response:
-        """What every probe read, per host."""
-        return await of_view(request, lambda view: _one_or_all(view.snapshots))
+        """What every probe read."""
+        return await of_view(request, lambda view: view.snapshots[0])
 
     @app.get("/topology", tags=["facts"], responses=problems())
     async def topology(request: Request) -> Response:
-        """Links, islands, nearest NICs, expectations, per host."""
-        return await of_view(request, lambda view: _one_or_all([json_document(n) for n in view.topologies]))
+        """Links, islands, nearest NICs, expectations."""
+        return await of_view(request, lambda view: json_document(view.topologies[0]))
 
     @app.get("/findings", tags=["facts"], response_model=list[Finding], responses=problems())
     async def findings(request: Request) -> Response:
@@ -282,17 +263,8 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         return await of_view(request, lambda view: list(view.runs))
 
     @app.get("/nodes", tags=["facts"], responses=problems())
-    async def nodes(request: Request, scope: Scope = "cluster") -> Response:
+    async def nodes(request: Request) -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
-        state.current()
-        if scope == "node":
-
-            def own() -> Answer:
-                fleet = Fleet()
-                fleet.set(cluster.own().values())
-                return document(nodes_document(fleet, "scan"))
-
-            return respond(await run_in_threadpool(own))
         records, behind = await cluster.records(), cluster.watch_error()
         source = cluster.source
         return respond(await worker.ask(request, "nodes", records=records, source=source, behind=behind))
@@ -330,7 +302,3 @@ def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
         required, skipped = tuple(require or ()), tuple(skip or ())
         key = "/preflight", required, skipped, fail_on
         return await rendered.of(view, key, lambda: posted.gate(view.checks, required, skipped, checked))
-
-
-def _one_or_all(values: Any) -> Any:
-    return values[0] if len(values) == 1 else list(values)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class State:
     """Scans in its own thread every `interval_seconds`, and holds the newest view.
 
-    `scan` returns the snapshots of this host, or of recordings. `folder` contains benchmarks and runs. `expected`
+    `scan` returns the snapshot of this host, or of a recording. `folder` contains benchmarks and runs. `expected`
     returns each host's expectations or None. `history` decides which findings are raised; None raises each at once.
     """
 
@@ -77,7 +77,7 @@ class State:
                 expected=self._read_expectation(), search=self._last_search(),
             )  # fmt: skip
             view = with_bench(scanned, bench, bench_at)
-            if self.history is not None and len(view.snapshots) == 1:
+            if self.history is not None:
                 view = self.history.seen(view)
             for prepare in self.before:
                 try:

@@ -27,7 +27,6 @@ from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
 from agent.cluster.gate import Places, checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
-from agent.cluster.publish import records_of
 from agent.jobs import search
 from agent.pages.report import Row, by_name, digest, gpu_text, lines, make_environment, rendered, rows
 from contracts import question
@@ -43,22 +42,14 @@ ROWS = 100  # per page of the table of the cluster's nodes
 
 
 def node_page(
-    view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None, fleet: int = 1,
-    others: bool = False,
-) -> str:  # fmt: skip
-    """Return the page of one node; `fleet` is the number of nodes served in total.
+    view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None, others: bool = False
+) -> str:
+    """Return the page of one node.
 
     `trouble` is why the newest scan failed, if this view is an older one; `others` says that the page of the whole
     cluster is not empty.
     """
-    return _page("node", view, advice=advice, why_not=why_not, trouble=trouble, fleet=fleet, others=others)
-
-
-def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None) -> str:
-    """Return the page of several nodes: which of them are faulty, and why."""
-    found = rows(records_of(view), view.checks, view.made_at_seconds)
-    shown = [replace(row, link=f"./?node={quote(row.name, safe='')}") for row in found]
-    return _page("cluster", view, advice=advice, why_not=why_not, trouble=trouble, rows=shown)
+    return _page("node", view, advice=advice, why_not=why_not, trouble=trouble, others=others)
 
 
 def fleet_page(

@@ -259,9 +259,9 @@ def why_not_drawn(run: RunRecord) -> str:
         return "its record names no model or no step time"
     if not transport_of(run):
         return "its record names no transport"
-    if run.counted_steps is not None and run.counted_steps < LEAST_STEPS:
+    if (counted := run.measured.counted_steps) is not None and counted < LEAST_STEPS:
         return (
-            f"{run.counted_steps} of its {run.steps_done} steps count (warm-up and profiled steps do not), "
+            f"{counted} of its {run.steps_done} steps count (warm-up and profiled steps do not), "
             f"{LEAST_STEPS} are needed"
         )
     return ""

@@ -23,7 +23,7 @@ from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, build_view, judge
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import NodeRecord
-from agent.cluster.publish import records_of
+from agent.cluster.publish import record_of_view
 from agent.http.serve import _expected
 from agent.http.server import create
 from agent.http.state import State
@@ -137,7 +137,7 @@ def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path
     assert said() == ("pass", 0)
     path.write_text("gpus: 16\n")
     assert said() == ("fail", 3)
-    assert records_of(state.view)[0].verdict == "fail" if state.view else False
+    assert record_of_view(state.view).verdict == "fail" if state.view else False
     path.write_text("gpuz: 16\n")
     assert said() == ("unknown", 5)
     path.write_text("")

@@ -23,7 +23,7 @@ from scanned import scan
 from agent.checks.measured import PROBE_CODES
 from agent.checks.verdict import View, build_view, judge
 from agent.cluster.gate import checks_of
-from agent.cluster.publish import node_feature, records_of
+from agent.cluster.publish import node_feature, record_of_view
 from agent.http.server import create
 from agent.http.state import State
 from probes.api import Absent, Failed, Ok, Snapshot
@@ -97,7 +97,7 @@ def test_a_driver_that_hangs_is_unknown_on_every_surface(hung: State) -> None:
     links = {c["status"] for c in said["checks"] if c["code"].startswith("topology.nvlink.")}
     assert links == {"unknown"}
 
-    (record,) = records_of(view, name="node-a")
+    record = record_of_view(view, name="node-a")
     assert (record.verdict, record.gpus) == ("unknown", 8)  # the bus counts them
     assert [f["severity"] for f in record.findings if f["code"].startswith("gpu.")] != []
     assert node_feature(record, "ns")["spec"]["labels"]["topoflight.io/ready"] == "false"
@@ -219,7 +219,7 @@ def test_a_host_without_rdma_devices_has_none_and_an_unread_one_is_unknown() -> 
     bare, missing, failed = snapshot("cpu-only-vm"), Absent(why="no RDMA device"), Failed(error="timeout")
     rows = [(bare, 0), (with_outcomes(bare, rdma=failed), None), (with_outcomes(snapshot(), rdma=missing), None)]
     rows.append((snapshot(), len(facts(RdmaFacts).devices)))
-    published = [records_of(build_view((found,)), name="node-a")[0].hcas for found, _ in rows]
+    published = [record_of_view(build_view((found,)), name="node-a").hcas for found, _ in rows]
     assert published == [hcas for _, hcas in rows]
 
 

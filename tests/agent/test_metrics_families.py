@@ -21,7 +21,7 @@ from agent.checks.verdict import View, build_view
 from agent.cluster.client import Tally, reason_of
 from agent.http.cluster import samples as tallies
 from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS
-from collectives.bench.results import Bar, BenchResult, Latency, Straggler
+from collectives.bench.results import Bar, BenchResult, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
 from probes.api import Metric
@@ -55,7 +55,6 @@ def bench() -> BenchResult:
     ]  # fmt: skip
     return benchmark(
         *made, world_size=16, hosts=("a", "b"), started_at_seconds=1_790_000_000.0, seconds=30.0,
-        latencies=(Latency(op="all_gather", alpha_seconds=2e-5, beta_bytes_per_second=4e10, points=11),),
         stragglers=tuple(
             Straggler(rank=r, host="b", late_seconds=r / 1000, iterations=20, share=0.9) for r in range(12)
         ),
@@ -214,15 +213,6 @@ def test_a_spoiled_run_record_spoils_no_scrape() -> None:
     found = samples(build_view((snapshot(),), runs=(record_of(record),)))
     assert found["topoflight_run_success"] == [({}, 0.0)]
     assert "topoflight_run_loss" not in found
-
-
-def test_several_recordings_do_not_collide() -> None:
-    """Of two hosts only what can be summed is exported, and each series once."""
-    found = samples(build_view(tuple(map(snapshot, NAMES[:2]))))
-    assert found["topoflight_hosts"] == [({}, 2.0)]
-    assert not any(name.startswith(("topoflight_gpu", "topoflight_rdma", "topoflight_pci")) for name in found)
-    for name, values in found.items():
-        assert len({tuple(sorted(labels.items())) for labels, _ in values}) == len(values), name
 
 
 def test_facts_keep_the_time_at_which_they_were_read(full: View) -> None:

@@ -385,15 +385,6 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
     assert expanded(unfolded) == set(names)
 
 
-def test_a_name_shows_all_of_one_node_device_or_code(tmp_path: Path) -> None:
-    fleet(tmp_path, {"sick-h100-dead-hca": [1]}, 2)
-    node = "\n".join(lines_of("scan", "--host", tmp_path, "gpu-001"))
-    assert "rdma.port.down" in node and "gpu-000" not in node and "probe " in node
-    assert "mlx5_3:1" in "\n".join(lines_of("scan", "--host", tmp_path, "mlx5_3:1"))
-    wrong = topoflight("scan", "--host", tmp_path, "gpu-009")
-    assert wrong.exit_code == 2 and "gpu-009" in wrong.output and "gpu-000" in wrong.output
-
-
 def complete(shell: str, line: str) -> list[str]:
     words = line.split(" ")
     env = {"PATH": str(Path(sys.executable).parent), "_TOPOFLIGHT_COMPLETE": f"{shell}_complete", "COMP_WORDS": line,

@@ -18,7 +18,7 @@ from agent.advice.request import Request
 from agent.checks.verdict import build_view
 from agent.cluster import node_facts
 from agent.cluster.nodes import from_resource
-from agent.cluster.publish import FirstSeen, history_of_record, to_resource
+from agent.cluster.publish import to_resource
 from agent.http.cluster import advise_cluster
 from planner.advice import Recommendation
 from probes.api import Snapshot
@@ -186,15 +186,12 @@ def test_no_control_character_of_a_host_is_published() -> None:
 
 
 def test_a_record_of_the_agent_before_is_read_like_one_of_this() -> None:
-    """While a DaemonSet is rolled over both stand side by side: one kind of node, the same advice, and its history."""
+    """While a DaemonSet is rolled over both stand side by side: one kind of node and the same advice."""
     for name in ("sick-l40s-x4", "titan-rtx-2x-nv2"):
         item = json.loads((ROLLOUT / f"{name}.json").read_text())
         old = replace(from_resource(item), scanned_at_seconds=time.time(), verdict="pass")
         new = through_the_api(record_of(name, "new", verdict="pass"))
-        assert [event.text for event in history_of_record(old).events] == ["driver 570 -> 580"]
-        assert set(history_of_record(old).open) == {
-            (one["code"], one["subject"]) for one in old.findings if "since" in one
-        }
+        assert [change["text"] for change in old.changes] == ["driver 570 -> 580"]
         both = fleet_of(old, new)
         assert both.kind(old) == both.kind(new) is not None
         for question in QUESTIONS:
@@ -212,18 +209,3 @@ def test_a_kind_outlives_the_node_that_it_was_first_seen_on() -> None:
     assert len({record.graph for record in records}) == 3 and len({held.kind(record) for record in records}) == 1
     held.set(records[1:])
     assert [(node := held.topology(record)) and node.hostname for record in records[1:]] == ["n2", "n3"]
-
-
-def test_findings_keep_their_time_while_they_last() -> None:
-    """One that stays keeps its first scan's time, a new one has its own, one that comes back begins anew."""
-    sick, seen = record_of("sick-h100-dead-hca", "n1"), FirstSeen()
-    first, second = sick.findings[0], {**sick.findings[0], "subject": "another"}
-
-    def since(at: float, *findings: dict[str, Any]) -> list[str]:
-        dated = seen.dated(replace(sick, scanned_at_seconds=at, findings=findings))
-        return [str(finding["since"]) for finding in through_the_api(dated).findings]
-
-    assert since(0, first) == ["1970-01-01T00:00:00Z"]
-    assert since(60, {**first, "message": "in other words"}, second) == ["1970-01-01T00:00:00Z", "1970-01-01T00:01:00Z"]
-    assert since(120, second) == ["1970-01-01T00:01:00Z"]
-    assert since(180, first) == ["1970-01-01T00:03:00Z"]

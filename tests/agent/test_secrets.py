@@ -26,7 +26,7 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.base import result_store
-from agent.cluster.publish import node_feature, records_of, to_resource
+from agent.cluster.publish import node_feature, record_of_view, to_resource
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import bundle, launch
@@ -157,7 +157,7 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
             found[f"error: {name}"] = client.get("/recommendations", params=params).text
         found["runs posted"] = client.get("/runs").text
     assert state.view is not None
-    record = records_of(state.view, name="node-a")[0]
+    record = record_of_view(state.view, name="node-a")
     found["NodeTopology"] = json.dumps([to_resource(record), node_feature(record, "ns")])
     recorder = RecordingHost(host)
     scan(recorder)  # type: ignore[arg-type]

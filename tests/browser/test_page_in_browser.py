@@ -22,22 +22,20 @@ from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import labelled, resources
 from rigs.logs import read
-from rigs.recorded import NAMES, path_of, snapshot
+from rigs.recorded import NAMES, snapshot
 from rigs.tables import each_row
 
 from agent.advice.advise import for_view
 from agent.advice.request import Request
 from agent.base import units
-from agent.base.hosts import snapshots
 from agent.cluster.gate import places_by
 from agent.cluster.nodes import Fleet
 from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages.report import report_page
-from collectives.bench.results import result_from_json
+from collectives.bench.results import BenchResult, read_as
 from contracts import plain
-from probes.registry import ALL
 
 pytestmark = pytest.mark.browser
 
@@ -125,7 +123,6 @@ def every_page(
     shutil.copytree(MEASURED / "runs", folder / "runs")
     shutil.copy(MEASURED / "bench.json", folder)
     address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=folder)
-    several, _ = agent(lambda: tuple(map(snapshot, names)))
     view = state.refresh()
     held = Fleet()
     held.replace(resources(64, sick=True))
@@ -144,7 +141,7 @@ def every_page(
     for name, text in files.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
         pages_of[name] = (folder / f"{name}.html").as_uri()
-    return pages_of | {"runs": address, "several": several, "fleet": console(64)}
+    return pages_of | {"runs": address, "fleet": console(64)}
 
 
 def test_no_page_is_wider_than_a_phone(
@@ -266,41 +263,6 @@ def test_a_change_reaches_an_open_page(chromium: Tabs, agent: Callable[..., tupl
             clean(tab, address)
 
 
-def test_several_hosts_are_a_table_that_leads_to_each(
-    chromium: Tabs, axe: str, agent: Callable[..., tuple[str, State]]
-) -> None:
-    """Sick nodes first, each with its first finding, a link to its own page and back; one name twice is two nodes."""
-    names = ["cpu-only-vm", "hgx-h100-8xH100-8hca", "r760xa-2xA40-bf3", "r760xa-2xA40-bf3-memlock-8MiB",
-             "sick-h100-rdma-off", "sick-h100-thermal"]  # fmt: skip
-    found = snapshots([path_of(name) for name in names], ALL)
-    address, _ = agent(lambda: found)
-    with chromium.tab() as tab:
-        tab.open_page(address)
-        accessible(tab, axe)
-        rows = tab.run("[...document.querySelectorAll('.nodes tbody tr')].map(r => r.innerText)")
-        assert len(rows) == len(found) == len(names)
-        words = ["FAIL" in row for row in rows]
-        assert words == sorted(words, reverse=True)
-        assert any("hgx-h100-sick-rdma" in row and "no RDMA device" in row for row in rows)
-        for name, memlock in (("r760xa-2xA40-bf3", "unlimited"), ("r760xa-2xA40-bf3-memlock-8MiB", "8 MiB")):
-            (row,) = [row for row in rows if f"lora-worker-0 ({name})" in row]
-            assert memlock in row
-            follow(tab, f"lora-worker-0 ({name})")
-            assert ("RLIMIT_MEMLOCK" in tab.text(".findings")) == (memlock != "unlimited")
-            tab.open_page(address)
-        follow(tab, "hgx-h100-sick-rdma")
-        assert tab.text("h1") == "hgx-h100-sick-rdma"
-        assert f"All {len(names)} nodes" in tab.text("header")
-        tab.open_page(address + "cluster")
-        assert f"{len(names)} nodes" in tab.text("h1") and "FAIL" in tab.text(".verdict")
-        accessible(tab, axe)
-        tab.page.set_viewport_size({"width": 360, "height": 740})
-        assert tab.run("document.scrollingElement.scrollWidth") <= 360
-        assert tab.run("document.querySelector('.nodes td').getBoundingClientRect().width") > 300, "a card, no column"
-        accessible(tab, axe)
-        clean(tab, address)
-
-
 def follow(tab: Tab, name: str) -> None:
     """Click the link of a node."""
     tab.follow(tab.page.locator(".nodes").get_by_role("link", name=name, exact=True).first.click)
@@ -385,7 +347,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
 
     The run names its own hosts, as a job of two pods does; the page of the node shows it all the same.
     """
-    result = result_from_json(json.loads((MEASURED / "bench.json").read_text()))
+    result = read_as(json.loads((MEASURED / "bench.json").read_text()), BenchResult)
     result = replace(result, evidence=read(NCCL_LOG))
     (tmp_path / "bench.json").write_text(json.dumps(plain.write(result)))
     address, _ = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)

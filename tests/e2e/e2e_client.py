@@ -54,7 +54,7 @@ def serving(config: Path, name: str, log: Path, *words: str, namespace: str) -> 
         child = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=stream, stderr=stream)
     try:
         url = f"http://127.0.0.1:{port}"
-        eventually(lambda: child.poll() is None and ask(url + "/nodes?scope=node")[0] == 200, log.read_text())
+        eventually(lambda: child.poll() is None and ask(url + "/snapshot")[0] == 200, log.read_text())
         yield url
     finally:
         child.terminate()

@@ -26,7 +26,7 @@ from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_resource, row
-from agent.cluster.publish import MOST_FINDINGS, Publisher, node_feature, records_of, to_resource
+from agent.cluster.publish import MOST_FINDINGS, Publisher, node_feature, record_of_view, to_resource
 from agent.http import cluster as server_cluster
 from agent.http.cluster import Cluster, Watcher
 from agent.http.server import create
@@ -36,8 +36,7 @@ NODES = path_of(API_VERSION, PLURAL)
 
 
 def record_of(name: str, node: str) -> NodeRecord:
-    (record,) = records_of(view(name), name=node)
-    return record
+    return record_of_view(view(name), name=node)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.cluster.nodes import NodeRecord
-from agent.cluster.publish import records_of, to_resource
+from agent.cluster.publish import record_of_view, to_resource
 from agent.http.answers import MOST_ANSWERS, Rendered
 from agent.http.server import WORTH_BYTES, create
 from agent.http.state import State
@@ -95,7 +95,7 @@ LIMIT_BYTES = 256 << 20  # of the pod, deploy/daemonset
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An agent of one node among 2,000, of which each has a graph and findings."""
     folder = tmp_path_factory.mktemp("agent")
-    (record,) = records_of(view(), name="x")
+    record = record_of_view(view(), name="x")
     with ApiServer() as api:
         for number in range(RECORDS):
             named: NodeRecord = replace(record, name=f"node-{number:05d}")

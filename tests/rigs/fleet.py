@@ -12,8 +12,8 @@ from typing import Any
 from rigs.recorded import H100, view
 
 from agent.checks.verdict import build_view
-from agent.cluster.nodes import Fleet, NodeRecord, from_resource
-from agent.cluster.publish import FirstSeen, records_of, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, from_resource, time_of
+from agent.cluster.publish import record_of_view, to_resource
 from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
@@ -25,7 +25,7 @@ FAULT_SECONDS = 5400.0  # how long ago a fault came
 
 def record_of(found: str | Snapshot = H100, name: str | None = None, **changed: Any) -> NodeRecord:
     """What the agent of a machine, recorded or made from one, has published just now."""
-    (made,) = records_of(view(found) if isinstance(found, str) else build_view((found,)), name=name)
+    made = record_of_view(view(found) if isinstance(found, str) else build_view((found,)), name=name)
     return replace(made, **{"scanned_at_seconds": time.time(), **changed})
 
 
@@ -49,8 +49,7 @@ def through_the_api(record: NodeRecord) -> NodeRecord:
 
 @cache
 def _record(machine: str) -> NodeRecord:
-    (made,) = records_of(view(machine))
-    return made
+    return record_of_view(view(machine))
 
 
 def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[NodeRecord]:
@@ -61,8 +60,8 @@ def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[Nod
         made = _record(SICK[n // EVERY % len(SICK)] if ill else H100)
         at = now - (7200.0 if sick and n % (3 * EVERY) == EVERY // 2 else 30.0)
         made = replace(made, name=f"gpu-{n:04}", host=f"gpu-{n:04}", scanned_at_seconds=at)
-        known = {(f["code"], f["subject"]): now - FAULT_SECONDS - 60 * (n % 40) for f in made.findings}
-        yield FirstSeen().dated(made, known)
+        since = time_of(now - FAULT_SECONDS - 60 * (n % 40))
+        yield replace(made, findings=tuple({**finding, "since": since} for finding in made.findings))
 
 
 def resources(nodes: int, *, sick: bool) -> list[dict[str, Any]]:

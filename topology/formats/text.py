@@ -48,17 +48,6 @@ _WORD = re.compile(
 _CUT_NAME = re.compile(r"GP?U?|NI?C?|ml?x?\d?_?")
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*|N/A")
 _NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*")
-_P2P = ("OK", "CNS", "GNS", "TNS", "NS", "DR", "U")
-_OTHER_TOOLS = (  # a word in another tool's matrix -> the tool
-    (re.compile(r"MX\d*"), "MetaX mx-smi"),
-    (re.compile(r"ICN\d*|PPU\d+"), "Alibaba ppu-smi"),
-    (re.compile(r"XGMI|PCIE"), "AMD rocm-smi"),
-    (re.compile(r"HCCS\w*|HCS|NPU\d+"), "Huawei npu-smi"),
-    (re.compile(r"XL\d*|\d/\d"), "Intel xpu-smi"),
-    (re.compile(r"MTL\w*"), "Moore Threads mthreads-gmi"),
-    (re.compile(r"[DH]CU\d+"), "Hygon hy-smi"),
-    (re.compile(r"PSB"), "DCGM's topology sample"),
-)
 
 
 @dataclass(slots=True)
@@ -209,27 +198,10 @@ def _collect_rows(lines: _Lines, start: int, matrix: _Matrix) -> None:
 
 
 def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
-    """Return the exception if no header has rows. It names the first row, or a word of another tool's output."""
-    hints = (
-        (number, _tool(line.split())) for number, line in lines[:1024] if _NAME.search(line) or _tool(line.split())
-    )
-    number, tool = next(hints, (1, ""))
-    message = f"no header line with GPU0 and rows below it{tool}: expected the output of `nvidia-smi topo -m`"
+    """Return the exception if no header has rows. It names the first line that looks like a row."""
+    number = next((number for number, line in lines[:1024] if _NAME.search(line)), 1)
+    message = "no header line with GPU0 and rows below it: expected the output of `nvidia-smi topo -m`"
     return TopologyFileError(source, number, message)
-
-
-def _tool(words: list[str]) -> str:
-    """Return "; this looks like AMD rocm-smi" if a word matches that tool."""
-    found = next((tool for pattern, tool in _OTHER_TOOLS if any(map(pattern.fullmatch, words))), None)
-    return f"; this looks like {found}" if found else ""
-
-
-def _explain_no_label(row: _Row, column: str, word: str) -> str:
-    where = f'under {column}: "{word[:40]}" is'
-    if word in _P2P:
-        what = "`nvidia-smi topo -p2p`, which says what peers may do and not how they are linked"
-        return f"{where} a P2P status: this is {what}; expected the output of `nvidia-smi topo -m`"
-    return f"{where} no label of `nvidia-smi topo -m`{_tool(row.text.split())}; {_EXPECTED}"
 
 
 def _parse_cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
@@ -269,7 +241,8 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
     if ends_text and not row.rest and not whole and labels[-1].startswith("NV") and (short or len(matrix.rows) < count):
         labels.pop()  # "NV1" at the end of a truncated text may have been NV18
     if short and not cut and word and not re.match(r"[\d\"'`]", word[0]):
-        raise matrix.error(row.name, row.line, _explain_no_label(row, devices[len(labels)], word[0]))
+        message = f'under {devices[len(labels)]}: "{word[0][:40]}" is no label of `nvidia-smi topo -m`; {_EXPECTED}'
+        raise matrix.error(row.name, row.line, message)
     if SELF in labels[:own] + labels[own + 1 :] or labels[own : own + 1] not in ([], [SELF]):
         where = devices[labels.index(SELF)] if SELF in labels else "no column"
         message = f"has its X under {where}, expected under {row.name}: cells are missing, or more than one is there"
