@@ -263,7 +263,6 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     least: Values = [(k, low) for k, m in slowest.items() if is_judged_result(m) and (low := least_of(m)) is not None]
     yield "bench_least_busbw_bytes_per_second", least
     yield "bench_spread_ratio", [(k, m.spread_ratio) for k, m in slowest.items() if m.spread_ratio is not None]
-    yield "bench_latency_seconds", list({(fit.op,): fit.alpha_seconds for fit in result.latencies}.items())
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
     latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:KEPT_RANKS]
     yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())

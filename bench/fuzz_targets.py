@@ -35,7 +35,7 @@ from agent.http.access import read_tokens
 from agent.http.cluster import nodes_document
 from agent.http.questions import read_form
 from agent.pages import render as pages
-from collectives.bench.results import result_from_json
+from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
 from collectives.traces import calls, ras, states, watchdog
@@ -404,7 +404,7 @@ def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: An
 def bench_result(data: bytes) -> object:
     """A benchmark's kept result, as the agent finds and shows it."""
     return _served(
-        bench=result_from_json(json.loads(_json(lambda: document_of("bench"), data))), bench_at_seconds=1.8e9
+        bench=read_as(json.loads(_json(lambda: document_of("bench"), data)), BenchResult), bench_at_seconds=1.8e9
     )
 
 

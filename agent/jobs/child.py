@@ -27,7 +27,7 @@ from agent.base import units
 from agent.base.output import Progress, write_atomic
 from agent.base.result_store import save_benchmark_result
 from agent.checks.measured import JUDGED_OPS
-from collectives.bench.results import BenchResult, result_from_json
+from collectives.bench.results import BenchResult, read_as
 from contracts import run_record
 from contracts.job_plan import JobPlan, dumps
 from contracts.run_record import RunRecord
@@ -75,7 +75,7 @@ def measure(
         "force": force, "due": asdict(due) if due else None, "environment": dict(environment or {}),
     }  # fmt: skip
     found, signals = _ask("agent.jobs.benchmark", request, progress.note, stop)
-    result = result_from_json(found)
+    result = read_as(found, BenchResult)
     if signals:  # also a signal received after the last measurement
         result = replace(result, stopped_by=signals[0])
     save_benchmark_result(result)

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, NoReturn
 
 from collectives.bench import ops
@@ -191,7 +190,6 @@ def _write_measured(me: Rank, op: ops.Op, case: Case, times: Times) -> None:
         op=op.name,
         bytes=ops.moved_bytes(op, case.bytes, me.world),
         iteration_seconds=slowest_of_iteration(times),
-        rank_median_seconds=[median(row) for row in times.runs],
         wait_seconds=times.waits,
         rounds=times.rounds,
         wrong=sorted(times.wrong),

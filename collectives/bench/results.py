@@ -47,20 +47,9 @@ class Measurement:
     algbw_bytes_per_second: float
     busbw_bytes_per_second: float
     verified: bool
-    rank_median_seconds: tuple[float, ...] = ()  # by rank; shows slow ranks
     expected_busbw_bytes_per_second: float | None = None
     expectation: tuple[str, ...] = ()  # derivation of the expected value
     bars: tuple[Bar, ...] = ()  # the first gives the expected value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
-    """Alpha-beta fit over the sizes of one op: t = alpha + bytes / beta."""
-
-    op: str
-    alpha_seconds: float
-    beta_bytes_per_second: float
-    points: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +86,6 @@ class BenchResult:
     versions: dict[str, str]  # torch, nccl, python
     started_at_seconds: float
     seconds: float
-    latencies: tuple[Latency, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     evidence: Evidence | None = None
     complete: bool = True
@@ -175,14 +163,9 @@ class ResultError(ValueError):
     """The input is not the JSON of a benchmark result."""
 
 
-def result_from_json(data: object) -> BenchResult:
-    """Parse a result of collectives. Raises ResultError that names the invalid part."""
-    return read_as(data, BenchResult)
-
-
 def read_result(path: Path) -> BenchResult:
     """Read a stored result of collectives. Raises OSError or ValueError with the reason."""
-    return result_from_json(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES), unknown_numbers=True))
+    return read_as(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES), unknown_numbers=True), BenchResult)
 
 
 def read_as(data: object, kind: type[T]) -> T:

@@ -15,20 +15,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import fmean, linear_regression, median
+from statistics import median
 from typing import Any
 
 from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
 from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SpecError, Work
-from collectives.bench.results import (
-    BenchResult,
-    Carried,
-    Latency,
-    Measurement,
-    Straggler,
-    spread_ratio,
-)
+from collectives.bench.results import BenchResult, Carried, Measurement, Straggler, spread_ratio
 from collectives.bench.watch import Outcome
 from collectives.nccl_log.transport import Evidence
 from contracts import plain
@@ -88,7 +81,7 @@ def _run_in(
     return assemble(spec, backend, outcome, started, seconds, evidence.read_files(logs) if logs else None)
 
 
-# Convert the events of the ranks to a result: bandwidths, fits, and all problems.
+# Convert the events of the ranks to a result: bandwidths, and all problems.
 
 
 def assemble(
@@ -119,9 +112,6 @@ def assemble(
         versions=first["versions"],
         started_at_seconds=started,
         seconds=seconds,
-        latencies=tuple(
-            filter(None, (fit_latency(op, measurements) for op in dict.fromkeys(m.op for m in measurements)))
-        ),
         stragglers=name_stragglers(hosts, waits),
         evidence=proof,
         complete=not outcome.problems and not skipped and all(m.verified for m in measurements) and bool(hello),
@@ -150,28 +140,6 @@ def _measurement(
         plain.read(values, Measurement), bars=bars, expectation=first.why if first else (),
         expected_busbw_bytes_per_second=first.typical if first else None,
     )  # fmt: skip
-
-
-def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
-    """Fit t = alpha + bytes / beta to the verified sizes of one op; None if the fit has no meaning.
-
-    Weighted by 1 / t squared, so that relative errors count equally; otherwise the largest size alone determines alpha.
-    """
-    points = [(m.bytes, m.median_seconds) for m in measurements if m.op == op and m.verified and m.median_seconds > 0]
-    if len({size for size, _ in points}) < 2:
-        return None
-    sizes, seconds = zip(*points, strict=True)
-    weights = [1 / each**2 for each in seconds]
-    mean_size, mean_seconds = fmean(sizes, weights), fmean(seconds, weights)
-    # Weighted least squares is ordinary least squares through the weighted mean on scaled differences.
-    slope, _ = linear_regression(
-        [(size - mean_size) / each for size, each in points], [(each - mean_seconds) / each for each in seconds],
-        proportional=True,
-    )  # fmt: skip
-    if slope <= 0:
-        return None
-    alpha = max(0.0, mean_seconds - slope * mean_size)
-    return Latency(op=op, alpha_seconds=alpha, beta_bytes_per_second=1 / slope, points=len(points))
 
 
 def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:

@@ -1,18 +1,23 @@
 """Lines of a log: channels, messages, and text that other programs write between them.
 
+Channel lines name the transport that joins two ranks. Surface: NCCL src/transport/net.cc, p2p.cc, shm.cc, coll_net.cc
+from 2.4 to 2.32, and RCCL: ``Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0(6)/GDRDMA``. The tags have the order
+``/GDRDMA``, ``(PCI)``, ``/Shared``, ``/flush=``. A line that is cut before its tag proves the transport, but says
+nothing about GPUDirect RDMA.
+
 Most lines repeat each other: a channel line whose end is known is only counted.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
-from collectives.nccl_log.channels import TAG, Channel, direction_of, parse_channels, place_of
 from collectives.nccl_log.codes import DULL_STARTS, HARMLESS, codes_of
-from collectives.nccl_log.ledger import Ledger, Runs, Writer, host_name
-from collectives.nccl_log.messages import END, Place
-from collectives.nccl_log.tallies import Firsts
+from collectives.nccl_log.ledger import Channel, Ledger, Runs, Writer, host_name
+from collectives.nccl_log.messages import END, Firsts, Place
 from contracts.tables import read_patterns
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; the time of the patterns must be limited
@@ -29,6 +34,22 @@ _CAUSE = b"Last error:"
 _ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
 _INFO = b"NCCL INFO "
 _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
+TAG = b"/GDRDMA"
+
+# Tags end at a blank, a quote or the edge of a table. If another writer's text follows directly, they start oddly.
+_RUN = rb"(?P<run>[^\s\"'`<>|,;\\]*)"
+_NAME = rb"[A-Za-z][\w.+-]*(?: [A-Za-z][\w.+-]*){0,2}"
+_TAIL = re.compile(
+    rb"via (?:"
+    rb"(?P<net>NET|COLLNET)/(?P<name>" + _NAME + rb")/(?P<dev>\d+)(?P<proxy>\(\d+\))?" + _RUN + rb"|"
+    rb"P2P/(?P<p2p>direct pointer|IPC|CUMEM|MNNVL|indirect)(?:/\d+\[[^\]\s]*\])?(?P<p2prun>(?:/(?:read|CE))*)"
+    rb"(?P<p2pglue>[^\s\"'`<>|,;\\]?)|"
+    rb"(?P<shm>SHM|direct shared memory)"
+    rb")"
+)
+_PEER = re.compile(rb"-> \d+|\d+\[[0-9a-f]+\] +$")  # also matches where "0[0] -" is cut off
+_OTHER_TAG = re.compile(rb"/(?:Shared|flush=\w|[A-Za-z]{2,20}(?:=\w*)?(?:/|$))")
+_MOST_HEAD_BYTES = 72  # between "Channel" and "via"
 
 
 class LineReader:
@@ -249,3 +270,65 @@ def _writer_of(line: bytes) -> Writer:
         return Writer()
     rank, host = (next(filter(None, groups), None) for groups in (match.groups()[:4], match.groups()[4:]))
     return Writer(host=(host or b"").decode(), rank=int(rank) if rank else None)
+
+
+def parse_channels(line: bytes, *, cut: bool = False) -> Iterator[Channel]:
+    """Parse every channel in a line, because several writers may share it; `cut`: the line has no end."""
+    start = line.find(b"via ")
+    while start >= 0:
+        match = _TAIL.match(line, start)
+        if match is not None:
+            head = line[max(0, start - _MOST_HEAD_BYTES) : start]
+            direction = direction_of(head)
+            if direction is not None or _PEER.search(head) or not head.strip(b"> \t*-`"):
+                yield _channel(match, direction, cut=cut and match.end() == len(line))
+        start = line.find(b"via ", start + 4)
+
+
+def place_of(line: bytes) -> bytes:
+    """Return the ranks and devices that the first channel of the line joins: "00/0 : 0[0] -> 8[0] [send] "."""
+    via = line.find(b"via ")
+    return line[max(0, via - _MOST_HEAD_BYTES) : via]
+
+
+def direction_of(head: bytes) -> str | None:
+    """Return the direction of the channel that follows this part of a line."""
+    head = head.rstrip()
+    if head.endswith(b"[send]"):
+        return "send"
+    return "receive" if head.endswith(b"[receive]") else None
+
+
+def _channel(match: re.Match[bytes], direction: str | None, *, cut: bool) -> Channel:
+    if match["net"]:
+        gdrdma, torn = _gdrdma_of(match["run"])
+        if cut and not gdrdma:
+            gdrdma, torn = None, True
+        return Channel(
+            transport=f"{match['net'].decode()}/{match['name'].decode()}",
+            direction=direction,
+            gdrdma=gdrdma,
+            device=int(match["dev"][:6]),
+            proxied=match["proxy"] is not None,
+            torn=torn,
+        )
+    if match["shm"]:
+        return Channel(transport="SHM")
+    kind, tags = match["p2p"].decode(), match["p2prun"].decode()
+    if match.string[match.start("p2pglue") :] in (b"/r", b"/re", b"/rea"):
+        return Channel(transport=f"P2P/{kind}{tags}/read")
+    # If another writer's text follows where "/read" may stand, only the family of the transport is proven.
+    torn = bool(match["p2pglue"]) and match["p2pglue"] not in b".)*`" and not tags
+    return Channel(transport=f"P2P/{kind}{tags}", torn=torn)
+
+
+def _gdrdma_of(tags: bytes) -> tuple[bool | None, bool]:
+    """Return whether GPUDirect RDMA is on, and whether the line is torn in its tags."""
+    if not tags or tags in (b".", b")", b"`", b"*", b"**"):
+        return False, False
+    if TAG in tags:
+        return (True, False) if tags.startswith(b"/") else (None, True)
+    if tags.startswith(b"/GD"):  # no other tag starts like this, so a part of "/GDRDMA" is proof
+        return True, True
+    # "/Shared", "/flush=None" or a tag of a later version; anything else is the text of another writer.
+    return (False, False) if _OTHER_TAG.match(tags) else (None, True)

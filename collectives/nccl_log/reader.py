@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from collectives.nccl_log.codes import FACT_WORDS, SEARCHED
 from collectives.nccl_log.ledger import Runs
 from collectives.nccl_log.lines import MAX_SEEN, LineReader
 from contracts.bounded import Stream, utf16
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer as Buffer
 
 BLOCK_BYTES: Final = 1 << 20
 
@@ -61,25 +57,16 @@ class LogFileError(ValueError):
     """The file cannot be read as a log; the message says why, and what helps."""
 
 
-class _Rest(io.RawIOBase):
+class _Rest:
     """A stream whose first bytes were already read."""
 
     def __init__(self, first: bytes, file: Stream) -> None:
-        super().__init__()
-        self._first, self._file = memoryview(first), file
+        self._first, self._file = first, file
 
-    def readable(self) -> bool:
-        """Return that the stream can be read, which BufferedReader requires."""
-        return True
-
-    def readinto(self, buffer: Buffer, /) -> int:
-        """Fill the buffer as far as there are bytes; return their number."""
-        place = memoryview(buffer)
-        data = self._first or memoryview(self._file.read(len(place)))
-        part = data[: len(place)]
-        self._first = data[len(part) :]
-        place[: len(part)] = part
-        return len(part)
+    def read(self, size: int = BLOCK_BYTES, /) -> bytes:
+        """Return at most so many bytes; none at the end."""
+        part, self._first = self._first[:size], self._first[size:]
+        return part or self._file.read(size)
 
 
 class Unpacked:
@@ -90,7 +77,7 @@ class Unpacked:
         for magic, tool, command in _NOT_UNPACKED:
             if first.startswith(magic):
                 raise LogFileError(f"packed with {tool}, which is not read: unpack it with {command} FILE")
-        self._plain = io.BufferedReader(_Rest(first, file), BLOCK_BYTES)
+        self._plain = _Rest(first, file)
         opener = next((opener for magic, opener in _PACKED.items() if first.startswith(magic)), None)
         self._packed = opener(self._plain) if opener else None
 

@@ -9,7 +9,7 @@ the brackets is the group's own. Before 2.3 a line names no group, so its number
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
@@ -199,43 +199,10 @@ class _Reader:
         return {name for (rank, name), own in self.own.items() if seen.setdefault((name, own), rank) != rank}
 
 
-_ENDS = (".", "!", ")", '"')
-_FOLDS = 4  # lines into which a page folds a message
-
-
-def _unfolded(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, a message of the watchdog that a page has folded in one again.
-
-    It ends with a full stop; its further lines have no prefix of a rank.
-    """
-    held: list[str] = []
-    for line in lines:
-        if held and (len(held) > _FOLDS or any(word in line for word in ("[rank", "ProcessGroup", "[PG "))):
-            yield _joined(held)
-            held = []
-        if not held and "ProcessGroupNCCL.cpp" not in line:
-            yield line.strip()
-            continue
-        held.append(line.strip())
-        if held[-1].endswith(_ENDS):
-            yield _joined(held)
-            held = []
-    if held:
-        yield _joined(held)
-
-
-def _joined(parts: list[str]) -> str:
-    """A page folds between words, a terminal within them."""
-    words, letters = " ".join(parts), "".join(parts)
-    kinds = [_TEXTS[name] for name in ("work", "status", "hung")]
-    exact = any(one.search(letters) and not one.search(words) for one in kinds)
-    return letters if exact else words
-
-
 def read(lines: Iterable[str]) -> LogFacts:
     """What the lines say, nothing where no rank spoke."""
     reader = _Reader()
-    for line in _unfolded(lines):
+    for line in map(str.strip, lines):
         if any(needle in line for needle in _NEEDLES):
             reader.line(line)
         else:

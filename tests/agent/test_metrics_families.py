@@ -21,7 +21,7 @@ from agent.checks.verdict import View, build_view
 from agent.cluster.client import Tally, reason_of
 from agent.http.cluster import samples as tallies
 from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS
-from collectives.bench.results import Bar, BenchResult, Latency, Straggler
+from collectives.bench.results import Bar, BenchResult, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
 from probes.api import Metric
@@ -55,7 +55,6 @@ def bench() -> BenchResult:
     ]  # fmt: skip
     return benchmark(
         *made, world_size=16, hosts=("a", "b"), started_at_seconds=1_790_000_000.0, seconds=30.0,
-        latencies=(Latency(op="all_gather", alpha_seconds=2e-5, beta_bytes_per_second=4e10, points=11),),
         stragglers=tuple(
             Straggler(rank=r, host="b", late_seconds=r / 1000, iterations=20, share=0.9) for r in range(12)
         ),

@@ -34,7 +34,7 @@ from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages.report import report_page
-from collectives.bench.results import result_from_json
+from collectives.bench.results import BenchResult, read_as
 from contracts import plain
 
 pytestmark = pytest.mark.browser
@@ -347,7 +347,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
 
     The run names its own hosts, as a job of two pods does; the page of the node shows it all the same.
     """
-    result = result_from_json(json.loads((MEASURED / "bench.json").read_text()))
+    result = read_as(json.loads((MEASURED / "bench.json").read_text()), BenchResult)
     result = replace(result, evidence=read(NCCL_LOG))
     (tmp_path / "bench.json").write_text(json.dumps(plain.write(result)))
     address, _ = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)

@@ -92,7 +92,6 @@ def test_a_lying_rank_leaves_nothing_verified_and_is_named(tmp_path):
     assert {m.op for m in found.measurements} == {*ops} and not any(m.verified for m in found.measurements)
     assert_ended(found, tmp_path, *(f"{op} of" for op in ops), f"rank 1 on {HOST} gave wrong data")
     assert not [word for word in ("rank 0 on", "rank 2 on") if word in "\n".join(found.problems)]
-    assert not found.latencies
 
 
 def test_different_versions_are_told(tmp_path):

@@ -44,7 +44,7 @@ def test_every_op_is_measured_and_verified_by_two_ranks(result):
     assert [m.op for m in found.measurements] == [op for op in OPS for _ in range(2)]
     for m in found.measurements:
         assert m.verified and m.ranks == (0, 1) and len(m.hosts) == 2
-        assert 10 <= len(m.iteration_seconds) <= 20 and len(m.rank_median_seconds) == 2
+        assert 10 <= len(m.iteration_seconds) <= 20
         assert m.algbw_bytes_per_second == pytest.approx(m.bytes / m.median_seconds)
         assert m.busbw_bytes_per_second == pytest.approx(m.algbw_bytes_per_second * OPS[m.op].factor(2))
 
@@ -68,7 +68,7 @@ def test_versions_and_a_bar_of_its_own_for_each_size(result):
 
 def test_the_result_comes_back_from_json_and_progress_was_told_while_it_happened(result):
     found, events = result
-    assert results.result_from_json(json.loads(json.dumps(plain.write(found)))) == found
+    assert results.read_as(json.loads(json.dumps(plain.write(found))), results.BenchResult) == found
     kinds = [event["event"] for event in events]
     assert kinds.count("start") == kinds.count("end") == 2 and "progress" in kinds
     assert kinds.count("measured") == len(found.measurements)

@@ -9,7 +9,7 @@ from rigs.tables import each_row, rows_of
 from collectives.bench import results
 from collectives.bench.rank import predict_seconds
 from collectives.bench.results import BenchResult, Measurement, spread_ratio
-from collectives.bench.run import BenchSpec, Case, SpecError, assemble, fit_latency, name_stragglers
+from collectives.bench.run import BenchSpec, Case, SpecError, assemble, name_stragglers
 from collectives.bench.watch import Outcome
 from contracts import plain
 
@@ -41,20 +41,6 @@ def test_the_interval_holds_the_true_median_in_95_of_100_cases(n):
     assert held / 2000 >= 0.95 - 3 * (0.95 * 0.05 / 2000) ** 0.5
 
 
-def test_the_fit_finds_latency_and_bandwidth_of_verified_sizes_of_its_operation():
-    points = [measurement(size, 50e-6 + size / 2e9) for size in (1_000, 100_000, 10_000_000, 1_000_000_000)]
-    fit = fit_latency("all_gather", points)
-    assert fit.alpha_seconds == pytest.approx(50e-6, rel=1e-6)
-    assert fit.beta_bytes_per_second == pytest.approx(2e9, rel=1e-6)
-    assert fit.points == 4
-    points = [
-        measurement(1_000, 1e-3),
-        measurement(2_000, 2e-3, verified=False),
-        measurement(3_000, 1, op="all_reduce"),
-    ]
-    assert fit_latency("all_gather", points) is None
-
-
 @each_row(("settings", "named"), rows_of(__file__)("refused"))
 def test_an_impossible_setting_is_refused_with_its_name_and_value(settings, named):
     with pytest.raises(SpecError) as error:
@@ -74,13 +60,13 @@ def test_a_result_comes_back_from_json():
         environment={"GLOO_SOCKET_IFNAME": "net1"}, versions={"torch": "2"}, started_at_seconds=1.5, seconds=2.0,
         problems=("rank 1 on b: no answer",), complete=False,
     )  # fmt: skip
-    assert results.result_from_json(plain.write(result)) == result
+    assert results.read_as(plain.write(result), results.BenchResult) == result
 
 
 @each_row("data", [None, [], {}, {"schema_version": 2}, {"schema_version": 1, "measurements": 5}])
 def test_what_is_no_result_is_refused(data):
     with pytest.raises(results.ResultError):
-        results.result_from_json(data)
+        results.read_as(data, results.BenchResult)
 
 
 # What ranks wrote down becomes a result: who differs, who is short of what, and nothing that was not said.
@@ -96,7 +82,7 @@ def hello(**changes):
 
 def measured(**changes):
     event = {"event": "measured", "op": "all_gather", "bytes": 4096, "rounds": 2, "wrong": []}
-    event |= {"iteration_seconds": [1e-3] * 10, "rank_median_seconds": [1e-3] * 4, "wait_seconds": [[1e-4] * 10] * 4}
+    event |= {"iteration_seconds": [1e-3] * 10, "wait_seconds": [[1e-4] * 10] * 4}
     return event | changes
 
 

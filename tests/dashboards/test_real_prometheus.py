@@ -32,7 +32,7 @@ from rigs.results import benchmark, measurement
 from rigs.serving import START_SECONDS, port_of, serving
 from rigs.tables import each_row
 
-from collectives.bench.results import Bar, BenchResult, Latency, Straggler
+from collectives.bench.results import Bar, BenchResult, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts import plain
 from contracts.run_record import RunRecord, dumps, record_of
@@ -64,7 +64,6 @@ def bench(machine: str) -> BenchResult:
     problem = LogProblem(code="ib_without_gdrdma", message="", action="", severity="fail", count=64)
     return benchmark(
         measured, hosts=("a", "b"), started_at_seconds=time.time(), seconds=12.0,
-        latencies=(Latency(op="all_gather", alpha_seconds=3e-5, beta_bytes_per_second=4e11, points=9),),
         stragglers=(Straggler(rank=3, host="a", late_seconds=0.004, iterations=20, share=0.95),) if slow else (),
         evidence=Evidence(
             inter_node_transport="IB", intra_node_transport="P2P/CUMEM", gdrdma="off" if staged else "on",
