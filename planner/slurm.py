@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tree_sitter import Node
-
 from contracts.run_record import RESUMABLE
 from planner.advice import render
 from planner.kubernetes.job import END_SECONDS, RUNS_GATE, SAVE_SECONDS
-from planner.lint.expansion import limit_parsing, parse_lines, walk
-from planner.lint.script import words as words_of
+from planner.lint.expansion import limit_parsing, parse_lines
+from planner.lint.shell import read_shell
 from planner.nccl_env.situation import Setting
 
 MOST_OPTION_CHARACTERS = 65536  # per line; shlex takes time quadratic in the length of a word
@@ -97,11 +95,6 @@ def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mappi
 # A user's script: lines are only inserted, in one place, before the first statement that starts ranks.
 
 MARK = "# Added by topoflight wrap"
-_LAUNCHER = re.compile(
-    r"(?:\S*/)?(?:srun|mpirun|mpiexec(?:\.hydra)?|torchrun|accelerate|deepspeed|prun|jsrun)|.*torch\.distributed.*"
-)
-_BETWEEN_WORDS = re.compile(r"[\s\"'`();&|={}]+|:?-(?=\w+[\s}])")  # of a string, an array or a default
-_VARIABLE = re.compile(r"\$\{?(\w+)")
 _COMMENT = re.compile(r"\s*(#.*)?")
 
 
@@ -165,12 +158,9 @@ def wrap_script(
     _, root = parse_lines(text.encode())
     if root is None:
         raise ScriptError("line 1: the script is nested or broken beyond what is read")
-    start, unclear = _find_first_start(root)
-    if start is None:
+    starts = read_shell(text).starts
+    if not starts:
         raise ScriptError(f"line {text.count(chr(10)) or 1}: no start of ranks was recognised (srun, torchrun, ...)")
-    if unclear:
-        notes.append(f"line {', '.join(map(str, unclear))}: names a launcher, and whether it starts ranks is unknown. "
-                     "The added lines come after it; move them if ranks start there")  # fmt: skip
     code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#") or "#SBATCH" in line)
     present = [setting for setting in settings if re.search(rf"\b{setting.name}\b", code)]
     notes += [f"{setting.name} stays as the script sets it; recommended: {setting.value}" for setting in present]
@@ -182,44 +172,8 @@ def wrap_script(
         log={name for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE") if has_log and not re.search(rf"\b{name}\b", code)},
     )  # fmt: skip
     lines = text.split("\n")
-    row = start.start_point.row
-    for node in reversed(root.children):  # do not split a line in which another statement ends, such as `fi; srun`
+    row = min(starts) - 1
+    for node in reversed(root.children):  # do not split a statement, or a line in which one ends, such as `fi; srun`
         if node.start_point.row < row <= node.end_point.row:
             row = node.start_point.row
     return "\n".join([*lines[:row], *block.rstrip("\n").split("\n"), *lines[row:]]), notes
-
-
-def _find_first_start(root: Node) -> tuple[Node | None, list[int]]:
-    """Return the first statement that starts ranks or a Slurm step, and the earlier lines that may start some.
-
-    A launcher may stand behind another program (`timeout 9 srun`), in the text of a shell, or in a variable.
-    """
-    table, named, unclear = words_of()["shell"], set[str](), list[int]()
-    idle = table["utilities"] | {"source", "."}
-
-    def text_of(node: Node) -> str:
-        return (node.text or b"").decode(errors="replace")
-
-    def names_launcher(text: str) -> bool:
-        found = any(map(_LAUNCHER.fullmatch, _BETWEEN_WORDS.split(text)))
-        return found or not named.isdisjoint(_VARIABLE.findall(text))
-
-    for statement in root.children:
-        for node in walk(statement, "variable_assignment", "command"):
-            if node.type == "variable_assignment":
-                name, _, value = text_of(node).partition("=")
-                named |= {name.rstrip("+")} if names_launcher(value) else set()
-                continue
-            children = [each for each in node.named_children if each.type != "variable_assignment"]
-            words = [text_of(each).strip("\"'\\") for each in children]
-            program = words[0].rsplit("/", 1)[-1] if words else ""
-            runs = program in table["runs"] and table["starts"].intersection(words)
-            if not runs and (program in idle or "install" in words or words[:2] == ["command", "-v"]):
-                continue
-            text = text_of(node.parent if node.parent and node.parent.type == "redirected_statement" else node)
-            if names_launcher(text):
-                texts = [text] if program in table["shells"] else [word for word in words if word[:1] == "$"]
-                if any(map(_LAUNCHER.fullmatch, words)) or any(map(names_launcher, texts)):
-                    return statement, unclear
-                unclear.append(node.start_point.row + 1)
-    return None, unclear

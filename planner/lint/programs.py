@@ -230,8 +230,15 @@ class Programs(Expander):
         self.runs_unknown = self.runs_unknown or OPEN in words[0].text
         starts = program in _NAMES["runs"] and any(word.text in _NAMES["starts"] for word in words[1:])
         idle = program in _NAMES["utilities"] and not starts
+        sure = not idle and _is_launcher(words)
+        self._note_start(words, line, sure=sure)
         if self.started == before and (sets or not idle):
-            self.launch(f"the launch of line {line}" if line else "a launch", sure=not idle and _is_launcher(words))
+            self.launch(f"the launch of line {line}" if line else "a launch", sure=sure)
+
+    def _note_start(self, words: Sequence[Word], line: int, *, sure: bool) -> None:
+        """Note the line of a command that starts ranks."""
+        if sure and any(pattern("starts_ranks").fullmatch(word.text) for word in words):
+            self.script.starts.append(line)
 
     def remove(self, words: Sequence[Word]) -> None:
         """Unset variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
@@ -389,6 +396,8 @@ class Programs(Expander):
             self.unread(call.line, f"the commands of {call.program}")
         if call.program == "eval":
             self.script.files.append(f"the commands that eval gets in line {call.line}")
+            words = [Word(each, each) for each in text[:_MOST_OPTIONS].split()]
+            self._note_start(words, call.line, sure=True)
             self.launch(f"the command of line {call.line}", sure=False)
             self.shell.status = None
             self.shell.write(OPEN)

@@ -106,6 +106,7 @@ class Script:
     ways: list[tuple[str, Settings]] = field(default_factory=list)  # label of a launch or condition, and its settings
     loose: Settings = field(default_factory=dict)  # shell variables that are never exported
     inner: list[Inner] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # lines of programs that start ranks
     files: list[str] = field(default_factory=list)  # files named with --env-file and the like
     findings: list[Finding] = field(default_factory=list)  # about the text itself
     unread: list[Unread] = field(default_factory=list)
@@ -127,6 +128,7 @@ class Script:
         self.ways += other.ways
         self.loose |= other.loose
         self.inner += other.inner
+        self.starts += other.starts
         self.files += other.files
         self.findings += other.findings
         self.unread += other.unread
