@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,12 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.hosts import snapshots
 from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable
-from agent.base.output import Progress, console, print_text, render, write_result
+from agent.base.output import Progress, console, print_text, render, waiting, write_result
 from agent.base.units import count
 from contracts import plain
 
 if TYPE_CHECKING:
+    from agent.cluster.client import Client
     from agent.jobs.launch import Launched
     from collectives.bench.results import BenchResult
     from contracts.run_record import RunRecord
@@ -170,6 +172,24 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
     finally:
         for text in warned:
             print_text(f"warning: the API server says: {text}", err=True)
+    if options["wait"]:
+        _wait_for_pods(client, documents[-1], options)
+
+
+def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any]) -> None:
+    """Report the state of the job's pods; exit with 3 if they are refused, 5 if none appeared for an unknown reason."""
+    from agent.jobs import submission
+
+    with waiting("launch: waiting for the first pods"):
+        made = submission.stored(client, job)
+        came = submission.wait(
+            client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
+        )
+    for line in came.lines:
+        print_text(line, err=True)
+    if came.exit_code != EXIT_PASS:
+        print_text(f"{submission.named(job)} has been created: kubectl describe shows its state", err=True)
+        sys.exit(came.exit_code)
 
 
 def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[str, Any]) -> None:

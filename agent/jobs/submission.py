@@ -1,23 +1,28 @@
-"""Submit one job to its cluster: check the classes of its claims, create the job, and read how it and its pods ended.
+"""Submit one job to its cluster: check the classes of its claims, create the job, and wait for its pods.
 
-Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery and DeviceClass; the job APIs, and pods of
-core/v1 in the job's namespace.
+Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery and DeviceClass; the job APIs, and pods and
+events of core/v1 in the job's namespace. If a controller may not create a pod (Pod Security, quota, an SCC), only an
+event of the job shows it.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.cluster.client import ApiError, Client, path_of
 from contracts.redaction import redact
 from planner.kubernetes.job import JobSpec
-from planner.kubernetes.manifests import Document, claims
+from planner.kubernetes.manifests import POD_LABELS, Document, claims
 
 MOST_LISTED = 20  # DeviceClasses in a message
 GONE_SECONDS = 30.0  # for the deletion of a failed job, after the grace period of its pods
+WAIT_SECONDS = 60.0  # a controller creates pods within seconds; image pulls can take longer
+_POLL_SECONDS = 1.0
+_REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobSet; of the Training Operator
 
 
 class CannotError(RuntimeError):
@@ -184,6 +189,47 @@ def _delete(client: Client, job: Document, seconds: float) -> None:
     raise ApiError(409, f"the job that failed is still there {seconds:.0f} s after it was deleted")
 
 
+class Came(NamedTuple):
+    """The state of the pods."""
+
+    exit_code: int
+    lines: tuple[str, ...]
+
+
+def wait(
+    client: Client, job: Document, *, api: str, nodes: int, seconds: float, sleep: Callable[[float], None]
+) -> Came:
+    """Wait at most `seconds` until all pods run or show why they do not."""
+    about = job["metadata"]
+    namespace, name = about["namespace"], about["name"]
+    until = time.monotonic() + seconds
+    query = {"labelSelector": f"{POD_LABELS[api]}={name}"}
+    while True:
+        try:
+            pods = [pod for page, _ in client.pages(path_of("v1", "pods", namespace=namespace), query) for pod in page]
+            refused = () if pods else _refusals(client, namespace, name, str(about.get("creationTimestamp", "")))
+        except ApiError as error:
+            return Came(EXIT_PASS, (f"unknown whether its pods come: {error}",))
+        late = time.monotonic() >= until
+        if refused:
+            return Came(EXIT_FAILED, tuple(f"no pod starts: {text}" for text in refused))
+        if ended := [text for pod in pods if (text := how_failed(pod))]:
+            return Came(EXIT_FAILED, tuple(ended))
+        waiting = [text for pod in pods if (text := why_waiting(pod))]
+        if len(pods) >= nodes and not waiting:
+            return Came(EXIT_PASS, (f"{units.count(len(pods), 'pod')} started",))
+        if late and pods:
+            missing = [f"{len(pods)} of {nodes} pods are there"] if len(pods) < nodes else []
+            return Came(EXIT_PASS, (*missing, *waiting))
+        spec = job["spec"]
+        held = spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend")  # suspended until Kueue admits it
+        if held and not pods and late:
+            return Came(EXIT_PASS, ("no pod yet: the job waits for its queue to admit it",))
+        if late:
+            return Came(EXIT_UNKNOWN, (_silence(client, job, namespace, seconds, api),))
+        sleep(_POLL_SECONDS)
+
+
 def how_failed(pod: Mapping[str, Any]) -> str:
     """Return which container of a failed pod exited with which code; empty if it did not fail."""
     status = pod.get("status") or {}
@@ -214,6 +260,34 @@ def why_waiting(pod: Mapping[str, Any]) -> str:
             return _line(name, str(each.get("reason")), each.get("message"))
     running = [each.get("name") for each in containers if (each.get("state") or {}).get("running")]
     return _line(name, f"{running[0]} runs" if running else "Pending", "")
+
+
+def _refusals(client: Client, namespace: str, name: str, since: str) -> tuple[str, ...]:
+    """Return events of the job's controllers about pods that could not be created, since the job was created."""
+    path = path_of("v1", "events", namespace=namespace)
+    found: dict[str, None] = {}
+    for events, _ in client.pages(path, {"fieldSelector": "type=Warning"}):
+        for event in events:
+            about = event.get("involvedObject") or {}
+            owned = about.get("name") in (name, f"{name}-node-0")  # the Job that JobSet creates for a TrainJob
+            when = str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
+            if owned and event.get("reason") in _REFUSED and when >= since:
+                found[_line(str(event["reason"]), "", event.get("message"))] = None
+    return tuple(found)
+
+
+def _silence(client: Client, job: Document, namespace: str, seconds: float, api: str) -> str:
+    """Explain the lack of pods and events: from the job's status, or because no controller handles it."""
+    try:
+        now = client.get(path_of(job["apiVersion"], f"{api}s", job["metadata"]["name"], namespace=namespace))
+    except ApiError as error:
+        return f"no pod within {seconds:.0f} s, and the job cannot be read: {error}"
+    conditions: Sequence[Mapping[str, Any]] = (now.get("status") or {}).get("conditions") or ()
+    messages = [str(each.get("message") or each.get("reason")) for each in conditions if each.get("status") == "True"]
+    state = job_state(now) or (
+        messages[-1] if messages else "its controller has reported nothing: is its operator running?"
+    )
+    return f"no pod within {seconds:.0f} s: {state}"
 
 
 def _line(what: str, reason: str, message: object) -> str:

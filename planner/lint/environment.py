@@ -43,6 +43,7 @@ from planner.nccl_env.names import (
     replacement,
     torch_names,
     version_text,
+    with_right_prefix,
 )
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def _unknown_nccl(name: str, value: str, case: _Case, *, known: bool) -> Iterato
     elif name.startswith("NCCL_") and case.version is not None and case.version > newest_read():
         newest = version_text(newest_read())
         yield finding("env.name.unknown/newer", name, value, newest=newest, version=version_text(case.version))
-    elif name.startswith("NCCL_"):
+    elif name.startswith("NCCL_") or with_right_prefix(name):
         yield _unknown(name, value, "NCCL", case, known=known)
 
 
@@ -359,6 +360,9 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
     net = environment.get("NCCL_NET", "")
     if net.lower() == "socket":
         yield finding("env.rdma.tcp/any", "NCCL_NET", net)
+    devices = environment.get("NCCL_IB_HCA", "")
+    if devices.startswith("^") and not NameList.parse(devices).takes("mlx5_N") and not other_net(environment):
+        yield finding("env.rdma.tcp/excluded", "NCCL_IB_HCA", devices)
     provider = environment.get("FI_PROVIDER", "")
     first = re.split(r"[;,]", provider)[0].strip().lower()
     if first in values()["words"]["tcp"]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from contracts.finding import Finding
 from contracts.tables import read_table
+from planner.nccl_env.names import with_right_prefix
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 NAMED = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z][A-Z0-9_]*")
@@ -53,7 +54,7 @@ def whole_number(text: str) -> int | None:
 @cache
 def is_judged(name: str) -> bool:
     """Whether lint checks variables with this name, because they concern communication."""
-    return _JUDGED.match(name) is not None
+    return _JUDGED.match(name) is not None or with_right_prefix(name) != ""
 
 
 class Word(NamedTuple):

@@ -150,7 +150,9 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
-    if name in values()["level"]["names"]:
+    if name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
+        yield finding("env.value.kind/tilde", name, value)
+    elif name in values()["level"]["names"]:
         yield from _level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
         yield from _algorithms(name, value, version)
@@ -160,8 +162,6 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         yield from _list(name, value)
     elif entry.kind == "integer":
         yield from _integer(name, value, entry)
-    elif name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
-        yield finding("env.value.kind/tilde", name, value)
 
 
 def fits(name: str, value: str) -> bool:

@@ -142,6 +142,8 @@ def nearest(name: str) -> tuple[str, ...]:
     known = read_table(__file__, "data/right_names.toml")["known_wrong"].get(name)
     if known is not None:
         return tuple(known)
+    if right := with_right_prefix(name):
+        return (right,)
     if f"TORCH_{name}" in torch_names():
         return (f"TORCH_{name}",)
     if name.startswith("TORCH_NCCL_"):
@@ -150,6 +152,18 @@ def nearest(name: str) -> tuple[str, ...]:
         live = sorted(known for known, entry in names().items() if entry.status != "removed")
     found = [(distance, known) for known in live if (distance := _count_typing_errors(name, known)) is not None]
     return tuple(known for _distance, known in sorted(found)[:2])
+
+
+def with_right_prefix(name: str) -> str:
+    """Return the known name if `name` has a typing error in its prefix, as NCC_DEBUG and TOCH_NCCL_X; "" otherwise.
+
+    Other libraries have the same names after their own prefix (RCCL_, HCCL_, CCL_), which never starts with N.
+    """
+    match = re.fullmatch(r"(?:(T\w{2,5})_)?(N[A-Z]{1,4})_(\w+)", name)
+    if match is None or max(_count_letters(match[1] or "TORCH", "TORCH"), _count_letters(match[2], "NCCL")) > 1:
+        return ""
+    right = f"{'TORCH_' if match[1] else ''}NCCL_{match[3]}"
+    return right if right != name and (right in names() or right in torch_names()) else ""
 
 
 def _count_typing_errors(wrong: str, right: str) -> int | None:

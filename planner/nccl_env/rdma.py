@@ -141,7 +141,7 @@ def _is_known_machine(node: NodeView, choice: PortChoice) -> bool:
 
 
 def _describe_differences(node: NodeView, choice: PortChoice) -> str:
-    """Describe facts that may show the storage ports: ports that share a GPU, and subnets."""
+    """Describe facts that may show the storage ports: ports that share a GPU, subnets, neighbours (LLDP)."""
     parts = []
     near: dict[tuple[str, ...], list[str]] = {}
     for entry in node.topology.nearest_nic if node.topology else ():
@@ -152,6 +152,16 @@ def _describe_differences(node: NodeView, choice: PortChoice) -> str:
     subnets = {view.device.name: str(subnet) for view in choice.chosen if (subnet := port_subnet(node, view))}
     if len(set(subnets.values())) > 1:
         parts.append("subnets: " + ", ".join(f"{name} {subnet}" for name, subnet in subnets.items()))
+    facts = node.interfaces()
+    ends: dict[str | None, list[str]] = {}
+    for each in facts.interfaces if facts else ():
+        if each.neighbour:
+            ends.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has the links of its ports
+    wires = [
+        f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := ends.get(view.port.netdev))
+    ]
+    if wires:
+        parts.append("neighbours by LLDP: " + ", ".join(wires))
     return "".join(f"; {part}" for part in parts)
 
 

@@ -34,6 +34,7 @@ class Interface:
     is_vf: bool | None = None
     parent_elsewhere: bool = False  # its lower device, or its veth peer, is in another network namespace
     multus_mtu_bytes: int | None = None  # "mtu" of its entry in the network-status annotation
+    neighbour: str | None = None  # "leaf1 Ethernet1/5": connected switch port, from LLDP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

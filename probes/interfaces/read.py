@@ -1,11 +1,14 @@
 """Reads links, addresses and routes from rtnetlink, and their missing attributes from /sys/class/net; determines the
 role of each interface in a training pod.
 
-It also reads the Multus annotation of the pod, mounted as a downward API volume (a fieldRef environment variable is set
-before the networks are attached, so only a volume is reliable).
+It also reads two files: the Multus annotation of the pod, mounted as a downward API volume (a fieldRef environment
+variable is set before the networks are attached, so only a volume is reliable), and the switch port at the other end of
+a link, as received by systemd-networkd over LLDP.
 
 Specification: rtnetlink(7); Linux Documentation/ABI/testing/sysfs-class-net; NetworkAttachmentDefinition de facto
-standard 1.3 (k8s.v1.cni.cncf.io/network-status).
+standard 1.3 (k8s.v1.cni.cncf.io/network-status); IEEE 802.1AB-2016 clause 8 (TLVs: type in 7 bits, length in 9);
+systemd src/network/networkd-lldp-rx.c (/run/systemd/netif/lldp/<ifindex>: per neighbour the frame length, 64 bits
+little-endian, and the Ethernet frame).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,6 +80,7 @@ def read(host: Host) -> InterfacesFacts:
     entries = status.by_interface if status else {}
     rdma = _map_rdma(host)
     facts = {names[link.get("index")]: _read_interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
+    wired = neighbours(host, {index: name for index, name in names.items() if name in facts and facts[name].bus_id})
     in_pod = status is not None or container(host) == "kubernetes"
     finished = []
     for interface in facts.values():
@@ -87,6 +92,7 @@ def read(host: Host) -> InterfacesFacts:
                 multus_network=entry.network if entry else None,
                 multus_mtu_bytes=entry.mtu_bytes if entry else None,
                 rdma_device=(entry.rdma_device if entry else None) or _find_rdma_device(interface, facts, rdma),
+                neighbour=wired.get(interface.name),
             )
         )
     return InterfacesFacts(
@@ -338,3 +344,70 @@ def _parse_entry(item: dict[str, Json]) -> Entry:
 
 def _to_text(value: Json) -> str | None:
     return value if isinstance(value, str) and value else None
+
+
+LLDP_FOLDER = "/run/systemd/netif/lldp"
+_BYTES_MAX = 1 << 14
+_FRAME_HEADER, _ETHERTYPE = 14, b"\x88\xcc"
+_CHASSIS, _PORT, _SYSTEM_NAME = 1, 2, 5
+_TEXT = {
+    _CHASSIS: (6, 7),
+    _PORT: (1, 5, 7),
+}  # subtypes with text: interface name or alias, or locally assigned
+_NAME_MAX = 64
+
+
+def neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
+    """Return the neighbour of each interface: "leaf1 Ethernet1/5". An interface without LLDP is left out."""
+    there = set(sysfs.names(host, LLDP_FOLDER))
+    found = {}
+    for index, name in indices.items():
+        if str(index) in there:
+            try:
+                content = host.read_bytes(f"{LLDP_FOLDER}/{index}", _BYTES_MAX)
+            except OSError:
+                continue
+            names = list(dict.fromkeys(filter(None, map(neighbour, frames(content)))))
+            if len(names) == 1:  # several names: a hub or bridge is in between, so the neighbour is unknown
+                found[name] = names[0]
+    return found
+
+
+def frames(content: bytes) -> Iterator[bytes]:
+    """Yield the frames in one file; a truncated last frame is left out."""
+    at = 0
+    while at + 8 <= len(content):
+        size = int.from_bytes(content[at : at + 8], "little")
+        at += 8 + size
+        if not size or at > len(content):
+            return
+        yield content[at - size : at]
+
+
+def neighbour(frame: bytes) -> str | None:
+    """Return the system name and port, if they are text; None if the frame has no system name."""
+    if frame[12:_FRAME_HEADER] != _ETHERTYPE:
+        return None
+    fields: dict[int, str] = {}
+    for kind, value in _split_tlvs(frame[_FRAME_HEADER:]):
+        if kind == _SYSTEM_NAME:
+            fields.setdefault(kind, _decode_text(value))
+        elif kind in _TEXT and value and value[0] in _TEXT[kind]:
+            fields.setdefault(kind, _decode_text(value[1:]))
+    system = fields.get(_SYSTEM_NAME) or fields.get(_CHASSIS)
+    return " ".join(filter(None, (system, fields.get(_PORT)))) if system else None
+
+
+def _split_tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at + 2 <= len(data):
+        head = int.from_bytes(data[at : at + 2], "big")
+        kind, size = head >> 9, head & 0x1FF
+        if not kind or at + 2 + size > len(data):
+            return
+        yield kind, data[at + 2 : at + 2 + size]
+        at += 2 + size
+
+
+def _decode_text(value: bytes) -> str:
+    return "".join(c for c in value.decode("ascii", "replace") if " " < c <= "~")[:_NAME_MAX]

@@ -96,6 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "job.env").write_text("NCCL_DEBUG=INFO\n")
     (made / "matrix.txt").write_text(MATRIX)
     (made / "nccl.conf").write_text("NCCL_DEBUG=INFO\n")
+    (made / "gres.conf").write_text("Name=gpu File=/dev/nvidia[0-7]\n")
     (made / "calibration.json").write_text("{}")
     pod = {"spec": {"containers": [{"name": "a", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}]}}
     (made / "trainjob.yaml").write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", **pod}))

@@ -29,11 +29,11 @@ Json = dict[str, Any]
 Right = tuple[str, str, str, str]  # namespace, or "" for the cluster; API group; resource[/subresource]; verb
 KINDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("api_kinds.yaml").read_text())
 ATOMIC_STATUS = {"graph", "machine"}  # x-kubernetes-map-type
-# kind of a job -> the label of its pods
+# kind of a job -> the label of its pods, and what its child Job's name ends with
 JOBS = {
-    "Job": "job-name",
-    "PyTorchJob": "training.kubeflow.org/job-name",
-    "TrainJob": "jobset.sigs.k8s.io/jobset-name",
+    "Job": ("job-name", ""),
+    "PyTorchJob": ("training.kubeflow.org/job-name", ""),
+    "TrainJob": ("jobset.sigs.k8s.io/jobset-name", "-node-0"),
 }
 
 
@@ -87,6 +87,8 @@ class ApiServer:
         self.refused: dict[str, int] = {}  # name of an object -> what a patch of it is answered with
         self.requests: list[tuple[str, str]] = []
         self.controllers = True  # whether a job's pods are made
+        self.pods_refused = ""  # what admission says of them
+        self.pod_status: Json = {"phase": "Running"}
         self.warnings: list[str] = []  # sent with each object that is made
         self.watches = 0
         self.page = 0  # a forced page size, where not 0
@@ -364,14 +366,22 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(201, made, {"Warning": ", ".join(f"299 - {text}" for text in quoted)} if quoted else None)
 
     def _control(self, job: Json) -> None:
-        """What the job's controller does: its pods."""
-        label = JOBS.get(job.get("kind", ""), "")
+        """What the job's controller does: its pods, or the event that says why there are none."""
+        label, child = JOBS.get(job.get("kind", ""), ("", ""))
         if not label or not self.api.controllers or job["spec"].get("suspend"):
             return
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
+        if self.api.pods_refused:
+            about = {"name": f"{name}{child}", "namespace": namespace}
+            self.api.put("/api/v1/events", namespace, {
+                "kind": "Event", "metadata": {"name": f"{name}.1", "namespace": namespace}, "type": "Warning",
+                "reason": "FailedCreate", "message": self.api.pods_refused, "involvedObject": about,
+                "lastTimestamp": job["metadata"]["creationTimestamp"],
+            })  # fmt: skip
+            return
         for index in range(pods_of(job)):
             about = {"name": f"{name}-{index}", "namespace": namespace, "labels": {label: name}}
-            pod = {"kind": "Pod", "metadata": about, "status": {"phase": "Running"}}
+            pod = {"kind": "Pod", "metadata": about, "status": self.api.pod_status}
             self.api.put("/api/v1/pods", namespace, pod)
 
     def _patch(self, collection: str, namespace: str, name: str, sub: str, body: Json, query: dict[str, str]) -> None:

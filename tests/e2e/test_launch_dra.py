@@ -41,7 +41,7 @@ DRA = ("--dra", "gpu=gpu.nvidia.com", "--dra", "nic=dranet.net")
 
 
 def run_job(*words: str, host: Path | None = None) -> Result:
-    done = CliRunner().invoke(launch, ["--host", str(host or path_of()), *WORDS, *words])
+    done = CliRunner().invoke(launch, ["--host", str(host or path_of()), *WORDS, "--wait", "0", *words])
     assert done.exit_code == 0, done.output
     return done
 
@@ -123,7 +123,7 @@ def test_a_queue_is_told_of_classes_that_it_must_count(cluster: ApiServer, words
 
 
 def refused(*words: str) -> Result:
-    done = CliRunner().invoke(launch, ["--host", str(path_of()), *WORDS, *words])
+    done = CliRunner().invoke(launch, ["--host", str(path_of()), *WORDS, "--wait", "0", *words])
     assert done.exit_code in (1, 2), done.output
     return done
 
@@ -189,7 +189,7 @@ def test_a_job_over_nvlink_is_made_with_its_compute_domain_or_told_that_it_has_n
     """The GPUs stay the device plugin's. Without NVIDIA's DRA driver the job runs all the same, over the network."""
     if not served:
         del cluster.kinds["/apis/resource.nvidia.com/v1beta1/computedomains"]
-    done = CliRunner().invoke(launch, [*RACK, *words])
+    done = CliRunner().invoke(launch, [*RACK, "--wait", "0", *words])
     assert done.exit_code == 0, done.output
     (job,) = cluster.of_kind("Job")
     claims = job["spec"]["template"]["spec"].get("resourceClaims", [])
