@@ -248,8 +248,10 @@ class Rank:
         size = MATMUL_SIZE[kind]
         left = torch.ones(size, size, device=self.device, dtype=torch.float32 if kind == "cpu" else torch.bfloat16)
         best, until = float("inf"), time.monotonic() + MATMUL_SECONDS
+        # while another program has its turn on a CPU, this part is not slow
+        clock = time.process_time if kind == "cpu" else time.perf_counter
         while time.monotonic() < until:
-            best = min(best, _timed(lambda: left @ left, self.device))
+            best = min(best, _timed(lambda: left @ left, self.device, clock))
         parts = [(f"{'GPU' if kind == 'cuda' else 'rank '}{self.place.local} matmul", best)]
         if self.place.ranks > 1:
             ring = Ring(self.place, PrefixStore(key, self.store), self.place.local, self.place.ranks, self.device)
@@ -312,14 +314,14 @@ def _wait_for(store: Any, key: str) -> bool:
     return True
 
 
-def _timed(work: Callable[[], Any], device: str) -> float:
+def _timed(work: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     import torch
 
-    began = time.perf_counter()
+    began = clock()
     work()
     if device != "cpu":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def main(text: str) -> None:

@@ -119,7 +119,7 @@ def test_junit_and_github_name_the_node_of_every_finding(nodes: Path) -> None:
     assert all(re.match(rf"::\w+ title=\S+( \S+)* on ({LOST}|{CUT}|{WELL})::", line) for line in lines), lines
 
 
-@each_row("door", ["/cluster", "/nodes", "/nodes?scope=node"])
+@each_row("door", ["/cluster", "/nodes"])
 def test_before_the_first_scan_the_cluster_is_503_like_readyz(door: str) -> None:
     """Nothing is known of any node yet: no green page over none."""
     state = State(tuple, interval_seconds=3600)
