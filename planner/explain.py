@@ -229,9 +229,12 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
             rate=f"{rate:{',.0f' if rate >= 100 else '.3g'}}",
             bound="; then it is compute-bound" if parts.communication < 0.1 * parts.total else "",
         )  # fmt: skip
-    if job.has_gpu and job.links.island_size < job.links.ranks_per_node and winner.parts.communication > 0:
-        add("nvlink", gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA))))
     gpu = gpu_named(job.rates.device)
+    # NVIDIA: Ada (8.9) and Blackwell for graphics (12.x) have no NVLink, with or without a bridge
+    without_nvlink = gpu is not None and gpu.compute_capability in ((8, 9), (12, 0), (12, 1))
+    apart = job.links.island_size < job.links.ranks_per_node and not without_nvlink
+    if job.has_gpu and apart and winner.parts.communication > 0:
+        add("nvlink", gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA))))
     if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":
         add("fp8", gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)))
     if layout.offload != "none":

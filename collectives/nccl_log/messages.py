@@ -335,6 +335,8 @@ class Facts:
             network = (match["network"] or b"IB").decode()
             if network != "Socket":
                 self.gdr_words.keep((host, "usable" if enabled else "refused"), None)
+            if _SPARK_PORT.search(message.decode(errors="replace")):
+                self.gdr_words.keep((host, "on a port named as on DGX Spark"), None)
             self.gdr_hca.add((network, enabled))
             proven.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
         elif match := _TEXTS["gdr_path"].search(message):

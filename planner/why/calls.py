@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
 from planner.why.facts import MOST_RANKS, STALL_SECONDS, Cause, RunFacts, cause_named, ranks_of
@@ -56,11 +56,12 @@ class BlockedCalls:
             self.waits[rank] = self._wait(rank, call)
             if call.created:
                 self.usual = max(self.usual, _longest_pause(trace, call))
+        entered: dict[tuple[str, int, bool], dict[int, float]] = {}
         for wait in self.waits.values():
             if len(wait.here) == wait.size and wait.call.created:  # the call can proceed only after the last rank came
-                wait.seconds = min(one.seconds for rank, one in self.waits.items()
-                                   if rank in wait.here and one.call.group == wait.call.group
-                                   and one.call.number == wait.call.number and one.call.created)  # fmt: skip
+                key = wait.call.group, wait.call.number, wait.call.p2p
+                entered[key] = entered.get(key) or self._entered(key)
+                wait.seconds = min(wait.seconds, *(entered[key].get(other, inf) for other in wait.here))
         self.age = max((wait.seconds for wait in self.waits.values()), default=0.0)  # seconds of the longest wait
         self.mismatches += self._find_mismatches()
         late = self._find_late()
@@ -83,8 +84,10 @@ class BlockedCalls:
         return {one: wait for one, wait in self.waits.items() if rank in wait.missing}
 
     def begun(self, rank: int) -> float:
-        """Return when the first wait for a rank began, in Unix seconds."""
-        return min((wait.call.created or 0.0 for wait in self.waiting_for(rank).values()), default=0.0)
+        """Return when the first wait for a rank began, in Unix seconds of that rank's clock; 0 if unknown."""
+        ages = self.facts.ages
+        waits = [ages.get(one, 0.0) + wait.seconds for one, wait in self.waiting_for(rank).items() if wait.call.created]
+        return self._until(rank) + ages.get(rank, 0.0) - max(waits) if waits else 0.0
 
     def circle(self) -> tuple[int, ...]:
         """Return the ranks of a cycle, each of which waits for another of them."""
@@ -107,8 +110,7 @@ class BlockedCalls:
         The time is by the rank's own clock where its own file says when it last wrote. A dump by PyTorch alone is
         written once a call has timed out; the file's time is then the end of the wait.
         """
-        trace, state, facts = self.traces[rank], self.facts.states.get(rank), self.facts
-        until = state.written if state else trace.written if trace.written and not facts.states else facts.now
+        trace, until = self.traces[rank], self._until(rank)
         wait = Wait(call=call, seconds=until - (call.created or until), here={rank})
         named = self._members(rank, call.group)
         callers = {other for other, one in self.traces.items() if call.group and one.has_called_in(call.group)}
@@ -122,6 +124,19 @@ class BlockedCalls:
             if came and call.p2p:
                 self.mismatches += _unequal(rank, call, other, self._other_end(rank, call, other))
         return wait
+
+    def _until(self, rank: int) -> float:
+        """Return when a rank last wrote, by its own clock."""
+        state, trace, facts = self.facts.states.get(rank), self.traces.get(rank), self.facts
+        return state.written if state else trace.written if trace and trace.written and not facts.states else facts.now
+
+    def _entered(self, key: tuple[str, int, bool]) -> dict[int, float]:
+        """Return the seconds since each rank entered a call, which it may have left, where its dump shows that."""
+        return {
+            rank: self._until(rank) - one.created + self.facts.ages.get(rank, 0.0)
+            for rank, trace in self.traces.items() for one in trace.calls
+            if one.created and (one.group, one.number, one.p2p) == key and not (one.p2p and one.done)
+        }  # fmt: skip
 
     def _members(self, rank: int, group: str) -> set[int]:
         """Return the ranks of a rank's group, if a source names them; the default group has all. Empty: unknown."""

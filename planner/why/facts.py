@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from collectives.traces.calls import RankTrace
-from collectives.traces.states import RankState
+from collectives.traces.states import Mark, RankState
 from collectives.traces.watchdog import LogFacts
 from contracts.tables import read_table
 
@@ -217,12 +217,18 @@ class RunFacts:
         """
         now = self.activity(rank)
         state = self.states.get(rank)
-        if state is None or now.kind not in ("data", "compute") or not begun or not state.since or state.since <= begun:
+        if state is None or now.kind not in ("data", "compute") or not begun:
             return now
-        old = next((mark.samples for mark in reversed(state.marks) if mark.at <= begun), {})
-        looks = {one: n - old.get(one, 0) for one, n in state.samples.items() if one != "collective"}
-        total, long = sum(looks.values()), {one: n for one, n in looks.items() if one in LONG_PHASES}
-        if total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
+        old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=state.written))
+        looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}
+        if (
+            sum(looks.values()) * LOOK_SECONDS < (state.written - old.at) / 2
+        ):  # a call that holds the GIL prevents looks
+            words = f"{DOING[now.kind]} now, and for most of the time since then its monitor could not run"
+            return Activity(now.kind, words, self.limit)
+        total = sum(n for one, n in looks.items() if one != "collective")
+        long = {one: n for one, n in looks.items() if one in LONG_PHASES}
+        if not state.since or state.since <= begun or total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
             return now
         busy = max(long, key=lambda one: long[one])
         words = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"

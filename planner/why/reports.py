@@ -29,9 +29,6 @@ from planner.why.facts import (
 def by_clash(facts: RunFacts) -> Verdict | None:
     """Use calls that torch itself compared before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     rows = facts.log.clash
-    if len(rows) == 1:  # in releases up to 1.12 each rank reports only its own call
-        ((rank, call),) = rows.items()
-        return facts.named("clash_alone", rank=rank, call=call.words)
     if len({signature(call) for call in rows.values()}) >= 2:
         cause = mismatch(rows, size=facts.world or len(rows))
         return facts.verdict("failed", cause)
@@ -246,10 +243,4 @@ def by_silence(facts: RunFacts) -> Verdict | None:
     """Return the verdict if no rank has written for a while and none is known to run: it ended without a message."""
     if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
-    age = f"; the last heartbeat is {_duration(facts.silence)} old"
-    return _all_ended(tuple(facts.states), facts, age)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 36000 else (
-        f"{seconds / 3600:.0f} h")  # fmt: skip
+    return _all_ended(tuple(facts.states), facts, f"; the last heartbeat is {facts.silence:.0f} s old")

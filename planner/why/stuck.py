@@ -13,7 +13,6 @@ from planner.why.facts import (
     ENDED,
     EXPLAINS,
     LONGER,
-    LOOK_SECONDS,
     STALL_SECONDS,
     Activity,
     Cause,
@@ -119,9 +118,12 @@ class _Stuck:
     def _without_root(self) -> Verdict:
         """All of a group are in a call that does not move; groups wait for each other; or who is missing is unknown."""
         facts, blocked, waits = self.facts, self.blocked, self.blocked.waits
+        self.what = {rank: facts.activity(rank) for rank in facts.states}
+        if stopped := {rank for rank, one in self.what.items() if one.kind == "stopped"}:
+            return self._named(stopped)
         # a count of calls does not tell which call it is: the dumps of these ranks are about to come
         counted = sorted({one for wait in waits.values() for one in wait.here if facts.has_moved_on(one)})
-        elsewhere = [one for one in counted if facts.activity(one).kind != "collective"]
+        elsewhere = [one for one in counted if self.what[one].kind != "collective"]
         if elsewhere or (counted and blocked.age < 2 * STALL_SECONDS):
             return not_yet([f"{ranks_of(counted)} have called more than their dumps show; {self.wait}"],
                            facts.limit if elsewhere else 2 * STALL_SECONDS, self.waiting)  # fmt: skip
@@ -139,20 +141,15 @@ class _Stuck:
             )
             return facts.named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
         unseen = sorted({rank for wait in waits.values() for rank in wait.unseen} - set(waits))
-        self.what = {rank: facts.activity(rank) for rank in unseen if rank in facts.states}
-        if mute := {rank for rank, one in self.what.items() if one.kind == "silent" and blocked.age >= one.grace}:
+        what = {rank: one for rank, one in self.what.items() if rank in unseen and one.kind != "gone"}
+        if mute := {rank for rank, one in what.items() if one.kind == "silent" and blocked.age >= one.grace}:
             return self._named(mute)
-        if unseen and len(self.what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
+        if unseen and len(what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
             rows = [f"rank {rank} has not written since the others wait; {self.wait}" for rank in unseen]
             return not_yet(rows, facts.limit, self.waiting)
         rest = (
             f"whether {ranks_of(unseen)} entered is unknown" if unseen else "the rank that has not entered is unknown"
         )
-        counts = [
-            f"{len(wait.here)} of the {wait.size} ranks of group {wait.call.group} are seen in number "
-            f"{wait.call.number}"
-            for _, wait in sorted(waits.items()) if wait.size and len(wait.here) < wait.size
-        ]  # fmt: skip
         numbers: dict[str, set[int]] = {}
         for wait in waits.values():
             if wait.call.group and not wait.call.p2p:
@@ -162,7 +159,7 @@ class _Stuck:
             f"match, or a GPU that hangs in number {min(here)}"
             for group, here in numbers.items() if len(here) > 1
         ]  # fmt: skip
-        evidence = tuple(dict.fromkeys((self.wait, *apart, *counts)))[:4]
+        evidence = tuple(dict.fromkeys((self.wait, *apart)))[:4]
         return facts.named("rank_unknown", waiting=self.waiting, waits=blocked.describe(self.waiting), rest=rest,
                            evidence=evidence)  # fmt: skip
 
@@ -210,7 +207,7 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
         links[frozenset(pair)] += n
     if len(hosts) == 2:  # there is no other link, though it may be that no look saw bytes wait
         return _link(hosts, 1.0, what, rows)
-    total, looks = sum(links.values()), max(pairs.values(), default=0)
+    total = sum(links.values())
     if not total or len(facts.states) < 2:
         return cause_named("network", what=what, evidence=rows)
     (link, most), *rest = links.most_common(2)
@@ -227,8 +224,7 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
                            share=touched / total, evidence=rows)  # fmt: skip
     best = max(odds if most / total >= EXPLAINS else 0.0, odds_of_node if touched / total >= EXPLAINS else 0.0)
     if 0 < best < 1:
-        rows = (*rows, "which link it is cannot be distinguished yet; if this goes on, it can be in about "
-                       f"{max(1.0, looks * LOOK_SECONDS * (1 / best - 1)):.0f} s")  # fmt: skip
+        rows = (*rows, "which link it is cannot be distinguished yet")
     return cause_named("network", what=what, evidence=rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import studies
@@ -112,3 +113,15 @@ def test_the_page_of_published_studies_has_every_row_with_a_forecast_of_today() 
             elif row.get("published") and f"{row['published']:.3g} s" != cells[1]:
                 wrong.append((row["case"], row["published"], cells))
     assert not wrong, wrong
+
+
+def test_nvlink_helps_only_gpus_that_exist_with_it() -> None:
+    """An A40 can have a bridge; an RTX 4090 cannot (Ada has no NVLink)."""
+    planned = planned_over(2.6 * GB, "TCP")
+    parts = step_parts(planned.job, ARTICLE_LAYOUT)
+    memory = memory_parts(planned.job.model, ARTICLE, ARTICLE_LAYOUT, planned.job.engine)
+    candidate = Candidate(layout=ARTICLE_LAYOUT, parts=parts, memory=memory, seconds=parts.total)
+    apart = replace(planned.job.links, ranks_per_node=4, nodes=1, island_size=1, network=None)
+    for device, advised in (("NVIDIA A40", True), ("NVIDIA GeForce RTX 4090", False)):
+        job = replace(planned.job, links=apart, rates=replace(planned.job.rates, device=device))
+        assert any("NVLink" in text for text in helps_most(job, candidate, None)) == advised

@@ -130,9 +130,52 @@ def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
 @each_row(("saved", "computed", "state"), [(14, 1, "fine"), (2, 30, "stuck"), (0, 3, "stuck")])
 def test_who_has_just_come_back_from_a_checkpoint_is_not_at_fault(saved: int, computed: int, state: str) -> None:
     mark = Mark(at=NOW - 75, samples={"compute": 100, "collective": 100})
-    looks = {"compute": 100 + computed, "collective": 104, "save": saved}
+    looks = {"compute": 100 + computed, "collective": 175 - computed - saved, "save": saved}
     found = judge(waiting(phase="compute", since=NOW - computed, marks=(mark,), samples=looks))
     assert (found.state, bool(found.not_at_fault)) == (state, state == "fine")
+
+
+@each_row(("looks", "seconds", "state"), [(12, 70.0, "fine"), (75, 70.0, "stuck"), (12, 310.0, "stuck")])
+def test_a_line_after_a_time_without_looks_does_not_explain_the_wait(looks: int, seconds: float, state: str) -> None:
+    """It has pickled in one call that holds Python's lock, and is in an ordinary line again."""
+    mark = Mark(at=NOW - seconds - 5, samples={"compute": 100})
+    facts = waiting(for_seconds=seconds, phase="compute", since=NOW - seconds - 20, marks=(mark,), own=STEP, usual=STEP,
+                    samples={"compute": 100 + looks})  # fmt: skip
+    found = judge(facts)
+    assert found.state == state and ("its monitor could not run" in found.line) == (looks == 12), found.line
+    ahead = {rank: replace(one, calls=tuple(replace(call, created=call.created + 60) for call in one.calls))
+             for rank, one in facts.traces.items()}  # fmt: skip
+    clocks = {rank: replace(one, written=one.written + 60 * (rank != 2)) for rank, one in facts.states.items()}
+    assert judge(replace(facts, traces=ahead, states=clocks)).state == state, "the clocks of the others are ahead"
+
+
+@each_row(
+    ("calls", "process", "age", "state", "named"),
+    [
+        (60, "stopped", 25.0, "stuck", (2,)),  # it wrote before the wait began
+        (61, "stopped", 0.0, "stuck", (2,)),  # it has called what the others wait in
+        (60, "gone", 25.0, "failed", (2,)),
+        (60, "runs", 25.0, "fine", ()),
+    ],
+)
+def test_a_process_that_is_stopped_or_gone_stays_named(
+    calls: int, process: str, age: float, state: str, named: tuple[int, ...]
+) -> None:
+    facts = waiting(for_seconds=20.0, phase="compute", calls=calls)
+    mine = trace(2, *facts.traces[2].calls, *([call(61, at=NOW - 20, done=False)] if calls == 61 else []))
+    states = {**facts.states, 2: replace(facts.states[2], written=NOW - age)}
+    found = judge(replace(facts, traces={**facts.traces, 2: mine}, states=states, processes={2: process},
+                          ages={2: age}))  # fmt: skip
+    assert (found.state, found.ranks) == (state, named), found.line
+
+
+@each_row(("ago", "state"), [(0.1, "fine"), (10.0, "fine"), (20.0, "stuck")])
+def test_a_call_that_the_last_rank_has_just_entered_has_not_stopped(ago: float, state: str) -> None:
+    """The others have waited for 20 s, and wrote just before it came back from an upload, entered and left the call."""
+    facts = waiting(for_seconds=20.0, phase="compute", calls=61)
+    mine = trace(2, *facts.traces[2].calls, call(61, at=NOW - ago))
+    found = judge(replace(facts, traces={**facts.traces, 2: mine}))
+    assert (found.state, found.ranks) == (state, ()), found.line
 
 
 def dumped(*open_calls: dict[str, Any], done: int = 3) -> RunFacts:
