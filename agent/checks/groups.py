@@ -54,6 +54,9 @@ class Group:
     @property
     def places(self) -> str:
         """Return where it was found, if in several places: "on 2 nodes", "on 10 devices", "for gpus=8"; else ""."""
+        if all(code.startswith("env.") for code in self.codes):  # a text's: the node is one of its documents
+            parts = {check.node for check in self.checks}
+            return f"in {len(parts)} places" if len(parts) > 1 else ""
         nodes = {name for check in self.checks for name in check.node.split(", ") if name}
         if len(nodes) > 1:
             return f"on {len(nodes)} nodes"

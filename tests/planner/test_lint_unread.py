@@ -11,6 +11,7 @@ import pytest
 import yaml
 from rigs.tables import each_row
 
+from agent.checks.groups import grouped
 from agent.checks.lint import lint_text
 from planner.lint.environment import lint
 from planner.lint.sources import Reading, read_text
@@ -126,3 +127,11 @@ def test_defects_of_the_corpus(corpus: Path) -> None:
     for path in sorted((corpus / "defects" / "lint").iterdir()):
         found = read_text(path.read_text(), None, str(path))
         assert found.names() and not found.unread, path.name
+
+
+def test_documents_of_a_file_are_places_and_not_nodes() -> None:
+    pods = [POD.replace("spec:", f"metadata: {{name: {name}}}\nspec:", 1) for name in ("a", "b", "c")]
+    text = "---\n".join(f"{pod}    - {{name: NCCL_P2P_DISABLE, value: '1'}}\n" for pod in pods)
+    found = lint_text(text, "auto", nccl_version=None, machine=None)
+    (place,) = {group.places for group in grouped(found.checks) if "env.debug.leftover" in group.codes}
+    assert place == "in 3 places"
