@@ -230,9 +230,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
             bound="; then it is compute-bound" if parts.communication < 0.1 * parts.total else "",
         )  # fmt: skip
     gpu = gpu_named(job.rates.device)
-    # NVIDIA: Ada (8.9) and Blackwell for graphics (12.x) have no NVLink, with or without a bridge
-    without_nvlink = gpu is not None and gpu.compute_capability in ((8, 9), (12, 0), (12, 1))
-    apart = job.links.island_size < job.links.ranks_per_node and not without_nvlink
+    apart = job.links.island_size < job.links.ranks_per_node and (gpu is None or gpu.links > 0)
     if job.has_gpu and apart and winner.parts.communication > 0:
         add("nvlink", gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA))))
     if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":

@@ -53,8 +53,8 @@ class Group:
 
     @property
     def places(self) -> str:
-        """Return where it was found, if in several places: "on 2 nodes", "on 10 devices", "for gpus=8"; else ""."""
-        if all(code.startswith("env.") for code in self.codes):  # a text's: the node is one of its documents
+        """Return where it was found: "on 2 nodes", "in 3 places" (of a file), "on 10 devices", "for gpus=8"; or ""."""
+        if all(code.startswith("env.") for code in self.codes):  # from lint-env, where `node` names a part of the file
             parts = {check.node for check in self.checks}
             return f"in {len(parts)} places" if len(parts) > 1 else ""
         nodes = {name for check in self.checks for name in check.node.split(", ") if name}

@@ -70,7 +70,7 @@ class Lasts(Firsts[Key, Value]):
     """The last value of each key, for at most `most` keys."""
 
     def keep(self, key: Key, value: Value) -> None:
-        """Store the value in place of an earlier one."""
+        """Store the value; it replaces an earlier one."""
         if key in self or len(self) < self.most:
             self[key] = value
 

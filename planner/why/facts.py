@@ -221,9 +221,8 @@ class RunFacts:
             return now
         old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=state.written))
         looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}
-        if (
-            sum(looks.values()) * LOOK_SECONDS < (state.written - old.at) / 2
-        ):  # a call that holds the GIL prevents looks
+        # a call that holds the GIL prevents looks
+        if sum(looks.values()) * LOOK_SECONDS < (state.written - old.at) / 2:
             words = f"{DOING[now.kind]} now, and for most of the time since then its monitor could not run"
             return Activity(now.kind, words, self.limit)
         total = sum(n for one, n in looks.items() if one != "collective")

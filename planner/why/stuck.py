@@ -13,6 +13,7 @@ from planner.why.facts import (
     ENDED,
     EXPLAINS,
     LONGER,
+    LOOK_SECONDS,
     STALL_SECONDS,
     Activity,
     Cause,
@@ -207,7 +208,7 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
         links[frozenset(pair)] += n
     if len(hosts) == 2:  # there is no other link, though it may be that no look saw bytes wait
         return _link(hosts, 1.0, what, rows)
-    total = sum(links.values())
+    total, looks = sum(links.values()), max(pairs.values(), default=0)
     if not total or len(facts.states) < 2:
         return cause_named("network", what=what, evidence=rows)
     (link, most), *rest = links.most_common(2)
@@ -224,7 +225,8 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
                            share=touched / total, evidence=rows)  # fmt: skip
     best = max(odds if most / total >= EXPLAINS else 0.0, odds_of_node if touched / total >= EXPLAINS else 0.0)
     if 0 < best < 1:
-        rows = (*rows, "which link it is cannot be distinguished yet")
+        rows = (*rows, "which link it is cannot be distinguished yet; if this goes on, it can be in about "
+                       f"{max(1.0, looks * LOOK_SECONDS * (1 / best - 1)):.0f} s")  # fmt: skip
     return cause_named("network", what=what, evidence=rows)
 
 
