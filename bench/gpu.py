@@ -77,7 +77,7 @@ def config_file(folder: Path, more: dict[str, Any], *, model: str) -> Path:
     made, rows = folder / model, folder / "rows.jsonl"
     made.mkdir(exist_ok=True)
     (made / "config.json").write_text(json.dumps({"model_type": "llama", **MODELS[model]}))
-    length = 2048 if model == "gpu" else 64
+    length = 2048 if model.startswith("gpu") else 64
     rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
     settings = {
         "model_name_or_path": str(made), "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
@@ -225,7 +225,7 @@ class Tier:
             yield name, f"{_ending(record)}; {record.placements}; first and last loss {apart}"
 
     def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
-        """One short run through `launch`: forecast against measured, by quantity and by part."""
+        """A short run through `launch`: forecast against measured, by quantity and by part."""
         if more.get("attn_implementation") == "flash_attention_2" and find_spec("flash_attn") is None:
             yield "step", "not run: flash_attn is not installed"
             return
@@ -233,13 +233,15 @@ class Tier:
             yield "step", "not run: bitsandbytes is not installed"
             return
         out = self.folder / name.replace(" ", "-").replace(",", "")
-        model = "cpu" if self.cpu else "gpu"
+        more = dict(more)
+        model, options = more.pop("model", "gpu"), more.pop("options", ())
+        model = "cpu" if self.cpu else model
         file = config_file(self.folder, more, model=model)
         if not [*(self.folder / model).glob("*.safetensors")]:
             write_weights(self.folder / model, cpu=self.cpu)
         done = self.call(
             sys.executable, "-m", "agent.cli", "launch", "--ranks", "1", "--no-preflight", "--config",
-            str(file), "--output", str(out), most=150,
+            str(file), "--output", str(out), *options, most=200,
         )  # fmt: skip
         try:
             record = run_record.read(out / "run.json")

@@ -22,9 +22,9 @@ ASSUMED_CPU_FLOPS_PER_CORE = 20e9
 ASSUMED_CPU_MEMORY_BYTES_PER_SECOND = 10e9
 
 
-# Bytes through memory per score of transformers' eager attention, both passes, in half precision and in fp32: counted
-# with a TorchDispatchMode, with the softmax's cast in its kernel as on a GPU.
-EAGER_SCORE_BYTES = (52.0, 68.0)
+# Bytes through memory per score of transformers' eager attention, both passes: what the kernels of a profile on a GPU
+# read and write (docs/measurements/gpu.md). torch casts fp16 scores within its softmax kernel, bf16 ones in another.
+EAGER_SCORE_BYTES = {"bf16": 80.0, "fp16": 64.0, "fp32": 80.0}
 _DELTA_CHUNK = 64.0  # tokens per chunk in which the delta rule is a matrix product (arXiv 2412.06464)
 
 
@@ -163,7 +163,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
     how = "derived" if gpu.measured and gpu.maker == "NVIDIA" else "assumed"
     score_bytes = 2.0 * constants.score_passes if kernel == "unfused" else 0.0
     if train.attention == "eager":  # the backward pass is counted as 2.5 times the forward pass
-        score_bytes = EAGER_SCORE_BYTES[precision == "fp32"] / 3.5
+        score_bytes = EAGER_SCORE_BYTES.get(precision, EAGER_SCORE_BYTES["bf16"]) / 3.5
     return Rates(
         gemm=gemm,
         head=bf16 if precision in EIGHT_BITS else None,
