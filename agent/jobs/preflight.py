@@ -291,7 +291,9 @@ def _measure(
 def _request(options: Mapping[str, Any]) -> Request:
     """Return the request to the planner; a run without a named model trains the embedded job."""
     request: Request = options["request"]
-    return job_request(request, options["config"], options["overrides"]) if options["train"] else request
+    if not options["train"]:
+        return request
+    return job_request(replace(request, nodes=1), options["config"], options["overrides"])  # trains on this host
 
 
 def _recommend(

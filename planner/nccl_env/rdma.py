@@ -291,10 +291,8 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     if not case.efa:
         ports = by_host((node.hostname, _join(node.default_ports())) for node in case.nodes if node.default_ports())
         return setting("net.fell_back", "IB", f"the log shows channels over Socket; {ports}")
-    if not (case.multi_node or fell_back):
-        return note("net.efa_one_node")
     evidence = _describe_efa(case) + ("; the log shows channels over Socket" if fell_back else "")
-    return setting("net.efa", "AWS Libfabric", evidence)
+    return setting("net.efa", "AWS Libfabric", evidence, *([] if case.multi_node else ["net.efa_unknown_nodes"]))
 
 
 def _has_rdma_nic(case: Situation) -> bool:
