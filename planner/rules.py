@@ -209,7 +209,7 @@ def _lacks_options(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
 def method_lacks(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
     """Return what is missing to train with this method."""
     if train.method not in engine.methods:
-        return f"{engine.name} does not support {train.method}"
+        return f"{engine.name} does not support {train.method}; it trains {' and '.join(sorted(engine.methods))}"
     if train.method != "qlora":
         return None
     if not has_gpu:
