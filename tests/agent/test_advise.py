@@ -67,6 +67,18 @@ def test_a_measured_step_is_compared_as_it_took() -> None:
     assert after[1] / after[0] == pytest.approx(before[1] / before[0])
 
 
+def test_two_layouts_are_compared_by_their_intervals() -> None:
+    """Both ends of each step's interval; steps whose intervals overlap are not distinguishable."""
+    words = ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--global-batch", "64", "--compare")
+    for second, overlap in (("tp=8", False), ("dp_shard=8,micro_batch=4", True)):
+        found, _ = shown(*words[1:], "dp_shard=8,micro_batch=2", second)
+        ends = [one["forecast"]["step_seconds"] for one in found["layouts"]]
+        assert (max(one["low"] for one in ends) <= min(one["high"] for one in ends)) is overlap, second
+        text = topoflight(*words, "dp_shard=8,micro_batch=2", second).stdout
+        row = next(line for line in text.splitlines() if line.startswith("step "))
+        assert row.count(" to ") == 2 and ("? not distinguishable" in text) is overlap, text
+
+
 def test_an_8bit_optimizer_needs_less_memory() -> None:
     """By the states it keeps."""
     sizes = [{part.name: part.value for part in chosen_of(ask(optimizer=name)).forecast.memory_parts}["optimizer"]
@@ -139,7 +151,7 @@ def test_a_sweep_over_machines_as_a_table_as_json_and_as_a_picture(tmp_path: Pat
     table = topoflight("recommend", *asked, "--plot", drawn)
     assert table.exit_code == 0 and "✓" in table.output and "cost" in table.output, table.output
     assert drawn.read_text(encoding="utf-8").startswith("<svg")
-    said, _ = shown(*asked, "--tokens", "2000000000")
+    said, _ = shown(*asked, "--tokens", "2B")
     assert [(p["machine"], p["nodes"]) for p in said] == [(m, n) for m in ("p5.48xlarge", "2xa40-roce") for n in (1, 4)]
     assert said[0]["seconds"]["mid"] * said[0]["tokens_per_second"] == pytest.approx(2e9)
 
