@@ -232,6 +232,7 @@ def parse_config(
     written = {trl.option_names().renamed.get(name, name): name for name in raw}
     known = known_settings()
     if unknown := [name for name in raw if name not in known]:
+        trl.refuse_other_methods(raw, unknown)
         first, *more = unknown
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
         refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None
