@@ -160,9 +160,7 @@ def _render_job(api: str, spec: JobSpec) -> tuple[Document, ...]:
     )  # fmt: skip
 
 
-APIS: dict[str, Callable[[JobSpec], tuple[Document, ...]]] = {
-    api: partial(_render_job, api) for api in ("trainjob", "pytorchjob", "jobset", "job")
-}
+APIS: dict[str, Callable[[JobSpec], tuple[Document, ...]]] = {api: partial(_render_job, api) for api in POD_LABELS}
 
 
 def claims(spec: JobSpec) -> tuple[Document, ...]:
