@@ -232,7 +232,12 @@ def parse_config(
     written = {trl.option_names().renamed.get(name, name): name for name in raw}
     known = known_settings()
     if unknown := [name for name in raw if name not in known]:
-        trl.refuse_other_methods(raw, unknown)
+        methods = trl.option_names().methods
+        if shown := [word for name in unknown for word in (name, f"{name}={raw[name]}") if word in methods]:
+            of = min(
+                (methods[word] for word in shown), key=len
+            )  # a setting of one method tells more than one of several
+            raise ConfigError(f"only supervised fine-tuning (SFT) is supported; settings of {of}: {', '.join(shown)}")
         first, *more = unknown
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
         refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None

@@ -67,7 +67,7 @@ class OptionNames:
     fsdp: Mapping[str, list[str]]
     deepspeed: Mapping[str, Any]
     sections: Mapping[str, Section]
-    methods: Mapping[str, list[str]]  # method other than supervised fine-tuning -> settings that show it
+    methods: Mapping[str, str]  # setting -> the methods other than supervised fine-tuning that have it
     of_trl: Mapping[str, Any]  # options that TRL's parser must not get, and the names it knows
 
 
@@ -136,15 +136,6 @@ def flag(name: str, value: Any) -> bool | None:
     if not isinstance(found, bool | None):
         raise ConfigError(f"{name}={value!r}: must be true or false")
     return found
-
-
-def refuse_other_methods(raw: Mapping[str, Any], unknown: Iterable[str]) -> None:
-    """Raise ConfigError for a file of DPO, GRPO or another method, naming the unknown settings that show it."""
-    found = {name: f"{name}={str(raw[name])[:MOST_SHOWN].lower()}" for name in unknown}
-    for method, names in option_names().methods.items():
-        if shown := [one for name, one in found.items() if {name, one} & set(names)]:
-            file = f"a file for {method} ({', '.join(shown)})"
-            raise ConfigError(f"{file}; only supervised fine-tuning (SFT) is supported")
 
 
 def hint(name: str, known: Iterable[str]) -> str:

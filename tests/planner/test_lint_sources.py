@@ -204,7 +204,7 @@ SBATCH = "#!/bin/bash\n#SBATCH -N 4\n#SBATCH GPUS\nexport NCCL_P2P_DISABLE=1 NCC
         (ALONE.replace("nvidia.com/gpu: GPUS", "nvidia.com/mig-1g.10gb: 1"), 1),
         (ALONE.replace("GPUS", "{{ .Values.gpus }}"), None), (ALONE.replace("nvidia.com/gpu: GPUS", "cpu: 1"), None),
         (ALONE.replace("GPUS", "1") + "      hostIPC: true\n", None),  # the pods of a node share /dev/shm
-        (ALONE.replace("GPUS", "1") + "      resourceClaims: [{name: a}]\n", None),  # NVLink between nodes, or more GPUs
+        (ALONE.replace("GPUS", "1") + "      resourceClaims: [{name: a}]\n", None),  # NVLink between nodes
         (ALONE.replace("GPUS", "1") + "      volumes: [{name: a, hostPath: {path: /dev/shm}}]\n", None),
         ("\n---\n".join((ALONE.replace("GPUS", "1"), ALONE.replace("GPUS", "8"))), 8),
         (SBATCH.replace("GPUS", "--gres=gpu:1"), 1), (SBATCH.replace("GPUS", "--gres=gpu:a100:4"), 4),
