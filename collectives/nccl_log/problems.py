@@ -15,11 +15,6 @@ from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, P
 _LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may continue after it
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
-# The first of these beginnings of a libfabric provider decides which code fits.
-_PROVIDER_CODES = (
-    ("efa", "efa_without_gdrdma"), ("cxi", "slingshot_without_gdrdma"), ("tcp", "libfabric_over_tcp"),
-    ("sockets", "libfabric_over_tcp"), ("net", "libfabric_over_tcp"), ("", "net_without_gdrdma"),
-)  # fmt: skip
 
 # The most GPUs that one operating system was seen to have under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
 MOST_GPUS_OF_A_NODE = 16
@@ -480,7 +475,7 @@ def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -
         return "socket_fallback"
     if provider is None or not any("Libfabric" in name for name in (inter, *carried)):
         return "net_without_gdrdma"
-    return next(code for start, code in _PROVIDER_CODES if provider.startswith(start))
+    return next(str(code) for start, code in WORDS_OF["providers"] if provider.startswith(start))
 
 
 def _code_of_partial(evidence: Evidence, facts: Facts) -> str:
