@@ -237,6 +237,10 @@ class _Findings:
         for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
             if code in self.problems and self.has_failure(without=code):
                 self.demote(code)
+        refused = tuple(row for row in self.ledger.code_lines.get("cuda_failure", ()) if "shmutils." in row.text)
+        if refused and not any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ())):
+            self.problems.pop("shm_too_small", None)
+            self.add("shm_not_registered", lines=refused)
         if "gid_index_invalid" in self.problems and layers_in_use(self.ledger) == {"IB"}:
             self.demote("gid_index_invalid")
 
@@ -274,12 +278,21 @@ class _Findings:
             self._find_interface()
 
     def _find_interface(self) -> None:
-        """Find an interface that does not lead to other nodes; within a node the loopback interface does."""
-        used = (list(self.facts.bootstrap), list(self.facts.sockets))
+        """Find an interface that does not lead to other nodes; within a node the loopback interface does.
+
+        The bootstrap uses the first interface. Channels over sockets are spread over all that are listed.
+        """
+        sockets = list(self.facts.sockets)
+        used = [*list(self.facts.bootstrap)[:1], *(sockets if self.inter == "Socket" else sockets[:1])]
         apart = (self.facts.nodes or self.ledger.host_count()) > 1 or self.inter != "unknown"
-        suspects = [name for names in used for name in names if name == "lo" or name.startswith(WORDS_OF["bridges"])]
-        if any(name in suspects and (apart or name != "lo") for names in used for name in names[:1]):
-            self.add("docker_interface_used", ", ".join(dict.fromkeys(suspects)))
+        suspects = dict.fromkeys(
+            name for name in used if name.startswith(WORDS_OF["bridges"]) or (apart and name == "lo")
+        )
+        if suspects:
+            named = [*list(suspects)[:3], *([f"and {len(suspects) - 3} more"] if len(suspects) > 3 else [])]
+            others = [name for name in sockets if name not in suspects]
+            beside = f", beside {', '.join(others[:4])}" if others else ""
+            self.add("docker_interface_used", ", ".join(named) + beside)
 
     def _if_several(self) -> tuple[str, str]:
         """Return a reservation and a severity if no channel used the sockets, and nothing shows a second node."""
