@@ -177,8 +177,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
         shown.add_row("step", *(units.interval(step, "s") for step in steps))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
         shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
-        broken = (ranked.why or "yes" for ranked in (first, second))
-        shown.add_row("allowed", *broken)
+        shown.add_row("allowed", *(ranked.why or "yes" for ranked in (first, second)))
         out.print(shown)
         if max(step.low for step in steps) <= min(step.high for step in steps):
             out.print("? not distinguishable: the 80 % intervals of the two step times overlap")

@@ -251,10 +251,7 @@ class _Wrapper:
         Limits or requests of a TrainJob replace all resources of its runtime's container (Kubeflow Trainer,
         pkg/runtime/framework/plugins/jobset/builder.go).
         """
-        of_job, of_runtime = (
-            self._job.parts[0],
-            self._part if self._part.pod is not None else self._job.parts[-1],
-        )
+        of_job, of_runtime = (self._job.parts[0], self._part if self._part.pod is not None else self._job.parts[-1])
         own = of_job.kind == "TrainJob" and (of_job.limits or of_job.resources.get("requests"))
         return of_job if own else of_runtime
 

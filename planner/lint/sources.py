@@ -273,9 +273,8 @@ def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[
     loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
     findings = tuple(script.findings)
     for label, way in (("", Settings()), *script.ways[:_LIMIT_SCOPES]):
-        found = {
-            name: each for name, each in (script.always | way).items() if is_judged(name) or name in JOB_SIZE
-        }  # fmt: skip
+        both = script.always | way
+        found = {name: each for name, each in both.items() if is_judged(name) or name in JOB_SIZE}
         if not any(map(is_judged, [*found, *loose])):
             continue
         yield NamedEnvironment(

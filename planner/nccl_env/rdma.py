@@ -10,13 +10,7 @@ from collections.abc import Sequence
 
 from hardware.units import gigabits
 from planner.forecast.machines import machine
-from planner.nccl_env.hcas import (
-    PortChoice,
-    choose_ports,
-    is_software,
-    is_virtual_function,
-    subnet_prefix,
-)
+from planner.nccl_env.hcas import PortChoice, choose_ports, is_software, is_virtual_function, subnet_prefix
 from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.nodes import RDMA_KINDS, NodeView, PortView, port_subnet
 from planner.nccl_env.platforms import recognise
