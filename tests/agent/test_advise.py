@@ -54,6 +54,20 @@ def test_what_a_run_is_changes_its_step() -> None:
     assert step(lengths="128:1000") < 0.5 * step(), "short rows cost less than full ones"
 
 
+def test_lora_in_fp8_is_forecast_as_nemo_runs_it() -> None:
+    """The engine that has fp8 also has adapters; another engine's refusal names it, and its arguments have none."""
+    lora = {"engine": "megatron", "method": "lora"}
+    assert step(precision="fp8", **lora) < step(precision="bf16", **lora)
+    assert step(precision="fp8", **lora) < step(precision="fp8", engine="megatron", method="full")
+    words = ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--precision", "fp8")
+    refused = topoflight(*words)
+    assert refused.exit_code == 3 and "engine megatron fits" in refused.stdout
+    exported = topoflight(*words, "--engine", "megatron", "-o", "megatron")
+    assert exported.exit_code == 2 and "lora: it has no adapters (Megatron-Bridge has)" in exported.stderr
+    other = topoflight(*words[:-2], "-o", "megatron")  # the layout of another engine: what makes one that is exported
+    assert other.exit_code == 2 and "Add --engine megatron --method full to get" in other.stderr
+
+
 def test_a_measured_step_is_compared_as_it_took() -> None:
     """The layout that was measured takes what it took, and the other as many times as long as by their forecasts."""
     words = "--machine p5.48xlarge --model Llama-3.1-8B --global-batch 64 --compare dp_shard=8,micro_batch=2"
