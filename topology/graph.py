@@ -162,7 +162,7 @@ class Rail:
 class Expectation:
     """An expected bandwidth with its derivation."""
 
-    scope: str  # "island", "node", "rail", "cluster"
+    scope: str  # "island", "node", "rail"
     op: str  # "all_gather"
     busbw_bytes_per_second: float | None  # by NCCL's plan; None: not derivable, see `derivation`
     derivation: tuple[str, ...]  # steps with their sources
@@ -215,9 +215,6 @@ class ClusterTopology:
     nodes: tuple[NodeTopology, ...]
     inter_node_bytes_per_second: float | None = None  # from one node to the others, per direction, all rails
     inter_node_transport: str | None = None  # "rdma", "efa", "tcp", "nvlink"; None: unknown or single node
-    expectations: tuple[Expectation, ...] = ()
-    warnings: tuple[str, ...] = ()
-    schema_version: int = SCHEMA_VERSION
 
     @property
     def world_size(self) -> int:
