@@ -244,8 +244,10 @@ def nvlinks(label: str) -> int:
     return int(match[1]) if match else 0
 
 
-def path_class(label: str) -> PathClass | None:
-    """Return NCCL's path type of a label, None if unknown."""
+def path_class(label: str, *, c2c: bool = False) -> PathClass | None:
+    """Return NCCL's path type of a label, None if unknown; `c2c`: from a GPU over C2C to Grace, then PCIe to a NIC."""
+    if c2c and label in ("PHB", "NODE"):
+        return PathClass.P2C
     return PathClass.NVL if nvlinks(label) else _PATHS.get(label)
 
 
