@@ -281,8 +281,7 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     if case.cxi:
         nics = by_host((node.hostname, f"Cassini NICs {', '.join(node.cxi())}") for node in case.nodes if node.cxi())
         return setting("net.slingshot", "AWS Libfabric", nics)
-    unknown = [] if case.multi_node else ["net.efa_unknown_nodes"]
-    return setting("net.efa", "AWS Libfabric", _describe_efa(case), *unknown)
+    return setting("net.efa", "AWS Libfabric", _describe_efa(case), *([] if case.multi_node else ["net.efa_nodes"]))
 
 
 def _has_rdma_nic(case: Situation) -> bool:
