@@ -21,6 +21,7 @@ import ctypes
 import fcntl
 import functools
 import importlib
+import inspect
 import ipaddress
 import json
 import os
@@ -37,8 +38,10 @@ from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 RANKS_FOLDER, STATE, TRACE, ASK = "ranks", "state_rank_{rank}.json", "trace_rank_{rank}.json", "dump"
+NODE_STATE = "state_node_{rank}.json"  # of torchrun on a node, until its ranks start
 VERDICT = "why.json"  # of an earlier start
 INTERVAL_SECONDS = 1.0
 WRITE_EVERY = 10  # samples
@@ -53,6 +56,7 @@ _LIBC = ctypes.CDLL(None)
 _MOST_SOCKETS = 4096
 _ESTABLISHED = 1  # first byte of tcp_info; the third counts what is sent again in vain
 _SHOWN = 6
+_UNNUMBERED = 500_000  # from which on the number of a node is none that torchrun was given
 
 # First match from the innermost frame outward wins: a data loader's queue inside an evaluation is data.
 _LIBRARIES: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -86,8 +90,13 @@ def phase_of(frames: list[tuple[str, str]]) -> str:
 class RankMonitor(threading.Thread):
     """The monitoring thread of one rank."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, *, interval_seconds: float = INTERVAL_SECONDS) -> None:
+    def __init__(
+        self, folder: Path, rank: int, world_size: int, *, interval_seconds: float = INTERVAL_SECONDS, asked: str = "",
+        file: str = STATE,
+    ) -> None:  # fmt: skip
         super().__init__(name="topoflight-rank-monitor", daemon=True)
+        self.asked, self.answer = asked, ""  # address of the rendezvous, until this rank has met the others there
+        self.file = file.format(rank=rank)
         self.folder, self.rank, self.interval_seconds = folder / RANKS_FOLDER, rank, interval_seconds
         main = threading.main_thread()
         self.main, self.native = main.ident or 0, main.native_id
@@ -97,7 +106,7 @@ class RankMonitor(threading.Thread):
         self.resent: Counter[str] = Counter()
         self.held: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
-        self.phase, self.since = "compute", time.time()
+        self.phase, self.since = "rendezvous" if asked else "compute", time.time()
         self.where: tuple[str, ...] = ()
         self.own: tuple[str, ...] = ()
         self.calls, self.moved, self.dumped = 0, time.monotonic(), 0.0
@@ -113,14 +122,21 @@ class RankMonitor(threading.Thread):
 
     def run(self) -> None:
         """Sample until the end; what cannot be read or written is left out, and the job continues."""
-        written = 0.0
+        written, has_met = 0.0, False
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_old_files()
+            self._remove_own_files()
         # at uneven times: samples in step with the steps of the job would always see the same phase
         while not self.over.wait(self.interval_seconds * self.random.uniform(0.5, 1.5)):
+            if self.file != STATE.format(rank=self.rank) and self._effort()[3]:  # torchrun has started its ranks
+                self.over.set()
+                self._remove_own_files()
+                return
             self.sample()
             now = time.monotonic()
+            if not (self.asked or has_met):
+                has_met, written, self.moved = True, 0.0, now
+                self._remove_files_of_others()
             stalled = (
                 now - self.moved >= STALL_SECONDS and now - self.dumped >= max(STALL_SECONDS, now - self.moved) / 2
             )
@@ -135,17 +151,22 @@ class RankMonitor(threading.Thread):
                 self.write()
                 written = now
 
-    def _remove_old_files(self) -> None:
-        """Remove what an earlier start has left: of this rank, and, by rank 0, of ranks that have not written yet.
+    def _remove_own_files(self) -> None:
+        """Remove what an earlier start of this rank has left."""
+        with contextlib.suppress(OSError):
+            for old in (self.file, TRACE.format(rank=self.rank), f"../{VERDICT}"):
+                (self.folder / old).unlink(missing_ok=True)
 
-        When the monitor starts, all ranks have met. So a file that was there before this module was loaded is of an
-        earlier start. The clock of the file system decides, which a new file tells.
+    def _remove_files_of_others(self) -> None:
+        """Remove, by rank 0, what an earlier start has left of ranks that have not written yet.
+
+        All ranks have met. So a file that was there before this module was loaded is of an earlier start. The clock of
+        the file system decides, which a new file tells.
         """
-        own = [self.folder / one.format(rank=self.rank) for one in (STATE, TRACE)]
-        for old in (*own, self.folder.parent / VERDICT):
-            old.unlink(missing_ok=True)
-        if self.rank == 0:
-            draft = self.folder / f".{STATE.format(rank=0)}.draft"
+        if self.rank:
+            return
+        with contextlib.suppress(OSError):
+            draft = self.folder / f".{self.file}.draft"
             draft.touch()
             loaded = draft.stat().st_mtime - (time.monotonic() - _LOADED)
             for path in self.folder.glob("*_rank_*.json"):
@@ -156,6 +177,11 @@ class RankMonitor(threading.Thread):
     def sample(self) -> None:
         """Record where the main thread is now."""
         stack = _stack(sys._current_frames().get(self.main))
+        own = [frame for frame in stack if _is_own(frame[0])]
+        self.where, self.own = (tuple(map(_shown, frames[:_SHOWN])) for frames in (stack, own))
+        if self.asked:
+            self.answer = _answer_of(self.asked, self.answer)
+            return
         calls, in_call = _collectives()
         phase = phase_of([(file, function) for file, _, function in stack])
         if in_call is not None and phase in ("compute", "evaluate") and self._waits(stack, in_call):
@@ -163,9 +189,6 @@ class RankMonitor(threading.Thread):
         if phase != self.phase:
             self.phase, self.since = phase, time.time()
         self.samples[phase] += 1
-        self.where = tuple(_shown(frame) for frame in stack[:_SHOWN])
-        own = [frame for frame in stack if _is_own(frame[0])]
-        self.own = tuple(_shown(frame) for frame in own[:_SHOWN])
         if calls > self.calls:
             self.moving[phase] += 1
             self.places.update(set(self.own))
@@ -206,8 +229,9 @@ class RankMonitor(threading.Thread):
     def dump(self) -> None:
         """Write the recorder's calls, as JSON."""
         self.dumped = time.monotonic()
-        with contextlib.suppress(Exception):  # another torch, a full disk: the verdict does without it
-            self._replace(TRACE.format(rank=self.rank), _recorder()[0]())
+        with contextlib.suppress(Exception):  # no call yet, another torch, a full disk: the verdict does without it
+            if not self.asked:
+                self._replace(TRACE.format(rank=self.rank), _recorder()[0]())
 
     def write(self, *, ended: bool = False) -> None:
         """Replace the rank's file."""
@@ -225,9 +249,10 @@ class RankMonitor(threading.Thread):
         before, self.effort = self.effort, self._effort()
         seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
         least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
-        self._replace(STATE.format(rank=self.rank), json.dumps({
+        self._replace(self.file, json.dumps({
             **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
-            "own": self.own, "usual": [place for place, count in self.places.items() if count >= least],
+            "asked": self.asked, "answer": self.answer, "own": self.own,
+            "usual": [place for place, count in self.places.items() if count >= least],
             "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
             "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
             "samples": dict(self.samples), "moving": dict(self.moving), "calls": self.calls, "marks": self.marks,
@@ -280,30 +305,77 @@ def start(folder: Path, *, interval_seconds: float = INTERVAL_SECONDS) -> RankMo
     """Start the monitor, in a rank that has joined its process group."""
     import torch.distributed as dist
 
-    made = RankMonitor(folder, dist.get_rank(), dist.get_world_size(), interval_seconds=interval_seconds)
-    made.start()
-    atexit.register(made.end)
-    return made
+    return _watch(RankMonitor(folder, dist.get_rank(), dist.get_world_size(), interval_seconds=interval_seconds))
 
 
 def starting(function: Any, folder: Path) -> Any:
-    """init_process_group, and then the monitor: once, in a run of more than one rank."""
+    """init_process_group with the monitor, once, in a run of more than one rank.
+
+    The rendezvous is part of the job, so the monitor starts before it where the rank is known by then.
+    """
     prepare()
-    started = False
+    monitor: RankMonitor | None = None
 
     @functools.wraps(function)
     def init_process_group(*arguments: Any, **options: Any) -> Any:
-        nonlocal started
-        result = function(*arguments, **options)
+        nonlocal monitor
         with contextlib.suppress(Exception):  # whatever it is, the job goes on
+            known = inspect.signature(function).bind(*arguments, **options).arguments
+            rank, world = (int(os.environ[name.upper()] if known.get(name, -1) < 0 else known[name])
+                           for name in ("rank", "world_size"))  # fmt: skip
+            if monitor is None and world > 1:
+                monitor = _watch(RankMonitor(folder, rank, world, asked=_place(known)))
+        result = function(*arguments, **options)
+        with contextlib.suppress(Exception):
             import torch.distributed as dist
 
-            if not started and dist.get_world_size() > 1:
-                started = True
-                start(folder)
+            if monitor is not None:
+                monitor.asked = ""
+            elif dist.get_world_size() > 1:
+                monitor = start(folder)
         return result
 
     return init_process_group
+
+
+def launching(function: Any, folder: Path) -> Any:
+    """torchrun's launch_agent: until its ranks start, the file of this node tells which rendezvous it asks."""
+
+    @functools.wraps(function)
+    def launch_agent(config: Any, *arguments: Any, **options: Any) -> Any:
+        with contextlib.suppress(Exception):
+            node = config.rdzv_configs.get("rank", _UNNUMBERED + os.getpid() % _UNNUMBERED)
+            asked = config.rdzv_endpoint or "the rendezvous"
+            _watch(RankMonitor(folder, node, config.max_nodes, asked=asked, file=NODE_STATE))
+        return function(config, *arguments, **options)
+
+    return launch_agent
+
+
+def _watch(monitor: RankMonitor) -> RankMonitor:
+    monitor.start()
+    atexit.register(monitor.end)
+    return monitor
+
+
+def _place(known: dict[str, Any]) -> str:
+    """The address of the rendezvous that init_process_group asks: "10.0.0.1:29500"."""
+    method = str(known.get("init_method") or "env://")
+    if known.get("store") is not None or method.startswith("file:"):
+        return "the rendezvous"
+    return urlsplit(method).netloc or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _answer_of(place: str, before: str) -> str:
+    """ "connected" to the port of a rendezvous; "unresolved" where its name is not known; else empty."""
+    host, _, port = place.rpartition(":")
+    peers = (_address(fd, _LIBC.getpeername) for fd, _ in _connections())
+    if any(peer and str(peer[1]) == port for peer in peers):
+        return "connected"
+    try:
+        return "" if before == "connected" or not host or socket.getaddrinfo(host.strip("[]"), None) else before
+    except OSError:
+        return "unresolved"
 
 
 def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:

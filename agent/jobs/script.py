@@ -33,6 +33,7 @@ from agent.jobs import script_rank
 from agent.jobs.child import default_ranks
 from agent.jobs.launch import Launched, environment, run, torchrun
 from collectives.nccl_log import evidence
+from collectives.traces.states import RANKS_FOLDER
 from contracts import bounded, run_record
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
 from contracts.job_plan import JobPlan
@@ -104,7 +105,12 @@ def plan_of(
 
 
 def monitored(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the environment in which each rank's Python starts the monitor by itself (finetune/autostart)."""
+    """Return the environment in which each rank's Python starts the monitor by itself (finetune/autostart).
+
+    The folder is made, so that `topoflight why` recognises it before the ranks have met.
+    """
+    with contextlib.suppress(OSError):
+        (folder / RANKS_FOLDER).mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, (AUTOSTART, environment.get("PYTHONPATH"))))
     return {**environment, "TOPOFLIGHT_RUN": str(folder.absolute()), "PYTHONPATH": path}
 

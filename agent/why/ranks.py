@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from collectives.traces import calls
-from collectives.traces.states import ASK, NAME, RANKS_FOLDER, RankState, read_state
+from collectives.traces.states import ASK, NAME, NODE, RANKS_FOLDER, RankState, read_state
 from contracts import run_record
 from contracts.redaction import without_secrets
 from planner import why
@@ -102,6 +102,10 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     states, wrong = calls.read_ranks(ranks.glob("state_rank_*.json"), read_state)
     traces, bad = calls.read_ranks(ranks.glob("*trace_rank_*"), calls.read_file)
+    since = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
+    nodes = {node: state for node, state in calls.read_ranks(ranks.glob("state_node_*.json"), read_state)[0].items()
+             if _modified(ranks / NODE.format(rank=node)) > since}  # fmt: skip
+    nodes |= {node: replace(nodes[node], ended=True) for node, kind in processes(nodes).items() if kind == "gone"}
     newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
     alive = processes(states)
     written = {rank: state.written for rank, state in states.items()}
@@ -117,8 +121,8 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     if states and not is_running:
         silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else at - last
         is_running = silence < SILENT_RUN_SECONDS
-    facts = RunFacts(traces=traces, states=states, processes=alive, world=newest_state.world_size or None, ages=ages,
-                     copied=copied, silence=silence,
+    facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied,
+                     silence=silence, world=newest_state.world_size or None,
                      now=at if is_running else newest_state.written or newest(traces))  # fmt: skip
     return facts, wrong + bad
 

@@ -33,18 +33,20 @@ def _load_file(name: str, file: str) -> Any:
     return _load(importlib.util.spec_from_file_location(name, Path(__file__).resolve().parents[2] / file), name)
 
 
-def _wrap(c10d: Any) -> None:
-    """Load the monitor, and let init_process_group start it.
+def _wrap(module: Any) -> None:
+    """Load the monitor, and let init_process_group, or torchrun's launch_agent, start it.
 
     Only that call shows whether a process is a rank: some launchers set RANK in the environment, others do not.
     """
     monitor = _load_file("_topoflight_rank_monitor", "finetune/rank_monitor.py")
-    c10d.init_process_group = monitor.starting(c10d.init_process_group, Path(os.environ["TOPOFLIGHT_RUN"]))
+    for name, wrapped in (("init_process_group", monitor.starting), ("launch_agent", monitor.launching)):
+        if hasattr(module, name):
+            setattr(module, name, wrapped(getattr(module, name), Path(os.environ["TOPOFLIGHT_RUN"])))
 
 
 if "TOPOFLIGHT_RUN" in os.environ:
     with contextlib.suppress(Exception):
-        _load_file("_topoflight_import_hook", "contracts/import_hook.py").AfterImport(
-            "torch.distributed.distributed_c10d", _wrap
-        )
+        after_import = _load_file("_topoflight_import_hook", "contracts/import_hook.py").AfterImport
+        for name in ("torch.distributed.distributed_c10d", "torch.distributed.launcher.api"):
+            after_import(name, _wrap)
 _run_hidden(str(Path(__file__).resolve().parent))

@@ -58,10 +58,10 @@ def _parse_annotation(networks: str) -> list[str]:
 
 # The label with the job's name that each API's controller sets on the pods.
 POD_LABELS = {
-    "job": "job-name",
-    "pytorchjob": "training.kubeflow.org/job-name",
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
+    "pytorchjob": "training.kubeflow.org/job-name",
     "jobset": "jobset.sigs.k8s.io/jobset-name",
+    "job": "job-name",
 }
 PORT = 29500  # where pod 0 listens for the other pods; the default of torchrun
 # Exit codes after which a pod is replaced: a checkpoint was saved, SIGKILL, SIGTERM. Any other code fails the job.
@@ -160,9 +160,7 @@ def _render_job(api: str, spec: JobSpec) -> tuple[Document, ...]:
     )  # fmt: skip
 
 
-APIS: dict[str, Callable[[JobSpec], tuple[Document, ...]]] = {
-    api: partial(_render_job, api) for api in ("trainjob", "pytorchjob", "jobset", "job")
-}
+APIS: dict[str, Callable[[JobSpec], tuple[Document, ...]]] = {api: partial(_render_job, api) for api in POD_LABELS}
 
 
 def claims(spec: JobSpec) -> tuple[Document, ...]:

@@ -40,7 +40,8 @@ def judge(facts: RunFacts) -> Verdict:
     found = [one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))]
     known = [verdict for verdict in found if not is_open(verdict)]
     verdict = (
-        reports.by_clash(facts)
+        reports.by_meeting(facts)
+        or reports.by_clash(facts)
         or reports.by_models(facts)
         or reports.by_errors(facts)
         or next(iter(known), None)
@@ -83,4 +84,5 @@ def _sources(facts: RunFacts) -> tuple[str, ...]:
         "flight recorder": facts.traces, "rank states": facts.states, "processes": facts.processes,
         "stacks": (*facts.stacks, *facts.unranked), "watchdog": facts.log.traces,
     }  # fmt: skip
-    return tuple(f"{name}: {len(rows)} rank{'s' * (len(rows) > 1)}" for name, rows in counts.items() if rows)
+    found = [f"{name}: {len(rows)} rank{'s' * (len(rows) > 1)}" for name, rows in counts.items() if rows]
+    return (*found, *([f"torchrun: {len(facts.nodes)} node{'s' * (len(facts.nodes) > 1)}"] if facts.nodes else []))

@@ -101,6 +101,7 @@ class RunFacts:
 
     traces: Mapping[int, RankTrace] = field(default_factory=dict)  # from the flight recorder
     states: Mapping[int, RankState] = field(default_factory=dict)  # from the monitors inside the ranks
+    nodes: Mapping[int, RankState] = field(default_factory=dict)  # by node: torchrun, which has started no rank yet
     processes: Mapping[int, str] = field(default_factory=dict)  # "runs", "stopped", "gone", where this host has them
     ages: Mapping[int, float] = field(default_factory=dict)  # seconds by which a rank's file is older than the newest
     copied: bool = False  # the folder is a copy: `ages` compare the hosts' own clocks

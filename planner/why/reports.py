@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import gmtime, strftime
 
+from collectives.traces import watchdog
 from planner.why.calls import mismatch, signature
 from planner.why.facts import (
     ENDED,
+    IDLE_SECONDS,
     IN_CALL,
     LONG_PHASES,
     LOST_PEER,
@@ -22,8 +25,11 @@ from planner.why.facts import (
     Verdict,
     are_alike,
     headline,
+    not_yet,
     ranks_of,
 )
+
+_ANSWERS = {"": "and has no connection", "connected": "and is connected", "unresolved": "whose name is not known"}
 
 
 def by_clash(facts: RunFacts) -> Verdict | None:
@@ -57,6 +63,46 @@ def by_models(facts: RunFacts) -> Verdict | None:
     who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} a different model than the others" if odd else (
         "the ranks' models differ")  # fmt: skip
     return facts.named("models", who=who, each=each, ranks=odd)
+
+
+def by_meeting(facts: RunFacts) -> Verdict | None:
+    """Find why ranks, or torchrun on several nodes, have not met, by the files of those that wait at the rendezvous.
+
+    Those that wait are never named. A file that is older than the wait is of an earlier start.
+    """
+    kind, everyone = ("node", facts.nodes) if facts.nodes else ("rank", facts.states)
+    here = {one: state for one, state in sorted(everyone.items()) if state.asked}
+    age = max((state.written - (state.since or state.written) for state in here.values()), default=0.0)
+    if not here or any(facts.ages.get(one, 0.0) <= age and not state.ended
+                       for one, state in everyone.items() if one not in here):  # fmt: skip
+        return None
+    errors = [state.error for state in here.values() if state.error]
+    if any(not LOST_PEER.search(error) for error in errors):
+        return None
+    told = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
+    if told and told.causes[0].code == "port_in_use":
+        return told
+    over = any(state.ended or (kind == "rank" and facts.processes.get(one) == "gone") for one, state in here.items())
+    world = max(state.world_size or 0 for state in here.values())
+    absent = tuple(one for one in range(min(world, MOST_RANKS)) if one not in here) if max(here) < world else ()
+    missing = ranks_of(absent).replace("rank", kind) if absent else f"{world - len(here)} of {world} {kind}s"
+    lost = [state for state in here.values() if state.answer != "connected"]
+    unresolved = [state for state in lost if state.answer == "unresolved"]
+    place = (unresolved or lost or [*here.values()])[0].asked
+    rows = tuple(f"{kind} {one}{f' on {state.host}' if state.host else ''}: asks {state.asked} since "
+                 f"{strftime('%H:%M:%S', gmtime(state.since))} UTC, {_ANSWERS.get(state.answer, state.answer)}"
+                 for one, state in here.items())  # fmt: skip
+    places = {state.asked for state in here.values()}
+    key = ("unresolved" if unresolved else "places" if len(places) > 1 else "unreached" if lost
+           else "absent" if len(here) < world else "unmet")  # fmt: skip
+    verdict = facts.named(
+        key, state="failed" if over else "stuck", kind=kind, name=place.rpartition(":")[0], place=place,
+        missing=missing, who=ranks_of([*here]).replace("rank", kind), seconds=round(age), each="; ".join(rows[:4]),
+        verb="waits" if len(here) == 1 else "wait",
+        evidence=(*rows[:8], *errors[:1]), waiting=tuple(here) if kind == "rank" else (),
+        ranks=absent if (key, kind) == ("absent", "rank") else (),
+    )  # fmt: skip
+    return verdict if over or age >= IDLE_SECONDS else not_yet([verdict.causes[0].message, *rows], IDLE_SECONDS)
 
 
 def by_rendezvous(facts: RunFacts) -> Verdict | None:

@@ -411,7 +411,9 @@ def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
         (folder / NAME.format(rank=rank)).write_text(json.dumps(plain.write(RankState(rank=rank))))
         if rank != 2:
             os.utime(folder / NAME.format(rank=rank), (time.time() - 3600,) * 2)
-    rank_monitor.RankMonitor(tmp_path, 0, 3)._remove_old_files()
+    monitor = rank_monitor.RankMonitor(tmp_path, 0, 3)
+    monitor._remove_own_files()
+    monitor._remove_files_of_others()
     assert [path.name for path in folder.glob("state*")] == [NAME.format(rank=2)]
 
 

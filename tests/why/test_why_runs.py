@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import why
+from rigs.tables import each_row
+
+from agent.why import diagnosis
+from collectives.traces.states import RankState
+from planner.why import RunFacts, judge
 
 pytestmark = pytest.mark.ranks
 STARTED = ["trainer-raises", pytest.param("ddp-pickles", marks=pytest.mark.nightly)]
@@ -29,3 +40,66 @@ def check(name: str) -> None:
     fault = next(one for one in why.FAULTS if one.name == name)
     result = why.run_fault(fault)
     assert result.right, result.verdict
+
+
+MEETING = """
+import datetime, torch.distributed
+torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
+"""
+
+
+def test_ranks_that_never_meet_are_diagnosed_and_those_that_wait_are_not_named(tmp_path: Path) -> None:
+    """Rank 1 of three does not start; a name that DNS does not know; torchrun's port where nothing listens."""
+    (tmp_path / "train.py").write_text(MEETING, encoding="utf-8")
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+
+    def start(run: str, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "agent.cli", "run", "--folder", str(tmp_path / run), sys.executable, *command]
+        return subprocess.Popen(words, env={**os.environ, **variables}, stderr=subprocess.DEVNULL)
+
+    script, host = str(tmp_path / "train.py"), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    nodes = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1",
+             "--master-port", str(ports[1]), "--rdzv-conf", "timeout=5", script]  # fmt: skip
+    jobs = [start("absent", [script], RANK=rank, WORLD_SIZE="3", **host) for rank in ("0", "2")]
+    jobs += [start("name", [script], RANK="1", WORLD_SIZE="2", MASTER_ADDR="no.invalid", MASTER_PORT=str(ports[2])),
+             start("port", nodes)]  # fmt: skip
+    for job in jobs:
+        assert job.wait(timeout=200) != 0
+    found = {run: diagnosis.answer(diagnosis.WhySources(run=tmp_path / run)) for run in ("absent", "name", "port")}
+    assert {run: (one.state, one.ranks, one.causes[0].code) for run, one in found.items()} == {
+        "absent": ("failed", (1,), "rendezvous_timeout"), "name": ("failed", (), "rendezvous.name"),
+        "port": ("failed", (), "rendezvous_timeout"),
+    }  # fmt: skip
+    assert found["absent"].waiting == (0, 2) and "rank 1 did not come" in found["absent"].line
+    assert f"127.0.0.1:{ports[1]} could not be reached" in found["port"].line
+    assert " since " in found["port"].causes[0].evidence[0] and found["port"].causes[0].evidence[0].startswith("node 1")
+
+
+@each_row(
+    ("one", "other", "seconds", "state", "words"),
+    [
+        ({}, {}, 70.0, "stuck", "connected to a:1"),
+        ({}, {}, 40.0, "fine", "nothing is stuck yet: the ranks have not met"),
+        ({}, {"asked": "b:1"}, 70.0, "stuck", "ask different addresses"),
+        ({}, {"answer": ""}, 70.0, "stuck", "a:1 could not be reached"),
+        ({"ended": True, "error": "DistNetworkError: port: 1, name: EADDRINUSE"}, {}, 4.0, "failed", "port 1 of the"),
+        ({"ended": True, "error": "ValueError: no backend"}, {}, 4.0, "failed", "rank 0 ended with ValueError"),
+        (
+            {"asked": "", "phase": "compute"},
+            {},
+            70.0,
+            "fine",
+            "no fault found",
+        ),  # the ranks have met: rank 1's file is old
+    ],
+)
+def test_what_ranks_wrote_at_the_rendezvous(
+    one: dict[str, object], other: dict[str, object], seconds: float, state: str, words: str
+) -> None:
+    waits = {"phase": "rendezvous", "asked": "a:1", "answer": "connected", "since": 1070 - seconds, "written": 1070.0}
+    rows = {rank: RankState(rank=rank, world_size=2, **waits | more) for rank, more in enumerate((one, other))}
+    found = judge(RunFacts(states=rows, world=2, now=1070.0))
+    assert found.state == state and words in found.line, found.line
