@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from busbw_rows import MIB, PlaceError, Row, place, read
 
+from contracts.tables import read_table
 from hardware.units import GIGA
 from topology.expected import FACTORS, Expected, Factors, Paths, Unknown, expected, nvls_share
 
@@ -100,19 +101,9 @@ def fit(rows: Sequence[Placed]) -> Factors:
 
 SLACK = 0.03  # of the least and the greatest that was seen: the next machine is none of these
 
-# What there is without a measurement: NCCL's plan, the usual share of a wire, NVLS by NCCL's own nvlsEfficiency
-# (src/graph/tuning.cc: 0.85 Hopper, 0.74 Blackwell; busbw is some 1.5 times that share of the ring's plan).
 PRIOR = replace(
     FACTORS,
-    gather=(1.05, 0.40),
-    reduce=(1.00, 0.25),
-    ring_margin=(0.80, 1.20),
-    volta=1.0,
-    nvls_hopper=(1.10, 1.29, 1.45),
-    nvls_blackwell=(0.96, 1.13, 1.35),
-    pcie=(0.45, 0.65, 1.30),
-    shared_memory=(0.30, 0.50, 0.90),
-    rdma=(0.80, 0.94, 1.02),
+    **{name: tuple(one) if isinstance(one, list) else one for name, one in read_table(__file__, "expect.toml").items()},
 )
 
 

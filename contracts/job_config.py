@@ -252,20 +252,14 @@ def parse_config(
 
 def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dict[str, Any], note: trl.Note) -> None:
     """Convert one setting of the file to a config or layout value; `label` is its name in the file."""
-    if name in _APART or trl.without_effect(name, value, note):
+    names = trl.option_names()
+    if name in names.read_apart or trl.without_effect(name, value, note):
         return
-    if name not in trl.IN_LAYOUT:
+    if name not in names.in_layout:
         _store_setting(values, name, value, note, label)
     elif value is not None:
-        member = trl.IN_LAYOUT[name]
+        member = names.in_layout[name]
         trl.put(layout, member, _parse_member(member, value, label), label)
-
-
-_REWRITTEN = ("warmup_ratio", "group_by_length", "data_seed", "model_init_kwargs")
-# Each of these is read by a function of contracts.trl.
-_APART = frozenset({
-    "layout", "bf16", "fp16", "activation_checkpointing", "fsdp", "fsdp_config", "deepspeed", "parallelism_config",
-})  # fmt: skip
 
 
 def _rename_options(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..., Any]) -> dict[str, Any]:
@@ -375,11 +369,8 @@ def _store_setting(values: dict[str, Any], name: str, value: Any, note: trl.Note
         values[name] = _convert(label, value, known[name])
     except ConfigError as error:
         is_word = isinstance(value, str) and any(typing.get_origin(one) is Literal for one in _split_union(known[name]))
-        is_share = name in _SHARES and isinstance(value, float) and 0 < value < 1
+        is_share = name in trl.option_names().shares and isinstance(value, float) and 0 < value < 1
         raise trl.OnlyTrlError(str(error)) if is_word or is_share else error from None
-
-
-_SHARES = ("save_steps", "eval_steps", "logging_steps")  # transformers reads values below 1 as a fraction of all steps
 
 
 def _parse_trackers(target: str) -> str:
@@ -389,7 +380,8 @@ def _parse_trackers(target: str) -> str:
 def known_settings() -> frozenset[str]:
     """Return every setting name that a file may have, including older names and options without effect."""
     names = trl.option_names()
-    return frozenset([*_types(), *names.renamed, *trl.IN_LAYOUT, *names.no_effect, *names.only, *_APART, *_REWRITTEN])
+    own = (*names.renamed, *names.in_layout, *names.no_effect, *names.only, *names.read_apart, *names.rewritten)
+    return frozenset([*_types(), *own])
 
 
 def _get_default(name: str) -> Any:

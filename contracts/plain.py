@@ -101,12 +101,14 @@ class MisfitError(ValueError):
 
 
 @cache
-def converter() -> Any:
-    """Return the cattrs converter, created on first use: importing cattrs takes 0.1 s and most verbs read nothing."""
+def converter(*, detailed: bool = False) -> Any:
+    """Return the cattrs converter, created on first use: importing cattrs takes 0.1 s and most verbs read nothing.
+
+    It stops at the first error: collecting all errors (`detailed`) takes a minute for 1 MB of invalid data.
+    """
     from cattrs.preconf.json import make_converter
 
-    # stop at the first error: collecting all errors takes a minute for 1 MB of invalid data
-    made = make_converter(detailed_validation=False)
+    made = make_converter(detailed_validation=detailed)
     strict(made)
     return made
 

@@ -61,6 +61,11 @@ class OptionNames:
     """The tables of trl.toml."""
 
     renamed: Mapping[str, str]  # older name -> current name
+    in_layout: Mapping[str, str]  # setting that is stored as a layout field -> the field
+    spelled: Mapping[str, str]  # layout field -> the user's option for it
+    read_apart: list[str]  # settings that a function of contracts.trl reads
+    rewritten: list[str]  # settings that become other ones
+    shares: list[str]  # of which transformers reads values below 1 as a fraction of all steps
     no_effect: Mapping[str, str]  # name -> reason
     only: Mapping[str, Allowed]
     elsewhere: Mapping[str, str]  # option of another trainer -> our option
@@ -88,17 +93,6 @@ def option_names() -> OptionNames:
 
 
 MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
-# Settings that are stored as layout fields.
-IN_LAYOUT = {
-    "per_device_train_batch_size": "micro_batch",
-    "gradient_accumulation_steps": "gradient_accumulation",
-    "fused_cross_entropy": "fused_cross_entropy",
-    "compile": "compile",
-}
-_SPELLED = {member: name for name, member in IN_LAYOUT.items()} | {
-    "precision": "bf16", "sharding": "fsdp", "checkpointing": "gradient_checkpointing",
-    "offload": "fsdp_config.cpu_offload", "reshard_after_forward": "fsdp_config.reshard_after_forward",
-}  # fmt: skip
 
 
 def spelled(member: str, value: Any) -> str:
@@ -109,7 +103,7 @@ def spelled(member: str, value: Any) -> str:
         return f"fsdp: {'false' if value == 'ddp' else 'full_shard'}"
     if member == "checkpointing":
         return "layout.checkpointing: selective" if value == "selective" else f"gradient_checkpointing: {_yaml(value)}"
-    return f"{_SPELLED.get(member, f'layout.{member}')}: {_yaml(value)}"
+    return f"{option_names().spelled.get(member, f'layout.{member}')}: {_yaml(value)}"
 
 
 def _yaml(value: Any) -> str:
@@ -399,7 +393,7 @@ def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     Options that the layout holds are omitted, because the plan's layout sets them.
     """
     table = option_names().of_trl
-    left_out = {*IN_LAYOUT, *table["left_out"]}
+    left_out = {*option_names().in_layout, *table["left_out"]}
     made = {table["renamed"].get(name, name): value for name, value in raw.items() if name not in left_out}
     if (ratio := made.pop("warmup_ratio", None)) and not made.get("warmup_steps"):
         made["warmup_steps"] = ratio

@@ -45,7 +45,6 @@ from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # not imported for a question without measurements
     from collectives.bench.results import Measurement
-    from collectives.nccl_log.transport import Evidence
 
 _RUNNERS_UP = 4
 _OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd", "adafactor")  # optimizers whose state the forecast knows
@@ -409,7 +408,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
 def recommend(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
     measurements: Sequence[Measurement] = (), calibration: Calibration | None = None,
-    nccl_version: tuple[int, int, int] | None = None, evidence: Evidence | None = None, *,
+    nccl_version: tuple[int, int, int] | None = None, *,
     ranks_per_node: int | None = None, links: Links | None = None, multi_node: bool | None = None,
     findings: Findings | None = None, measured_step: MeasuredStep | None = None,
 ) -> Recommendation:  # fmt: skip
@@ -419,7 +418,7 @@ def recommend(
     """
     case = situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
-        evidence=evidence, ranks_per_node=ranks_per_node,
+        ranks_per_node=ranks_per_node,
     )  # fmt: skip
     env = nccl_env.settings(case)
     answer = Recommendation(

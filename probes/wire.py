@@ -12,10 +12,9 @@ or {"$import": "..."}. `probes.host.recording` replays a recording.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
-from contracts.plain import strict, write
+from contracts.plain import converter, write
 from probes.api import Absent, Failed, Ok, Outcome, Snapshot, Source
 
 Json = Any
@@ -29,16 +28,6 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Json]:
     if isinstance(outcome, Absent):
         return {"status": "absent", "seconds": outcome.seconds, "why": outcome.why}
     return {"status": "failed", "seconds": outcome.seconds, "error": outcome.error}
-
-
-@cache
-def _get_converter() -> Any:
-    """Create the cattrs converter when the first outcome is read."""
-    from cattrs.preconf.json import make_converter
-
-    converter = make_converter()
-    strict(converter)
-    return converter
 
 
 class OutcomeError(ValueError):
@@ -55,7 +44,7 @@ def outcome_from_json(source: Source[Any], data: Json) -> Outcome:
             return Failed(error=str(data["error"]), seconds=seconds)
         if status != "ok":
             raise ValueError(f'status is {status!r}; allowed: "ok", "absent", "failed"')
-        return Ok(facts=_get_converter().structure(data["facts"], source.facts), seconds=seconds)
+        return Ok(facts=converter(detailed=True).structure(data["facts"], source.facts), seconds=seconds)
     except (ExceptionGroup, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise OutcomeError(f"outcome of probe {source.name!r}: {_describe_error(error)}") from None
 

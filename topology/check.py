@@ -25,6 +25,7 @@ _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, Path
 _NODE_IS_PHB = (
     " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
 )
+_HIDDEN = " A board with NVSwitches has a NIC for one or two GPUs: check that driver and container show all of them."
 _NO_PXN = (
     " NCCL cannot take the way through another GPU (PXN), because no NVLink leads to a GPU with a NIC at PXB or nearer."
 )
@@ -149,6 +150,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
     direct = {nic for near in node.nearest_nic if near.decidable and by_gdr(near, farthest) for nic in near.nics}
     lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
+    hidden = _HIDDEN * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
     for near in node.nearest_nic:
         if not near.decidable:
             continue
@@ -169,7 +171,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
                 TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
                 _judge_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
                 near.gpu, (*_cite_pairs(node, near), *relay), where=where, nics=", ".join(near.nics[:4]), near=near,
-                closed=_NO_PXN * node.nvlink_known,
+                closed=_NO_PXN * node.nvlink_known + hidden,
             )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
             designed = _judge_by_design(node, near)
@@ -178,7 +180,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
                 designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
                 near.gpu, _cite_pairs(node, near), nics=", ".join(near.nics[:4]), near=near,
                 beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
-                phb=_NODE_IS_PHB * (near.label == "NODE"),
+                phb=_NODE_IS_PHB * (near.label == "NODE") + hidden,
             )  # fmt: skip
 
 

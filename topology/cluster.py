@@ -1,4 +1,4 @@
-"""Joins several nodes: the network between them, its bandwidth, and nodes that differ from the others.
+"""Joins several nodes: the network between them, and its bandwidth.
 
 Specification: NCCL selects one network for all ranks (NCCL_NET). A flat ring over nodes is limited by the total NIC
 rate of the slowest node.
@@ -6,15 +6,14 @@ rate of the slowest node.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import TypeVar
 
-from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, rank
-from topology.paths import cluster_expectations, with_expectations
-from topology.plan import Plan, gigabytes, node_plan, rail_plan, usable_rate
+from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology
+from topology.paths import with_expectations
+from topology.plan import node_plan, rail_plan, usable_rate
 
 T = TypeVar("T")
 _OF_GPU = attrgetter(*(field.name for field in fields(GpuNode) if field.name != "uuid"))
@@ -30,18 +29,11 @@ def join(nodes: tuple[NodeTopology, ...] | list[NodeTopology]) -> ClusterTopolog
     )
     if len(nodes) < 2:
         return ClusterTopology(nodes=nodes)
-    warnings = list(_list_asymmetries(nodes, models))
-    transport = _choose_transport(nodes, models, warnings)
-    value, steps = _plan_between(nodes, models, transport)
-    if value is None:
-        warnings.append(steps[-1])
-    plan = _plan_cluster(nodes, models, value, steps)
+    transport = _choose_transport(models)
     return ClusterTopology(
         nodes=nodes,
-        inter_node_bytes_per_second=value,
+        inter_node_bytes_per_second=_find_rate_between(models, transport),
         inter_node_transport=transport,
-        expectations=cluster_expectations(plan, nodes, models),
-        warnings=tuple(warnings),
     )
 
 
@@ -50,7 +42,7 @@ def _list_kinds(node: NodeTopology) -> list[str]:
     return [transport for kind, transport in _TRANSPORTS if kind in kinds]
 
 
-def _choose_transport(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], warnings: list[str]) -> str | None:
+def _choose_transport(models: Sequence[NodeTopology]) -> str | None:
     """Return the best network that every node has."""
     distinct = {id(model): model for model in models}.values()
     domains = {gpu.nvlink_domain for model in distinct for gpu in model.gpus}
@@ -58,13 +50,6 @@ def _choose_transport(nodes: Sequence[NodeTopology], models: Sequence[NodeTopolo
         return "nvlink"
     offers = _map_trait(models, _list_kinds)
     common = [kind for kind in offers[0] if all(kind in other for other in offers)]
-    best = {offer[0] for offer in offers if offer}
-    if len(best) > 1 or not all(offers):
-        names = ", ".join(
-            f"{node.hostname}: {offer[0] if offer else 'no active NIC'}"
-            for node, offer in list(zip(nodes, offers, strict=True))[:8]
-        )
-        warnings.append(f"the nodes do not offer the same network ({names})")
     if not common and all(offers):
         return "tcp"  # RDMA devices of different kinds; their interfaces support IP
     return common[0] if common else None
@@ -79,25 +64,15 @@ def _list_nics(node: NodeTopology, transport: str | None) -> tuple[NicNode, ...]
     return tuple(nic for nic in offered if nic.name in near) or offered
 
 
-def _plan_between(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], transport: str | None) -> Plan:
-    if transport == "nvlink":
-        plans = _map_trait(models, lambda node: node_plan(node)[0])
-        values = [value for value in plans if value is not None]
-        if len(values) < len(nodes):
-            return None, ("the nodes share an NVLink domain, but the speed of its links is not known",)
-        return min(values), (f"one NVLink domain holds every GPU: {gigabytes(min(values))} per GPU",)
+def _find_rate_between(models: Sequence[NodeTopology], transport: str | None) -> float | None:
+    """Return the rate of the node with the weakest network; None if that of a node is not known."""
     if transport is None:
-        return None, ("no network that every node has is known: bandwidth between nodes is unknown",)
-    sums: dict[str, float] = {}
-    for node, rate in zip(nodes, _map_trait(models, lambda node: _compute_node_rate(node, transport)), strict=True):
-        if rate is None:
-            return None, (f"{node.hostname}: the rate of its {transport} NICs is not known",)
-        sums[node.hostname] = rate
-    weakest = min(sums, key=lambda name: sums[name])
-    return sums[weakest], (
-        f"{weakest} has the weakest network: its active {transport} NICs, nearest to GPUs where that is known, "
-        f"each bounded by its PCIe slot: together {gigabytes(sums[weakest])} each way",
+        return None
+    rates = _map_trait(
+        models, lambda node: node_plan(node)[0] if transport == "nvlink" else _compute_node_rate(node, transport)
     )
+    known = [rate for rate in rates if rate is not None]
+    return min(known) if len(known) == len(rates) else None
 
 
 def _compute_node_rate(node: NodeTopology, transport: str) -> float | None:
@@ -110,45 +85,6 @@ def _compute_node_rate(node: NodeTopology, transport: str) -> float | None:
     rates = [usable_rate(nic, node.gpus) for nic in nics]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known and len(known) == len(rates) else None
-
-
-def _plan_cluster(
-    nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], between: float | None, steps: tuple[str, ...]
-) -> Plan:
-    """Return the plan for a flat ring over all GPUs: the minimum of the rates inside a node and between nodes."""
-    if between is None:
-        return None, steps
-    plans = _map_trait(models, lambda node: node_plan(node)[0])
-    inside = [(node.hostname, value) for node, value in zip(nodes, plans, strict=True) if len(node.gpus) > 1]
-    unknown = [name for name, value in inside if value is None]
-    if unknown:
-        return None, (*steps, f"no plan: what the GPUs of {unknown[0]} carry among themselves is not known")
-    known = [(value, name) for name, value in inside if value is not None]
-    if not known:
-        return between, steps
-    value, name = min(known)
-    return min(between, value), (
-        *steps,
-        f"inside a node at least {gigabytes(value)} ({name})",
-        f"a flat ring is bounded by the smaller: {gigabytes(min(between, value))}",
-    )
-
-
-def _list_asymmetries(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology]) -> list[str]:
-    """Describe every trait in which a node differs from most others."""
-    found = []
-    for what, trait in _TRAITS:
-        values = _map_trait(models, trait)
-        common, count = Counter(values).most_common(1)[0]
-        if count == len(nodes):
-            continue
-        odd = [(node.hostname, value) for node, value in zip(nodes, values, strict=True) if value != common]
-        listed = ", ".join(f"{name} has {value}" for name, value in odd[:6])
-        more = f" and {len(odd) - 6} more nodes" if len(odd) > 6 else ""
-        found.append(f"{what} differ: {listed}{more}; {count} of {len(nodes)} nodes have {common}")
-    names = Counter(node.hostname for node in nodes)
-    found += [f"{count} nodes are called {name}" for name, count in names.items() if count > 1]
-    return found
 
 
 def _map_models(nodes: Sequence[NodeTopology]) -> list[NodeTopology]:
@@ -172,27 +108,3 @@ def _map_trait(models: Sequence[NodeTopology], trait: Callable[[NodeTopology], T
     known = {id(model): model for model in models}
     values = {number: trait(model) for number, model in known.items()}
     return [values[id(model)] for model in models]
-
-
-def _format_spread(values: list[str]) -> str:
-    return " + ".join(f"{count} x {value}" for value, count in sorted(Counter(values).items())) or "none"
-
-
-def _format_classes(labels: list[str], of: str) -> str:
-    """Return path classes, nearest first, with the number of pairs: "PIX for 2 pairs, SYS for 4 pairs"."""
-    counted = sorted(Counter(labels).items(), key=lambda each: (rank(each[0]), each[0]))
-    return ", ".join(f"{label} for {count} {of}{'' if count == 1 else 's'}" for label, count in counted) or "none"
-
-
-_TRAITS: tuple[tuple[str, Callable[[NodeTopology], str]], ...] = (
-    ("GPUs", lambda node: _format_spread([gpu.model or "GPU" for gpu in node.gpus])),
-    ("usable GPUs", lambda node: str(sum(gpu.usable for gpu in node.gpus))),
-    ("GPU links", lambda node: _format_classes([pair.label for pair in node.gpu_pairs()], "pair")),
-    ("active NICs", lambda node: _format_spread([nic.kind for nic in node.nics if nic.active is not False])),
-    (
-        "NIC rates",
-        lambda node: _format_spread([gigabytes(usable_rate(n, node.gpus)) for n in node.nics if n.active is not False]),
-    ),
-    ("link layers", lambda node: _format_spread(sorted({nic.link_layer or "unknown" for nic in node.nics}))),
-    ("nearest NIC classes", lambda node: _format_classes([near.label for near in node.nearest_nic], "GPU")),
-)

@@ -162,7 +162,7 @@ class Rail:
 class Expectation:
     """An expected bandwidth with its derivation."""
 
-    scope: str  # "island", "node", "rail", "cluster"
+    scope: str  # "island", "node", "rail"
     op: str  # "all_gather"
     busbw_bytes_per_second: float | None  # by NCCL's plan; None: not derivable, see `derivation`
     derivation: tuple[str, ...]  # steps with their sources
@@ -215,9 +215,6 @@ class ClusterTopology:
     nodes: tuple[NodeTopology, ...]
     inter_node_bytes_per_second: float | None = None  # from one node to the others, per direction, all rails
     inter_node_transport: str | None = None  # "rdma", "efa", "tcp", "nvlink"; None: unknown or single node
-    expectations: tuple[Expectation, ...] = ()
-    warnings: tuple[str, ...] = ()
-    schema_version: int = SCHEMA_VERSION
 
     @property
     def world_size(self) -> int:
@@ -247,8 +244,10 @@ def nvlinks(label: str) -> int:
     return int(match[1]) if match else 0
 
 
-def path_class(label: str) -> PathClass | None:
-    """Return NCCL's path type of a label, None if unknown."""
+def path_class(label: str, *, c2c: bool = False) -> PathClass | None:
+    """Return NCCL's path type of a label, None if unknown; `c2c`: from a GPU over C2C to Grace, then PCIe to a NIC."""
+    if c2c and label in ("PHB", "NODE"):
+        return PathClass.P2C
     return PathClass.NVL if nvlinks(label) else _PATHS.get(label)
 
 
@@ -283,20 +282,10 @@ class Pairs:
         return pair.label if pair else UNKNOWN
 
 
-# NCCL's planning constants: the payload rates per direction that its topology search assumes. They are below the line
-# rate on purpose: NVLink 4 has 25 GB/s on the wire and 20.6 in the plan. Specification: NCCL 2.30 src/graph/topo.h and
-# topo.cc (ncclTopoNVLinkBw, the PCIe speed table, CPU to CPU bandwidths).
+# Rates in NCCL's plan, from NCCL's planning constants (rates.toml).
 
-# kvDictPciGen in topo.cc: 100 Mb/s per lane, by GT/s.
-_PCIE_LANE = ((64.0, 480), (32.0, 240), (16.0, 120), (8.0, 60), (5.0, 30), (2.5, 15))
-_PCIE_DIVISOR = 80.0  # GB/s = lanes x table value / 80
+_RATES = read_table(__file__, "rates.toml")
 INTEL_P2P_OVERHEAD = 6 / 5  # INTEL_P2P_OVERHEAD: GPU to GPU through an Intel CPU
-
-# CPU to CPU, GB/s: by vendor (the middle two are Zhaoxin), by architecture, and by model for Intel family 6.
-_CPU = {"AuthenticAMD": 16.0, "CentaurHauls": 6.0, "  Shanghai  ": 6.0, "ARM": 6.0}
-_CPU_OF_ARCH = {"aarch64": 6.0, "arm64": 6.0, "ppc64": 32.0, "ppc64le": 32.0}
-_INTEL_BY_MODEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))  # Emerald Rapids, Sapphire Rapids, Skylake
-_INTEL_BEFORE_SKYLAKE = 6.0
 
 
 def nvlink_bytes_per_second(compute_capability: tuple[int, int] | None) -> float | None:
@@ -311,18 +300,15 @@ def pcie_bytes_per_second(transfers_per_second: float | None, width: int | None)
     """Return the planned rate of a PCIe link, None if its speed or width is unknown."""
     if not transfers_per_second or not width:
         return None
-    gigatransfers = transfers_per_second / GIGA
-    # Accept speeds down to 2 % below nominal: sysfs prints "8.0" and "7.99".
-    lane = next((value for speed, value in _PCIE_LANE if gigatransfers >= speed * 0.98), _PCIE_LANE[-1][1])
-    return width * lane / _PCIE_DIVISOR * GIGA
+    lane = _RATES["pcie_lanes"][(pcie_generation(transfers_per_second) or 1) - 1][1]
+    return float(width * lane / _RATES["pcie_divisor"] * GIGA)
 
 
 def pcie_generation(transfers_per_second: float | None) -> int | None:
     """Return the generation of a PCIe link by its speed: 16 GT/s is 4; None if unknown."""
-    if not transfers_per_second:
-        return None
-    speeds = [speed for speed, _ in reversed(_PCIE_LANE)]  # from 2.5 GT/s on
-    reached = [number for number, speed in enumerate(speeds, 1) if transfers_per_second / GIGA >= speed * 0.98]
+    gigatransfers = (transfers_per_second or 0.0) / GIGA
+    # Accept speeds down to 2 % below nominal: sysfs prints "8.0" and "7.99".
+    reached = [number for number, (speed, _) in enumerate(_RATES["pcie_lanes"], 1) if gigatransfers >= speed * 0.98]
     return reached[-1] if reached else None
 
 
@@ -330,8 +316,8 @@ def cpu_bytes_per_second(
     vendor: str | None, family: int | None, model: int | None, arch: str | None = None
 ) -> float | None:
     """Return the rate between two CPUs (or NUMA nodes) of one host, None if the CPU is unknown."""
-    known = _CPU.get(vendor or "") or _CPU_OF_ARCH.get(arch or "")
+    known = _RATES["cpu_vendor"].get(vendor) or _RATES["cpu_architecture"].get(arch)
     if vendor == "GenuineIntel":
-        reached = (value for least, value in _INTEL_BY_MODEL if family == 6 and (model or 0) >= least)
-        known = next(reached, _INTEL_BEFORE_SKYLAKE)
+        reached = (value for least, value in _RATES["intel_models"] if family == 6 and (model or 0) >= least)
+        known = next(reached, _RATES["intel_before_skylake"])
     return known * GIGA if known else None

@@ -303,9 +303,7 @@ def pcie_pair(
     peer_access: bool | None = None,
 ) -> Pair:
     """Return the pair of two devices without NVLink, with NCCL's planned rate and the current rate of its links."""
-    path = path_class(label)
-    if isinstance(a, GpuNode) and a.c2c and isinstance(b, NicNode) and label in ("PHB", "NODE"):
-        path = PathClass.P2C  # from GPU over C2C to Grace, then PCIe to the NIC
+    path = path_class(label, c2c=isinstance(a, GpuNode) and bool(a.c2c) and isinstance(b, NicNode))
     gpu_to_gpu = isinstance(a, GpuNode) and isinstance(b, GpuNode)
     known = label != UNKNOWN and a.bus_id and b.bus_id
     planned, now = (

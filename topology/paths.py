@@ -143,20 +143,6 @@ def _expect_node(node: NodeTopology) -> tuple[Expectation, ...]:
     return tuple(made)
 
 
-def cluster_expectations(
-    plan: Plan, nodes: Sequence[NodeTopology], models: Sequence[NodeTopology]
-) -> tuple[Expectation, ...]:
-    """Return the expectations for all nodes together; `models` has, for each node, a node with the same hardware."""
-    distinct = {id(model): model for model in models}
-    counts = {sum(gpu.usable for gpu in model.gpus) for model in distinct.values()}
-    per_node = counts.pop() if len(counts) == 1 else 0
-    paths, ranks = None, per_node * len(models)
-    if per_node:
-        links = {number: host_links(model, range(per_node), "as it is") for number, model in distinct.items()}
-        paths = joined([links[id(model)] for model in models], ranks, nvls=None)
-    return tuple(_make_expectations("cluster", plan, tuple(node.hostname for node in nodes), nodes[0], paths, ranks))
-
-
 def _join_gpus(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]) -> Paths:
     places = [usable.index(name) for name in members]
     return joined([host_links(node, places, "as it is")], len(places), nvls=None)
@@ -174,7 +160,7 @@ def _make_expectations(
     for op in OPS:
         notes = [SMALL_SIZES] if value is not None else []
         if op == "all_reduce" and notes:
-            notes += [_NVLS] * (nvls and scope in ("island", "node")) + [_TWO_NODES] * (scope in ("rail", "cluster"))
+            notes += [_NVLS] * (nvls and scope in ("island", "node")) + [_TWO_NODES] * (scope == "rail")
         found = expected(paths, op, _LARGE_BYTES * ranks, ranks) if paths else Unknown(why="")
         known = found.interval if isinstance(found, Expected) else found.range
         yield Expectation(

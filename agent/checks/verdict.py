@@ -23,7 +23,7 @@ from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from topology.build import build
 from topology.cluster import join
-from topology.graph import ClusterTopology, NodeTopology
+from topology.graph import NodeTopology
 
 if TYPE_CHECKING:
     from agent.checks.expect import Expectation
@@ -170,7 +170,6 @@ class View:
 
     snapshots: tuple[Snapshot, ...]
     topologies: tuple[NodeTopology, ...]
-    cluster: ClusterTopology
     checks: tuple[Finding, ...]
     verdict: Verdict
     made_at_seconds: float
@@ -195,12 +194,11 @@ def build_view(
 
     `expected` contains the expectations for each host, or the reason why they could not be read.
     """
-    cluster = join([build(snapshot) for snapshot in snapshots])
-    checks = checks_of_hosts(snapshots, cluster.nodes, earlier=earlier, expected=expected)
+    topologies = join([build(snapshot) for snapshot in snapshots]).nodes  # expectations once per kind of node
+    checks = checks_of_hosts(snapshots, topologies, earlier=earlier, expected=expected)
     return View(
         snapshots=tuple(snapshots),
-        topologies=cluster.nodes,
-        cluster=cluster,
+        topologies=topologies,
         checks=without_secrets(checks),
         verdict=judge(checks),
         made_at_seconds=time.time(),

@@ -61,15 +61,19 @@ def topo(
 
     def show(out: Console) -> None:
         from agent.base.lines import block
+        from agent.checks.groups import grouped
         from agent.terminal import topology as topology_view
+        from agent.terminal.findings import finding
 
         for node, findings in zip(nodes, found, strict=True):
             if verbose:
                 topology_view.node(out, node)
             else:
                 topology_view.brief(out, node, findings)
+            for group in grouped(one for one in findings if one.status in ("fail", "warn")):
+                finding(out, group)
             for one in findings:
-                if one.status in ("fail", "warn", "unknown"):
+                if one.status == "unknown":
                     block(out, one.status, one.code, "", one.message, one.evidence[:3], one.remedy)
 
     emit(documents if len(documents) > 1 else documents[0], form, show)

@@ -36,7 +36,7 @@ from planner.advice import Recommendation
 from planner.forecast import machines, models
 from planner.sweep import FrontierPoint, panels_svg, series
 from topology import diff
-from topology.cluster import join
+from topology.paths import with_expectations
 
 ROWS = 100  # per page of the table of the cluster's nodes
 
@@ -66,10 +66,10 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
     """Return the page of one node of the cluster, from its published record."""
     now = time.time()
     snapshot, node = fleet.snapshot(record), fleet.topology(record)
-    topologies = () if node is None else (node,)
+    topologies = () if node is None else (with_expectations(node),)
     checks = checks_of_records(fleet, now, (record.name,))
     view = View(
-        snapshots=(snapshot,), topologies=topologies, cluster=join(topologies), checks=checks, verdict=judge(checks),
+        snapshots=(snapshot,), topologies=topologies, checks=checks, verdict=judge(checks),
         made_at_seconds=record.scanned_at_seconds,
     )  # fmt: skip
     age = units.ago(record.age_seconds(now))

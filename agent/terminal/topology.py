@@ -71,7 +71,7 @@ def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
         out.print(f"NVLink island: {' '.join(island.gpus)} ({kind}, {' '.join(island.nvlinks_per_pair)})")
     nearest_nics(out, topology)
     for expected in topology.expectations:
-        if expected.op == "all_gather" and expected.scope in ("island", "node", "cluster"):
+        if expected.op == "all_gather" and expected.scope in ("island", "node"):
             out.print(f"expected all_gather within {expected.scope}: {expected_rate(expected)} bus bandwidth")
     for warning in topology.warnings:
         out.print(f"[yellow]![/yellow] {escape(warning)}")

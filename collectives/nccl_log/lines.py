@@ -36,19 +36,6 @@ _INFO = b"NCCL INFO "
 _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
 TAG = b"/GDRDMA"
 
-# Tags end at a blank, a quote or the edge of a table. If another writer's text follows directly, they start oddly.
-_RUN = rb"(?P<run>[^\s\"'`<>|,;\\]*)"
-_NAME = rb"[A-Za-z][\w.+-]*(?: [A-Za-z][\w.+-]*){0,2}"
-_TAIL = re.compile(
-    rb"via (?:"
-    rb"(?P<net>NET|COLLNET)/(?P<name>" + _NAME + rb")/(?P<dev>\d+)(?P<proxy>\(\d+\))?" + _RUN + rb"|"
-    rb"P2P/(?P<p2p>direct pointer|IPC|CUMEM|MNNVL|indirect)(?:/\d+\[[^\]\s]*\])?(?P<p2prun>(?:/(?:read|CE))*)"
-    rb"(?P<p2pglue>[^\s\"'`<>|,;\\]?)|"
-    rb"(?P<shm>SHM|direct shared memory)"
-    rb")"
-)
-_PEER = re.compile(rb"-> \d+|\d+\[[0-9a-f]+\] +$")  # also matches where "0[0] -" is cut off
-_OTHER_TAG = re.compile(rb"/(?:Shared|flush=\w|[A-Za-z]{2,20}(?:=\w*)?(?:/|$))")
 _MOST_HEAD_BYTES = 72  # between "Channel" and "via"
 
 
@@ -276,11 +263,11 @@ def parse_channels(line: bytes, *, cut: bool = False) -> Iterator[Channel]:
     """Parse every channel in a line, because several writers may share it; `cut`: the line has no end."""
     start = line.find(b"via ")
     while start >= 0:
-        match = _TAIL.match(line, start)
+        match = _TEXTS["tail"].match(line, start)
         if match is not None:
             head = line[max(0, start - _MOST_HEAD_BYTES) : start]
             direction = direction_of(head)
-            if direction is not None or _PEER.search(head) or not head.strip(b"> \t*-`"):
+            if direction is not None or _TEXTS["peer"].search(head) or not head.strip(b"> \t*-`"):
                 yield _channel(match, direction, cut=cut and match.end() == len(line))
         start = line.find(b"via ", start + 4)
 
@@ -331,4 +318,4 @@ def _gdrdma_of(tags: bytes) -> tuple[bool | None, bool]:
     if tags.startswith(b"/GD"):  # no other tag starts like this, so a part of "/GDRDMA" is proof
         return True, True
     # "/Shared", "/flush=None" or a tag of a later version; anything else is the text of another writer.
-    return (False, False) if _OTHER_TAG.match(tags) else (None, True)
+    return (False, False) if _TEXTS["other_tag"].match(tags) else (None, True)

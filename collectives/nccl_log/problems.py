@@ -15,11 +15,6 @@ from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, P
 _LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may continue after it
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
-# The first of these beginnings of a libfabric provider decides which code fits.
-_PROVIDER_CODES = (
-    ("efa", "efa_without_gdrdma"), ("cxi", "slingshot_without_gdrdma"), ("tcp", "libfabric_over_tcp"),
-    ("sockets", "libfabric_over_tcp"), ("net", "libfabric_over_tcp"), ("", "net_without_gdrdma"),
-)  # fmt: skip
 
 # The most GPUs that one operating system was seen to have under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
 MOST_GPUS_OF_A_NODE = 16
@@ -242,6 +237,10 @@ class _Findings:
         for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
             if code in self.problems and self.has_failure(without=code):
                 self.demote(code)
+        refused = tuple(row for row in self.ledger.code_lines.get("cuda_failure", ()) if "shmutils." in row.text)
+        if refused and not any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ())):
+            self.problems.pop("shm_too_small", None)
+            self.add("shm_not_registered", lines=refused)
         if "gid_index_invalid" in self.problems and layers_in_use(self.ledger) == {"IB"}:
             self.demote("gid_index_invalid")
 
@@ -279,12 +278,21 @@ class _Findings:
             self._find_interface()
 
     def _find_interface(self) -> None:
-        """Find an interface that does not lead to other nodes; within a node the loopback interface does."""
-        used = (list(self.facts.bootstrap), list(self.facts.sockets))
+        """Find an interface that does not lead to other nodes; within a node the loopback interface does.
+
+        The bootstrap uses the first interface. Channels over sockets are spread over all that are listed.
+        """
+        sockets = list(self.facts.sockets)
+        used = [*list(self.facts.bootstrap)[:1], *(sockets if self.inter == "Socket" else sockets[:1])]
         apart = (self.facts.nodes or self.ledger.host_count()) > 1 or self.inter != "unknown"
-        suspects = [name for names in used for name in names if name == "lo" or name.startswith(WORDS_OF["bridges"])]
-        if any(name in suspects and (apart or name != "lo") for names in used for name in names[:1]):
-            self.add("docker_interface_used", ", ".join(dict.fromkeys(suspects)))
+        suspects = dict.fromkeys(
+            name for name in used if name.startswith(WORDS_OF["bridges"]) or (apart and name == "lo")
+        )
+        if suspects:
+            named = [*list(suspects)[:3], *([f"and {len(suspects) - 3} more"] if len(suspects) > 3 else [])]
+            others = [name for name in sockets if name not in suspects]
+            beside = f", beside {', '.join(others[:4])}" if others else ""
+            self.add("docker_interface_used", ", ".join(named) + beside)
 
     def _if_several(self) -> tuple[str, str]:
         """Return a reservation and a severity if no channel used the sockets, and nothing shows a second node."""
@@ -467,7 +475,7 @@ def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -
         return "socket_fallback"
     if provider is None or not any("Libfabric" in name for name in (inter, *carried)):
         return "net_without_gdrdma"
-    return next(code for start, code in _PROVIDER_CODES if provider.startswith(start))
+    return next(str(code) for start, code in WORDS_OF["providers"] if provider.startswith(start))
 
 
 def _code_of_partial(evidence: Evidence, facts: Facts) -> str:

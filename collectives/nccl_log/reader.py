@@ -22,22 +22,17 @@ from collectives.nccl_log.codes import FACT_WORDS, SEARCHED
 from collectives.nccl_log.ledger import Runs
 from collectives.nccl_log.lines import MAX_SEEN, LineReader
 from contracts.bounded import Stream, utf16
+from contracts.tables import read_patterns, read_table
 
 BLOCK_BYTES: Final = 1 << 20
 
 # A longer line is cut. No NCCL message is near this length, and a file without newlines must not need more memory.
 MAX_LINE_BYTES: Final = 16_384
 
-# The escape character itself, in caret notation, as JSON and Python write it, or lost.
-_COLOUR = re.compile(
-    rb"(?:\x1b|ESC|\xe2\x90\x9b|\^\[|\\u001[bB]|\\x1[bB]|\\033|\\e)?\[(?:[0-9]{1,3}(?:;[0-9]{1,3})*)?m"
-)
-_COLOUR_MARKS = (b"[0m", b"ESC[", b"\xe2\x90\x9b[", b"^[[", b"\\u001", b"\\x1", b"\\033")
-_OTHER_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-_PLAIN_TEXTS: Final = (
-    (b"&gt;", b">"), (b"&lt;", b"<"), (b"&quot;", b'"'), (b"&amp;", b"&"),
-    (b"\\u003e", b">"), (b"\\u003c", b"<"), (b"\\r", b""), (b"\\n", b"\n"), (b"\x00", b""),
-)  # fmt: skip
+_TEXTS = read_patterns(__file__, "facts.toml", "reader", str.encode)
+_ESCAPES = read_table(__file__, "facts.toml")["escapes"]
+_COLOUR_MARKS: Final = tuple(mark.encode() for mark in _ESCAPES["marks"])
+_PLAIN_TEXTS: Final = tuple((escaped.encode(), plain.encode()) for escaped, plain in _ESCAPES["plain"])
 
 _PACKED: Final[dict[bytes, Callable[[Any], Any]]] = {
     b"\x1f\x8b": gzip.open,
@@ -50,7 +45,6 @@ WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
 _DIGITS: Final = b"0123456789"
 
 _PARTIAL: Final = (b" stdout P", b" stderr P")
-_ENTRY = re.compile(rb"^(\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-]\d\d:\d\d) (stdout|stderr)) ([PF])(?::[^ ]*)? (.*)$")
 
 
 class LogFileError(ValueError):
@@ -108,9 +102,9 @@ def split_long(line: bytes) -> list[bytes]:
 def clean(line: bytes) -> list[bytes]:
     """Return the logical lines of one physical line, without colours and escapes."""
     if b"\x1b" in line:
-        line = _OTHER_ESCAPE.sub(b"", _COLOUR.sub(b"", line))
+        line = _TEXTS["escape"].sub(b"", _TEXTS["colour"].sub(b"", line))
     elif any(mark in line for mark in _COLOUR_MARKS):
-        line = _COLOUR.sub(b"", line)
+        line = _TEXTS["colour"].sub(b"", line)
     for escaped, plain in _PLAIN_TEXTS:
         if escaped in line:
             line = line.replace(escaped, plain)
@@ -164,7 +158,7 @@ class Reader(LineReader):
 
     def _join_parts(self, line: bytes) -> bytes:
         """Return the whole entry if this line completes it, nothing if it does not."""
-        entry = _ENTRY.match(line)
+        entry = _TEXTS["entry"].match(line)
         if entry is None:
             return line
         start, stream, tag, content = entry.groups()

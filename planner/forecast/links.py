@@ -184,8 +184,8 @@ def _measure_alpha(measurements: Sequence[Measurement]) -> float | None:
     return least.median_seconds / (len(least.ranks) - 1)
 
 
-def _find_expected(topology: NodeTopology | ClusterTopology, scope: str) -> float | None:
-    for expectation in topology.expectations:
+def _find_expected(node: NodeTopology, scope: str) -> float | None:
+    for expectation in node.expectations:
         if expectation.scope == scope and expectation.op in _RING_OPS and expectation.busbw_bytes_per_second:
             return expectation.busbw_bytes_per_second
     return None
@@ -287,9 +287,6 @@ def _find_network(cluster: ClusterTopology) -> Speed:
         if link == "TCP" and rate > TCP_CEILING_BYTES_PER_SECOND:
             rate, why = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
         return Speed(bytes_per_second=rate, how="derived", link=link, why=why)
-    derived = _find_expected(cluster, "cluster")
-    if derived:
-        return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
     offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
     common = set.intersection(*offered)
     rates = [sum(n.rate_bytes_per_second or 0.0 for n in node.nics if n.kind in common) for node in cluster.nodes]

@@ -280,7 +280,6 @@ RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (
     gpus.nvls,
     gpus.mnnvl,
     gpus.gdr_c2c,
-    gpus.gdrdma,
     platforms.gdr_prerequisites,
     allocator,
     watchdog,

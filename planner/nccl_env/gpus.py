@@ -82,14 +82,6 @@ def gdr_c2c(case: Situation) -> Note | None:
     return note("gdr_c2c.automatic", f"{coherent[0]}: C2C links")
 
 
-def gdrdma(case: Situation) -> Note | None:
-    """GPUDirect RDMA is off according to a log; no variable enables it."""
-    if case.evidence is None or case.evidence.gdrdma not in ("off", "partial") or case.one_node:
-        return None
-    state = f"an earlier run's channels: GPUDirect RDMA {case.evidence.gdrdma}"
-    return note("gdrdma.off", state)
-
-
 def topo_file(case: Situation) -> Setting | Note | None:
     """NCCL_TOPO_FILE: a VM that hides the PCIe tree needs the file of its provider."""
     topic = "NCCL_TOPO_FILE"

@@ -99,7 +99,7 @@ def _list_cxi(case: Situation) -> tuple[str, ...]:
     return next((found for node in case.nodes if (found := node.cxi())), ())
 
 
-def collnet(case: Situation) -> Setting | Note | None:
+def collnet(case: Situation) -> Note | None:
     """NCCL_COLLNET_ENABLE: SHARP in InfiniBand switches, through nccl-rdma-sharp-plugins."""
     if case.one_node or case.backend != "nccl" or published(case, "NCCL_COLLNET_ENABLE") is not None:
         return None
@@ -109,11 +109,7 @@ def collnet(case: Situation) -> Setting | Note | None:
     plugin = {node.hostname: path for node in infiniband if (path := _find_sharp_plugin(node))}
     if not plugin or len(plugin) < len([node for node in case.nodes if node.snapshot]):
         return None
-    evidence = by_host(plugin.items())
-    used = case.evidence is not None and any("SHARP" in each for each in case.evidence.hcas)
-    if used:
-        return setting("collnet.sharp", "1", f"{evidence}; the log names SHARP")
-    return note("collnet.plugin", evidence)
+    return note("collnet.plugin", by_host(plugin.items()))
 
 
 def _find_sharp_plugin(node: NodeView) -> str | None:
@@ -125,8 +121,6 @@ def gdr_prerequisites(case: Situation) -> Note | None:
     """Report what prevents NICs from accessing GPU memory on these hosts, before a run shows it."""
     if case.one_node or case.backend != "nccl" or not (case.rdma_ports or case.efa or case.cxi):
         return None
-    if case.evidence is not None and case.evidence.gdrdma in ("on", "off", "partial"):
-        return None  # a log shows what these facts only suggest
     found: list[tuple[str, str]] = []
     for node in case.nodes:
         found += [(node.hostname, each) for each in _list_gdr_obstacles(node)]

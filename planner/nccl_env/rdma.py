@@ -273,8 +273,7 @@ def cross_nic(case: Situation) -> Setting | Note | None:
 
 
 def net_plugin(case: Situation) -> Setting | Note | None:
-    """NCCL_NET, if NCCL would fall back to TCP, or did, without a message; mainly for EFA."""
-    fell_back = case.evidence is not None and case.evidence.inter_node_transport == "Socket"
+    """NCCL_NET, if NCCL would fall back to TCP without a message; mainly for EFA."""
     if case.backend != "nccl" or case.one_node:
         return None
     if case.sockets:
@@ -283,18 +282,14 @@ def net_plugin(case: Situation) -> Setting | Note | None:
         return note("net.assumed")
     if (unseen := _note_unseen_efa(case)) is not None:
         return unseen
-    if not (case.efa or case.cxi or (fell_back and case.rdma_ports)):
+    if not (case.efa or case.cxi):
         return None
     if case.cxi:
         nics = by_host((node.hostname, f"Cassini NICs {', '.join(node.cxi())}") for node in case.nodes if node.cxi())
         return setting("net.slingshot", "AWS Libfabric", nics)
-    if not case.efa:
-        ports = by_host((node.hostname, _join(node.default_ports())) for node in case.nodes if node.default_ports())
-        return setting("net.fell_back", "IB", f"the log shows channels over Socket; {ports}")
-    if not (case.multi_node or fell_back):
+    if not case.multi_node:
         return note("net.efa_one_node")
-    evidence = _describe_efa(case) + ("; the log shows channels over Socket" if fell_back else "")
-    return setting("net.efa", "AWS Libfabric", evidence)
+    return setting("net.efa", "AWS Libfabric", _describe_efa(case))
 
 
 def _has_rdma_nic(case: Situation) -> bool:

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from contracts.tables import read_table
-from planner.nccl_env.names import Version, padded, parse_version
+from planner.nccl_env.names import Version, padded
 from planner.nccl_env.nodes import RDMA_KINDS, NodeView
 from probes.api import Failed, Snapshot
 from topology.graph import ClusterTopology, NodeTopology
-
-if TYPE_CHECKING:  # not imported for a question without a log
-    from collectives.nccl_log.transport import Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +25,6 @@ class Situation:
     cluster: ClusterTopology
     nccl_version: Version | None
     multi_node: bool | None  # None: unknown; the job may use several nodes
-    evidence: Evidence | None
     ranks_per_node: int | None = None  # None: one per GPU, or two without GPUs
 
     @property
@@ -103,22 +98,20 @@ def situation(
     *,
     nccl_version: tuple[int, ...] | None = None,
     multi_node: bool | None = None,
-    evidence: Evidence | None = None,
     ranks_per_node: int | None = None,
 ) -> Situation:
     """Join snapshots and topology by host name. Several nodes mean a multi-node job, unless `multi_node` is False.
 
     If `multi_node` is None with one snapshot, the job may use several nodes, so network settings are included.
-    `ranks_per_node` None: one per GPU, or two without GPUs. `evidence` of an earlier run provides the NCCL version and
-    shows whether NCCL fell back to TCP.
+    `ranks_per_node` None: one per GPU, or two without GPUs.
     """
     nodes = tuple(_list_nodes(snapshots, cluster))
     if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
         multi_node = True
-    version = _parse_known_version(nccl_version, evidence)
+    version = None if nccl_version is None else padded(nccl_version)
     if multi_node is not False and cluster.inter_node_transport == "tcp" and any(_offers_rdma(node) for node in nodes):
         nodes = tuple(replace(node, sockets=True, topology=_drop_rdma(node.topology)) for node in nodes)
-    return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node, evidence=evidence,
+    return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node,
                      ranks_per_node=ranks_per_node)  # fmt: skip
 
 
@@ -131,17 +124,6 @@ def _offers_rdma(node: NodeView) -> bool:
 
 def _drop_rdma(node: NodeTopology | None) -> NodeTopology | None:
     return node and replace(node, nics=tuple(nic for nic in node.nics if nic.kind not in RDMA_KINDS), nearest_nic=())
-
-
-def _parse_known_version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
-    if version is not None:
-        return padded(version)
-    if evidence is not None and evidence.nccl_version:
-        try:
-            return parse_version(evidence.nccl_version)
-        except ValueError:
-            return None  # RCCL and vendor builds print other versions, so the version is unknown
-    return None
 
 
 def _list_nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:

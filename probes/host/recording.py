@@ -237,7 +237,8 @@ def load(path: str | Path) -> RecordedHost:
     try:
         data = plain(content)
     except PlainError as error:
-        raise RecordingError(f"{path}: {error}") from None
+        hint = "topoflight capture writes one; `topoflight topo --from` reads a matrix of nvidia-smi"
+        raise RecordingError(f"{path}: not a recording ({hint}): {error}") from None
     return RecordedHost(_check_content(data, path))
 
 

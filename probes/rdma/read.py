@@ -14,12 +14,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from contracts.tables import read_table
 from hardware.nics import models
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
 from probes.rdma.facts import Gid, MemlockProof, RdmaDevice, RdmaFacts, RdmaPort
 
+NAMES = read_table(__file__, "names.toml")
 DEVICES = "/sys/class/infiniband"
 VERBS = "/sys/class/infiniband_verbs"
 NODES = "/dev/infiniband"
@@ -268,14 +270,6 @@ def _read_pyverbs(host: Host) -> tuple[str, bool]:
         return f"not usable: {error}", False
 
 
-STATES = {0: "NOP", 1: "DOWN", 2: "INIT", 3: "ARMED", 4: "ACTIVE", 5: "ACTIVE_DEFER"}
-PHYSICAL_STATES = dict(
-    enumerate(
-        ("Sleep", "Polling", "Disabled", "PortConfigurationTraining", "LinkUp", "LinkErrorRecovery", "Phy Test"), 1
-    )
-)
-
-
 def make_sort_key(name: str) -> tuple[str | int, ...]:
     """Return a sort key that puts mlx5_2 before mlx5_10."""
     parts = re.split(r"(\d{1,9})", name)
@@ -299,8 +293,8 @@ def from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
             ports.setdefault(str(entry.get("name")), []).append(
                 RdmaPort(
                     port=number,
-                    state=STATES.get(entry.get("state", -1)),
-                    physical_state=PHYSICAL_STATES.get(entry.get("physical_state", -1)),
+                    state=NAMES["state"].get(str(entry.get("state"))),
+                    physical_state=NAMES["physical_state"].get(str(entry.get("physical_state"))),
                     netdev=str(netdev) if netdev else None,
                     link_layer="Ethernet" if netdev else None,
                 )

@@ -13,7 +13,7 @@ from rigs.tables import each_row
 from collectives.nccl_log import evidence, other_texts
 from collectives.nccl_log import lines as evidence_lines
 from collectives.nccl_log import problems as evidence_problems
-from collectives.nccl_log.codes import CODES, SIGNS
+from collectives.nccl_log.codes import CODES, SIGNS, WORDS_OF
 
 
 @each_row(("expected", "line"), rows("warnings"))
@@ -113,7 +113,9 @@ def test_rows_of_the_tables_are_valid() -> None:
 
 def test_every_code_can_be_reached() -> None:
     """A code that nothing gives is no vocabulary."""
-    given = {sign.code for sign in SIGNS} | {meaning.other_provider for meaning in CODES.values()}
+    of_providers = {code for _, code in WORDS_OF["providers"]}
+    assert of_providers <= CODES.keys()
+    given = of_providers | {sign.code for sign in SIGNS} | {meaning.other_provider for meaning in CODES.values()}
     source = "".join(
         Path(module.__file__).read_text() for module in (evidence, evidence_problems, evidence_lines, other_texts)
     )

@@ -265,7 +265,7 @@ def test_every_row_of_the_option_tables_is_sound():
     settings, members = ({one.name for one in dataclasses.fields(kind)} for kind in (JobConfig, Layout))
     schedules = typing.get_args(typing.get_type_hints(JobConfig)["lr_scheduler_type"])
     wrong = []
-    tables = (names.renamed, names.no_effect, names.only, trl.IN_LAYOUT, dict.fromkeys(settings))
+    tables = (names.renamed, names.no_effect, names.only, names.in_layout, dict.fromkeys(settings))
     found = Counter(name for table in tables for name in table)
     wrong += [f"{name}: in {count} tables" for name, count in found.items() if count > 1]
     for name, here in (
@@ -276,7 +276,8 @@ def test_every_row_of_the_option_tables_is_sound():
         if here not in known_settings():
             wrong.append(f"{name} = {here}: no setting of that name")
     for name, member in (
-        *trl.IN_LAYOUT.items(),
+        *names.in_layout.items(),
+        *((option, member) for member, option in names.spelled.items()),
         *names.deepspeed["members"].items(),
         *names.sections["parallelism_config"].members.items(),
         *names.sections["fsdp_config"].members.items(),

@@ -8,7 +8,6 @@ from typing import Any
 from nccl_env_hosts import GBIT, cluster, host, interface, pci, port, settings, v2_gid
 from rigs.tables import each_row
 
-from collectives.nccl_log.transport import Evidence
 from planner.forecast import machines
 from planner.nccl_env.environment import EnvAdvice
 from planner.nccl_env.names import names
@@ -232,13 +231,7 @@ def other_fabrics() -> Iterator[Case]:
     yield case(efa, only={})
     yield case(efa, multi_node=True, sets={"NCCL_NET": "AWS Libfabric"})
     yield case(efa, multi_node=False, sets={"NCCL_NET": None})
-    tcp = Evidence(inter_node_transport="Socket")
-    yield case(efa, evidence=tcp, sets={"NCCL_NET": "AWS Libfabric"})
-    # A second run then fails with the cause instead of being slow.
-    yield case(host(rdma=IB8), evidence=tcp, sets={"NCCL_NET": "IB"})
-    yield case(host(rdma=IB8), evidence=Evidence(inter_node_transport="IB"), sets={"NCCL_NET": None})
-    off = Evidence(inter_node_transport="IB", gdrdma="off")
-    yield case(host(rdma=IB8), evidence=off, says={"NCCL_NET_GDR_LEVEL": "nvidia_peermem"})
+    yield case(host(rdma=IB8), sets={"NCCL_NET": None})
     # No verbs device is there, and TCP over one interface is not what Slingshot is for.
     slingshot = {"interfaces": [NMN, *HSN], "bus": CASSINI}
     yield case(host(**slingshot), multi_node=True, says={"FI_CXI": "differ"}, never=("There is no RDMA",), only={
@@ -269,8 +262,6 @@ def gids() -> Iterator[Case]:
     # Later NCCL finds the RoCE v2 GID by itself.
     for version, expected in (((2, 20, 5), "3"), ((2, 18), "3"), ((2, 21, 5), None), (None, None)):
         yield of(LINK_LOCAL, v2_gid(3), version=version, sets={index: expected})
-    yield case(host(rdma=[port("mlx5_0", gids=[v2_gid(3)], **ROCE)]), evidence=Evidence(nccl_version="2.20.5+cuda12.4"),
-               sets={index: "3"})  # fmt: skip
     # One index for all ports must be right on every port.
     hosts = [host(name, rdma=[port("mlx5_0", gids=[v2_gid(at)], **ROCE)]) for name, at in (("a", 3), ("b", 5))]
     yield case(*hosts, nccl_version=(2, 20, 5), sets={index: None}, says={index: "per node"})
@@ -363,7 +354,6 @@ def crossed_rails() -> Iterator[Case]:
 def gpu_memory_and_files() -> Iterator[Case]:
     """What keeps NICs from GPU memory, SHARP, topology files and NCCL_P2P_LEVEL."""
     level, sharp, topo = "NCCL_NET_GDR_LEVEL", "NCCL_COLLNET_ENABLE", "NCCL_TOPO_FILE"
-    on = Evidence(inter_node_transport="IB", gdrdma="on")
     for switches, says in (  # ACS and IOMMU count on bare metal alone
         ({"peermem_loaded": False, "dmabuf_possible": False}, "neither nvidia_peermem nor DMA-BUF"),
         ({"peermem_loaded": True, "iommu_mode": "translated"}, "the IOMMU translates"),
@@ -371,13 +361,11 @@ def gpu_memory_and_files() -> Iterator[Case]:
         ({"peermem_loaded": False, "dmabuf_possible": True}, ""),
     ):
         yield case(host(rdma=IB8, bus=[pci("0000:01:00.0", 0x030200, 0x10DE)], switches=switches), says={level: says})
-        yield case(host(rdma=IB8, switches=switches), evidence=on, says={level: ""})
     bridge = pci("0000:00:01.0", 0x060400, 0x8086, acs_source_validation=True)
     yield case(host(rdma=IB8, bus=[bridge], switches={"peermem_loaded": True}), says={level: "ACS"})
     # The plugin on the disk does not tell whether the fabric runs an aggregation manager.
     files = ("/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so",)
     yield case(host(rdma=IB8, vendor_files=files), sets={sharp: None}, says={sharp: "aggregation manager"})
-    yield case(host(rdma=IB8, vendor_files=files), evidence=Evidence(hcas=("mlx5_0:1/IB/SHARP",)), sets={sharp: "1"})
     yield case(host(rdma=[port("mlx5_0", **ROCE)], vendor_files=files), says={sharp: ""})
     # Of topology files only that of this series, only where it is on the disk, and not where nccl.conf names one.
     there = {"topology_files": ("/opt/microsoft/ndv2-topo.xml", "/opt/microsoft/ndv4-topo.xml")}

@@ -65,7 +65,7 @@ def essence(cluster: ClusterTopology) -> ClusterTopology:
 @given(st.lists(st.tuples(st.sampled_from(MACHINES[:2]), st.sampled_from(WAYS), st.integers(0, 7)), max_size=9))
 @pytest.mark.parametrize("more", MACHINES)
 def test_the_cluster_is_the_same_as_looked_at_node_by_node(more: str, drawn: list[tuple[str, str, int]]) -> None:
-    """Bandwidth, transport, expectations and every warning, whatever the nodes are and in whichever order."""
+    """Bandwidth and transport, whatever the nodes are and in whichever order."""
     rows = [*drawn, (more, "same", 0), (more, "own UUIDs", 1)]
     nodes = [replace(changed(topology(name), how), hostname=f"n{number}") for name, how, number in rows]
     alone = [replace(node, pairs=Own(node.pairs)) for node in nodes]

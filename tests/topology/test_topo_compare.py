@@ -35,10 +35,6 @@ def changed(name, probe, **changes):
     return with_facts(whole, **{probe: replace(whole.outcomes[probe].facts, **changes)})
 
 
-def plan(cluster, op="all_gather"):
-    return next(e for e in cluster.expectations if e.op == op)
-
-
 def test_differences_in_words():
     sound, sick, lost = snapshot(HGX), snapshot("sick-h100-dead-hca"), snapshot("sick-h100-gpu-lost")
     version, here, there = sound.facts(GpuFacts).driver_version, sound.hostname, sick.hostname
@@ -64,9 +60,7 @@ def test_what_joins_the_nodes():
     assert (alone.inter_node_transport, alone.inter_node_bytes_per_second, alone.world_size) == (None, None, 8)
     assert [two(name).inter_node_transport for name in (P4D, GB200, "sick-h100-rdma-off")] == ["efa", "nvlink", "tcp"]
     assert weak.inter_node_bytes_per_second == pytest.approx(7 * 48e9)
-    assert any("active NICs differ" in warning for warning in weak.warnings)
-    unlike = join([topology(HGX), topology(P4D)])
-    assert any("do not offer the same network" in warning for warning in unlike.warnings)
+    assert join([topology(HGX), topology(P4D)]).inter_node_transport == "tcp", "no network of RDMA is common"
 
 
 def test_rdma_cluster_counts_the_nics_on_rails_not_the_storage_ones():
@@ -74,25 +68,12 @@ def test_rdma_cluster_counts_the_nics_on_rails_not_the_storage_ones():
     assert cluster.inter_node_transport == "rdma"
     # Eight 400 Gb/s NICs in PCIe 5.0 x16 slots, for which NCCL plans 48 GB/s each.
     assert cluster.inter_node_bytes_per_second == pytest.approx(8 * 48e9)
-    assert plan(cluster).busbw_bytes_per_second == pytest.approx(18 * 20.6e9)
-    assert any("NCCL" in step or "bounded" in step for step in plan(cluster).derivation)
-
-
-def test_classes_of_unlike_nodes_are_counted_in_words():
-    """Nearest class first, each with the pairs or GPUs that have it."""
-    warnings = join([topology(HGX), topology("l40s-4x-pcie"), topology("sick-l40s-x4")]).warnings
-    links = next(warning for warning in warnings if warning.startswith("GPU links differ"))
-    assert links.endswith("has NV18 for 28 pairs; 2 of 3 nodes have PIX for 2 pairs, SYS for 4 pairs")
-    nearest = next(warning for warning in warnings if warning.startswith("nearest NIC classes differ"))
-    assert nearest.endswith("2 of 3 nodes have PIX for 2 GPUs, SYS for 2 GPUs")
 
 
 def test_text_matrices_join_without_a_bandwidth():
     text = "\tGPU0\tGPU1\tmlx5_0\nGPU0\tX\tNV4\tPIX\nGPU1\tNV4\tX\tPIX\nmlx5_0\tPIX\tPIX\tX\n"
     cluster = join([parse(text, "a"), parse(text, "b")])
     assert cluster.inter_node_bytes_per_second is None
-    assert any("rate" in warning for warning in cluster.warnings)
-    assert plan(cluster).busbw_bytes_per_second is None
 
 
 def test_narrowed_slot_in_words():

@@ -34,6 +34,7 @@ def nodes(draw):
             cpu_affinity=cpu,
             numa_affinity=numa,
             gpu_numa_id=numa_id,
+            c2c=True if numa_id == "1" else None,
             numa_node=0 if numa == "0" else None,
         )
         for i in range(gpus)
@@ -45,7 +46,9 @@ def nodes(draw):
     pairs = []
     for a, b in combinations((*made, *wires), 2):
         word = draw(st.sampled_from(GPU_LABELS if isinstance(b, GpuNode) else NIC_LABELS))
-        pairs.append(Pair(a=a.name, b=b.name, label=word, path=path_class(word), nvlinks=nvlinks(word)))
+        coherent = isinstance(a, GpuNode) and bool(a.c2c) and not isinstance(b, GpuNode)
+        path = path_class(word, c2c=coherent)
+        pairs.append(Pair(a=a.name, b=b.name, label=word, path=path, nvlinks=nvlinks(word)))
     return complete(NodeTopology(hostname="x", gpus=made, nics=wires, pairs=tuple(pairs), source="nvidia-smi topo -m"))
 
 

@@ -47,7 +47,7 @@ _WORD = re.compile(
 )
 _CUT_NAME = re.compile(r"GP?U?|NI?C?|ml?x?\d?_?")
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*|N/A")
-_NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*")
+_NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*|CPU")
 
 
 @dataclass(slots=True)
@@ -278,7 +278,12 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     gpus = tuple(_build_gpu(name, rows.get(name), matrix) for name in matrix.devices if re.fullmatch(r"GPU\d+", name))
     names = {gpu.name for gpu in gpus}
     nics = _build_nics([name for name in matrix.devices if name not in names and name not in others], legend)
-    pairs = _build_pairs(matrix, rows, {nic.label or nic.name: nic.name for nic in nics}, others)
+    # A GPU whose memory is a NUMA node is attached to a Grace CPU by C2C.
+    coherent = {gpu.name for gpu in gpus if gpu.c2c}
+    pairs = tuple(
+        replace(pair, path=path_class(pair.label, c2c=pair.a in coherent and pair.b not in names))
+        for pair in _build_pairs(matrix, rows, {nic.label or nic.name: nic.name for nic in nics}, others)
+    )
     kind = _guess_kind([line for _, line in lines[: matrix.end]], below, pairs)
     if kind == "-mp":
         matrix.warnings.append("`topo -mp` hides NVLink: no NV# here says nothing about NVLink")
@@ -318,6 +323,7 @@ def _build_gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
         cpu_affinity=found.get("cpu"),
         numa_affinity=numa,
         gpu_numa_id=found.get("gpu_numa_id"),
+        c2c=True if (found.get("gpu_numa_id") or "").isdigit() else None,
     )
 
 
@@ -367,6 +373,12 @@ def _list_affinity_warnings(gpus: tuple[GpuNode, ...]) -> Iterator[str]:
     if few:
         yield f"CPU affinity of {', '.join(few)} is one CPU while NUMA affinity spans several nodes: not credible"
     cut = [gpu.name for gpu in gpus if re.fullmatch(r"\d+(,\d+){2,}", gpu.cpu_affinity or "")]
+    none = [gpu.name for gpu in gpus if gpu.numa_affinity and gpu.cpu_affinity in (None, UNKNOWN)]
+    if none and len(none) < len(gpus):
+        yield (
+            f"{', '.join(none)}: no CPU near them is open to this process (CPU affinity is empty), as in a Slurm job "
+            "with CPUs of one socket only: their ranks run on the other socket"
+        )
     if cut:
         yield f"CPU affinity of {', '.join(cut)} is a list of single CPUs: nvidia-smi cuts such lists short"
 
@@ -387,9 +399,10 @@ def _build_nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ..
 def _build_pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others: list[str]) -> tuple[Pair, ...]:
     """Return every pair with at least one cell, with NIC names from the legend."""
     devices = matrix.devices
-    for device in devices:
-        if device not in rows and device not in others:
-            matrix.lacks(f"row {device} is missing: its pairs are known from the other rows only")
+    missing = [device for device in devices if device not in rows and device not in others]
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        matrix.lacks(f"missing rows: {', '.join(missing[:8])}{more}; their pairs are known from the other rows only")
     made = []
     for i, a in enumerate(devices):
         for j, b in enumerate(devices[i + 1 :], i + 1):
