@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -116,6 +117,11 @@ STEP = ("model.py:7 forward", "train.py:31 main")
         ({"phase": "compute", "cpu_share": 0.0}, 50.0, ""),
         ({"phase": "compute", "cpu_share": 0.0}, 70.0, "rank.idle"),
         ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 70.0, ""),  # it downloads
+        ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 310.0, "rank.io"),
+        ({"phase": "server", "cpu_share": 0.0, "own": STEP, "usual": STEP}, 200.0, ""),
+        ({"phase": "server", "cpu_share": 0.0}, 310.0, "rank.server"),
+        ({"phase": "prompt", "cpu_share": 0.0, "own": STEP, "usual": STEP}, 200.0, ""),
+        ({"phase": "prompt", "cpu_share": 0.0, "gpu": 0}, 310.0, "rank.prompt"),
     ],
 )
 def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
@@ -123,6 +129,7 @@ def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
 ) -> None:
     found = judge(waiting(for_seconds=seconds, **state))
     assert said(found) == (("stuck", (2,), code) if code else ("fine", (), ""))
+    assert not found.gpus and (state.get("cpu_share") != 0.0 or "computes" not in found.line)
     assert code or (found.not_at_fault and "counts as a fault after" in found.line)
     assert judge(replace(waiting(for_seconds=40.0, **state), limit=20.0)).ranks == (2,)  # as --limit sets it
 
@@ -735,4 +742,5 @@ def test_manifests_and_scripts_are_judged_as_lint_env_does(tmp_path: Path) -> No
 def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str) -> None:
     from finetune.rank_monitor import phase_of  # and with it torch
 
-    assert phase_of(frames) == phase
+    library = os.path.dirname(os.__file__)
+    assert phase_of([(file.replace("LIB", library), function) for file, function in frames]) == phase
