@@ -403,7 +403,7 @@ def _answer_of(place: str, before: str) -> str:
 def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
     found: list[tuple[str, int, str]] = []
     while frame is not None and len(found) < _DEEPEST:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))  # None between two lines
         frame = frame.f_back
     return found
 

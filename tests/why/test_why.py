@@ -742,5 +742,5 @@ def test_manifests_and_scripts_are_judged_as_lint_env_does(tmp_path: Path) -> No
 def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str) -> None:
     from finetune.rank_monitor import phase_of  # and with it torch
 
-    library = os.path.dirname(os.__file__)
+    library = str(Path(os.__file__).parent)
     assert phase_of([(file.replace("LIB", library), function) for file, function in frames]) == phase
