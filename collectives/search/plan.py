@@ -523,7 +523,7 @@ class Search:
             return "clean"
         if len(slow) < (2 if slow[-1].what == "stuck" else 3):
             return "open"
-        # As of nodes: what is usual must be visible in the noise of one transfer, since repeats of one test share theirs.
+        # As of nodes: what is usual must be visible in the noise of one transfer; repeats of one test share theirs.
         usual = median_low(measure.excess for measure in measures)
         return "bad" if usual > (SIGMAS + self._more) * measures[0].sigma else "clean"
 
