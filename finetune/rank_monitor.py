@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import importlib
@@ -32,6 +33,7 @@ import sys
 import termios
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -367,13 +369,13 @@ def _place(known: dict[str, Any]) -> str:
 
 
 def _answer_of(place: str, before: str) -> str:
-    """ "connected" to the port of a rendezvous; "unresolved" where its name is not known; else empty."""
+    """ "connected" to the port, or where none is known; "unresolved" where the name is not known; else empty."""
     host, _, port = place.rpartition(":")
     peers = (_address(fd, _LIBC.getpeername) for fd, _ in _connections())
-    if any(peer and str(peer[1]) == port for peer in peers):
+    if not port.isdecimal() or any(peer and str(peer[1]) == port for peer in peers):
         return "connected"
     try:
-        return "" if before == "connected" or not host or socket.getaddrinfo(host.strip("[]"), None) else before
+        return "" if before == "connected" or socket.getaddrinfo(host.strip("[]"), None) else before
     except OSError:
         return "unresolved"
 
@@ -490,9 +492,22 @@ def _address(fd: int, function: Any) -> tuple[Any, int] | None:
 
 
 def _error() -> str | None:
-    """The exception that nobody caught, with its whole message."""
-    error = getattr(sys, "last_value", None)
-    return f"{type(error).__name__}: {str(error)[:MOST_ERROR]}" if error is not None else None
+    """The exception that nobody caught, with its whole message, and before it the full disk that it hides.
+
+    torch.save raises a RuntimeError of its archive's writer while it handles that of a write that failed.
+    """
+    error: BaseException | None = getattr(sys, "last_value", None)
+    text, before = f"{type(error).__name__}: {str(error)[:MOST_ERROR]}" if error is not None else None, error
+    while text and before is not None:
+        if isinstance(before, OSError) and before.errno in (errno.ENOSPC, errno.EDQUOT) and before is not error:
+            return f"{type(before).__name__}: {before}\n{text}"
+        for frame, _ in traceback.walk_tb(before.__traceback__):
+            name = frame.f_locals.get("f") if frame.f_code.co_filename.endswith("/torch/serialization.py") else None
+            with contextlib.suppress(OSError):
+                if isinstance(name, str | os.PathLike) and os.statvfs(name).f_bavail == 0:
+                    return f"No space left on device: the file system of {os.fspath(name)} has no free block\n{text}"
+        before = before.__cause__ or before.__context__
+    return text
 
 
 def _sending() -> list[tuple[str, bool, bool]]:

@@ -13,6 +13,7 @@ from collections.abc import Sized
 from dataclasses import replace
 
 from planner.why import reports
+from planner.why.calls import odd_of_all
 from planner.why.facts import (
     ACTIONS,
     CODES,
@@ -58,7 +59,9 @@ def judge(facts: RunFacts) -> Verdict:
     )
     # gloo ends the rank that is sent too much, which may be the one that is right
     if sizes and verdict and verdict.causes and verdict.causes[0].code in _ENDED:
-        verdict = replace(sizes, waiting=verdict.waiting)
+        odd = odd_of_all(facts, verdict.ranks)
+        verdict = replace(sizes, waiting=verdict.waiting) if odd is None else facts.verdict(
+            "failed", odd, waiting=verdict.waiting)  # fmt: skip
     if verdict is None or verdict.state == "fine":
         verdict = reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
     return replace(verdict, sources=_sources(facts))

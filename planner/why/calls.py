@@ -264,13 +264,26 @@ def _longest_pause(trace: RankTrace, until: Call) -> float:
 # Calls that do not match ----------------------------------------------------------------------------------------------
 
 _ALIKE = ("all_reduce", "allreduce", "_allgather_base", "_all_gather_base", "all_gather", "reduce_scatter", "broadcast",
-          "_reduce_scatter_base", "reduce", "allgather", "coalesced all_gather")  # fmt: skip
+          "_reduce_scatter_base", "reduce", "allgather", "coalesced all_gather", "gather")  # fmt: skip
 
 
 def signature(call: Call) -> tuple[object, ...]:
     """Return the properties of a call that must be equal on all ranks of a group."""
     alike = call.op.lower() in _ALIKE
     return (call.op, *((tuple(prod(one) for one in call.sizes), call.dtypes) if alike else ()))
+
+
+def odd_of_all(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
+    """The one rank that gloo ended by the sizes of its call, if all others of the job were alike in their last call."""
+    last = {rank: trace.calls[-1] for rank, trace in facts.traces.items() if trace.calls and rank not in ranks}
+    alike = {(call.group, call.number, signature(call)) for call in last.values()}
+    if len(ranks) != 1 or len(alike) != 1 or not 1 < len(last) == (facts.world or 0) - 1:
+        return None
+    evidence = tuple(f"rank {rank}: {describe(call)}" for rank, call in sorted(last.items()))[:8]
+    others, call = ranks_of(sorted(last)), next(iter(last.values()))
+    words = f"{ranks_of(ranks)} calls another size or another collective than {others} in {describe(call)}"
+    return Cause(code="call.size", message=words, ranks=ranks, evidence=(*evidence, facts.log.cut_short),
+                 action=_SAME_CALL)  # fmt: skip
 
 
 def mismatch(rows: Mapping[int, Call], *, size: int | None) -> Cause:

@@ -35,6 +35,7 @@ LOST_PEER, TIMED_OUT, IN_CALL = (
     re.compile("|".join(_WORDS["text"][name]), flags)
     for name, flags in (("lost_peer", re.IGNORECASE), ("timed_out", re.IGNORECASE), ("in_call", 0))
 )
+_OWN_ERRORS = {name: re.compile(text) for name, text in _WORDS["own_error"].items()}
 LONG_PHASES = ("save", "evaluate", "compile")  # phases that may take long: others wait for them up to the limit
 DOING, ACTIONS, CODES = (_WORDS[part] for part in ("doing", "action", "code"))
 
@@ -183,7 +184,7 @@ class RunFacts:
         since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
         frames = state.own or state.where or stack or ()
         where = f", in {frames[0]}" if frames else ""
-        kind = state.phase or "unknown"
+        kind = "idle" if state.phase == "compute" and is_idle(state) else state.phase or "unknown"
         if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
             return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
         return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{_effort(state)}", self.grace(state))
@@ -207,7 +208,7 @@ class RunFacts:
             return self.limit
         if state.own and set(state.own) <= set(state.usual):
             return min(STALL_SECONDS, self.limit)
-        if state.cpu_share is None or _is_idle(state):
+        if state.cpu_share is None or is_idle(state):
             return min(IDLE_SECONDS, self.limit)
         return self.limit
 
@@ -218,7 +219,7 @@ class RunFacts:
         """
         now = self.activity(rank)
         state = self.states.get(rank)
-        if state is None or now.kind not in ("data", "compute") or not begun:
+        if state is None or now.kind not in ("data", "compute", "idle") or not begun:
             return now
         old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=state.written))
         looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}
@@ -249,9 +250,11 @@ class RunFacts:
 
     def first_to_end(self, ranks: Sequence[int]) -> int | None:
         """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
-        errors = {rank: self.states[rank].error or "" for rank in ranks if self.states[rank].error}
+        said = {rank: self.states[rank].error or self.log.errors.get(rank, "") for rank in ranks}
+        errors = {rank: error for rank, error in said.items() if error}
         if self.first is not None and self.first in ranks and not LOST_PEER.search(errors.get(self.first, "")):
-            return self.first
+            left = [rank for rank in ranks if self.first not in errors and self._left_before(rank, self.first)]
+            return left[0] if len(left) == 1 else self.first
         own = [rank for rank, error in errors.items() if not LOST_PEER.search(error)]
         own.sort(key=lambda rank: -self.ages.get(rank, 0.0))
         if len(own) > 1 and (are_alike([errors[rank] for rank in own]) or not self._ended_before(own[0], own[1])):
@@ -272,6 +275,12 @@ class RunFacts:
         quiet = [rank for rank in quiet if rank in ranks]
         return quiet[0] if len(quiet) == 1 else None
 
+    def _left_before(self, rank: int, other: int) -> bool:
+        """Whether a rank ended by itself after fewer calls than another one, as with fewer batches."""
+        one, two = self.states[rank], self.states[other]
+        in_one_group = len(one.groups) == len(two.groups) == 1
+        return one.ended and not one.error and in_one_group and one.calls < two.calls
+
     def _ended_before(self, first: int, second: int) -> bool:
         """Whether a rank ended before another one by more than their clocks can differ."""
         one_clock = not self.copied and self.host(first) is not None and self.host(first) == self.host(second)
@@ -290,8 +299,9 @@ class RunFacts:
         state, stack = self.states.get(rank), self.stacks.get(rank)
         shown = stack or (state.where if state else ())
         rows = [one for one in evidence if one]
-        if what.kind == "gone" and (error := (state.error if state else None) or self.log.errors.get(rank)):
-            rows += [error] if len(error.splitlines()) > 1 else []  # the whole message
+        error = (state.error if state else None) or self.log.errors.get(rank) if what.kind == "gone" else None
+        if error and len(error.splitlines()) > 1:
+            rows.append(error)  # the whole message
         if state and state.own:
             rows.append(f"its own code: {' < '.join(state.own[:4])}")
         if shown:
@@ -300,7 +310,12 @@ class RunFacts:
         message = f"rank {rank}{f' on {host}' if host else ''} {what.words}"
         if what.words.startswith("its "):
             message = f"rank {rank}{f' on {host}' if host else ''}: {what.words}"
-        action = ACTIONS.get(what.kind, ACTIONS["unknown"])
+        kind = what.kind
+        if kind == "gone" and error:
+            kind = next((name for name, pattern in _OWN_ERRORS.items() if pattern.search(error)), "raised")
+        elif kind == "gone" and state and state.ended:
+            kind = "left"
+        action = ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
         return Cause(code=CODES.get(what.kind, "rank.behind"), message=message, ranks=(rank,),
@@ -366,18 +381,20 @@ class Activity(NamedTuple):
 
 
 def headline(error: str) -> str:
-    """The first line of an exception's message, and its last one, which often is the cause."""
+    """The line that says that a disk is full; else the first line of an exception's message, and its last one."""
     lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
+    lines = [line for line in lines if _OWN_ERRORS["disk"].search(line)] or lines
     return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
 
 
 def _effort(state: RankState) -> str:
     if state.cpu_share is None:
         return ""
-    return " (no CPU time, reads or writes)" if _is_idle(state) else f" ({state.cpu_share:.0%} of a CPU)"
+    return " (no CPU time, reads or writes)" if is_idle(state) else f" ({state.cpu_share:.0%} of a CPU)"
 
 
-def _is_idle(state: RankState) -> bool:
+def is_idle(state: RankState) -> bool:
+    """Whether the main thread is not on a CPU, and the process neither reads nor writes."""
     return state.cpu_share is not None and state.cpu_share < IDLE_SHARE and not state.is_active
 
 

@@ -30,6 +30,7 @@ from planner.why.facts import (
     Cause,
     RunFacts,
     Verdict,
+    is_idle,
 )
 from planner.why.stuck import network
 
@@ -279,7 +280,8 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     if more[kind] <= 2 * sqrt(0.25 / total + 0.25 / theirs):
         return AS_OTHERS
     share = mine.get(kind, 0) / total
-    return Activity(kind, f"{DOING[kind]} in {share:.0%} of its samples, {rest.get(kind, 0) / theirs:.0%} of those "
+    now = "idle" if kind == "compute" and is_idle(state) else kind
+    return Activity(now, f"{DOING[now]} in {share:.0%} of its samples, {rest.get(kind, 0) / theirs:.0%} of those "
                     "of the others")  # fmt: skip
 
 
@@ -382,7 +384,8 @@ def _slower(facts: RunFacts) -> Verdict | None:
     if kind == "collective":
         cause = network(facts, "has become slow", timing, since=max(one.began for one in rows))
         if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
-            return facts.named("all_collective", times=times, evidence=(timing,), **cost)
+            key = "all_collective" if cause.code == "network" else "all_collective_here"
+            return facts.named(key, times=times, evidence=(timing,), **cost)
     else:
         cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
                       evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip

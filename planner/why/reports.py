@@ -77,8 +77,8 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
                        for one, state in everyone.items() if one not in here):  # fmt: skip
         return None
     errors = [state.error for state in here.values() if state.error]
-    if any(not LOST_PEER.search(error) for error in errors):
-        return None
+    if own := next((error for error in errors if not LOST_PEER.search(error)), None):
+        return facts.named("launcher", error=headline(own), evidence=(own,)) if kind == "node" else None
     told = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
     if told and told.causes[0].code == "port_in_use":
         return told
@@ -206,8 +206,8 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
     """Use the rank that torchrun saw fail first, if no other source says more."""
-    if facts.first is None:
-        return None
+    if facts.first is None or LOST_PEER.search(facts.log.errors.get(facts.first, "")):
+        return None  # it had waited for another rank
     return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, by torchrun's log")))
 
 

@@ -199,6 +199,10 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
     elsewhere, by more than looks differ by chance.
     """
     pairs = _backlog(facts, between, since)
+    inside = set(between or range(facts.world or 0))
+    here = {facts.host(rank) or "?" for rank in inside}
+    if inside == set(facts.states) and len(here) == 1 and here != {"?"} and not pairs:
+        return cause_named("one_host", what=what, host=min(here), nodes=tuple(here), evidence=evidence)
     hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
     if len(hosts) == 2:  # only these two are in the call that does not move
         pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)})

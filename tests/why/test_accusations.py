@@ -478,6 +478,7 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
 
 def test_the_monitor_writes_what_the_reader_reads() -> None:
     """It runs where nothing of this package is, so it has names of its own."""
+    assert rank_monitor.NODE_STATE == states.NODE and rank_monitor._answer_of("the rendezvous", "") == "connected"
     assert (rank_monitor.RANKS_FOLDER, rank_monitor.STATE, rank_monitor.TRACE, rank_monitor.ASK) == (
         states.RANKS_FOLDER, states.NAME, states.TRACE, states.ASK)  # fmt: skip
     # a launcher marks its processes with a variable of another name, and would overwrite the folder

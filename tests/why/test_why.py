@@ -114,7 +114,7 @@ STEP = ("model.py:7 forward", "train.py:31 main")
         ({**BUSY, "own": STEP, "usual": STEP}, 20.0, "rank.compute"),
         ({**BUSY, "own": ("model.py:7 forward", "train.py:80 main"), "usual": STEP}, 200.0, ""),  # rank 0 evaluates
         ({"phase": "compute", "cpu_share": 0.0}, 50.0, ""),
-        ({"phase": "compute", "cpu_share": 0.0}, 70.0, "rank.compute"),
+        ({"phase": "compute", "cpu_share": 0.0}, 70.0, "rank.idle"),
         ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 70.0, ""),  # it downloads
     ],
 )
@@ -344,6 +344,26 @@ def cut_short() -> RunFacts:
     return RunFacts(states=states, world=4, now=NOW, log=watchdog.read([line]))
 
 
+@each_row(
+    ("error", "words"),
+    [
+        ("ValueError: no rows", "traceback of this rank"),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "smaller micro-batch"),
+        ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "df -h"),
+        ("No space left on device: x\nRuntimeError: unexpected pos 576 vs 534", "Free space"),
+        ("AcceleratorError: CUDA error: an illegal memory access was encountered", "Xid"),
+        (None, "ended before the others"),
+    ],
+)
+def test_the_advice_fits_the_error_of_the_rank(error: str | None, words: str) -> None:
+    states = {r: RankState(rank=r, written=NOW, ended=r == 2, error=error, phase="collective", since=NOW - 60)
+              for r in range(4)}  # fmt: skip
+    (cause,) = judge(RunFacts(states=states, world=4, now=NOW)).causes
+    assert cause.ranks == (2,) and words in cause.action
+    assert ("Xid" in cause.action) == (error is not None and "CUDA error" in error)
+    assert not (error or "").startswith("No space") or cause.message.endswith("No space left on device: x")
+
+
 def left_behind(mine: Call) -> RunFacts:
     return of({rank: [mine if rank == 2 else call(45, done=False, at=NOW - 60)] for rank in range(4)})
 
@@ -467,10 +487,30 @@ def of_ends_and_paces() -> Iterator[Row]:
     yield "still loading data, though the launcher ended it", gave_up("data"), "failed", (2,), "rank.data", ()
     yield "who ended without an error is who the others lost", ended_quietly(), "failed", (2,), "rank.gone", ()
     yield "a size that gloo could not take", cut_short(), "failed", (), "call.size", ("which rank's size is the odd",)
+    others = {rank: trace(rank, call(9, "gather", size=4)) for rank in (0, 1, 3)}
+    yield ("a size that gloo could not take, and all others alike", replace(cut_short(), traces=others, processes=GONE),
+           "failed", (2,), "call.size", ("rank 2 calls another size", "rank 3: gather of [4]"))  # fmt: skip
+    ended = {r: RankState(rank=r, written=NOW, ended=True, calls=7 if r == 2 else 8, groups={"0": (0, 1, 2, 3)})
+             for r in range(4)}  # fmt: skip
+    yield ("the table names another rank than the one that left first", RunFacts(states=ended, world=4, first=1),
+           "failed", (2,), "rank.gone", ())  # fmt: skip
+    asleep = late(collective=20, compute=80)
+    states = {r: replace(s, cpu_share=0.01) for r, s in asleep.states.items()}
+    yield ("a late rank that sleeps", replace(asleep, states=states), "slow", (3,), "rank.idle", ("sleeps or waits",))
+    met = of({r: [call(44, done=False, at=NOW - 60)] for r in range(2)}, world=2, states={
+        r: RankState(rank=r, host="a", written=NOW, calls=44) for r in range(2)})  # fmt: skip
+    yield "a call that does not move on one host", met, "stuck", (), "host.transfer", ("no network is between",)
     yield "a late rank that does nothing more", late(collective=60, compute=40), "fine", (), "", ()
     yield "a late rank that computes", late(collective=20, compute=80), "slow", (3,), "rank.compute", ()
     yield "all compute longer", paced(compute=9, collective=1), "slow", (), "all.compute", ()
-    yield "all wait longer", paced(compute=2, collective=8), "slow", (), "all.collective", ("whether the network or",)
+    yield (
+        "all wait longer",
+        paced(compute=2, collective=8),
+        "slow",
+        (),
+        "all.collective",
+        ("ranks are on one host",),
+    )
     yield "an evaluation", paced(evaluate=8, compute=1, collective=1), "fine", (), "", ()
     yield "one long pause", paused(), "fine", (), "", ()
 

@@ -12,6 +12,7 @@ import pytest
 import why
 from rigs.tables import each_row
 
+from agent.jobs.script import monitored
 from agent.why import diagnosis
 from collectives.traces.states import RankState
 from planner.why import RunFacts, judge
@@ -103,3 +104,40 @@ def test_what_ranks_wrote_at_the_rendezvous(
     rows = {rank: RankState(rank=rank, world_size=2, **waits | more) for rank, more in enumerate((one, other))}
     found = judge(RunFacts(states=rows, world=2, now=1070.0))
     assert found.state == state and words in found.line, found.line
+
+
+LOOP = """
+import datetime, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+rank = dist.get_rank()
+try:
+    for step in range(100 if rank != 1 or sys.argv[1] == "gathers" else 80):
+        dist.all_reduce(torch.ones(3))
+        time.sleep(0.02)
+    if sys.argv[1] == "gathers":
+        size = 4 if rank == 1 else 8
+        dist.all_gather([torch.empty(size) for _ in range(3)], torch.ones(size))
+except RuntimeError:
+    if sys.argv[1] == "leaves":
+        sys.exit(1)
+    raise
+"""
+
+
+@each_row(
+    ("fault", "code", "words"),
+    [("leaves", "rank.gone", "has ended by itself"), ("gathers", "call.size", "calls another size or another")],
+)
+def test_the_rank_that_differs_is_named_with_and_without_the_log(
+    tmp_path: Path, fault: str, code: str, words: str
+) -> None:
+    """Rank 1 of three leaves its loop first, or gathers another size. The table of torchrun names another rank."""
+    (tmp_path / "train.py").write_text(LOOP, encoding="utf-8")
+    run, log = tmp_path / "run", tmp_path / "log"
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py", fault]
+    with log.open("wb") as stream:
+        subprocess.run(job, env=monitored(os.environ, run), cwd=tmp_path, stdout=stream, stderr=stream, check=False)
+    found = diagnosis.answer(diagnosis.WhySources(run=run, logs=(str(log),)))
+    assert (found.state, found.ranks, found.causes[0].code) == ("failed", (1,), code) and words in found.line
+    if fault == "gathers":
+        assert diagnosis.answer(diagnosis.WhySources(run=run)).ranks == (1,)
