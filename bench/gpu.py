@@ -226,12 +226,11 @@ class Tier:
 
     def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
         """A short run through `launch`: forecast against measured, by quantity and by part."""
-        if more.get("attn_implementation") == "flash_attention_2" and find_spec("flash_attn") is None:
-            yield "step", "not run: flash_attn is not installed"
-            return
-        if more.get("load_in_4bit") and find_spec("bitsandbytes") is None:
-            yield "step", "not run: bitsandbytes is not installed"
-            return
+        flash = more.get("attn_implementation") == "flash_attention_2"
+        for package, needed in (("flash_attn", flash), ("bitsandbytes", more.get("load_in_4bit"))):
+            if needed and find_spec(package) is None:
+                yield "step", f"not run: {package} is not installed"
+                return
         out = self.folder / name.replace(" ", "-").replace(",", "")
         more = dict(more)
         model, options = more.pop("model", "gpu"), more.pop("options", ())

@@ -12,14 +12,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from stacks import STACKS
 
 from agent.advice.advise import of_cluster
 from agent.advice.request import Request, cluster_of
 from contracts.tables import read_table
 from planner.advice import Forecast
+from planner.stacks import ENGINES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "studies.md"
-_OF_LAYOUT = ("micro_batch", "gradient_accumulation", "checkpointing")  # members of the layout that a row may have
+# The engine of studies that were published before TRL 1.16, with whole logits (bench/stacks.toml).
+_OLDER = {"older trl": next(stack.engine for stack in STACKS if stack.engine.name == "trl")}
 HEADER = """# Published studies
 
 `make studies` forecasts these studies, row by row, and `python bench/studies.py --write` writes this page. Each row is
@@ -31,8 +36,8 @@ means that the study shows a chart without figures.
 
 def forecast_of(study: dict[str, Any], row: dict[str, Any]) -> Forecast | str:
     """The forecast of a row; why the layout does not run, where it does not."""
-    asked = study["asked"] | {name: row[name] for name in _OF_LAYOUT if name in row}
-    options = study["question"] | {name: value for name, value in row.items() if name not in ("case", "published")}
+    asked = {name: row.get(name, value) for name, value in study["asked"].items()}
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in (study["question"] | row).items()}
     unknown = options.get("transport") == "unknown"  # TCP over a network whose rate nobody has published
     request = Request.of(**options | {"transport": None if unknown else options.get("transport")},
                          asked=tuple(asked.items()))  # fmt: skip
@@ -43,7 +48,8 @@ def forecast_of(study: dict[str, Any], row: dict[str, Any]) -> Forecast | str:
     if unknown:
         nodes = tuple(replace(node, nics=(), nearest_nic=()) for node in cluster.nodes)
         cluster = replace(cluster, nodes=nodes, inter_node_bytes_per_second=None, inter_node_transport="tcp")
-    advice = of_cluster(request, cluster, (), ranks=request.ranks_per_node)
+    with patch.dict(ENGINES, _OLDER):
+        advice = of_cluster(request, cluster, (), ranks=request.ranks_per_node)
     return advice.chosen.forecast if advice.chosen else advice.rejected[0].reason
 
 

@@ -129,11 +129,10 @@ def read_file(path: Path) -> dict[str, Any]:
         if isinstance(named, str) and named and (inner := _find_file(path, named)):
             raw[name] = read_mapping(inner, once=True)
     template = raw.get("chat_template_path")
-    if isinstance(template, str):
-        found = _find_file(path, template)
-        if found is not None and found.suffix in (".jinja", ".jinja2", ".j2"):
-            del raw["chat_template_path"]
-            raw["chat_template"] = _text(found)
+    found = _find_file(path, template) if isinstance(template, str) else None
+    if found is not None and found.suffix in (".jinja", ".jinja2", ".j2"):
+        del raw["chat_template_path"]
+        raw["chat_template"] = _text(found)
     return raw
 
 
@@ -232,6 +231,10 @@ def parse_config(
     written = {trl.option_names().renamed.get(name, name): name for name in raw}
     known = known_settings()
     if unknown := [name for name in raw if name not in known]:
+        methods = trl.option_names().of_trl["methods"]
+        if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw[n]}") if word in methods}:
+            what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
+            raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {what}")
         first, *more = unknown
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
         refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None

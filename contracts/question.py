@@ -60,7 +60,7 @@ def _parse_declaration(option: str) -> tuple[Any, Any]:
         kind = Literal[tuple(row["choices"])]
     elif (found := bounds(str(row.get("type", "")))) is not None:
         name, low, high, above = found
-        kind = int if name == "int" else float
+        kind = float if name == "float" else int
         limits |= {"gt" if above else "ge": low, "le": high}
     elif kind is str:
         limits["max_length"] = row["most"]

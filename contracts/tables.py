@@ -46,9 +46,9 @@ def insert_pieces(text: str, pieces: Mapping[str, str]) -> str:
 def bounds(text: str) -> tuple[str, float, float | None, bool] | None:
     """Parse "int 1..1024" or "float above 0..1_000_000.0" into the type, both bounds and whether the lower is excluded.
 
-    "int 1.." has no upper bound. Returns None if the text is not a range.
+    "count 1.." has no upper bound; an option of this type takes suffixes. Returns None if the text is not a range.
     """
-    found = re.fullmatch(r"(int|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
+    found = re.fullmatch(r"(int|count|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
     if found is None:
         return None
     low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))

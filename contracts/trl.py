@@ -72,7 +72,7 @@ class OptionNames:
     fsdp: Mapping[str, list[str]]
     deepspeed: Mapping[str, Any]
     sections: Mapping[str, Section]
-    of_trl: Mapping[str, Any]  # options that TRL's parser must not get, and the names it knows
+    of_trl: Mapping[str, Any]  # options TRL's parser must not get, names it knows, other methods' settings
 
 
 @functools.cache
@@ -269,10 +269,7 @@ def _set_sharding(words: list[str], layout: dict[str, Any], note: Note, name: st
     if len(strategies) > 1:
         raise ConfigError(f"{name}: asks for {' and '.join(sorted(strategies))}: one of them is allowed")
     strategy = strategies.pop() if strategies else "full_shard"
-    if strategy == "no_shard":
-        put(layout, "sharding", "ddp", name)
-    else:
-        put(layout, "sharding", "zero3", name)
+    put(layout, "sharding", "ddp" if strategy == "no_shard" else "zero3", name)
     if strategy.startswith("hybrid_shard") and not {"dp_replicate", "dp_shard"} & set(layout):
         layout["dp_shard"] = NODE
     if strategy in ("shard_grad_op", "hybrid_shard_zero2"):

@@ -22,14 +22,7 @@ from planner.forecast.engine import Engine
 from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, repair_links, repaired, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
-from planner.forecast.specs import (
-    ModelSpec,
-    TrainSpec,
-    active_weights,
-    check_histogram,
-    longest_row,
-    rows_are_assumed,
-)
+from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
 from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text

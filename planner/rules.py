@@ -141,17 +141,13 @@ def precision_exists(q: Question, at: Layout) -> str | None:
 
 
 def engine_runs(q: Question, at: Layout) -> str | None:
-    """The engine supports the layout."""
+    """The engine supports the layout, and LoRA or QLoRA; 4-bit blocks need unsplit matrices, and a forecast a GPU."""
     return engine_lacks(q.engine, q.model, q.train, at, has_gpu=q.has_gpu)
 
 
-def method_runs(q: Question, at: Layout) -> str | None:
-    """The engine supports LoRA or QLoRA; 4-bit blocks need unsplit matrices, and their forecast a GPU."""
-    return method_lacks(q.engine, q.train, at, has_gpu=q.has_gpu)
-
-
 def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
-    """Return what the engine lacks to run a layout."""
+    """Return what the engine lacks to run a layout with this method."""
+    without = _lacks_method(engine, train, at, has_gpu=has_gpu)
     if not has_gpu and engine.without_gpu is not None:
         engine = replace(engine, can=engine.without_gpu, name=f"{engine.name} on a CPU")
     return (
@@ -160,6 +156,7 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
         or _lacks_combination(engine, at)
         or engine.refuses(model, train, at)
         or _lacks_options(engine, at, has_gpu=has_gpu)
+        or without
     )
 
 
@@ -206,10 +203,9 @@ def _lacks_options(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
     return None
 
 
-def method_lacks(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
-    """Return what is missing to train with this method."""
+def _lacks_method(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
     if train.method not in engine.methods:
-        return f"{engine.name} does not support {train.method}"
+        return f"{engine.name} does not support {train.method}; it trains {' and '.join(sorted(engine.methods))}"
     if train.method != "qlora":
         return None
     if not has_gpu:
@@ -245,7 +241,7 @@ _OF_BATCH = (enough_micro_batches, batch_divides)  # these need a whole layout; 
 _RULES = (
     heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, chunks_divide, enough_micro_batches,
     stages_sum, sequence_divides, experts_divide, batch_divides, positions_reach, weights_can_train, precision_exists,
-    engine_runs, method_runs, host_memory_holds,
+    engine_runs, host_memory_holds,
 )  # fmt: skip
 RULES: tuple[tuple[str, Rule], ...] = tuple((rule.__name__.replace("_", "-"), rule) for rule in _RULES)
 RULES_OF_DEGREES = tuple((name, rule) for name, rule in RULES if rule not in _OF_BATCH)

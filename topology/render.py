@@ -11,15 +11,7 @@ from typing import Any
 
 from contracts.tables import read_table
 from topology.check import departures
-from topology.graph import (
-    SELF,
-    UNKNOWN,
-    GpuNode,
-    NearestNic,
-    NicNode,
-    NodeTopology,
-    Pairs,
-)
+from topology.graph import SELF, UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs
 from topology.paths import with_expectations
 
 Json = dict[str, Any]
@@ -70,11 +62,7 @@ def printable(text: str) -> str:
 
 
 def _list_affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
-    titles = (
-        ("CPU Affinity", "cpu_affinity"),
-        ("NUMA Affinity", "numa_affinity"),
-        ("GPU NUMA ID", "gpu_numa_id"),
-    )
+    titles = (("CPU Affinity", "cpu_affinity"), ("NUMA Affinity", "numa_affinity"), ("GPU NUMA ID", "gpu_numa_id"))
     return tuple((title, name) for title, name in titles if any(getattr(gpu, name) is not None for gpu in node.gpus))
 
 

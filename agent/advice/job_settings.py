@@ -115,7 +115,8 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
     """Add the job's settings to the request as fixed values that the plan does not change."""
     if not explicit:
         return request
-    requested: dict[str, Any] = {field: getattr(config, name) for name, field in _PLANNED.items() if name in explicit}
+    requested: dict[str, Any] = dict(_TRL_DEFAULTS) if request.train.engine == TRL else {}
+    requested |= {field: getattr(config, name) for name, field in _PLANNED.items() if name in explicit}
     if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(explicit) and explicit.get(
         "model_name_or_path") != f"{RANDOM}{EMBEDDED_MODEL}":  # fmt: skip
         requested["method"] = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
@@ -127,18 +128,17 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
     if "attn_implementation" in explicit:
         kernel = config.attn_implementation
         requested["attention"] = "flash" if kernel == "flash_attention_2" else kernel
-    if "dtype" in explicit:
+    if "dtype" in explicit or config.load_in_4bit:
         requested["dtype"] = config.dtype
-    elif request.train.engine == TRL and not config.load_in_4bit:
-        requested["dtype"] = "float32"  # TRL 1.16 ModelConfig
     if config.layout:
         requested["asked"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())
-        requested["fused_cross_entropy"] = config.layout.get("fused_cross_entropy")
         if {"micro_batch", "gradient_accumulation"} & set(config.layout) and request.model == EMBEDDED_MODEL:
             requested["global_batch"] = None
     return request.changed(**requested)
 
 
+# What TRL 1.16 (ModelConfig), PEFT (Llama and most others) and transformers (use_liger_kernel) do without the setting.
+_TRL_DEFAULTS = {"dtype": "float32", "lora_targets": ("q_proj", "v_proj"), "fused_cross_entropy": False}
 # Settings that the forecast uses, and their names in the job.
 _PLANNED = {
     "max_length": "sequence_length", "packing": "packing", "lora_r": "lora_rank",

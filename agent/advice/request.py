@@ -139,11 +139,8 @@ def price_of(request: Request) -> float | None:
 
 def prices_of(text: str, *, files: bool) -> float | dict[str, float]:
     """Parse "98.32" as a number, and a YAML file as one price for each catalogue machine that it names."""
-    number = None
     with contextlib.suppress(ValueError):
-        number = float(text)
-    if number is not None:
-        return _price("price", number)
+        return _price("price", float(text))
     if not files:
         raise RequestError(f"price={text[:40]!r}: must be a number, of a node-hour")
     try:

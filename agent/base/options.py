@@ -16,8 +16,10 @@ type, member or table name) is raised when the verb is imported.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,20 @@ class _Size(click.ParamType[int]):
         if not size:
             self.fail(f"{value!r}: must be {SIZE_WORDS}", param, ctx)
         return size
+
+
+class _Count(click.IntRange):
+    """A whole number in a range, with or without a suffix for thousands to trillions: 250000, 250k, 100M, 1.5B, 15T."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number. Raises BadParameter that lists what is allowed."""
+        found = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?)([kmbt]?)", str(value), re.IGNORECASE)
+        number = Decimal(found[1]) * 1000 ** " kmbt".index(found[2].lower() or " ") if found else None
+        if number is None or number % 1:
+            self.fail(f"{value!r}: must be a whole number, or one with k, M, B or T: 250000, 100M, 1.5B", param, ctx)
+        return super().convert(int(number), param, ctx)
 
 
 # Read the option tables.
@@ -230,7 +246,7 @@ def _type(text: str | list[str]) -> Any:
     if found is None:
         return _TYPES[text]
     name, low, high, above = found
-    kind: Any = click.IntRange if name == "int" else click.FloatRange
+    kind: Any = {"int": click.IntRange, "count": _Count, "float": click.FloatRange}[name]
     return kind(low, high, min_open=above)
 
 

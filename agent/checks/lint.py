@@ -79,7 +79,7 @@ def _checks(
         judged = lint(
             named.environment, nccl_version=version_in_use, machine=machine, source=named.source,
             unresolved=named.unresolved, unexported=named.unexported, own=named.used,
-            nodes=reading.nodes, also_set=named.also_set,
+            nodes=reading.nodes, gpus=reading.gpus, also_set=named.also_set,
         )  # fmt: skip
         for finding in (*named.findings, *judged):
             if (named.place, finding) in seen:

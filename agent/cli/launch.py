@@ -55,7 +55,7 @@ def launch(
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
-    request = job_settings.base_request(options)
+    request = job_settings.base_request(options | {"nodes": options["nodes"] or max(1, len(options["hosts"]))})
     advice, options["trainer"], why = job_settings.choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], found
     )

@@ -171,12 +171,15 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
 
     def show(out: Console) -> None:
         shown = table("part", *(layout_title(ranked.layout) for ranked in (first, second)))
-        for name, left, right in rows:
+        for name, left, right in rows[:-1]:
             shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
+        steps = [ranked.forecast.step_seconds for ranked in (first, second)]
+        shown.add_row("step", *(units.interval(step, "s") for step in steps))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
         shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
-        broken = (ranked.why or "yes" for ranked in (first, second))
-        shown.add_row("allowed", *broken)
+        shown.add_row("allowed", *(ranked.why or "yes" for ranked in (first, second)))
         out.print(shown)
+        if max(step.low for step in steps) <= min(step.high for step in steps):
+            out.print("? not distinguishable: the 80 % intervals of the two step times overlap")
 
     emit({"layouts": [first, second], "parts": rows}, form, show)

@@ -26,17 +26,7 @@ from agent.checks.verdict import View, judge
 from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.node_facts import clean
-from agent.cluster.nodes import (
-    API_VERSION,
-    KIND,
-    NAMES,
-    PLURAL,
-    Json,
-    Measured,
-    NodeRecord,
-    keys_of,
-    time_of,
-)
+from agent.cluster.nodes import API_VERSION, KIND, NAMES, PLURAL, Json, Measured, NodeRecord, keys_of, time_of
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from probes.api import Absent

@@ -28,14 +28,7 @@ from agent.checks.verdict import FailOn, View
 from agent.cluster.publish import Publisher
 from agent.http import answers, posted
 from agent.http.access import Guard, ReadHosts, Tokens
-from agent.http.answers import (
-    Gate,
-    Rendered,
-    Responses,
-    problems,
-    respond,
-    texts,
-)
+from agent.http.answers import Gate, Rendered, Responses, problems, respond, texts
 from agent.http.cluster import Cluster, samples
 from agent.http.state import State, age_seconds
 from agent.http.worker import Answer, ProblemError, Worker, page_of

@@ -291,7 +291,8 @@ def _measure(
 def _request(options: Mapping[str, Any]) -> Request:
     """Return the request to the planner; a run without a named model trains the embedded job."""
     request: Request = options["request"]
-    return job_request(request, options["config"], options["overrides"]) if options["train"] else request
+    here = replace(request, nodes=1)  # the job runs on this host
+    return job_request(here, options["config"], options["overrides"]) if options["train"] else request
 
 
 def _recommend(

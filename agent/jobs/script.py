@@ -80,7 +80,7 @@ def plan_of(
     ranks = options["ranks"] or default_ranks(found)
     command = read_command(["torchrun", str(script), *arguments], _text)
     output_dir = command.settings.get("output_dir")
-    request = Request(hosts=options["hosts"], root=options["root"], ranks_per_node=ranks)
+    request = Request(hosts=options["hosts"], root=options["root"], nodes=1, ranks_per_node=ranks)
     advice, lines = forecast_of(command, request, found)
     set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
                    for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
@@ -339,11 +339,12 @@ def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> 
         return bounded.read_text(here, MAX_FILE_BYTES) if here is not None and here.name == Path(name).name else None
 
     said = read_command(job.command, file)
-    nodes, ranks = job.nodes or said.nodes, job.ranks_per_node or said.ranks_per_node
+    nodes, ranks = max(job.nodes or 0, said.nodes or 0) or None, job.ranks_per_node or said.ranks_per_node
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
-        said.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say")
+        said.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say"
+                            + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
     return forecast_of(said, request, found)
 
 

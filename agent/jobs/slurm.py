@@ -148,7 +148,7 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if nodes is None:
-        notes.append("unknown how many nodes the job has: no #SBATCH --nodes says; the environment is for one node")
+        notes.append("unknown how many nodes the job has: no #SBATCH --nodes says; the environment is for several")
     return made, notes
 
 

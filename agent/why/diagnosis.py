@@ -383,8 +383,7 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     """Add the log's problems: reasons of a failure, and of a transport that is slower than possible."""
     lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines) for p in found.problems}
     verdict = replace(
-        verdict,
-        causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes),
+        verdict, causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes)
     )
     known = (*_ENDS, *(cause.code for cause in verdict.causes))
     rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]

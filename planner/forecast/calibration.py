@@ -22,7 +22,6 @@ from planner.forecast.compute import DEFAULT, Constants, Rates, layer_cost
 from planner.forecast.engine import Engine
 from planner.forecast.memory import DEFAULT_MEMORY
 from planner.forecast.models import model_from_config
-from planner.forecast.specs import ModelSpec
 from planner.forecast.step_time import Job
 
 SCHEMA_VERSION = 1
@@ -102,14 +101,6 @@ def load_calibration(path: Path | str) -> Calibration:
     return parse_calibration(data)
 
 
-def _make_timed_model(timing: LayerTiming) -> ModelSpec:
-    return model_from_config({
-        "model_type": "llama", "hidden_size": timing.hidden, "num_attention_heads": timing.heads,
-        "num_key_value_heads": timing.kv_heads, "intermediate_size": timing.ffn, "num_hidden_layers": 1,
-        "vocab_size": 32000,
-    })  # fmt: skip
-
-
 def check_device(calibration: Calibration, device: str, precision: str) -> None:
     """Raise CalibrationError if the calibration is for another device or precision."""
     known = gpu_named(calibration.device)
@@ -130,8 +121,13 @@ def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, co
         inputs.append(f"GEMM {rates.gemm / 1e9:.4g} GFLOP/s on {calibration.device}: measured")
     if calibration.layer:
         timing = calibration.layer
+        model = model_from_config({
+            "model_type": "llama", "hidden_size": timing.hidden, "num_attention_heads": timing.heads,
+            "num_key_value_heads": timing.kv_heads, "intermediate_size": timing.ffn, "num_hidden_layers": 1,
+            "vocab_size": 32000,
+        })  # fmt: skip
         cost = layer_cost(
-            _make_timed_model(timing), float(timing.tokens), float(timing.sequence), 1, False, rates, engine,
+            model, float(timing.tokens), float(timing.sequence), 1, False, rates, engine,
             constants=constants,
         )  # fmt: skip
         took = timing.forward_seconds + timing.backward_seconds

@@ -209,6 +209,7 @@ class Engine:
     merges_expert_adapters: bool = False  # PEFT's ParamWrapper: experts plus adapters, created in each pass
     # HBM bytes per logit. Fused: bf16, read twice, written. Else also: fp32 copies, softmax and gradient.
     loss_bytes: tuple[float, float] = (6.0, 16.0)
+    chunks_loss: bool = False  # the loss is fused even if the layout does not say so
     loss_again: bool = False  # the fused loss recomputes each chunk and its projection in the backward pass
     logits_bytes: float = 12.0  # peak bytes per token and vocabulary entry around the loss
     bucket_bytes: float = 0.0  # flat communication buffers, with data parallelism

@@ -171,14 +171,16 @@ def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> _Stored
     layout = share.layout
     per_layer = engine.layer_activations(share)
     copies = engine.casts(share)
-    boundary = share.element * share.tokens * share.model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    # Under autocast, hidden states between the layers are fp32, as the embedding's weights are.
+    boundary = (4.0 if copies else share.element) * share.tokens * share.model.hidden
+    boundary /= layout.tp if layout.sequence_parallel else 1
     if layout.checkpointing == "selective" and not engine.selective_attention:
         per_layer = engine.selective_activations(share, boundary)
     full = layout.checkpointing == "full"
     total = share.layers * (boundary if full else per_layer)
     if layout.checkpointing == "none":  # the graph of each active micro-batch contains the weights it used
         total, copies = total + copies, 0.0
-    again = per_layer if full else 0.0
+    again = per_layer + (2.0 * share.largest if copies else 0.0) if full else 0.0
     logits = engine.logits(share)
     # The loss, and so the forward pass, is complete before a layer is recomputed.
     first = micro_batches_held(layout) * total + max(again, copies)

@@ -66,9 +66,8 @@ class Job(Question):
     rates: Rates
     constants: Constants = DEFAULT
     host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
-    # dataclasses.replace starts with empty caches, because fields without init are not copied.
+    # dataclasses.replace starts with an empty cache, because fields without init are not copied.
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict, init=False)
-    _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict, init=False)
 
     def sequence(self, micro_batch: int) -> float:
         """Return the computed tokens per sequence: full length if packed, else padded to the micro-batch's longest."""
@@ -104,15 +103,9 @@ class Job(Question):
         return cost
 
     def head(self, layout: Layout, tokens: float) -> tuple[float, float]:
-        """Cached `head_cost`."""
-        key = (tokens, layout.tp, layout.fused_cross_entropy)
-        cost = self._heads.get(key)
-        if cost is None:
-            cost = self._heads[key] = head_cost(
-                self.model, tokens, layout.tp, self.rates, self.engine, fused=layout.fused_cross_entropy,
-                constants=self.constants,
-            )  # fmt: skip
-        return cost
+        """Return `head_cost` of this job."""
+        fused = layout.fused_cross_entropy or self.engine.chunks_loss
+        return head_cost(self.model, tokens, layout.tp, self.rates, self.engine, fused=fused, constants=self.constants)
 
 
 def _overlap_seconds(first: float, second: float, loss: float) -> float:
@@ -160,21 +153,6 @@ class _StepInputs:
     on_cpu: bool  # launching and running an operator share one thread, so launches are not hidden
 
     @property
-    def layers(self) -> float:
-        """Layers of the largest stage."""
-        return self.share.layers
-
-    @property
-    def sharded(self) -> bool:
-        """Whether weights are gathered."""
-        return self.share.sharded
-
-    @property
-    def full(self) -> bool:
-        """Whether every weight is trained."""
-        return self.job.train.method == "full"
-
-    @property
     def hidden_bytes(self) -> float:
         """Bytes of the full hidden states of a micro-batch."""
         return self.share.element * self.tokens * self.job.model.hidden
@@ -196,7 +174,7 @@ class _StepInputs:
         """Bytes of the largest stage's weights when gathered; adapters in addition to frozen weights."""
         share, qlora = self.share, self.job.train.method == "qlora"
         layers = (NF4_BYTES if qlora else self.share.element) * (share.local - share.ends)
-        return layers + self.share.element * (share.ends + (0.0 if self.full else share.trained))
+        return layers + self.share.element * (share.ends + (share.trained if share.adapters else 0.0))
 
     @property
     def stored_bytes(self) -> float:
@@ -208,7 +186,7 @@ class _StepInputs:
         if not self.job.engine.ends_apart or self.layout.pp > 1:
             return 0.0
         total = self.head_bytes
-        if not self.full and self.count.head:
+        if self.share.adapters and self.count.head:
             embedding = self.share.element * self.count.embedding / self.layout.tp
             total += embedding * (1 - 1 / self.layout.gradient_accumulation)
         return total
@@ -227,7 +205,7 @@ class _StepInputs:
     @property
     def ends(self) -> float:
         """FSDP units in addition to the layers."""
-        return (2.0 if self.job.engine.ends_apart else 1.0) if self.sharded else 0.0
+        return (2.0 if self.job.engine.ends_apart else 1.0) if self.share.sharded else 0.0
 
     @property
     def accumulation(self) -> float:
@@ -243,7 +221,7 @@ class _StepInputs:
     @property
     def hooks(self) -> float:
         """Seconds of the hooks of one unit and pass."""
-        hooked = self.sharded or (self.job.engine.hooks_one_rank and self.layout.sharding == "zero3")
+        hooked = self.share.sharded or (self.job.engine.hooks_one_rank and self.layout.sharding == "zero3")
         return self.job.constants.unit_kernels * self.job.rates.launch_seconds if hooked else 0.0
 
 
@@ -285,11 +263,11 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     layout, cost = step.layout, step.cost
     layer = _time_layer(step)
     micro = _time_micro_batch(step, layer)
-    exchange = _time_sharded(step, micro) if step.sharded else _time_replicated(step, micro)
+    exchange = _time_sharded(step, micro) if step.share.sharded else _time_replicated(step, micro)
     bubble, send = _time_pipeline(step, micro, exchange.gather)
     optimizer, offload = _time_optimizer(step)
     m, layers = layout.gradient_accumulation, micro.layers
-    passes = 3.0 if step.full else 2.0  # passes of a product: forward, input gradient, and weight gradient if trained
+    passes = 2.0 if step.share.adapters else 3.0  # of a product: forward, input gradient, weight gradient if trained
     host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # on a GPU, the head's product hides them
     return StepParts(
         gemm=m * (layers * (cost.gemm * passes + cost.merged) + micro.head_gemm * passes),
@@ -321,7 +299,7 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
     step = _prepare_step(job, job.engine.as_run(layout))
     layout, share, engine, m = step.layout, step.share, job.engine, step.layout.gradient_accumulation
     reduced, found = engine.reduced_bytes(job.train, layout), {}
-    if step.sharded:
+    if step.share.sharded:
         gathers, again = engine.gathers(layout), engine.gathers_again(layout)
         stored = again * step.stored_bytes
         if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays gathered after the first forward pass
@@ -329,12 +307,12 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
         found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
     if layout.cp > 1:
-        found["cp", "all_to_all"] = m * step.layers * step.exchanges * sum(step.exchanged_bytes)
-    if layout.dp_replicate > 1 or (layout.data_parallel * layout.cp > 1 and not step.sharded):
-        trained = share.part(share.trained, share.routed_trained, sharded=step.sharded)
+        found["cp", "all_to_all"] = m * step.share.layers * step.exchanges * sum(step.exchanged_bytes)
+    if layout.dp_replicate > 1 or (layout.data_parallel * layout.cp > 1 and not step.share.sharded):
+        trained = share.part(share.trained, share.routed_trained, sharded=step.share.sharded)
         found["dp_replicate", "all_reduce"] = reduced * trained
     if layout.tp > 1:
-        rounds = step.layers * engine.tensor_parallel_rounds(layout)
+        rounds = step.share.layers * engine.tensor_parallel_rounds(layout)
         rounds += engine.tensor_parallel_ends(job.train, layout, last=last)
         found["tp", "all_reduce"] = m * rounds * step.hidden_bytes
     if layout.pp > 1:
@@ -360,7 +338,8 @@ def _time_layer(step: _StepInputs) -> _LayerTimes:
     cost = step.cost
     forward = cost.gemm + cost.attention + cost.elementwise
     # Frozen weights have no gradient, unless they are merged with their adapters.
-    backward = cost.gemm * (2.0 if step.full else 1.0) + cost.merged + cost.attention * 2.5 + cost.elementwise * 2.0
+    backward = cost.gemm * (1.0 if step.share.adapters else 2.0) + cost.merged
+    backward += cost.attention * 2.5 + cost.elementwise * 2.0
     gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
     recompute = gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise
     return _LayerTimes(
@@ -451,22 +430,22 @@ def _count_receivers(model: ModelSpec, of: float) -> float:
 
 def _time_micro_batch(step: _StepInputs, layer: _LayerTimes) -> _MicroBatchTimes:
     head_gemm, head_loss = step.job.head(step.layout, step.tokens)
-    head = head_gemm * (2.0 + (1.0 if step.full else 0.0)) + head_loss
+    head = head_gemm * (2.0 if step.share.adapters else 3.0) + head_loss
     tp, cp, ep = layer.tensor_parallel, layer.context_parallel, layer.expert_parallel
     once = step.cost.dequantize
     forward = layer.forward + once + tp / 2.0 + cp / 3.0 + ep / 2.0
     again = layer.recompute + layer.dequantize - once
     backward = layer.backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host
-    last = last_stage(step.job.model, step.layout)
+    layers, last = step.share.layers, last_stage(step.job.model, step.layout)
     added = step.accumulation
-    if step.layers * (forward + backward) > last * (forward + backward) + head:
-        return _MicroBatchTimes(step.layers, step.layers * forward, step.layers * backward + added, 0.0, 0.0, 0.0)
+    if layers * (forward + backward) > last * (forward + backward) + head:
+        return _MicroBatchTimes(layers, layers * forward, layers * backward + added, 0.0, 0.0, 0.0)
     return _MicroBatchTimes(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
 
 
 def _time_sharded(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     """Return the time to gather weights before each unit, scatter gradients after it, and all-reduce over replicas."""
-    job, layout, links, share, units = step.job, step.layout, step.job.links, step.share, step.layers + step.ends
+    job, layout, links, share, units = step.job, step.layout, step.job.links, step.share, step.share.layers + step.ends
     lost = {True: job.constants.overlap_loss_network, False: job.constants.overlap_loss}
     loss = lost[links.crosses(share.group, layout.tp) is links.network]
     each_reduced = job.engine.reduced_bytes(job.train, layout)
@@ -486,17 +465,18 @@ def _time_sharded(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
         passes = gathers + job.engine.gathers_again(layout)
         copied = once_copied * (gathered * passes + reduced * scatters) / layout.gradient_accumulation
     else:
-        ahead = _overlap_seconds(micro.forward, gather_once, loss) - micro.forward + gather_once / max(1.0, step.layers)
+        ahead = _overlap_seconds(micro.forward, gather_once, loss) - micro.forward
+        ahead += gather_once / max(1.0, share.layers)
         shown = _overlap_seconds(micro.backward, again + scatter, loss) - micro.backward
         late = shown * scatter / (again + scatter) if scatter else 0.0
         behind = shown - late
-        late += scatter / max(1.0, step.layers)
+        late += scatter / max(1.0, share.layers)
     reduce = scatters * late
     if layout.dp_replicate > 1:
         trained = share.part(share.trained, share.routed_trained, sharded=True)
         across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, strides(layout)[2])
         loss = lost[links.crosses(layout.dp_replicate, strides(layout)[2]) is links.network]
-        reduce += _overlap_seconds(micro.backward, across, loss) - micro.backward + across / max(1.0, step.layers)
+        reduce += _overlap_seconds(micro.backward, across, loss) - micro.backward + across / max(1.0, share.layers)
     return _ExchangeTimes(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
 
 
@@ -509,7 +489,7 @@ def _time_replicated(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTim
 
     reduced = share.trained * job.engine.reduced_bytes(job.train, layout)
     bucket = max(job.engine.reduce_bucket, job.engine.reduce_bucket_per_rank * ranks)
-    messages = min(step.layers, max(1.0, reduced / bucket))
+    messages = min(step.share.layers, max(1.0, reduced / bucket))
 
     def one(each: float) -> float:
         ring = job.links.ring_seconds
@@ -529,8 +509,8 @@ def _time_reduction(step: _StepInputs, micro: _MicroBatchTimes, one_way: float, 
     layout, count = step.layout, step.count
     # gloo's threads share the cores of a host with compute; waiting for a network is hidden
     loss = 1.0 if step.on_cpu and step.job.links.network is None else step.job.constants.overlap_loss
-    last = one_way / max(2.0, step.layers)
-    if layout.pp == 1 and step.full:  # the embedding's gradient comes last, in one bucket
+    last = one_way / max(2.0, step.share.layers)
+    if layout.pp == 1 and not step.share.adapters:  # the embedding's gradient comes last, in one bucket
         last = max(last, one_way * count.embedding / count.total)
     if layout.sharding == "ddp":
         return _overlap_seconds(micro.backward, 2.0 * (one_way - last), loss) - micro.backward + 2.0 * last

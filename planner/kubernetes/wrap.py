@@ -8,6 +8,7 @@ reason of each addition is an annotation of the pod.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -250,10 +251,7 @@ class _Wrapper:
         Limits or requests of a TrainJob replace all resources of its runtime's container (Kubeflow Trainer,
         pkg/runtime/framework/plugins/jobset/builder.go).
         """
-        of_job, of_runtime = (
-            self._job.parts[0],
-            self._part if self._part.pod is not None else self._job.parts[-1],
-        )
+        of_job, of_runtime = (self._job.parts[0], self._part if self._part.pod is not None else self._job.parts[-1])
         own = of_job.kind == "TrainJob" and (of_job.limits or of_job.resources.get("requests"))
         return of_job if own else of_runtime
 
@@ -391,7 +389,7 @@ class _Wrapper:
         security = self._part.container.get("securityContext") or {}
         marks = ((self._part.pod or {}).get("metadata") or {}).get("annotations") or {}
         if (
-            (self._job.nodes or 0) < 2
+            self._job.nodes == 1
             or not any(need.name == "memlock" for need in self._wanted.needs)
             or {"rdma/*", "vpc.amazonaws.com/efa"} & needs
             or family("rdma/*", sorted(names))
@@ -637,9 +635,8 @@ def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
             if str(labels.get(_STEP, "trainer")) != "trainer":  # a step that downloads the dataset or the model
                 continue
             body = replicated["template"]["spec"]
-            pods = (_parse_number(replicated.get("replicas", 1)) or 1) * (
-                _parse_number(body.get("parallelism", 1)) or 1
-            )
+            counts = [_parse_number(each) for each in (replicated.get("replicas", 1), body.get("parallelism", 1))]
+            pods = None if None in counts else math.prod(n or 1 for n in counts)
             templates.append((f" {replicated['name']}", body["template"], pods))
     for where, template, replicas in templates:
         containers = template["spec"]["containers"]

@@ -15,17 +15,7 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
-from planner.lint.script import (
-    NAME,
-    OPEN,
-    Assigned,
-    EnvironmentTextError,
-    Inner,
-    Script,
-    is_judged,
-    pattern,
-    words,
-)
+from planner.lint.script import NAME, OPEN, Assigned, EnvironmentTextError, Inner, Script, is_judged, pattern, words
 from planner.lint.shell import expand, read_shell, read_words
 from planner.lint.values import finding
 

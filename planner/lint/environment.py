@@ -70,6 +70,7 @@ class _Case(NamedTuple):
     plugin: bool  # aws-ofi-nccl is in use and may have set variables
     vendor: Platform | None  # platform whose network plugin the environment configures
     carrier: str  # setting of the network plugin that replaces NCCL's RDMA; or ""
+    one_gpu: bool  # each pod or node has one GPU
 
 
 def lint(
@@ -82,6 +83,7 @@ def lint(
     unexported: Mapping[str, str] | None = None,
     own: frozenset[str] = frozenset(),
     nodes: int | None = None,
+    gpus: int | None = None,
     also_set: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
     """Return findings about one environment, worst first.
@@ -89,7 +91,7 @@ def lint(
     If `nccl_version` is None, all known releases count; `machine` is the machine on which the environment is used.
     Variables in `unresolved` have unknown values (name -> source text), so only their names are checked. `unexported`
     are shell variables that no program gets, `own` are names that the script reads, `nodes` is the number of nodes of
-    the job, and `also_set` are names that may be set under a condition.
+    the job, `gpus` that of the GPUs of each, and `also_set` are names that may be set under a condition.
     """
     found: list[Finding] = []
     quoted: list[Finding] = []
@@ -101,6 +103,7 @@ def lint(
         version=padded(nccl_version) if nccl_version is not None else None, machine=machine, source=source, own=own,
         plugin=plugin, vendor=platform_of_plugin(environment),
         carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
+        one_gpu=gpus == 1 or (machine is not None and machine.has_one_gpu),
     )  # fmt: skip
     for name, value in environment.items():
         found += _judge_name(name, value, case)
@@ -110,6 +113,8 @@ def lint(
         entry = names().get(name)
         if name in torch_names() or (entry is not None and entry.status == "current"):
             found.append(finding("env.name.unexported", name, raw))
+    if case.one_gpu:
+        environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
     found += check_torch(environment)
     found += check_pairs(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
     if machine is None:
@@ -179,6 +184,8 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
             yield finding("env.gid.needless", name, value, version=version_text(case.version))
     elif entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
+    elif case.one_gpu and name in settings()["one_gpu"]["names"]:
+        yield finding("env.debug.leftover/one_gpu", name, value)
     elif case.vendor is not None:
         yield from _compare_with_vendor(name, value, case.vendor)
     elif name == "NCCL_PXN_DISABLE" and case.machine is not None and case.machine.lacks_nvlink:

@@ -42,6 +42,12 @@ class ProbedMachine:
         known = topology is not None and bool(topology.gpus) and topology.nvlink_known
         return known and not any(len(island.gpus) > 1 for island in topology.islands)  # type: ignore[union-attr]
 
+    @property
+    def has_one_gpu(self) -> bool:
+        """Whether the host has a single GPU, which NVLink does not connect to other hosts."""
+        facts = self.node.gpu()
+        return facts is not None and len(facts.gpus) == 1 and not facts.gpus[0].fabric_clique
+
     def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
         """Yield every contradiction between the environment and this machine."""
         for rule in (_interfaces, _gloo, _hcas, _fabric, _peers, _class):

@@ -47,6 +47,7 @@ class Reading(NamedTuple):
     unread: tuple[Unread, ...] = ()  # lines that could not be parsed, in order
     unreached: tuple[Unread, ...] = ()  # settings that no started program gets; not checked
     nodes: int | None = None  # number of nodes of the job; None if the text does not contain it
+    gpus: int | None = None  # number of GPUs of a pod or node whose GPUs no other one reaches; None if unknown
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all variables found, sorted."""
@@ -103,6 +104,7 @@ def _reading(text: str, kind: str) -> Reading:
     return Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
+        gpus=_gpus(text) if kind not in _LIMITS else None,
         unreached=tuple({each.name: each for each in unreached if each.line not in {e.line for e in unread}}.values()),
     )  # fmt: skip
 
@@ -130,6 +132,14 @@ def _nodes(text: str) -> int | None:
     """Return the largest number of nodes that the text requests; None if it contains none."""
     found = [int(number) for match in pattern("nodes").findall(text) for number in match if number]
     return max(found) if found else None
+
+
+def _gpus(text: str) -> int | None:
+    """Return the largest number of GPUs that a pod or node gets; None if it is unknown, or reaches those of others."""
+    found = [number for match in pattern("gpus").findall(text) for number in match if number]
+    if not found or not all(map(str.isdecimal, found)) or pattern("reaches_gpus").search(text):
+        return None
+    return max(map(int, found))
 
 
 def why_nothing(text: str, reading: Reading) -> str:
@@ -246,10 +256,12 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
         kind = guess_kind(inner.text, inner.target)
         where = inner.target if "/" in inner.target or "." in inner.target else f"{inner.target} of line {inner.line}"
         where = f"line {inner.line}" if where == "option.json" else where
+        where = source if source.endswith(where) else f"{source} > {where}"  # a ConfigMap's key names its file
         found: _Parts = []
         with contextlib.suppress(EnvironmentTextError):  # its lines are reported below
             found = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
-        parts += [(f"{source}, {where}", each) for _, each in found]
+        parts += [(f"{where} > {place}" if kind in _DOCUMENTS and place != "document" else where, each)
+                  for place, each in found]  # fmt: skip
         if not any(settings for _, each in found for settings in each.settings()):
             script.unread += _unfound(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
     return parts
@@ -261,9 +273,8 @@ def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[
     loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
     findings = tuple(script.findings)
     for label, way in (("", Settings()), *script.ways[:_LIMIT_SCOPES]):
-        found = {
-            name: each for name, each in (script.always | way).items() if is_judged(name) or name in JOB_SIZE
-        }  # fmt: skip
+        both = script.always | way
+        found = {name: each for name, each in both.items() if is_judged(name) or name in JOB_SIZE}
         if not any(map(is_judged, [*found, *loose])):
             continue
         yield NamedEnvironment(

@@ -275,14 +275,17 @@ def platforms() -> Platforms:
 
 
 def platform_of_plugin(environment: Mapping[str, str]) -> Platform | None:
-    """Return the platform whose network plugin an environment configures, from variable families that only it reads."""
+    """Return the platform whose network plugin an environment configures, from variable families that only it reads.
+
+    Of several platforms with this plugin, the one with whose published values most of the environment agrees.
+    """
 
     def families(names: Iterable[str]) -> set[str]:
         return {each.plugin for name in names if (each := plugin_of(name)) is not None and each.prefix}
 
     configured, net = families(environment), environment.get("NCCL_NET")
-    for row in platforms().rows if configured or net else ():
-        published = row.values()
-        if row.plugin and (configured & families(published) or (net and net == published.get("NCCL_NET", ("",))[0])):
-            return row
-    return None
+    rows = [row for row in platforms().rows if row.plugin and (
+        configured & families(row.values()) or (net and net == row.values().get("NCCL_NET", ("",))[0]))]  # fmt: skip
+    return max(
+        rows, key=lambda row: sum(environment.get(n) == value[0] for n, value in row.values().items()), default=None
+    )

@@ -10,13 +10,7 @@ from collections.abc import Sequence
 
 from hardware.units import gigabits
 from planner.forecast.machines import machine
-from planner.nccl_env.hcas import (
-    PortChoice,
-    choose_ports,
-    is_software,
-    is_virtual_function,
-    subnet_prefix,
-)
+from planner.nccl_env.hcas import PortChoice, choose_ports, is_software, is_virtual_function, subnet_prefix
 from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.nodes import RDMA_KINDS, NodeView, PortView, port_subnet
 from planner.nccl_env.platforms import recognise
@@ -287,9 +281,7 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     if case.cxi:
         nics = by_host((node.hostname, f"Cassini NICs {', '.join(node.cxi())}") for node in case.nodes if node.cxi())
         return setting("net.slingshot", "AWS Libfabric", nics)
-    if not case.multi_node:
-        return note("net.efa_one_node")
-    return setting("net.efa", "AWS Libfabric", _describe_efa(case))
+    return setting("net.efa", "AWS Libfabric", _describe_efa(case), *([] if case.multi_node else ["net.efa_nodes"]))
 
 
 def _has_rdma_nic(case: Situation) -> bool:

@@ -32,6 +32,7 @@ def export(name: str, request: ExportRequest) -> str:
         engine, train = _STACK_OF[name].ENGINE, request.train
         if engine.name == train.engine:
             raise
-        method = "" if train.method in engine.methods else " --method full"
+        can = train.method in engine.methods and f"{train.method}:" not in str(error)
+        method = "" if can else " --method full"
         raise ExportError(f"{error}. Add --engine {engine.name}{method} to get a layout that it can run") from None
     return text

@@ -226,10 +226,10 @@ def _read_accelerate(options: dict[str, Any], files: Files, parsed: CommandSetti
     if isinstance(options.get("config_file"), str):
         config = _read_settings_file(options["config_file"], files, parsed) or {}
     config |= options
-    machines = _count(config, ("num_machines",)) or 1
+    machines = _count(config, ("num_machines",)) or (None if config.get("num_machines") else 1)
     processes = _count(config, ("num_processes",))
     parsed.nodes = machines
-    parsed.ranks_per_node = processes // machines if processes and processes % machines == 0 else None
+    parsed.ranks_per_node = processes // machines if processes and machines and processes % machines == 0 else None
     if config.get("mixed_precision") in ("bf16", "fp16"):
         parsed.settings[config["mixed_precision"]] = True
     elif config.get("mixed_precision") == "fp8":

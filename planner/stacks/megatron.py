@@ -11,7 +11,7 @@ from planner.forecast.engine import Engine, StateBytes
 ENGINE = Engine(
     name="megatron",
     can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}),
-    methods=frozenset({"full"}),
+    methods=frozenset({"full", "lora"}),  # adapters: NeMo and Megatron-Bridge, whose published runs it forecasts
     eight_bits=("fp8", "mxfp8"),
     copies_kv_heads=True,
     fused=True,

@@ -13,7 +13,7 @@ from planner.advice import ExportRequest, Formats, refuse, yaml_from_template
 from planner.forecast.engine import Fsdp, Share
 from planner.forecast.models import hub_id
 from planner.forecast.specs import ModelSpec, TrainSpec, attention_columns, mlp_width, weights
-from planner.rules import engine_lacks, method_lacks
+from planner.rules import engine_lacks
 
 LOSS_TOKENS = 1024.0  # whose logits exist at a time (finetune/model.py, LOSS_CHUNK)
 
@@ -175,11 +175,8 @@ _NAMED = ("micro_batch", "gradient_accumulation", "fused_cross_entropy", "compil
 def finetune_yaml(request: ExportRequest) -> str:
     """Export the job's YAML; the user adds data set and output folder."""
     layout, train, name = request.layout, request.train, request.model.name
-    broken = (
-        engine_lacks(ENGINE, request.model, train, layout, has_gpu=request.on_gpu),
-        method_lacks(ENGINE, train, layout, has_gpu=request.on_gpu),
-    )
-    refuse("the fine-tune job", {reason: True for reason in broken if reason})
+    broken = engine_lacks(ENGINE, request.model, train, layout, has_gpu=request.on_gpu)
+    refuse("the fine-tune job", {broken: True} if broken else {})
     members = {n: v for n, v in dataclasses.asdict(layout).items() if n not in _NAMED and v != _DEFAULTS[n]}
     members |= {"precision": layout.precision, "sharding": layout.sharding, "dp_shard": layout.dp_shard}
     hub = "random:tiny-llama" if name == "tiny-llama" else hub_id(name) or name

@@ -33,6 +33,9 @@ def _is_loaded_in_half(train: TrainSpec, layout: Layout) -> bool:
     return full and layout.precision == "bf16" and not _is_wrapped(layout)
 
 
+TILE = (4096.0, 32768.0)  # tokens and vocabulary entries whose logits exist at a time (TRL 1.16, kernels and utils.py)
+
+
 class Trl(Fsdp):
     """accelerate's FSDP with fsdp_cpu_ram_efficient_loading: one rank reads the model and sends it to the others.
 
@@ -49,10 +52,33 @@ class Trl(Fsdp):
         return 4.0 if share.train.dtype == "float32" else super().loaded_bytes(share)
 
     def casts(self, share: Share) -> float:
-        """Half-precision weights need no casts; of frozen weights, autocast keeps casts that a product saved."""
+        """Half-precision weights need no casts; of frozen weights of layers, autocast keeps those a product saved."""
         if share.adapters and share.train.dtype == "float32" and not (share.in_fp32 or self.in_units(share)):
-            return 2.0 * (share.largest if share.layout.checkpointing == "full" else share.local)
+            return 2.0 * (share.largest if share.layout.checkpointing == "full" else share.local - share.ends)
         return 0.0 if _is_loaded_in_half(share.train, share.layout) else super().casts(share)
+
+    def stored_tensors(self, share: Share) -> tuple[float, float]:
+        """Each adapter keeps an own half-precision input and its dropout's mask; each norm keeps an fp32 input.
+
+        Counted with torch.autograd.graph.saved_tensors_hooks (TRL's lora_dropout is 0.05; masks as on a GPU, one byte).
+        """
+        targets, model = share.train.lora_targets, share.model
+        if not share.adapters or share.in_fp32 or share.layout.compile or model.experts or not model.gated_mlp:
+            return super().stored_tensors(share)
+        down = "down_proj" in targets
+        return 4.0 + 1.5 * (len(targets) - down), 3.0 + 1.5 * down
+
+    def logits(self, share: Share) -> float:
+        """One tile of logits and its weights; fp32 gradients of the head and its input (kernels/chunked_logprob.py).
+
+        On a CPU torch folds the tile, with 29 more bytes per logit (fp32 on a GPU is counted likewise).
+        """
+        if not self.chunks_loss:
+            return super().logits(share)
+        rows, columns, model = min(share.tokens, TILE[0]), min(float(share.model.vocab), TILE[1]), share.model
+        tile = rows * (share.element * TILE[1] + (29.0 * columns if share.in_fp32 else 0.0))
+        trained = 0.0 if share.adapters and not share.whole else 4.0 * model.vocab * model.hidden
+        return tile + 2.0 * columns * model.hidden + trained + 8.0 * share.tokens * model.hidden
 
     def reduced_bytes(self, train: TrainSpec, layout: Layout) -> float:
         """DDP's gradients have the type of their weights."""
@@ -73,8 +99,8 @@ ENGINE = Trl(
     interleaved=False,
     liger=True,
     loads_quantised=True,  # PEFT
-    # transformers' ForCausalLMLoss: logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each
-    logits_bytes=14.0,
+    chunks_loss=True,  # TRL 1.16, SFTTrainer: add_fused_lm_head, with or without Liger's kernels
+    loss_again=True,
     merges_expert_adapters=True,
     splits_documents=True,  # packed rows have positions, from which flash attention gets the lengths
     gradient_bytes=2,  # accelerate's FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype is param_dtype

@@ -54,6 +54,20 @@ def test_what_a_run_is_changes_its_step() -> None:
     assert step(lengths="128:1000") < 0.5 * step(), "short rows cost less than full ones"
 
 
+def test_lora_in_fp8_is_forecast_as_nemo_runs_it() -> None:
+    """The engine that has fp8 also has adapters; another engine's refusal names it, and its arguments have none."""
+    lora = {"engine": "megatron", "method": "lora"}
+    assert step(precision="fp8", **lora) < step(precision="bf16", **lora)
+    assert step(precision="fp8", **lora) < step(precision="fp8", engine="megatron", method="full")
+    words = ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--precision", "fp8")
+    refused = topoflight(*words)
+    assert refused.exit_code == 3 and "engine megatron fits" in refused.stdout
+    exported = topoflight(*words, "--engine", "megatron", "-o", "megatron")
+    assert exported.exit_code == 2 and "lora: it has no adapters (Megatron-Bridge has)" in exported.stderr
+    other = topoflight(*words[:-2], "-o", "megatron")  # the layout of another engine: what makes one that is exported
+    assert other.exit_code == 2 and "Add --engine megatron --method full to get" in other.stderr
+
+
 def test_a_measured_step_is_compared_as_it_took() -> None:
     """The layout that was measured takes what it took, and the other as many times as long as by their forecasts."""
     words = "--machine p5.48xlarge --model Llama-3.1-8B --global-batch 64 --compare dp_shard=8,micro_batch=2"
@@ -65,6 +79,18 @@ def test_a_measured_step_is_compared_as_it_took() -> None:
     before, after = steps(), steps("--measured-step", "dp_shard=8,micro_batch=2", "12.5")
     assert after[0] == pytest.approx(12.5)
     assert after[1] / after[0] == pytest.approx(before[1] / before[0])
+
+
+def test_two_layouts_are_compared_by_their_intervals() -> None:
+    """Both ends of each step's interval; steps whose intervals overlap are not distinguishable."""
+    words = ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--global-batch", "64", "--compare")
+    for second, overlap in (("tp=8", False), ("dp_shard=8,micro_batch=4", True)):
+        found, _ = shown(*words[1:], "dp_shard=8,micro_batch=2", second)
+        ends = [one["forecast"]["step_seconds"] for one in found["layouts"]]
+        assert (max(one["low"] for one in ends) <= min(one["high"] for one in ends)) is overlap, second
+        text = topoflight(*words, "dp_shard=8,micro_batch=2", second).stdout
+        row = next(line for line in text.splitlines() if line.startswith("step "))
+        assert row.count(" to ") == 2 and ("? not distinguishable" in text) is overlap, text
 
 
 def test_an_8bit_optimizer_needs_less_memory() -> None:
@@ -139,7 +165,7 @@ def test_a_sweep_over_machines_as_a_table_as_json_and_as_a_picture(tmp_path: Pat
     table = topoflight("recommend", *asked, "--plot", drawn)
     assert table.exit_code == 0 and "✓" in table.output and "cost" in table.output, table.output
     assert drawn.read_text(encoding="utf-8").startswith("<svg")
-    said, _ = shown(*asked, "--tokens", "2000000000")
+    said, _ = shown(*asked, "--tokens", "2B")
     assert [(p["machine"], p["nodes"]) for p in said] == [(m, n) for m in ("p5.48xlarge", "2xa40-roce") for n in (1, 4)]
     assert said[0]["seconds"]["mid"] * said[0]["tokens_per_second"] == pytest.approx(2e9)
 

@@ -30,6 +30,7 @@ from contracts.job_config import read_config
 from contracts.job_plan import dumps, read
 from contracts.run_record import RunRecord
 from finetune import channels
+from planner.forecast.specs import TrainSpec
 from topology.build import build
 
 rows = rows_of(__file__)
@@ -167,6 +168,24 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     job.write_text("- a list")
     with pytest.raises(RequestError, match="must hold a mapping, holds list"):
         job_request(Request(), job, [])
+
+
+def test_what_a_file_leaves_out_is_planned_as_the_trainer_does_it(tmp_path: Path) -> None:
+    """TRL 1.16 loads in fp32, PEFT adapts two projections of a Llama, and Liger's kernels are taken if told."""
+    job = tmp_path / "job.yaml"
+    job.write_text("model_name_or_path: meta-llama/Llama-3.2-1B\nuse_peft: true\ngradient_accumulation_steps: 2\n")
+    ours = job_request(Request.of(model="Llama-3.2-1B"), job, []).train
+    assert (ours.dtype, ours.lora_targets, ours.fused_cross_entropy) == ("auto", TrainSpec().lora_targets, None)
+    trl = Request.of(model="Llama-3.2-1B", engine="trl", machine="dgx-h200")
+    silent = job_request(trl, job, [])
+    assert (silent.train.dtype, silent.train.lora_targets) == ("float32", ("q_proj", "v_proj"))
+    assert job_request(trl, job, ["dtype=bfloat16"]).train.dtype == "bfloat16"
+    assert job_request(trl, job, ["load_in_4bit=true"]).train.dtype == "auto"
+    assert job_request(trl, job, ["lora_target_modules=[q_proj]"]).train.lora_targets == ("q_proj",)
+    for request, fused in ((silent, False), (job_request(trl, job, ["use_liger_kernel=false"]), False),
+                           (job_request(trl, job, ["use_liger_kernel=true"]), True)):  # fmt: skip
+        chosen = answer(request, ()).chosen
+        assert chosen is not None and chosen.layout.fused_cross_entropy is fused
 
 
 def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:

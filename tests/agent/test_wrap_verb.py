@@ -62,6 +62,25 @@ def test_a_diff_is_shown_and_nothing_written_until_asked(tmp_path: Path) -> None
     assert again.stdout == "" and "nothing to add" in again.stderr
 
 
+def test_a_placeholder_for_the_number_of_nodes_may_be_several(tmp_path: Path) -> None:
+    """The settings and needs of several nodes, with the reason; of one node none of them."""
+    pod = {"containers": [{"name": "t", "command": ["torchrun", "--nnodes=$NUM_NODES", "t.py"],
+                           "resources": {"limits": {"nvidia.com/gpu": 8}}}]}  # fmt: skip
+    for count, wanted in (("$NUM_NODES", True), (1, False), (2, True)):
+        for kind, spec in (
+            ("Job", {"parallelism": count, "template": {"spec": pod}}),
+            ("JobSet", {"replicatedJobs": [{"name": "w", "template": {"spec": {"template": {"spec": pod}}},
+                                            "replicas": count}]}),
+            ("PyTorchJob", {"pytorchReplicaSpecs": {"Worker": {"replicas": count, "template": {"spec": pod}}}}),
+        ):  # fmt: skip
+            (tmp_path / "job.yaml").write_text(yaml.safe_dump({"kind": kind, "metadata": {"name": "a"}, "spec": spec}))
+            said = topoflight("wrap", tmp_path / "job.yaml", "--machine", "p5.48xlarge")
+            assert said.exit_code == 0, said.output
+            assert ["AWS Libfabric" in said.stdout, "IPC_LOCK" in said.stdout] == [wanted] * 2, (count, kind)
+            assert ("number of nodes is unknown" in said.stdout) is (count == "$NUM_NODES"), (count, kind)
+            assert ("settings are those of several nodes" in said.stderr) is (count == "$NUM_NODES"), (count, kind)
+
+
 def test_a_forecast_that_cannot_be_made_is_unknown_and_the_rest_is_added(tmp_path: Path) -> None:
     said = wrap(tmp_path / "job.yaml", manifest(tmp_path).replace("config.yaml\n", "gone.yaml\n"))
     assert said.exit_code == 0 and "forecast: unknown: " in said.stderr and "gone.yaml" in said.stderr

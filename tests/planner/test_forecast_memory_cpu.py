@@ -19,6 +19,7 @@ from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_from_config, model_named
 from planner.forecast.specs import Method, TrainSpec, weights
 from planner.recommend import forecast_layout, plan
+from planner.stacks import engine_named
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 from topology.graph import ClusterTopology, NodeTopology
 
@@ -32,16 +33,16 @@ ROW_TOKENS = 52  # the longest row of the embedded data set
 MICRO_BATCH = 16
 
 
-def kept_bytes(layers: int, method: Method) -> int:
-    """Bytes that autograd keeps of a forward pass beside the weights; each storage once."""
+def kept_bytes(layers: int, method: Method, targets: tuple[str, ...] = TrainSpec().lora_targets, *, half: bool) -> int:
+    """Bytes that autograd keeps of a forward pass beside the weights, in half precision under autocast; each once."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     given = {name: value for name, value in SHAPE.items() if name != "model_type"}
     config = transformers.LlamaConfig(**{**given, "num_hidden_layers": layers, "use_cache": False})
-    net = transformers.LlamaForCausalLM(config)
+    net = transformers.LlamaForCausalLM(config).to(torch.bfloat16 if half else torch.float32)
     if method == "lora":
         peft = pytest.importorskip("peft", reason="peft is not installed")
-        net = peft.get_peft_model(net, peft.LoraConfig(r=8, target_modules=list(TrainSpec().lora_targets)))
+        net = peft.get_peft_model(net, peft.LoraConfig(r=8, target_modules=list(targets)))
     held = {p.untyped_storage().data_ptr() for p in net.parameters()}
     kept: dict[int, int] = {}
 
@@ -52,7 +53,8 @@ def kept_bytes(layers: int, method: Method) -> int:
         return tensor
 
     tokens = torch.zeros((MICRO_BATCH, ROW_TOKENS), dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=half):
         graph = net(input_ids=tokens).logits.sum()
     assert graph.requires_grad
     return sum(kept.values())
@@ -62,12 +64,24 @@ def kept_bytes(layers: int, method: Method) -> int:
 @each_row("method", ["full", "lora"])
 def test_a_layer_keeps_in_fp32_what_autograd_keeps(method: Method) -> None:
     """Two more layers of transformers' Llama keep twice what is forecast for one."""
-    counted = (kept_bytes(3, method) - kept_bytes(1, method)) / 2
+    counted = (kept_bytes(3, method, half=False) - kept_bytes(1, method, half=False)) / 2
     train = TrainSpec(method=method, sequence_length=ROW_TOKENS, lora_rank=8, precision="fp32")
     shape = model_from_config({**SHAPE})
     layout = Layout(world_size=1, micro_batch=MICRO_BATCH, precision="fp32")
     said = TOPOFLIGHT.layer_activations(share_of(shape, train, layout, on_cpu=True))
     assert said == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.long
+@each_row("targets", [("q_proj", "v_proj"), TrainSpec().lora_targets])
+def test_each_adapter_of_trl_keeps_its_own_input(targets: tuple[str, ...]) -> None:
+    """And the mask of its dropout, which torch has in one byte on a GPU: TRL's lora_dropout is 0.05, PEFT's 0."""
+    counted = (kept_bytes(3, "lora", targets, half=True) - kept_bytes(1, "lora", targets, half=True)) / 2
+    columns = sum(1376 if target == "down_proj" else 512 for target in targets)
+    shape = model_from_config({**SHAPE})
+    train = TrainSpec(method="lora", sequence_length=ROW_TOKENS, lora_rank=8, lora_targets=targets)
+    said = engine_named("trl").layer_activations(share_of(shape, train, Layout(world_size=1, micro_batch=MICRO_BATCH)))
+    assert said == pytest.approx(counted + MICRO_BATCH * ROW_TOKENS * columns, rel=0.05)
 
 
 def test_on_a_cpu_everything_is_fp32_and_nothing_else_is_moved() -> None:

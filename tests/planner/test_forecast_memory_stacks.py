@@ -74,11 +74,47 @@ def test_what_trl_freezes_in_fp32_takes_four_bytes_and_autocasts_copies() -> Non
         narrow, more = (memory_parts(MODEL, train, layout, engine) for train in (lora, wide))
         return more.weights - narrow.weights, more.activations - narrow.activations
 
-    alone = Layout(world_size=1)
-    assert grown(alone) == (pytest.approx(2.0 * count), pytest.approx(2.0 * count))
-    layer = 2.0 * weights(MODEL).layer  # recomputed, one at a time
-    assert grown(replace(alone, checkpointing="full")) == (pytest.approx(2.0 * count), layer)
+    alone, layer = Layout(world_size=1), 2.0 * weights(MODEL).layer
+    assert grown(alone) == (pytest.approx(2.0 * count), pytest.approx(32 * layer))
+    # Recomputed one at a time; between layers hidden states are fp32, as the embedding's weights.
+    between = 32 * 8192.0 * 2.0 * 4096
+    assert grown(replace(alone, checkpointing="full")) == (pytest.approx(2.0 * count), pytest.approx(layer + between))
     assert grown(Layout(world_size=2, dp_shard=2)) == (pytest.approx(count), 0.0)
+
+
+def test_trl_has_the_logits_of_one_tile() -> None:
+    """4,096 tokens x 32,768 entries and their weights, and fp32 gradients; before TRL 1.16 all logits at 14 bytes."""
+    lora, engine, layout = replace(FULL, method="lora"), engine_named("trl"), Layout(world_size=1)
+    tile = 2.0 * 4096 * 32768 + 2.0 * 32768 * 4096 + 8.0 * 8192 * 4096
+    for train, head in (
+        (lora, 0.0),
+        (FULL, 4.0 * 128256 * 4096),
+        (replace(lora, saved_modules=("lm_head",)), 4.0 * 128256 * 4096),
+    ):
+        assert engine.logits(share_of(MODEL, train, layout)) == tile + head
+    older = replace(engine, chunks_loss=False, logits_bytes=14.0)
+    assert older.logits(share_of(MODEL, lora, layout)) == 14.0 * 8192 * 128256
+
+
+@pytest.mark.long
+def test_trl_computes_the_logits_again_in_the_backward_pass() -> None:
+    """One product of the head forward; backward one more, and the gradient of its input."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    kernels = pytest.importorskip("trl.kernels", reason="trl is not installed")
+    python_dispatch = pytest.importorskip("torch.utils._python_dispatch")
+    products = []
+
+    class Products(python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined, unused-ignore]
+        def __torch_dispatch__(self, op, _types, args=(), kwargs=None):  # type: ignore[no-untyped-def, unused-ignore]
+            products.extend([op] if "mm" in op._schema.name else [])
+            return op(*args, **(kwargs or {}))
+
+    hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(32, 16)
+    with Products():
+        found = kernels.ChunkedLogProbFunction.apply(hidden, weight, None, torch.zeros(8, dtype=torch.long), 1.0, 32768)
+        assert len(products) == 1
+        found[0].sum().backward()
+    assert len(products) == 3 and engine_named("trl").loss_again
 
 
 @pytest.mark.long

@@ -180,3 +180,66 @@ def test_a_variable_set_twice_and_one_that_stands_before_what_it_names() -> None
     assert of_the_text(text) == wanted
     elsewhere = text + "    envFrom: [{configMapRef: {name: other}}]\n"
     assert of_the_text(elsewhere) == wanted[:1]
+
+
+ALONE = """\
+kind: StatefulSet
+metadata: {name: a}
+spec:
+  replicas: 4
+  template:
+    spec:
+      containers:
+        - name: t
+          env: [{name: NCCL_P2P_DISABLE, value: "1"}, {name: NCCL_SHM_DISABLE, value: "1"}]
+          resources: {limits: {nvidia.com/gpu: GPUS}}
+"""
+SBATCH = "#!/bin/bash\n#SBATCH -N 4\n#SBATCH GPUS\nexport NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1\nsrun python t.py\n"
+
+
+@each_row(
+    ("text", "gpus"),
+    [
+        (ALONE.replace("GPUS", "1"), 1), (ALONE.replace("GPUS", '"1"'), 1), (ALONE.replace("GPUS", "8"), 8),
+        (ALONE.replace("nvidia.com/gpu: GPUS", "nvidia.com/mig-1g.10gb: 1"), 1),
+        (ALONE.replace("GPUS", "{{ .Values.gpus }}"), None), (ALONE.replace("nvidia.com/gpu: GPUS", "cpu: 1"), None),
+        (ALONE.replace("GPUS", "1") + "      hostIPC: true\n", None),  # the pods of a node share /dev/shm
+        (ALONE.replace("GPUS", "1") + "      resourceClaims: [{name: a}]\n", None),  # NVLink between nodes
+        (ALONE.replace("GPUS", "1") + "      volumes: [{name: a, hostPath: {path: /dev/shm}}]\n", None),
+        ("\n---\n".join((ALONE.replace("GPUS", "1"), ALONE.replace("GPUS", "8"))), 8),
+        (SBATCH.replace("GPUS", "--gres=gpu:1"), 1), (SBATCH.replace("GPUS", "--gres=gpu:a100:4"), 4),
+        (SBATCH.replace("GPUS", "--gpus-per-node=1"), 1), (SBATCH.replace("GPUS", "--gpus-per-node h100:2"), 2),
+        (SBATCH.replace("GPUS", "--gpus=4"), None),  # of the whole job
+        (SBATCH.replace("GPUS", "--gres=gpu:1") + "srun --gres=gpu:$N python t.py\n", None),
+    ],
+)  # fmt: skip
+def test_one_gpu_per_pod_or_node_has_no_peer_access(text: str, gpus: int | None) -> None:
+    """NCCL_P2P_DISABLE and NCCL_SHM_DISABLE are no problem where no second GPU is reached, and say so."""
+    found = read_text(text)
+    assert found.gpus == gpus
+    (each,) = found.environments
+    judged = lint(each.environment, gpus=found.gpus)
+    if gpus == 1:
+        assert [(f.code, f.status, "no effect here" in f.message) for f in judged] == [
+            ("env.debug.leftover", "info", True)
+        ] * 2
+    else:
+        assert {"env.pair.network", "env.debug.leftover"} >= {f.code for f in judged}
+        assert {f.status.value for f in judged} == {"warn"}
+
+
+INNER = "kind: Pod\nmetadata: {name: p}\nspec:\n  containers:\n" + "".join(
+    f"  - {{name: {name}, env: [{{name: NCCL_NET, value: IB}}]}}\n" for name in ("one", "two")
+)
+
+
+def test_a_text_inside_a_text_is_named_once_with_its_own_places() -> None:
+    """A ConfigMap's key names the file; a manifest inside it has its own objects and containers."""
+    held = {"job.yaml": INNER, "env.yaml": "NCCL_NET: IB\n", "run.sh": "cat > a.conf <<E\nNCCL_NET=IB\nE\n"}
+    config = json.dumps({"kind": "ConfigMap", "metadata": {"name": "c"}, "data": held})
+    script = f"#!/bin/bash\ncat > job.yaml <<E\n{INNER}E\nkubectl apply -f job.yaml\n"
+    assert [[each.place for each in read_environment(text)] for text in (config, script)] == [
+        ["ConfigMap/c job.yaml > Pod/p one", "ConfigMap/c job.yaml > Pod/p two", "ConfigMap/c env.yaml",
+         "ConfigMap/c run.sh > a.conf"],
+        ["shell script > job.yaml > Pod/p one", "shell script > job.yaml > Pod/p two"],
+    ]  # fmt: skip

@@ -200,7 +200,9 @@ def _collect_rows(lines: _Lines, start: int, matrix: _Matrix) -> None:
 def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
     """Return the exception if no header has rows. It names the first line that looks like a row."""
     number = next((number for number, line in lines[:1024] if _NAME.search(line)), 1)
-    message = "no header line with GPU0 and rows below it: expected the output of `nvidia-smi topo -m`"
+    amd = any(re.search(r"\b(?:XGMI|PCIE)\b|ROCm System|^(?:LINK TYPE|HOPS|WEIGHT) TABLE", line) for _, line in lines)
+    what = "a matrix of `rocm-smi` or `amd-smi` is not read" if amd else "no header line with GPU0 and rows below it"
+    message = f"{what}: expected the output of `nvidia-smi topo -m`, NCCL's XML or the file of `topoflight capture`"
     return TopologyFileError(source, number, message)
 
 
