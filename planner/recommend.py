@@ -28,7 +28,7 @@ from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
 from planner.nccl_env.situation import Note, situation
 from planner.rules import first_broken
-from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
+from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search, usual_options
 from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -351,7 +351,8 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     degrees.setdefault("precision", planned.precision)
     zeros = ("zero3", "zero2", "zero1") if degrees["dp_shard"] > 1 else ()
     sharding = next((zero for zero in zeros if zero in planned.job.engine.can), "ddp")  # if no layout fits
-    shape = Layout(world_size=planned.world, **{"sharding": sharding, **degrees})
+    usual = usual_options(planned.job, degrees["tp"], degrees["precision"])
+    shape = Layout(world_size=planned.world, **{"sharding": sharding, **usual, **degrees})
     if shape.data_parallel == 1:
         degrees.pop("sharding", None)  # with one rank all kinds of sharding are the same
     if {"micro_batch", "gradient_accumulation"} <= set(named):
