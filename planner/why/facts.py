@@ -280,10 +280,11 @@ class RunFacts:
         return quiet[0] if len(quiet) == 1 else None
 
     def _left_before(self, rank: int, other: int) -> bool:
-        """Whether a rank ended by itself after fewer calls than another one, as with fewer batches."""
-        one, two = self.states[rank], self.states[other]
-        in_one_group = len(one.groups) == len(two.groups) == 1
-        return one.ended and not one.error and in_one_group and one.calls < two.calls
+        """Whether a rank ended by itself after fewer calls than another one, by the last dumps of both."""
+        last = [self.traces[one].enqueued for one in (rank, other)
+                if one in self.traces and (self.traces[one].taken or 0.0) >= self.states[one].written - 1]  # fmt: skip
+        ended_well = self.states[rank].ended and not self.states[rank].error
+        return ended_well and [len(one) for one in last] == [1, 1] and sum(last[0].values()) < sum(last[1].values())
 
     def _ended_before(self, first: int, second: int) -> bool:
         """Whether a rank ended before another one by more than their clocks can differ."""

@@ -497,9 +497,10 @@ def of_ends_and_paces() -> Iterator[Row]:
     others = {rank: trace(rank, call(9, "gather", size=4)) for rank in (0, 1, 3)}
     yield ("a size that gloo could not take, and all others alike", replace(cut_short(), traces=others, processes=GONE),
            "failed", (2,), "call.size", ("rank 2 calls another size", "rank 3: gather of [4]"))  # fmt: skip
-    ended = {r: RankState(rank=r, written=NOW, ended=True, calls=7 if r == 2 else 8, groups={"0": (0, 1, 2, 3)})
-             for r in range(4)}  # fmt: skip
-    yield ("the table names another rank than the one that left first", RunFacts(states=ended, world=4, first=1),
+    ended = {r: RankState(rank=r, written=NOW, ended=True) for r in range(4)}
+    last = {r: trace(r, call(7 if r == 2 else 8), taken=NOW) for r in range(4)}
+    yield ("the table names another rank than the one that left first",
+           RunFacts(states=ended, traces=last, world=4, now=NOW, first=1),
            "failed", (2,), "rank.gone", ())  # fmt: skip
     asleep = late(collective=20, compute=80)
     states = {r: replace(s, cpu_share=0.01) for r, s in asleep.states.items()}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 STARTED = ["trainer-raises", pytest.param("ddp-pickles", marks=pytest.mark.nightly)]
 FORKED = ["stopped", "other-collective", "exits", "ddp-killed", "ddp-straggler"]
 # What "exits", "trainer-raises" and "stopped" show of ranks with another loop around them, and two that take a minute.
-MORE = ("ddp-exits", "ddp-raises", "ddp-stopped", "ddp-loader-fails", "ddp-generates")
+MORE = ("ddp-exits", "ddp-hangs", "ddp-raises", "ddp-stopped", "ddp-loader-fails", "ddp-generates")
 
 
 @pytest.mark.parametrize("name", STARTED)  # first: the fixture of the others replaces sys.executable until the end
