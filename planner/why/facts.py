@@ -20,7 +20,8 @@ CONFIDENCE = 0.999  # confidence that no rank or link is named by chance: one fa
 LOOK_SECONDS = 1.0  # polling interval of a rank's monitor
 STALL_SECONDS = 15.0  # after which the monitor of a rank dumps its calls
 LONGER = 2.0  # times the longest earlier pause or the usual pace of this run
-STALE_SECONDS = 30.0  # three times the interval at which a rank writes its file
+WRITE_SECONDS = 10.0  # interval at which a rank writes its file
+STALE_SECONDS = 30.0  # three times that interval
 # Clocks of hosts that train together have been seen to differ by 40 s. Three times that is left between times that two
 # hosts' clocks tell. Ranks of one host read one clock, and write their end within two looks of their monitors.
 CLOCKS_SECONDS, ORDER_SECONDS = 120.0, 2.0
@@ -181,7 +182,7 @@ class RunFacts:
         if process == "gone" and not self.outlived(rank):
             return Activity("gone", "its process is gone, and it wrote no final state")
         if process == "stopped":
-            return Activity("stopped", "its process is stopped (state T: a signal or a debugger)")
+            return Activity("stopped", "its process is stopped (state T: a signal or a debugger)", STALL_SECONDS)
         stack = self.stacks.get(rank)
         if state is None:
             if stack:
@@ -245,6 +246,13 @@ class RunFacts:
         busy = max(long, key=lambda one: long[one])
         words = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
         return Activity(busy, words, self.limit)
+
+    def is_paused(self, rank: int) -> bool:
+        """Whether a process may be stopped for a moment only, as py-spy and gdb do, by the age of its rank's file."""
+        alone = any(process == "runs" for process in self.processes.values())
+        return (
+            self.processes.get(rank) == "stopped" and alone and self.ages.get(rank, 0.0) < STALL_SECONDS + WRITE_SECONDS
+        )
 
     def outlived(self, rank: int) -> bool:
         """Whether a rank without a final state still wrote when the first of the others gave up waiting.

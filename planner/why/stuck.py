@@ -75,6 +75,9 @@ class _Stuck:
     def _named(self, ranks: set[int]) -> Verdict:
         """Return the verdict that names the ranks that others wait for, except those that may take longer."""
         facts, what = self.facts, self.what
+        if all(facts.is_paused(rank) for rank in ranks) and self.blocked.age < STALL_SECONDS:
+            rows = [f"rank {rank}: {what[rank].words}; {self.wait}" for rank in sorted(ranks)]
+            return not_yet(rows, STALL_SECONDS, self.waiting)
         named = sorted(rank for rank in ranks if self.blocked.age >= what[rank].grace or what[rank].kind in ENDED)
         causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
         failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in named)
