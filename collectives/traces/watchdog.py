@@ -51,6 +51,8 @@ class LogFacts:
     rendezvous: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by pattern: why the ranks did not meet
     attempts: list[str] = field(default_factory=list)  # the first of these lines
     terminated: set[int] = field(default_factory=set)  # processes that torchrun has ended, as another one had failed
+    unused: str = ""  # what DDP writes if parameters took no part in the loss
+    stopped: str = ""  # the signal that torchrun received: "15", "2", or its name
     cut_short: str = ""  # the line of a rank that gloo ended because it received more than its call expects
 
 
@@ -112,6 +114,10 @@ class _Reader:
             self.report.joins.pop(found[1], None)
         if ended := _TEXTS["terminated"].search(line):
             self.report.terminated.add(int(ended[1]))
+        if unused := _TEXTS["unused"].search(line):
+            self.report.unused = unused[0]
+        if stopped := _TEXTS["stopped"].search(line):
+            self.report.stopped = stopped[1]
         if _CUT_SHORT in line:
             self.report.cut_short = self.report.cut_short or line[:300]
         if group or "Init COMPLETE" in line:  # the ranks have met: what was written before were attempts
