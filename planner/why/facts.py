@@ -106,6 +106,7 @@ class RunFacts:
     states: Mapping[int, RankState] = field(default_factory=dict)  # from the monitors inside the ranks
     nodes: Mapping[int, RankState] = field(default_factory=dict)  # by node: torchrun, which has started no rank yet
     processes: Mapping[int, str] = field(default_factory=dict)  # "runs", "stopped", "gone", where this host has them
+    starting: Mapping[int, int] = field(default_factory=dict)  # pids of ranks that run, and are not at the rendezvous
     ages: Mapping[int, float] = field(default_factory=dict)  # seconds by which a rank's file is older than the newest
     copied: bool = False  # the folder is a copy: `ages` compare the hosts' own clocks
     silence: float | None = None  # seconds since any rank wrote; None if a rank is known to run
@@ -136,6 +137,12 @@ class RunFacts:
         """Return whether a rank has called more collectives than its dump contains, so that the dump is old."""
         state, trace = self.states.get(rank), self.traces.get(rank)
         return state is not None and trace is not None and state.calls > sum(trace.enqueued.values())
+
+    def has_called(self, rank: int, *, within: float) -> bool:
+        """Return whether a rank, by two writes of its monitor, has called collectives in the last `within` seconds."""
+        state, begun = self.states[rank], self.states[rank].written + self.ages.get(rank, 0.0) - within
+        first = next((mark for mark in state.marks if mark.at >= begun), None)
+        return first is not None and state.calls > first.calls
 
     def verdict(
         self, state: str, *causes: Cause, waiting: tuple[int, ...] = (), ranks: tuple[int, ...] | None = None

@@ -176,6 +176,25 @@ def test_a_process_that_is_stopped_or_gone_stays_named(
     assert (found.state, found.ranks) == (state, named), found.line
 
 
+def test_ranks_that_work_in_another_group_are_called_that() -> None:
+    """Ranks 0 and 1 train in group 1 for longer than ranks 2 and 3 in group 2, which wait for them in group 0."""
+    groups = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)}
+    rows = {rank: [call(n, group="1" if rank < 2 else "2", at=NOW - 100) for n in range(1, 60)] for rank in range(4)}
+    for rank in (2, 3):
+        rows[rank].append(call(1, "all_gather", done=False, at=NOW - 44))
+    marks = tuple(Mark(at=NOW - ago, calls=600 - 5 * ago) for ago in range(100, 0, -10))
+    busy = {"phase": "compute", "calls": 600, "marks": marks}
+    states = {rank: RankState(rank=rank, written=NOW, groups=groups, **busy if rank < 2 else {
+        "phase": "collective", "calls": 60}) for rank in rows}  # fmt: skip
+    facts = of(rows, states=states)
+    traces = {rank: replace(one, enqueued={"1": 59} if rank < 2 else {"2": 59, "0": 1}, groups=groups)
+              for rank, one in facts.traces.items()}  # fmt: skip
+    found = judge(replace(facts, traces=traces))
+    assert found.state == "fine" and "ranks 0, 1 work in another group; flight recorder: ranks 2, 3 wait" in found.line
+    quiet = {rank: replace(one, marks=()) for rank, one in states.items()}
+    assert "has not written since" in judge(replace(facts, traces=traces, states=quiet)).line
+
+
 @each_row(("ago", "state"), [(0.1, "fine"), (10.0, "fine"), (20.0, "stuck")])
 def test_a_call_that_the_last_rank_has_just_entered_has_not_stopped(ago: float, state: str) -> None:
     """The others have waited for 20 s, and wrote just before it came back from an upload, entered and left the call."""
