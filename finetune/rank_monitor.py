@@ -24,7 +24,9 @@ import functools
 import importlib
 import inspect
 import ipaddress
+import itertools
 import json
+import linecache
 import os
 import random
 import re
@@ -36,7 +38,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -60,10 +61,19 @@ _ESTABLISHED = 1  # first byte of tcp_info; the third counts what is sent again 
 _SHOWN = 6
 _UNNUMBERED = 500_000  # from which on the number of a node is none that torchrun was given
 
-# First match from the innermost frame outward wins: a data loader's queue inside an evaluation is data.
+# Of "/FILE:FUNCTION". First match from the innermost frame outward wins: a data loader's queue inside an evaluation is
+# data.
 _LIBRARIES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    # what a compiled step runs through has frames of torch._dynamo too; these are there only while it is compiled
-    ("compile", re.compile(r"/torch/_dynamo/(?:convert_frame|symbolic_convert)\.py|/triton/compiler/")),
+    (
+        "prompt",
+        re.compile(
+            r"/(?:cmd|pdb)\.py:_?cmdloop|/pdb\.py:interaction|/code\.py:interact|/IPython/terminal/\w+\.py:(?:interact|cmdloop)"
+            r"|/pydevd?[_\w]*\.py:_?(?:do_)?wait_\w+|/debugpy/\S+:wait_for_client"
+        ),
+    ),
+    # what a compiled step runs through has frames of torch._dynamo too; these are there only while it is compiled, and
+    # while it is imported
+    ("compile", re.compile(r"/torch/_dynamo/(?:convert_frame|symbolic_convert)\.py:(?!<module>)|/triton/compiler/")),
     (
         "save",
         re.compile(r"/torch/(?:serialization\.py|distributed/checkpoint/)|/safetensors/|/finetune/checkpoint\.py"),
@@ -73,19 +83,27 @@ _LIBRARIES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 # Names give a phase its word, and more patience; no rank is named because of one.
 _FUNCTIONS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("save", re.compile(r"^_?(?:save|write)_(?:checkpoint|model|state|pretrained)|^save$")),
-    ("evaluate", re.compile(r"(?:^|_)(?:eval|evaluate|evaluation|validate|validation)(?:_|$)")),
+    ("save", re.compile(r"^_?(?:save|write)_(?:checkpoint|model|state|pretrained)|^(?:on_)?save$")),
+    ("evaluate", re.compile(r"^(?!_?maybe_).*?(?<![a-z])(?:eval|evaluate|evaluation|validate|validation)(?:_|$)")),
 )
+_SERVER = re.compile(
+    r"/(?:ssl|socket)\.py:|/http/client\.py:|/urllib/request\.py:|/(?:urllib3|requests|httpx|httpcore|botocore|s3transfer"
+    r"|boto3|aiohttp|grpc|paramiko|google/(?:cloud|resumable_media|auth)|huggingface_hub|fsspec|s3fs|gcsfs)/"
+)
+_INPUT = re.compile(r"(?<![\w.])input\(")  # which has no frame of its own
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120 - compared with names of files as Python has them
 
 
 def phase_of(frames: list[tuple[str, str]]) -> str:
     """What a stack does: (file, function), innermost first. A library's frame tells more than a function's name."""
     named = next((phase for _, name in frames for phase, pattern in _FUNCTIONS if pattern.search(name)), "compute")
-    for file, _ in frames:
+    for file, function in frames:
         for phase, pattern in _LIBRARIES:
-            if pattern.search(f"/{file}"):
+            if pattern.search(f"/{file}:{function}"):
                 return named if phase == "data" and named == "evaluate" else phase
+    libraries = itertools.takewhile(lambda frame: not _is_own(frame[0]), frames)
+    if named == "compute" and any(_SERVER.search(f"/{file}:{function}") for file, function in libraries):
+        return "server"
     return named
 
 
@@ -186,6 +204,8 @@ class RankMonitor(threading.Thread):
             return
         calls, in_call = _collectives()
         phase = phase_of([(file, function) for file, _, function in stack])
+        if phase in ("compute", "evaluate") and stack and _INPUT.search(linecache.getline(*stack[0][:2])):
+            phase = "prompt"
         if in_call is not None and phase in ("compute", "evaluate") and self._waits(stack, in_call):
             phase = "collective"
         if phase != self.phase:
@@ -383,7 +403,7 @@ def _answer_of(place: str, before: str) -> str:
 def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
     found: list[tuple[str, int, str]] = []
     while frame is not None and len(found) < _DEEPEST:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))  # None between two lines
         frame = frame.f_back
     return found
 
@@ -454,7 +474,7 @@ def _identity() -> dict[str, Any]:
         found["pid_namespace"] = str(Path("/proc/self/ns/pid").readlink())
     with contextlib.suppress(OSError, ValueError):  # proc(5): lines with "/32 host LOCAL" follow the address
         lines = Path("/proc/self/net/fib_trie").read_text().splitlines()
-        local = {old.split()[-1] for old, new in pairwise(lines) if "/32 host LOCAL" in new}
+        local = {old.split()[-1] for old, new in itertools.pairwise(lines) if "/32 host LOCAL" in new}
         found["addresses"] = sorted(one for one in local if not one.startswith("127."))
     return found
 

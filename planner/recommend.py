@@ -28,7 +28,7 @@ from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
 from planner.nccl_env.situation import Note, situation
 from planner.rules import first_broken
-from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
+from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search, usual_options
 from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -351,7 +351,8 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     degrees.setdefault("precision", planned.precision)
     zeros = ("zero3", "zero2", "zero1") if degrees["dp_shard"] > 1 else ()
     sharding = next((zero for zero in zeros if zero in planned.job.engine.can), "ddp")  # if no layout fits
-    shape = Layout(world_size=planned.world, **{"sharding": sharding, **degrees})
+    usual = usual_options(planned.job, degrees["tp"], degrees["precision"])
+    shape = Layout(world_size=planned.world, **{"sharding": sharding, **usual, **degrees})
     if shape.data_parallel == 1:
         degrees.pop("sharding", None)  # with one rank all kinds of sharding are the same
     if {"micro_batch", "gradient_accumulation"} <= set(named):
@@ -398,6 +399,31 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     return replace(planned.rank(candidate), why=why)
 
 
+def _forecast_sound(planned: Planned, again: Planned) -> tuple[RankedLayout | None, RankedLayout | None]:
+    """Return the best layout of the nodes without their faults, and its forecast on the nodes as they are."""
+    again = replace(again, scale=planned.scale, calibrated=planned.calibrated)
+    same = again.world == planned.world
+    if same:
+        again = replace(again, global_batch=planned.global_batch)
+    sound = best_layout(again)
+    return sound, forecast_layout(planned, sound.layout) if sound is not None and same else None
+
+
+def _list_unread_releases(version: tuple[int, int, int] | None) -> Iterator[str]:
+    newest = newest_read()
+    if version and version > newest:
+        yield (
+            f"NCCL {version_text(version)} is newer than {version_text(newest)}, the newest known here: what "
+            "later releases changed is not in these settings"
+        )
+
+
+def _list_tight_memory(planned: Planned, chosen: RankedLayout) -> Iterator[str]:
+    high, has = chosen.forecast.memory_bytes.high, planned.capacity
+    if has and high > TIGHT_SHARE * has:
+        yield f"memory is tight: up to {high / GIB:.1f} of {has / GIB:.1f} GiB"
+
+
 def recommend(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
     measurements: Sequence[Measurement] = (), calibration: Calibration | None = None,
@@ -434,13 +460,9 @@ def recommend(
     if planned.slowed:
         whole = repaired(cluster, against)
         links = repair_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
-        again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
-        again = replace(again, scale=planned.scale, calibrated=planned.calibrated)
-        if again.world == planned.world:
-            again = replace(again, global_batch=planned.global_batch)
-        sound = best_layout(again) if links else None
-        if sound is not None and again.world == planned.world:
-            sound_here = forecast_layout(planned, sound.layout)
+        if links:
+            again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
+            sound, sound_here = _forecast_sound(planned, again)
     found = search_planned(planned)
     for other in _list_other_batches(planned):
         if found.best:
@@ -453,13 +475,7 @@ def recommend(
     chosen = None
     runners: list[RankedLayout] = []
     helps: tuple[str, ...] = ()
-    unknowns = list(planned.unknowns)
-    newest = newest_read()
-    if nccl_version and nccl_version > newest:
-        unknowns.append(
-            f"NCCL {version_text(nccl_version)} is newer than {version_text(newest)}, the newest known here: what "
-            "later releases changed is not in these settings"
-        )
+    unknowns = [*planned.unknowns, *_list_unread_releases(nccl_version)]
     assumed: tuple[str, ...] = ()
     too_large = any(row.rule == "memory-fits" for row in found.rejected)
     if not found.best and too_large and planned.requested and rows_are_assumed(train):
@@ -479,10 +495,8 @@ def recommend(
         helps = nearest(planned)
     elif chosen is None:
         unknowns.append("no layout of this engine fits")
-    elif planned.capacity and not (assumed or uncertain):
-        high, has = chosen.forecast.memory_bytes.high, planned.capacity
-        if high > TIGHT_SHARE * has:
-            unknowns.append(f"memory is tight: up to {high / GIB:.1f} of {has / GIB:.1f} GiB")
+    elif not (assumed or uncertain):
+        unknowns += _list_tight_memory(planned, chosen)
     fit = f"{len(found.best)} combinations of parallelism fit"
     note = Note(topic="search", text=f"{found.tried} layouts forecast, {fit}")
     return replace(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from contracts.layout import Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.units import GIB
@@ -156,6 +157,16 @@ def _list_degrees(question: Question, world: int, found: Found) -> Iterator[tupl
                     yield tp, pp, cp, ep
 
 
+def usual_options(job: Job, tp: int, precision: Precision) -> dict[str, Any]:
+    """Return the values of the members that every layout of this engine has, unless they are named."""
+    train, engine = job.train, job.engine
+    fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else engine.fused_cross_entropy
+    return {
+        "sequence_parallel": tp > 1 and engine.splits_sequence(train), "fused_cross_entropy": fused,
+        "compile": engine.compile, "precision": precision,
+    }  # fmt: skip
+
+
 def _name_family(layout: Layout) -> str:
     kind = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}[layout.sharding]
     if layout.data_parallel == 1:
@@ -247,12 +258,7 @@ class _Search:
 
     def attempt_batches(self, split: Layout) -> None:
         """Forecast one split with increasing micro-batch, until one fits with no number of chunks."""
-        train, engine = self.job.train, self.job.engine
-        fused = train.fused_cross_entropy if train.fused_cross_entropy is not None else engine.fused_cross_entropy
-        free: dict[str, object] = {  # for any layout
-            "sequence_parallel": split.tp > 1 and engine.splits_sequence(train), "fused_cross_entropy": fused,
-            "compile": engine.compile, "precision": self.precision,
-        }  # fmt: skip
+        free = usual_options(self.job, split.tp, self.precision)
         free |= {name: value for name, value in self.named.items() if name in free and name != "precision"}
         per_rank = self.global_batch // split.data_parallel
         self.fitted = None
@@ -264,7 +270,7 @@ class _Search:
                 break
             if accumulation == 1:
                 self.fitted = None  # without accumulation, gradients are freed at once and leave more memory
-            batched = replace(split, micro_batch=micro, gradient_accumulation=accumulation, **free)  # type: ignore[arg-type]
+            batched = replace(split, micro_batch=micro, gradient_accumulation=accumulation, **free)
             if not self._attempt_chunks(batched):
                 break
 

@@ -61,17 +61,18 @@ def topo(
 
     def show(out: Console) -> None:
         from agent.base.lines import block
-        from agent.checks.groups import grouped
         from agent.terminal import topology as topology_view
-        from agent.terminal.findings import finding
 
         for node, findings in zip(nodes, found, strict=True):
             if verbose:
                 topology_view.node(out, node)
             else:
                 topology_view.brief(out, node, findings)
-            for group in grouped(one for one in findings if one.status in ("fail", "warn")):
-                finding(out, group)
+            wrong = [one for one in findings if one.status in ("fail", "warn")]
+            if wrong:
+                from agent.terminal.findings import findings as print_findings
+
+                print_findings(out, wrong)
             for one in findings:
                 if one.status == "unknown":
                     block(out, one.status, one.code, "", one.message, one.evidence[:3], one.remedy)

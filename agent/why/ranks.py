@@ -5,6 +5,7 @@ Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. On
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,6 +30,9 @@ WRITES_SECONDS = 12.0  # a working rank writes within this time: its monitor wri
 MOST_NAMED = 16  # ranks or nodes of one cause in the metrics
 COPIED_SECONDS = 300.0  # larger than any clock error of a cluster that can still train
 
+_RANK = re.compile(r"^RANK=(\d{1,7})$", re.MULTILINE)
+_START = re.compile(r"^(?:MASTER_(?:ADDR|PORT)|WORLD_SIZE|TORCHELASTIC_(?:RUN_ID|RESTART_COUNT))=.*", re.MULTILINE)
+
 
 def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> dict[int, str]:
     """Return the state of ranks' processes that started since this host's boot: "runs", "stopped", "gone"."""
@@ -51,6 +55,31 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
         elif state.pid_namespace == numbers:  # a pod has its own process numbers, even with the host's name
             found[rank] = "gone"
     return found
+
+
+def starting(states: Mapping[int, RankState], alive: Mapping[int, str], proc: Path = Path("/proc")) -> dict[int, int]:
+    """Return the pids of ranks that run on this host, as their environment shows, and have not come to the rendezvous.
+
+    All of these variables are the same for ranks of one start.
+    """
+    waiting = [state.pid for rank, state in states.items() if state.asked and alive.get(rank) == "runs"]
+    if not waiting or len(states) >= max(state.world_size or 0 for state in states.values()):
+        return {}
+    start = _START.findall(_environment(proc / str(waiting[0])))
+    found: dict[int, int] = {}
+    for pid in sorted(int(one.name) for one in proc.iterdir() if one.name.isdecimal()):
+        text = _environment(proc / str(pid))
+        if (rank := _RANK.search(text)) and int(rank[1]) not in states and _START.findall(text) == start:
+            found.setdefault(int(rank[1]), pid)  # the first: a worker of the rank has the same variables
+    return found
+
+
+def _environment(process: Path) -> str:
+    try:
+        words = (process / "environ").read_text(errors="replace").split("\0")
+    except OSError:  # of another user, or it has just ended
+        return ""
+    return "\n".join(sorted(words))
 
 
 class Heartbeats:
@@ -122,6 +151,7 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
         silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else at - last
         is_running = silence < SILENT_RUN_SECONDS
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied,
+                     starting=starting(states, alive),
                      silence=silence, world=newest_state.world_size or None,
                      now=at if is_running else newest_state.written or newest(traces))  # fmt: skip
     return facts, wrong + bad

@@ -521,7 +521,11 @@ class Search:
         slow = [measure for measure in measures if measure.is_slow(SIGMAS, LEAST_LINK)]
         if len(slow) < len(measures):
             return "clean"
-        return "bad" if len(slow) >= (2 if slow[-1].what == "stuck" else 3) else "open"
+        if len(slow) < (2 if slow[-1].what == "stuck" else 3):
+            return "open"
+        # As of nodes: what is usual must be visible in the noise of one transfer; repeats of one test share theirs.
+        usual = median_low(measure.excess for measure in measures)
+        return "bad" if usual > (SIGMAS + self._more) * measures[0].sigma else "clean"
 
     def _is_stuck(self, link: Link) -> bool:
         return self._link_state(link) == "bad" and any(m.what == "stuck" for m in self._links[link])

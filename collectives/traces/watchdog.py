@@ -104,14 +104,8 @@ class _Reader:
                 self.at.setdefault((here[0], int(done[1]) + 1), here[1])
         elif "CollectiveFingerPrint(" in line and "Detected mismatch" in line:
             self.clash(line)
-        elif missed := _TEXTS["barrier"].search(line):
-            self.report.late.update({int(one): missed[2] for one in missed[1].split(",") if one.strip().isdecimal()})
-        elif found := _TEXTS["joins"].search(line):
-            join = self.report.joins.setdefault(found[3], Join(world=int(found[4])))
-            join.joined, join.over = max(join.joined, int(found[5])), join.over or found[1] == "Timed out"
-            join.ranks.add(int(found[2]))
-        elif found := _TEXTS["joined"].search(line):
-            self.report.joins.pop(found[1], None)
+        else:
+            self.barrier(line)
         if ended := _TEXTS["terminated"].search(line):
             self.report.terminated.add(int(ended[1]))
         if unused := _TEXTS["unused"].search(line):
@@ -131,6 +125,17 @@ class _Reader:
                 if found := _TEXTS[name].search(line):
                     facts.setdefault(rank_of, next(filter(None, found.groups()), ""))
         self.before = here
+
+    def barrier(self, line: str) -> None:
+        """Lines on ranks that wait for others at a barrier, which torch.distributed keeps in the store or monitors."""
+        if missed := _TEXTS["barrier"].search(line):
+            self.report.late.update({int(one): missed[2] for one in missed[1].split(",") if one.strip().isdecimal()})
+        elif found := _TEXTS["joins"].search(line):
+            join = self.report.joins.setdefault(found[3], Join(world=int(found[4])))
+            join.joined, join.over = max(join.joined, int(found[5])), join.over or found[1] == "Timed out"
+            join.ranks.add(int(found[2]))
+        elif found := _TEXTS["joined"].search(line):
+            self.report.joins.pop(found[1], None)
 
     def meeting(self, line: str) -> None:
         """Lines on ranks that do not meet, and on models that differ; the rank that writes one only waits."""

@@ -226,16 +226,7 @@ class _Wrapper:
                 self._note("init container, shared memory, networks and IPC_LOCK are its runtime's: not added, unless "
                           "the runtime stands in the same file")  # fmt: skip
             return
-        for need in wanted.needs:
-            reason = f"{need.reason.rule}: {need.reason.evidence}"
-            if need.name == "shm_bytes":
-                self._add_shared_memory(int(need.value), reason)
-            elif need.name == "network" and not self._other_network:
-                self._add_network(need.value, reason)
-            elif need.name == "capability":
-                self._add_capability(need.value, reason)
-            elif need.name == "compute_domain" and not (part.pod.get("spec") or {}).get("resourceClaims"):
-                self._note(f"no claim of a ComputeDomain, and none is added: `launch` shows one ({reason})")
+        self._add_needs(part.pod)
         self._add_gate()
         if wanted.monitor:
             self._add_monitor_files(part.pod)
@@ -243,6 +234,18 @@ class _Wrapper:
             self._note("restartPolicy is Never: no pod is recreated, neither after a failed gate nor after its "
                       "node was lost; launch the job again to resume from its last checkpoint")  # fmt: skip
         self._annotate(part.pod)
+
+    def _add_needs(self, pod: Document) -> None:
+        for need in self._wanted.needs:
+            reason = f"{need.reason.rule}: {need.reason.evidence}"
+            if need.name == "shm_bytes":
+                self._add_shared_memory(int(need.value), reason)
+            elif need.name == "network" and not self._other_network:
+                self._add_network(need.value, reason)
+            elif need.name == "capability":
+                self._add_capability(need.value, reason)
+            elif need.name == "compute_domain" and not (pod.get("spec") or {}).get("resourceClaims"):
+                self._note(f"no claim of a ComputeDomain, and none is added: `launch` shows one ({reason})")
 
     @property
     def _trainer(self) -> Part:

@@ -164,7 +164,7 @@ class BlockedCalls:
         if trace.partial and call.group not in trace.enqueued:
             return True if call.group and newest >= call.number else None
         if newest < call.number and state is not None and facts.has_moved_on(other):
-            if len(trace.enqueued) != 1:
+            if [*trace.enqueued] != [call.group]:
                 return None
             newest = state.calls
         return newest >= call.number or (None if is_old else False)

@@ -37,7 +37,9 @@ LOST_PEER, TIMED_OUT, IN_CALL = (
     for name, flags in (("lost_peer", re.IGNORECASE), ("timed_out", re.IGNORECASE), ("in_call", 0))
 )
 _OWN_ERRORS = {name: re.compile(text) for name, text in _WORDS["own_error"].items()}
-LONG_PHASES = ("save", "evaluate", "compile")  # phases that may take long: others wait for them up to the limit
+# phases that may take long: others wait for them up to the limit
+LONG_PHASES = ("save", "evaluate", "compile", "server", "prompt")
+_ON_HOST = ("rank.idle", "rank.io", "rank.server", "rank.prompt", "rank.stopped")  # the rank's GPU has no part in it
 DOING, ACTIONS, CODES = (_WORDS[part] for part in ("doing", "action", "code"))
 
 
@@ -105,6 +107,7 @@ class RunFacts:
     states: Mapping[int, RankState] = field(default_factory=dict)  # from the monitors inside the ranks
     nodes: Mapping[int, RankState] = field(default_factory=dict)  # by node: torchrun, which has started no rank yet
     processes: Mapping[int, str] = field(default_factory=dict)  # "runs", "stopped", "gone", where this host has them
+    starting: Mapping[int, int] = field(default_factory=dict)  # pids of ranks that run, and are not at the rendezvous
     ages: Mapping[int, float] = field(default_factory=dict)  # seconds by which a rank's file is older than the newest
     copied: bool = False  # the folder is a copy: `ages` compare the hosts' own clocks
     silence: float | None = None  # seconds since any rank wrote; None if a rank is known to run
@@ -166,6 +169,12 @@ class RunFacts:
         state, trace = self.states.get(rank), self.traces.get(rank)
         return state is not None and trace is not None and state.calls > sum(trace.enqueued.values())
 
+    def has_called(self, rank: int, *, within: float) -> bool:
+        """Return whether a rank, by two writes of its monitor, has called collectives in the last `within` seconds."""
+        state, begun = self.states[rank], self.states[rank].written + self.ages.get(rank, 0.0) - within
+        first = next((mark for mark in state.marks if mark.at >= begun), None)
+        return first is not None and state.calls > first.calls
+
     def verdict(
         self, state: str, *causes: Cause, waiting: tuple[int, ...] = (), ranks: tuple[int, ...] | None = None
     ) -> Verdict:
@@ -173,7 +182,9 @@ class RunFacts:
         if ranks is None:
             ranks = tuple(sorted({rank for cause in causes for rank in cause.ranks}))
         hosts = {self.host(rank) for rank in ranks} | {node for cause in causes for node in cause.nodes}
-        gpus = [f"{s.host} GPU {s.gpu}" for r in ranks if (s := self.states.get(r)) and s.gpu is not None and s.host]
+        on_host = {rank for cause in causes if cause.code in _ON_HOST for rank in cause.ranks}
+        gpus = [f"{s.host} GPU {s.gpu}" for r in ranks
+                if r not in on_host and (s := self.states.get(r)) and s.gpu is not None and s.host]  # fmt: skip
         return Verdict(
             state=state, line=f"{state}: {causes[0].message}", ranks=ranks, causes=causes,
             nodes=tuple(sorted(host for host in hosts if host)), gpus=tuple(gpus), waiting=waiting,
@@ -215,7 +226,7 @@ class RunFacts:
         since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
         frames = state.own or state.where or stack or ()
         where = f", in {frames[0]}" if frames else ""
-        kind = "idle" if state.phase == "compute" and is_idle(state) else state.phase or "unknown"
+        kind = kind_of(state) or "unknown"
         if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
             return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
         return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{_effort(state)}", self.grace(state))
@@ -250,7 +261,7 @@ class RunFacts:
         """
         now = self.activity(rank)
         state = self.states.get(rank)
-        if state is None or now.kind not in ("data", "compute", "idle") or not begun:
+        if state is None or now.kind not in ("data", "compute", "idle", "io") or not begun:
             return now
         old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=state.written))
         looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}
@@ -307,10 +318,11 @@ class RunFacts:
         return quiet[0] if len(quiet) == 1 else None
 
     def _left_before(self, rank: int, other: int) -> bool:
-        """Whether a rank ended by itself after fewer calls than another one, as with fewer batches."""
-        one, two = self.states[rank], self.states[other]
-        in_one_group = len(one.groups) == len(two.groups) == 1
-        return one.ended and not one.error and in_one_group and one.calls < two.calls
+        """Whether a rank ended by itself after fewer calls than another one, by the last dumps of both."""
+        last = [self.traces[one].enqueued for one in (rank, other)
+                if one in self.traces and (self.traces[one].taken or 0.0) >= self.states[one].written - 1]  # fmt: skip
+        ended_well = self.states[rank].ended and not self.states[rank].error
+        return ended_well and [len(one) for one in last] == [1, 1] and sum(last[0].values()) < sum(last[1].values())
 
     def _ended_before(self, first: int, second: int) -> bool:
         """Whether a rank ended before another one by more than their clocks can differ."""
@@ -422,6 +434,14 @@ def _effort(state: RankState) -> str:
     if state.cpu_share is None:
         return ""
     return " (no CPU time, reads or writes)" if is_idle(state) else f" ({state.cpu_share:.0%} of a CPU)"
+
+
+def kind_of(state: RankState, phase: str | None = None) -> str | None:
+    """The phase of a rank, or another one that it was mostly in: what is not on a CPU does not compute."""
+    phase = phase or state.phase
+    if phase != "compute" or state.cpu_share is None or state.cpu_share >= IDLE_SHARE:
+        return phase
+    return "io" if state.is_active else "idle"
 
 
 def is_idle(state: RankState) -> bool:

@@ -30,7 +30,7 @@ from planner.why.facts import (
     Cause,
     RunFacts,
     Verdict,
-    is_idle,
+    kind_of,
 )
 from planner.why.stuck import network
 
@@ -281,7 +281,7 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     if more[kind] <= 2 * sqrt(0.25 / total + 0.25 / theirs):
         return AS_OTHERS
     share = mine.get(kind, 0) / total
-    now = "idle" if kind == "compute" and is_idle(state) else kind
+    now = kind_of(state, kind) or kind
     return Activity(now, f"{DOING[now]} in {share:.0%} of its samples, {rest.get(kind, 0) / theirs:.0%} of those "
                     "of the others")  # fmt: skip
 

@@ -98,14 +98,17 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
     places = {state.asked for state in here.values()}
     key = ("unresolved" if unresolved else "places" if len(places) > 1 else "unreached" if lost
            else "absent" if len(here) < world else "unmet")  # fmt: skip
+    limit = IDLE_SECONDS
+    if key == "absent" and kind == "rank" and absent and facts.starting.keys() >= set(absent):
+        key, limit = "starting", facts.limit
     verdict = facts.named(
         key, state="failed" if over else "stuck", kind=kind, name=place.rpartition(":")[0], place=place,
         missing=missing, who=ranks_of([*here]).replace("rank", kind), seconds=round(age), each="; ".join(rows[:4]),
-        verb="waits" if len(here) == 1 else "wait",
+        verb="waits" if len(here) == 1 else "wait", pids=", ".join(str(facts.starting.get(one)) for one in absent[:8]),
         evidence=(*rows[:8], *errors[:1]), waiting=tuple(here) if kind == "rank" else (),
-        ranks=absent if (key, kind) == ("absent", "rank") else (),
+        ranks=absent if key in ("absent", "starting") and kind == "rank" else (),
     )  # fmt: skip
-    return verdict if over or age >= IDLE_SECONDS else not_yet([verdict.causes[0].message, *rows], IDLE_SECONDS)
+    return verdict if over or age >= limit else not_yet([verdict.causes[0].message, *rows], limit)
 
 
 def by_rendezvous(facts: RunFacts) -> Verdict | None:

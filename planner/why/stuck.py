@@ -146,8 +146,10 @@ class _Stuck:
         if mute := {rank for rank, one in what.items() if one.kind == "silent" and blocked.age >= one.grace}:
             return self._named(mute)
         if unseen and len(what) == len(unseen) and blocked.age < facts.limit and not facts.gave_up:
-            rows = [f"rank {rank} has not written since the others wait; {self.wait}" for rank in unseen]
-            return not_yet(rows, facts.limit, self.waiting)
+            moving = [rank for rank in unseen if facts.has_called(rank, within=blocked.age)]
+            rows = [f"{ranks_of(moving)} {'works' if len(moving) == 1 else 'work'} in another group"] if moving else []
+            rows += [f"rank {rank} has not written since the others wait" for rank in unseen if rank not in moving]
+            return not_yet([f"{row}; {self.wait}" for row in rows], facts.limit, self.waiting)
         rest = (
             f"whether {ranks_of(unseen)} entered is unknown" if unseen else "the rank that has not entered is unknown"
         )

@@ -216,6 +216,17 @@ def test_a_named_layout_gets_nothing_that_was_not_named() -> None:
         assert named.why.startswith(("may run out of memory", "breaks memory-fits"))
 
 
+def test_a_named_layout_that_does_not_fit_has_the_options_of_one_that_does() -> None:
+    """70B by Megatron on 16 H100: sequence parallelism, which no layout names, does not leave with the memory."""
+    cluster, model = machines.cluster("dgx-h100", 2), model_named("Llama-2-70B")
+    planned = plan(cluster, (), model, TrainSpec(method="full", engine="megatron", sequence_length=4096))
+    degrees = {"tp": 4, "pp": 4, "micro_batch": 1}
+    fits, over = forecast_named(planned, degrees), forecast_named(planned, {**degrees, "checkpointing": "none"})
+    assert over.why.startswith("breaks memory-fits") and not fits.why.startswith("breaks")
+    assert over.layout.sequence_parallel and fits.layout.sequence_parallel
+    assert over.layout.fused_cross_entropy == fits.layout.fused_cross_entropy
+
+
 def test_what_a_question_says_in_vain_is_said_back() -> None:
     """Rows that are cut, and a release of NCCL that nobody knows."""
     train = TrainSpec(sequence_length=2048, length_histogram=((100, 10), (9000, 5)))

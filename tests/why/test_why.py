@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -116,6 +117,11 @@ STEP = ("model.py:7 forward", "train.py:31 main")
         ({"phase": "compute", "cpu_share": 0.0}, 50.0, ""),
         ({"phase": "compute", "cpu_share": 0.0}, 70.0, "rank.idle"),
         ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 70.0, ""),  # it downloads
+        ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 310.0, "rank.io"),
+        ({"phase": "server", "cpu_share": 0.0, "own": STEP, "usual": STEP}, 200.0, ""),
+        ({"phase": "server", "cpu_share": 0.0}, 310.0, "rank.server"),
+        ({"phase": "prompt", "cpu_share": 0.0, "own": STEP, "usual": STEP}, 200.0, ""),
+        ({"phase": "prompt", "cpu_share": 0.0, "gpu": 0}, 310.0, "rank.prompt"),
     ],
 )
 def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
@@ -123,6 +129,7 @@ def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
 ) -> None:
     found = judge(waiting(for_seconds=seconds, **state))
     assert said(found) == (("stuck", (2,), code) if code else ("fine", (), ""))
+    assert not found.gpus and (state.get("cpu_share") != 0.0 or "computes" not in found.line)
     assert code or (found.not_at_fault and "counts as a fault after" in found.line)
     assert judge(replace(waiting(for_seconds=40.0, **state), limit=20.0)).ranks == (2,)  # as --limit sets it
 
@@ -167,6 +174,25 @@ def test_a_process_that_is_stopped_or_gone_stays_named(
     found = judge(replace(facts, traces={**facts.traces, 2: mine}, states=states, processes={2: process},
                           ages={2: age}))  # fmt: skip
     assert (found.state, found.ranks) == (state, named), found.line
+
+
+def test_ranks_that_work_in_another_group_are_called_that() -> None:
+    """Ranks 0 and 1 train in group 1 for longer than ranks 2 and 3 in group 2, which wait for them in group 0."""
+    groups = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)}
+    rows = {rank: [call(n, group="1" if rank < 2 else "2", at=NOW - 100) for n in range(1, 60)] for rank in range(4)}
+    for rank in (2, 3):
+        rows[rank].append(call(1, "all_gather", done=False, at=NOW - 44))
+    marks = tuple(Mark(at=NOW - ago, calls=600 - 5 * ago) for ago in range(100, 0, -10))
+    busy = {"phase": "compute", "calls": 600, "marks": marks}
+    states = {rank: RankState(rank=rank, written=NOW, groups=groups, **busy if rank < 2 else {
+        "phase": "collective", "calls": 60}) for rank in rows}  # fmt: skip
+    facts = of(rows, states=states)
+    traces = {rank: replace(one, enqueued={"1": 59} if rank < 2 else {"2": 59, "0": 1}, groups=groups)
+              for rank, one in facts.traces.items()}  # fmt: skip
+    found = judge(replace(facts, traces=traces))
+    assert found.state == "fine" and "ranks 0, 1 work in another group; flight recorder: ranks 2, 3 wait" in found.line
+    quiet = {rank: replace(one, marks=()) for rank, one in states.items()}
+    assert "has not written since" in judge(replace(facts, traces=traces, states=quiet)).line
 
 
 @each_row(("ago", "state"), [(0.1, "fine"), (10.0, "fine"), (20.0, "stuck")])
@@ -495,9 +521,10 @@ def of_ends_and_paces() -> Iterator[Row]:
     others = {rank: trace(rank, call(9, "gather", size=4)) for rank in (0, 1, 3)}
     yield ("a size that gloo could not take, and all others alike", replace(cut_short(), traces=others, processes=GONE),
            "failed", (2,), "call.size", ("rank 2 calls another size", "rank 3: gather of [4]"))  # fmt: skip
-    ended = {r: RankState(rank=r, written=NOW, ended=True, calls=7 if r == 2 else 8, groups={"0": (0, 1, 2, 3)})
-             for r in range(4)}  # fmt: skip
-    yield ("the table names another rank than the one that left first", RunFacts(states=ended, world=4, first=1),
+    ended = {r: RankState(rank=r, written=NOW, ended=True) for r in range(4)}
+    last = {r: trace(r, call(7 if r == 2 else 8), taken=NOW) for r in range(4)}
+    yield ("the table names another rank than the one that left first",
+           RunFacts(states=ended, traces=last, world=4, now=NOW, first=1),
            "failed", (2,), "rank.gone", ())  # fmt: skip
     asleep = late(collective=20, compute=80)
     states = {r: replace(s, cpu_share=0.01) for r, s in asleep.states.items()}
@@ -740,4 +767,5 @@ def test_manifests_and_scripts_are_judged_as_lint_env_does(tmp_path: Path) -> No
 def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str) -> None:
     from finetune.rank_monitor import phase_of  # and with it torch
 
-    assert phase_of(frames) == phase
+    library = str(Path(os.__file__).parent)
+    assert phase_of([(file.replace("LIB", library), function) for file, function in frames]) == phase

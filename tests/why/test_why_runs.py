@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from rigs.tables import each_row
 
 from agent.jobs.script import monitored
 from agent.why import diagnosis
+from agent.why.ranks import of_run
 from collectives.traces.states import RankState
 from planner.why import RunFacts, judge
 
@@ -21,7 +24,7 @@ pytestmark = pytest.mark.ranks
 STARTED = ["trainer-raises", pytest.param("ddp-pickles", marks=pytest.mark.nightly)]
 FORKED = ["stopped", "other-collective", "exits", "ddp-killed", "ddp-straggler"]
 # What "exits", "trainer-raises" and "stopped" show of ranks with another loop around them, and two that take a minute.
-MORE = ("ddp-exits", "ddp-raises", "ddp-stopped", "ddp-loader-fails", "ddp-generates")
+MORE = ("ddp-exits", "ddp-hangs", "ddp-raises", "ddp-stopped", "ddp-loader-fails", "ddp-generates")
 
 
 @pytest.mark.parametrize("name", STARTED)  # first: the fixture of the others replaces sys.executable until the end
@@ -104,6 +107,36 @@ def test_what_ranks_wrote_at_the_rendezvous(
     rows = {rank: RankState(rank=rank, world_size=2, **waits | more) for rank, more in enumerate((one, other))}
     found = judge(RunFacts(states=rows, world=2, now=1070.0))
     assert found.state == state and words in found.line, found.line
+
+
+RESTORING = """
+import os, time, torch.distributed as dist
+if os.environ["RANK"] == "0":
+    time.sleep(float(os.environ["RESTORES"]))
+dist.init_process_group("gloo")
+"""
+
+
+def test_a_rank_that_restores_before_the_rendezvous_is_seen_by_its_process(tmp_path: Path) -> None:
+    """Rank 0 runs beside the rank that waits for it: no fault before the limit. A rank without a process is one."""
+    (tmp_path / "train.py").write_text(RESTORING, encoding="utf-8")
+    words = [sys.executable, "-m", "agent.cli", "run", "--folder", str(tmp_path / "run"), sys.executable, "-m",
+             "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d",
+             "--rdzv-endpoint", "127.0.0.1:0", str(tmp_path / "train.py")]  # fmt: skip
+    with subprocess.Popen(words, env={**os.environ, "RESTORES": "600"}, stderr=subprocess.DEVNULL) as job:
+        until = time.monotonic() + 120
+        while not (facts := of_run(tmp_path / "run")[0]).starting and time.monotonic() < until:
+            time.sleep(0.5)
+        job.terminate()
+        job.wait()
+    found = judge(facts)
+    assert (found.state, [*facts.starting]) == ("fine", [0])
+    assert "rank 0, alive on this host as pid " in found.line and "counts as a fault after 300 s" in found.line
+    later = {rank: replace(state, since=state.written - 310.0) for rank, state in facts.states.items()}
+    assert judge(replace(facts, states=later)).state == "stuck"
+    later = {rank: replace(state, since=state.written - 70.0) for rank, state in facts.states.items()}
+    assert judge(replace(facts, states=later)).state == "fine"
+    assert judge(replace(facts, states=later, starting={})).ranks == (0,)
 
 
 LOOP = """
