@@ -38,7 +38,7 @@ def judge(facts: RunFacts) -> Verdict:
     """Return the verdict: from the flight recorder first, because it is exact, then other sources, then rank states."""
     if facts.end_from_outside:
         before = judge(facts.before_end)
-        verdict = reports.by_end(facts) if before.state in ("fine", "slow") else before
+        verdict = before if before.state in ("stuck", "failed") else reports.by_end(facts)
         return replace(verdict or before, sources=_sources(facts))
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
     sizes = facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
