@@ -2,6 +2,7 @@
 
 Rank 0 sends POST /runs (docs/reference/http-api.md) at its end; `finetune.pod` writes the termination message.
 
+`python -m finetune.post RUN.JSON` uploads the record of a job that was killed before it could upload its own.
 Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, the file of a
 bearer token, read at the end because the kubelet renews it. The record is in the output folder in any case, so a failed
 upload is a line of the log and a note of the record, and changes no exit code. The token is sent to that URL only:
@@ -15,6 +16,7 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING
 import urllib3
 
 from contracts import bounded, run_record
-from contracts.run_record import dumps
+from contracts.run_record import MOST_RECORD_BYTES, dumps
 
 if TYPE_CHECKING:
     from finetune.recorder import Recorder
@@ -65,6 +67,17 @@ def send(body: bytes, seconds: float) -> str:
     thread.start()
     thread.join(seconds)
     return next(iter(answers), f"no answer within {seconds:.0f} s")
+
+
+def main(path: str) -> int:
+    """Send the record in this file. Return 1, with a line on stderr, where the agent does not have it afterwards."""
+    try:
+        why = send(bounded.read(path, MOST_RECORD_BYTES), ONE_SECONDS)  # the launcher may be about to be ended too
+    except (OSError, ValueError) as error:
+        why = str(error)
+    if why:
+        print(f"the agent does not have this run's record: {why}", file=sys.stderr)  # noqa: T201 - the command's own message
+    return int(bool(why))
 
 
 def written_at(output: Path | None) -> float:
@@ -133,3 +146,7 @@ def _detail_of(answer: urllib3.BaseHTTPResponse) -> str:
     with contextlib.suppress(ValueError, TypeError, KeyError, urllib3.exceptions.HTTPError):
         return f": {json.loads(answer.read(_MOST_ANSWER_BYTES))['detail']}"
     return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -49,7 +50,7 @@ class Launched:
 
     @property
     def wrote_its_end(self) -> bool:
-        """Return whether the job itself wrote how it ended; otherwise the launcher wrote `ending`."""
+        """Return whether the job itself wrote how it ended; otherwise `record_of` wrote `ending`."""
         return self.record is not None and self.record.reason != self.ending
 
     @property
@@ -100,8 +101,17 @@ def train(
     ended = run(words, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
     own = run_record.own_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
-    closed = run_record.ended(output / "run.json", status="failed", exit_code=own, reason=ended.ending, began=began)
-    return replace(ended, record=closed)
+    return replace(ended, record=record_of(output / "run.json", ended, began))
+
+
+def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
+    """The job's record of this start, with its end from the exit code if the job could not write it (SIGKILL)."""
+    before = run_record.of_start(path, began)
+    closed = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.ending, began=began)
+    if before is not None and closed is not None and before.status == "running" != closed.status:
+        # prints errors to stderr
+        subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
+    return closed
 
 
 def environment(settings: Mapping[str, str], ranks: int) -> dict[str, str]:

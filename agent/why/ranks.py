@@ -205,8 +205,6 @@ def watch(
         running = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # --watch is already running
         verdict = replace(verdict, unknown=running)
         over = bool(facts.states) and all(state.ended for state in facts.states.values())
-        if over and verdict.state == "fine":
-            verdict = replace(verdict, line=f"the run has ended: {len(facts.states)} ranks have ended by themselves")
         if (change := (verdict.state, verdict.ranks, [cause.code for cause in verdict.causes], over)) != last:
             last = change
             report(verdict)

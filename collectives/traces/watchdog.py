@@ -51,6 +51,8 @@ class LogFacts:
     rendezvous: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by pattern: why the ranks did not meet
     attempts: list[str] = field(default_factory=list)  # the first of these lines
     terminated: set[int] = field(default_factory=set)  # processes that torchrun has ended, as another one had failed
+    unused: str = ""  # what DDP writes if parameters took no part in the loss
+    stopped: str = ""  # the signal that torchrun received: "15", "2", or its name
     cut_short: str = ""  # the line of a rank that gloo ended because it received more than its call expects
 
 
@@ -104,10 +106,7 @@ class _Reader:
             self.clash(line)
         else:
             self.barrier(line)
-        if ended := _TEXTS["terminated"].search(line):
-            self.report.terminated.add(int(ended[1]))
-        if _CUT_SHORT in line:
-            self.report.cut_short = self.report.cut_short or line[:300]
+        self.end_of_run(line)
         if group or "Init COMPLETE" in line:  # the ranks have met: what was written before were attempts
             self.report.rendezvous.clear()
             self.report.attempts.clear()
@@ -130,6 +129,17 @@ class _Reader:
             join.ranks.add(int(found[2]))
         elif found := _TEXTS["joined"].search(line):
             self.report.joins.pop(found[1], None)
+
+    def end_of_run(self, line: str) -> None:
+        """Lines on what ended all ranks alike: a signal to torchrun, the program, or a call that gloo refused."""
+        if ended := _TEXTS["terminated"].search(line):
+            self.report.terminated.add(int(ended[1]))
+        if unused := _TEXTS["unused"].search(line):
+            self.report.unused = unused[0]
+        if stopped := _TEXTS["stopped"].search(line):
+            self.report.stopped = stopped[1]
+        if _CUT_SHORT in line:
+            self.report.cut_short = self.report.cut_short or line[:300]
 
     def meeting(self, line: str) -> None:
         """Lines on ranks that do not meet, and on models that differ; the rank that writes one only waits."""

@@ -36,6 +36,10 @@ _ENDED = ("rank.gone", "rank.lost", "ranks.gone")
 
 def judge(facts: RunFacts) -> Verdict:
     """Return the verdict: from the flight recorder first, because it is exact, then other sources, then rank states."""
+    if facts.end_from_outside:
+        before = judge(facts.before_end)
+        verdict = before if before.state in ("stuck", "failed") else reports.by_end(facts)
+        return replace(verdict or before, sources=_sources(facts))
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
     sizes = facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
     found = [one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))]
@@ -63,7 +67,9 @@ def judge(facts: RunFacts) -> Verdict:
         verdict = replace(sizes, waiting=verdict.waiting) if odd is None else facts.verdict(
             "failed", odd, waiting=verdict.waiting)  # fmt: skip
     if verdict is None or verdict.state == "fine":
-        verdict = reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
+        verdict = (
+            reports.by_end(facts) or reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
+        )
     return replace(verdict, sources=_sources(facts))
 
 

@@ -22,6 +22,7 @@ STALL_SECONDS = 15.0  # after which the monitor of a rank dumps its calls
 LONGER = 2.0  # times the longest earlier pause or the usual pace of this run
 WRITE_SECONDS = 10.0  # interval at which a rank writes its file
 STALE_SECONDS = 30.0  # three times that interval
+TOGETHER_SECONDS = 15.0  # by which the last writes of ranks that end at once may differ: that interval and half of it
 # Clocks of hosts that train together have been seen to differ by 40 s. Three times that is left between times that two
 # hosts' clocks tell. Ranks of one host read one clock, and write their end within two looks of their monitors.
 CLOCKS_SECONDS, ORDER_SECONDS = 120.0, 2.0
@@ -128,6 +129,36 @@ class RunFacts:
             rank: state.written for rank, state in self.states.items()
             if rank in self.log.traces or (state.ended and state.error and TIMED_OUT.search(state.error))
         }  # fmt: skip
+
+    @cached_property
+    def is_over(self) -> bool:
+        """Return whether every rank has ended by itself, without an error."""
+        return bool(self.states) and all(state.ended and not state.error for state in self.states.values())
+
+    @cached_property
+    def end_from_outside(self) -> str:
+        """Return the signal that ended all ranks, "unknown" if they are gone at the same time; "" if neither is so."""
+        states, terminated = self.states.values(), self.log.terminated
+        errors = {*self.log.errors.values(), *(state.error for state in states if state.error)}
+        own = [error for error in errors if not LOST_PEER.search(error)]
+        if not states or self.first is not None or any(state.asked for state in states):
+            return ""
+        if own:
+            return "SIGINT" if all(error.startswith("KeyboardInterrupt") for error in own) else ""
+        if self.log.stopped and terminated and all(one.ended or one.pid in terminated for one in states):
+            return "SIGINT" if self.log.stopped in ("2", "SIGINT") else "SIGTERM"
+        ages = [self.ages.get(rank, 0.0) for rank, one in self.states.items()
+                if self.processes.get(rank) == "gone" and not one.ended]  # fmt: skip
+        together = len(ages) == max(len(states), self.world or 1) > 1 and max(ages) - min(ages) <= TOGETHER_SECONDS
+        return "unknown" if together else ""
+
+    @property
+    def before_end(self) -> RunFacts:
+        """The same facts, as they were when the ranks last wrote: none of them had ended."""
+        states = {rank: replace(state, ended=False, error=None) for rank, state in self.states.items()}
+        processes = {rank: kind for rank, kind in self.processes.items() if kind != "gone"}
+        log = replace(self.log, stopped="", errors={})
+        return replace(self, states=states, processes=processes, silence=None, log=log)
 
     def host(self, rank: int) -> str | None:
         """Return the host of a rank, if its own file or torchrun names it."""

@@ -97,8 +97,9 @@ def _quantile(ranks: int) -> float:
 
 
 def _late(facts: RunFacts) -> Verdict | None:
-    by_looks = [row for since in WINDOWS for row in _by_samples(facts, since)]
-    rows = [row for since in WINDOWS for row in _by_calls(facts, since)]
+    windows = WINDOWS[:1] if facts.is_over else WINDOWS  # nothing is recent in a run that has ended
+    by_looks = [row for since in windows for row in _by_samples(facts, since)]
+    rows = [row for since in windows for row in _by_calls(facts, since)]
     refuted = {one.rank for one in by_looks if one.usual < 1 - MATTERS and one.work <= one.usual}
     rows = [one for one in rows if one.rank not in refuted] + by_looks
     late = sorted((one for one in rows if one.excess > 0), key=lambda one: -one.excess)
@@ -265,7 +266,7 @@ def _variance(share: float, looks: int) -> float:
 def _habit(rank: int, facts: RunFacts) -> Activity:
     """Return what a rank that is always late does more often than the others."""
     state = facts.states.get(rank)
-    if facts.processes.get(rank) in ("stopped", "gone") or state is None or not state.samples:
+    if facts.processes.get(rank) == "stopped" or state is None or not state.samples:
         return facts.activity(rank)
     mine, total = state.samples, sum(state.samples.values())
     rest: dict[str, int] = {}

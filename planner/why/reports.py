@@ -47,10 +47,13 @@ def by_clash(facts: RunFacts) -> Verdict | None:
 
 
 def by_models(facts: RunFacts) -> Verdict | None:
-    """Use DDP's own check for ranks whose model differs.
+    """Use DDP's own check for parameters without a gradient, and for ranks whose model differs.
 
     DDP compares shapes only with those of rank 0, so ranks without a message have the model of rank 0.
     """
+    errors = "\n".join(state.error for state in facts.states.values() if state.error)
+    if unused := facts.log.unused or watchdog.read(errors.splitlines()).unused:
+        return facts.named("unused", evidence=(unused,))
     rows = facts.log.models
     if len(set(rows.values())) < 2:
         return None
@@ -290,14 +293,19 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
     return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))
 
 
+def by_end(facts: RunFacts) -> Verdict | None:
+    """Return the verdict on a run whose ranks have ended by themselves, or were ended together from outside."""
+    who = ranks_of(sorted(facts.states))
+    if facts.is_over:
+        return Verdict(state="fine", line=f"the run has ended: {len(facts.states)} ranks have ended by themselves")
+    if facts.end_from_outside == "unknown":
+        return facts.named("all_silent", who=who, verb="have", age="; they ended together")
+    return facts.named("stopped", who=who, signal=facts.end_from_outside) if facts.end_from_outside else None
+
+
 def by_silence(facts: RunFacts) -> Verdict | None:
     """Return the verdict if no rank has written for a while and none is known to run: it ended without a message."""
     if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
-    age = f"; the last heartbeat is {_duration(facts.silence)} old"
+    age = f"; the last heartbeat is {facts.silence / 60:.0f} min old"
     return _all_ended(tuple(facts.states), facts, age)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 36000 else (
-        f"{seconds / 3600:.0f} h")  # fmt: skip

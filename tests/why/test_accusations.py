@@ -23,7 +23,7 @@ from agent.cli.why import why
 from agent.jobs.script import monitored
 from agent.why import diagnosis, ranks
 from collectives.bench import processes
-from collectives.traces import calls, states
+from collectives.traces import calls, states, watchdog
 from collectives.traces.calls import Call, RankTrace
 from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState
 from collectives.traces.watchdog import LogFacts
@@ -235,6 +235,10 @@ def test_a_late_rank_is_named_only_beyond_the_sampling_error(
     assert found.ranks == named, found.line
     paused = {r: replace(s, moving={"compute": 20, "collective": 20}) for r, s in states.items()}  # one long pause
     assert judge(RunFacts(states=paused, world=3, now=START + 200)).ranks == ()
+    over = {r: replace(s, ended=True, marks=(*s.marks, Mark(at=START + 1))) for r, s in states.items()}
+    of_end = judge(RunFacts(states=over, world=3, now=START + 200, processes=dict.fromkeys(over, "gone")))
+    assert of_end.ranks == named and "rank.gone" not in [cause.code for cause in of_end.causes]
+    assert named or of_end.line == "the run has ended: 3 ranks have ended by themselves"
     assert words in found.line + " ".join(row for cause in found.causes for row in cause.evidence)
 
 
@@ -250,6 +254,8 @@ def test_the_time_until_a_late_rank_is_distinguishable_is_that_of_the_looks_that
         for rank, one in alone.items()
     }  # fmt: skip
     lines = {judge(RunFacts(states=one, world=3, now=START + 200)).line for one in (alone, later)}
+    over = {rank: replace(one, ended=True) for rank, one in later.items()}
+    assert judge(RunFacts(states=over, world=3, now=START + 200)).line.startswith("the run has ended")
     assert len(lines) == 1 and "not distinguishable yet" in lines.pop()
     restarted = {
         rank: replace(one, moving=one.moving | {"compute": 200}, marks=(Mark(at=START, moving={"collective": 90}),))
@@ -282,6 +288,16 @@ def unanswered(again: int) -> list[RankState]:
             replace(other, held={"10.0.0.1": 3}, resent={"10.0.0.1": again})]  # fmt: skip
 
 
+def terminated(pid: int = 1) -> list[RankState]:
+    return [replace(alive(0), pid=0), replace(alive(1), pid=pid)]
+
+
+BOTH_GONE = {0: "gone", 1: "gone"}
+TERMINATED = watchdog.read(["api.py:753] Received 15 death signal, shutting down workers", *(
+    f"api.py:1028] Sending process {pid} closing signal SIGTERM" for pid in (0, 1))])  # fmt: skip
+STORE = "TimeoutError: [Errno 110] Connection timed out: s3://bucket/shard-17"
+UNUSED = ("RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.\n"
+          "Parameter indices which did not receive grad for rank 0: 1")  # fmt: skip
 CUT = "RuntimeError: [pair.cc:537] Read error [10.0.0.9]:28048: Connection timed out"
 GAVE_UP = "RuntimeError: Timed out waiting 120000ms for recv operation to complete"
 SAME, KEY = "FileNotFoundError: /data/rows", "KeyError: 'x'"
@@ -294,7 +310,18 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         (silent(), {"silence": 400.0}, "failed", (), "without a final state"),
         (silent(), {"silence": 20.0}, "fine", (), "no fault found"),
         (silent(), {"silence": None}, "fine", (), "no fault found"),
-        (silent(ended=True), {"silence": 400.0}, "fine", (), "no fault found"),
+        (silent(ended=True), {"silence": 400.0}, "fine", (), "the run has ended: 2 ranks"),
+        (silent(), {"processes": BOTH_GONE}, "failed", (), "ended together"),
+        ([alive(0), alive(1, ago=40.0)], {"processes": BOTH_GONE}, "failed", (), "without a final state"),
+        (terminated(), {"log": TERMINATED}, "failed", (), "from outside by SIGTERM"),
+        (terminated(pid=4), {"log": TERMINATED}, "fine", (), "no fault found"),  # the log is of an earlier start
+        (terminated(), {"processes": BOTH_GONE, "log": TERMINATED, "first": 1}, "failed", (1,), "its process is gone"),
+        ([ended(r, "KeyboardInterrupt: ") for r in range(2)], {}, "failed", (), "from outside by SIGINT"),
+        ([ended(0, LOST), ended(1, "KeyboardInterrupt: ")], {}, "failed", (), "from outside by SIGINT"),
+        ([ended(0, KEY), ended(1, "KeyboardInterrupt: ")], {}, "failed", (), "failed first is not known"),
+        # an object store is no peer
+        ([ended(0, LOST), ended(1, STORE)], {}, "failed", (1,), "rank 1 on h1 ended with TimeoutError"),
+        ([ended(r, UNUSED) for r in range(2)], {}, "failed", (), "took no part in the loss"),
         ([alive(0), ended(1), ended(2)], {}, "fine", (), "no fault found"),  # rank 0 uploads when the others are done
         ([alive(0, "collective", of=2.0), ended(1, ago=1.0)], {}, "fine", (), "no fault found"),  # they just end
         ([alive(0, "collective"), ended(1, ago=62.0)], {}, "failed", (1,), "rank 1 on h1 has ended by itself"),

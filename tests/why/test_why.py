@@ -519,6 +519,11 @@ def of_ends_and_paces() -> Iterator[Row]:
     yield "killed while saving, by torchrun", gave_up("save", first=2), "failed", (2,), "rank.gone", ()
     yield "killed long before", gave_up("save", killed_before=110.0), "failed", (2,), "rank.gone", ()
     yield "killed, by its peers", gave_up("save", error=LOST), "failed", (2,), "rank.gone", ()
+    for seconds, result in ((17.0, ("failed", (), "ranks.gone")), (400.0, ("stuck", (2,), "rank.compute"))):
+        together = waiting(for_seconds=seconds, phase="compute", cpu_share=0.4)
+        yield f"all were gone at once, {seconds} s into a wait", replace(together, processes=GONE), *result, ()
+    alone = replace(waiting(), processes=GONE, ages={**dict.fromkeys((0, 1, 3), 0.0), 2: 40.0})
+    yield "one was gone 40 s before the others", alone, "failed", (2,), "rank.gone", ()
     yield "still loading data, though the launcher ended it", gave_up("data"), "failed", (2,), "rank.data", ()
     yield "who ended without an error is who the others lost", ended_quietly(), "failed", (2,), "rank.gone", ()
     yield "a size that gloo could not take", cut_short(), "failed", (), "call.size", ("which rank's size is the odd",)
