@@ -307,5 +307,10 @@ def by_silence(facts: RunFacts) -> Verdict | None:
     """Return the verdict if no rank has written for a while and none is known to run: it ended without a message."""
     if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
-    age = f"; the last heartbeat is {facts.silence / 60:.0f} min old"
+    age = f"; the last heartbeat is {_duration(facts.silence)} old"
     return _all_ended(tuple(facts.states), facts, age)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 36000 else (
+        f"{seconds / 3600:.0f} h")  # fmt: skip
