@@ -81,7 +81,8 @@ def config_file(folder: Path, more: dict[str, Any], *, model: str) -> Path:
     rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
     settings = {
         "model_name_or_path": str(made), "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
-        "max_length": length, "max_steps": 12, "save_strategy": "no", "eval_strategy": "no", **more,
+        "max_length": length, "max_steps": 12, "save_strategy": "no", "eval_strategy": "no",
+        **{name: value for name, value in more.items() if name not in ("model", "options")},
     }  # fmt: skip
     path = folder / "job.json"
     path.write_text(json.dumps(settings))
@@ -225,22 +226,20 @@ class Tier:
             yield name, f"{_ending(record)}; {record.placements}; first and last loss {apart}"
 
     def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
-        """A short run through `launch`: forecast against measured, by quantity and by part."""
+        """One short run through `launch`: forecast against measured, by quantity and by part."""
         flash = more.get("attn_implementation") == "flash_attention_2"
         for package, needed in (("flash_attn", flash), ("bitsandbytes", more.get("load_in_4bit"))):
             if needed and find_spec(package) is None:
                 yield "step", f"not run: {package} is not installed"
                 return
         out = self.folder / name.replace(" ", "-").replace(",", "")
-        more = dict(more)
-        model, options = more.pop("model", "gpu"), more.pop("options", ())
-        model = "cpu" if self.cpu else model
+        model = "cpu" if self.cpu else more.get("model", "gpu")
         file = config_file(self.folder, more, model=model)
         if not [*(self.folder / model).glob("*.safetensors")]:
             write_weights(self.folder / model, cpu=self.cpu)
         done = self.call(
             sys.executable, "-m", "agent.cli", "launch", "--ranks", "1", "--no-preflight", "--config",
-            str(file), "--output", str(out), *options, most=200,
+            str(file), "--output", str(out), *more.get("options", ()), most=200,
         )  # fmt: skip
         try:
             record = run_record.read(out / "run.json")

@@ -90,7 +90,7 @@ _SERVER = re.compile(
     r"/(?:ssl|socket)\.py:|/http/client\.py:|/urllib/request\.py:|/(?:urllib3|requests|httpx|httpcore|botocore|s3transfer"
     r"|boto3|aiohttp|grpc|paramiko|google/(?:cloud|resumable_media|auth)|huggingface_hub|fsspec|s3fs|gcsfs)/"
 )
-_INPUT = re.compile(r"(?<![\w.])input\(")  # which has no frame of its own
+_INPUT = re.compile(r"(?<![\w.])input\(")  # input() adds no Python frame
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120 - compared with names of files as Python has them
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES, WORDS_OF, Meaning, codes_with, problem_of
+from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
@@ -291,8 +291,8 @@ class _Findings:
         if suspects:
             named = [*list(suspects)[:3], *([f"and {len(suspects) - 3} more"] if len(suspects) > 3 else [])]
             others = [name for name in sockets if name not in suspects]
-            beside = f", beside {', '.join(others[:4])}" if others else ""
-            self.add("docker_interface_used", ", ".join(named) + beside)
+            more = f" (other interfaces: {', '.join(others[:4])})" if others else ""
+            self.add("docker_interface_used", ", ".join(named) + more)
 
     def _if_several(self) -> tuple[str, str]:
         """Return a reservation and a severity if no channel used the sockets, and nothing shows a second node."""
@@ -475,7 +475,7 @@ def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -
         return "socket_fallback"
     if provider is None or not any("Libfabric" in name for name in (inter, *carried)):
         return "net_without_gdrdma"
-    return next(str(code) for start, code in WORDS_OF["providers"] if provider.startswith(start))
+    return next(code for start, code in PROVIDERS if provider.startswith(start))
 
 
 def _code_of_partial(evidence: Evidence, facts: Facts) -> str:

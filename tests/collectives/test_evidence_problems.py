@@ -13,7 +13,7 @@ from rigs.tables import each_row
 from collectives.nccl_log import evidence, other_texts
 from collectives.nccl_log import lines as evidence_lines
 from collectives.nccl_log import problems as evidence_problems
-from collectives.nccl_log.codes import CODES, SIGNS, WORDS_OF
+from collectives.nccl_log.codes import CODES, PROVIDERS, SIGNS
 
 
 @each_row(("expected", "line"), rows("warnings"))
@@ -113,7 +113,7 @@ def test_rows_of_the_tables_are_valid() -> None:
 
 def test_every_code_can_be_reached() -> None:
     """A code that nothing gives is no vocabulary."""
-    of_providers = {code for _, code in WORDS_OF["providers"]}
+    of_providers = {code for _, code in PROVIDERS}
     assert of_providers <= CODES.keys()
     given = of_providers | {sign.code for sign in SIGNS} | {meaning.other_provider for meaning in CODES.values()}
     source = "".join(

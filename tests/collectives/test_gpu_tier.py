@@ -38,11 +38,9 @@ def test_every_run_of_the_tier_can_be_launched_on_a_gpu(name, more, tmp_path):
     """Planned for one H100, with the model and the rows that the tier makes: nothing of it is refused."""
     host = ROOT / "tests" / "machines" / "hgx-h100-8xH100-8hca.json"
     words = ["--api", "job", "--dry-run", "--image", "x", "--host", host, "--nodes", "1", "--ranks", "1"]
-    settings = dict(more)
-    model, options = settings.pop("model", "gpu"), settings.pop("options", ())
-    path = config_file(tmp_path, settings, model=model)
+    path = config_file(tmp_path, more, model=more.get("model", "gpu"))
     lengths = ["--lengths", "2048:256"]  # without them a process of the job's reads the rows
-    done = topoflight("launch", *words, *lengths, *options, "--no-preflight", "--config", path)
+    done = topoflight("launch", *words, *lengths, *more.get("options", ()), "--no-preflight", "--config", path)
     assert done.exit_code == 0, f"{name}: {done.stderr}"
 
 
