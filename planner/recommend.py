@@ -28,7 +28,7 @@ from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
 from planner.nccl_env.situation import Note, situation
 from planner.rules import first_broken
-from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search, usual_options
+from planner.search import TIGHT_SHARE, Candidate, Found, difference_sigma, fitting, search, usual_options
 from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -397,6 +397,18 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
             "that are certain to fit"
         )
     return replace(planned.rank(candidate), why=why)
+
+
+def error_of_difference(planned: Planned, first: RankedLayout, second: RankedLayout) -> float:
+    """Return the error of the ratio of two steps, as a share: errors that both forecasts have in common cancel."""
+    one, other = (
+        Candidate(
+            layout=ranked.layout, parts=step_parts(planned.job, ranked.layout),
+            memory=memory_of(planned.job, ranked.layout), seconds=ranked.forecast.step_seconds.mid,
+        )
+        for ranked in (first, second)
+    )  # fmt: skip
+    return math.expm1(difference_sigma(planned.job, one, other))
 
 
 def _forecast_sound(planned: Planned, again: Planned) -> tuple[RankedLayout | None, RankedLayout | None]:

@@ -149,7 +149,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from agent.terminal.advice import layout_title
     from contracts.layout import values_of
     from planner.forecast.calibration import load_calibration
-    from planner.recommend import forecast_named, plan, scaled
+    from planner.recommend import error_of_difference, forecast_named, plan, scaled
     from planner.sweep import compare
     from probes.registry import ALL
 
@@ -179,7 +179,9 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
         shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
         shown.add_row("allowed", *(ranked.why or "yes" for ranked in (first, second)))
         out.print(shown)
-        if max(step.low for step in steps) <= min(step.high for step in steps):
-            out.print("? not distinguishable: the 80 % intervals of the two step times overlap")
+        fast, slow = sorted(step.mid for step in steps)
+        apart, error = slow / fast - 1, error_of_difference(planned, first, second)
+        if apart <= error:
+            out.print(f"? not distinguishable: the steps differ by {apart:.1%}, within the error of {error:.0%}")
 
     emit({"layouts": [first, second], "parts": rows}, form, show)

@@ -289,10 +289,10 @@ class _Findings:
             name for name in used if name.startswith(WORDS_OF["bridges"]) or (apart and name == "lo")
         )
         if suspects:
-            named = [*list(suspects)[:3], *([f"and {len(suspects) - 3} more"] if len(suspects) > 3 else [])]
+            named = ", ".join(list(suspects)[:3]) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
             others = [name for name in sockets if name not in suspects]
             more = f" (other interfaces: {', '.join(others[:4])})" if others else ""
-            self.add("docker_interface_used", ", ".join(named) + more)
+            self.add("docker_interface_used", named + more)
 
     def _if_several(self) -> tuple[str, str]:
         """Return a reservation and a severity if no channel used the sockets, and nothing shows a second node."""
