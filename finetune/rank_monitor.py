@@ -389,13 +389,15 @@ def _place(known: dict[str, Any]) -> str:
 
 
 def _answer_of(place: str, before: str) -> str:
-    """ "connected" to the port, or where none is known; "unresolved" where the name is not known; else empty."""
+    """ "connected" to the port, or where none is known; "closed" where it was; "unresolved" by name; else empty."""
     host, _, port = place.rpartition(":")
     peers = (_address(fd, _LIBC.getpeername) for fd, _ in _connections())
     if not port.isdecimal() or any(peer and str(peer[1]) == port for peer in peers):
         return "connected"
+    if before in ("connected", "closed"):
+        return "closed"
     try:
-        return "" if before == "connected" or socket.getaddrinfo(host.strip("[]"), None) else before
+        return "" if socket.getaddrinfo(host.strip("[]"), None) else before
     except OSError:
         return "unresolved"
 

@@ -52,7 +52,7 @@ class RankState:
     pid_namespace: str | None = None  # that `pid` is of, as /proc/self/ns/pid names it
     written: float = 0.0  # Unix seconds
     asked: str = ""  # address of the rendezvous, while the rank has not met the others there
-    answer: str = ""  # "connected" to its port, "unresolved" where its name is not known
+    answer: str = ""  # "connected" to its port, "closed": no longer, "unresolved" where its name is not known
     phase: str | None = None  # by the main thread's stack: collective, compute, data, save, evaluate, compile
     since: float | None = None  # Unix seconds: in this phase without a break
     where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"
