@@ -17,6 +17,7 @@ from contracts.tables import read_patterns
 RANKS_FOLDER = "ranks"  # of a run's folder
 NAME = "state_rank_{rank}.json"
 NODE = "state_node_{rank}.json"  # of torchrun on a node, until its ranks start
+FIRST = "first.json"  # of torchrun on the one node of a job: the rank that failed first
 TRACE = "trace_rank_{rank}.json"  # the flight recorder's dump
 ASK = "dump"  # touching this file requests a dump
 MOST_BYTES = 1 << 20
