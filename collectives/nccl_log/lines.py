@@ -187,7 +187,7 @@ class LineReader:
             if index + 1 < len(marks):
                 message = _TEXTS["next_prefix"].sub(b"", line[mark.end() : marks[index + 1].start()])
             warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 prints harmless warnings as ATTN
-            if b"Cuda failure" in message:  # only the name of the source file, before the header, says of what
+            if b" failure " in message or message.startswith(b"hip"):  # only the source file's name says of what
                 message = b" ".join([*line[: mark.start()].split()[-2:], message])
             self._message(message, warn=warn, host=host, shown=line)
 

@@ -237,10 +237,9 @@ class _Findings:
         for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
             if code in self.problems and self.has_failure(code):
                 self.demote(code)
-        refused = tuple(row for row in self.ledger.code_lines.get("cuda_failure", ()) if "shmutils." in row.text)
-        if refused and not any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ())):
-            self.problems.pop("shm_too_small", None)
-            self.add("shm_not_registered", lines=refused)
+        full = any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ()))
+        if "shm_not_registered" in self.problems:  # one of the two explains the other
+            self.problems.pop("shm_not_registered" if full else "shm_too_small", None)
         if "gid_index_invalid" in self.problems and layers_in_use(self.ledger) == {"IB"}:
             self.demote("gid_index_invalid")
 
@@ -374,7 +373,8 @@ class _Findings:
             detail = f"none on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}; in total {detail}"
         lines = self._channel_proof() + self.proof("GPUDirect RDMA too far")
         self.add(code, detail, lines, severity=severity, hosts=hosts)
-        refused = [host for host in hosts if self.facts.gdr_words_of(host) & {"refused", "usable"} == {"refused"}]
+        words = self.facts.gdr_words.keys()
+        refused = [host for host in hosts if (host, "refused") in words and (host, "usable") not in words]
         if refused:
             self.add("peermem_missing", hosts=refused)
 
@@ -445,7 +445,8 @@ class _Findings:
     def find_missing_evidence(self) -> None:
         """Say what the log lacks for a verdict."""
         evidence, facts = self.evidence, self.facts
-        is_silent = not evidence.transports and evidence.gdrdma == "none" and facts.ranks != 1  # one rank has no channel
+        # One rank has no channel.
+        is_silent = not evidence.transports and evidence.gdrdma == "none" and facts.ranks != 1
         unclear = ("call_failed", "remote_failed")
         if not self.has_failure(*unclear) and (is_silent or self.problems.keys() & unclear):
             for unknown in [note for note in self.notes if note.code == "other_warnings"]:  # they say most
