@@ -393,8 +393,7 @@ def run(
     while not (state := submission.job_state(now := submission.stored(client, job))) and clock() <= until:
         sleep(POLL_SECONDS)
     query = {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}
-    place = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)
-    pods = [pod for page, _ in client.pages(place, query) for pod in page]
+    pods = list(client.items(path_of("v1", "pods", namespace=about.get("namespace") or client.namespace), query))
     if not state:
         waiting = "".join(f"; {text}" for pod in pods if (text := submission.why_waiting(pod)))
         why = f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on{waiting}"
