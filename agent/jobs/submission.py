@@ -219,10 +219,7 @@ def how_failed(pod: Mapping[str, Any]) -> str:
 
 def why_waiting(pod: Mapping[str, Any]) -> str:
     """Return why a pod does not run, in Kubernetes' terms; empty if it runs or has run."""
-    status = pod.get("status") or {}
-    if status.get("phase") != "Pending":
-        return ""
-    name = pod["metadata"]["name"]
+    status, name = pod.get("status") or {}, pod["metadata"]["name"]
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     for each in containers:
         held = (each.get("state") or {}).get("waiting") or {}
@@ -231,6 +228,8 @@ def why_waiting(pod: Mapping[str, Any]) -> str:
     for each in status.get("conditions") or ():
         if each.get("type") == "PodScheduled" and each.get("status") == "False":
             return _line(name, str(each.get("reason")), each.get("message"))
+    if status.get("phase") != "Pending":
+        return ""
     running = [each.get("name") for each in containers if (each.get("state") or {}).get("running")]
     return _line(name, f"{running[0]} runs" if running else "Pending", "")
 
