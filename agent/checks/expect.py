@@ -381,11 +381,10 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _wanted: bool) -> Judgement
 def _memlock(snapshot: Snapshot, _topology: NodeTopology, expected: int | str) -> Judgement:
     limits = snapshot.facts(LimitsFacts)
     if limits is None or not limits.memlock_known:
-        return None, f"memlock is {units.size(None)}"
+        return None, "memlock is unknown"
     have = limits.memlock_soft_bytes
-    if have is None:
-        return True, f"memlock is {UNLIMITED}"
-    return isinstance(expected, int) and have >= expected, f"memlock is {units.size(have)}"
+    met = have is None or (isinstance(expected, int) and have >= expected)
+    return met, f"memlock is {units.memlock(limits)}"
 
 
 def _shm(snapshot: Snapshot, _topology: NodeTopology, expected: int) -> Judgement:

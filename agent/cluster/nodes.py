@@ -74,6 +74,18 @@ class NodeRecord:
     agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
 
+    @property
+    def gpu_text(self) -> str:
+        """Return the GPUs in words: "8 × NVIDIA H100"."""
+        if not self.gpus:
+            return "GPUs unknown" if self.gpus is None else "no GPU"
+        return f"{self.gpus} × {self.product or 'unknown model'}"
+
+    @property
+    def rdma_text(self) -> str:
+        """Return the RDMA ports in words: "8/8 active"."""
+        return self.rdma or ("none" if self.hcas == 0 else "unknown")
+
     def age_seconds(self, now: float) -> float:
         """Return the seconds since the scan, at least 0 even if clocks differ."""
         return max(0.0, now - self.scanned_at_seconds)

@@ -91,12 +91,7 @@ def facts_lines(facts: object) -> list[str]:
     if isinstance(facts, InterfacesFacts):
         return _interface_lines(facts)
     if isinstance(facts, LimitsFacts):
-        soft = (
-            "unlimited"
-            if facts.memlock_soft_bytes is None and facts.memlock_known
-            else units.size(facts.memlock_soft_bytes)
-        )
-        return [f"memlock {soft}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
+        return [f"memlock {units.memlock(facts)}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
     if isinstance(facts, ImexFacts):
         return [f"{units.count(len(facts.channels), 'IMEX channel')}, {len(facts.usable)} usable"]
     devices = getattr(facts, "devices", None)
