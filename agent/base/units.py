@@ -12,7 +12,6 @@ from hardware.units import rate as rate
 
 if TYPE_CHECKING:
     from contracts.finding import Interval
-    from probes.limits.probe import LimitsFacts
     from topology.graph import Expectation
 
 
@@ -55,12 +54,6 @@ def size(value: float | None) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024
     return f"{number:.1f} TiB"
-
-
-def memlock(limits: LimitsFacts) -> str:
-    """Format the soft limit on locked memory: "unlimited", "64.0 KiB", "unknown"."""
-    is_unlimited = limits.memlock_known and limits.memlock_soft_bytes is None
-    return "unlimited" if is_unlimited else size(limits.memlock_soft_bytes)
 
 
 def parse_size(text: str) -> int | None:

@@ -62,7 +62,7 @@ class NodeRecord:
     links: str | None = None  # link types of GPU pairs: "NV18 (28 pairs)"
     hcas: int | None = None
     rdma: str | None = None  # "8/8 active"
-    memlock: str | None = None  # "unlimited", "8.0 MiB"
+    memlock: str | None = None  # "unlimited", "8 MiB"
     findings: tuple[dict[str, str], ...] = ()
     graph: str | None = None  # key of the graph's inputs: nodes with the same key have equal graphs
     facts: str | None = None  # key of all facts
