@@ -18,7 +18,7 @@ from planner.advice import RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
-from planner.forecast.engine import Engine
+from planner.forecast.engine import Engine, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, repair_links, repaired, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
@@ -349,6 +349,8 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     """
     degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "offload": "none", **named}
     degrees.setdefault("precision", planned.precision)
+    if degrees.get("virtual_stages", 1) > 1:
+        degrees.setdefault("schedule", "interleaved")
     zeros = ("zero3", "zero2", "zero1") if degrees["dp_shard"] > 1 else ()
     sharding = next((zero for zero in zeros if zero in planned.job.engine.can), "ddp")  # if no layout fits
     usual = usual_options(planned.job, degrees["tp"], degrees["precision"])
@@ -369,6 +371,8 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
                 f"micro_batch {shape.micro_batch}; change --global-batch or micro_batch"
             )
         shape = replace(shape, gradient_accumulation=accumulation)
+    if shape.pp > 1:
+        shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
     picked = fitting(planned.job, shape, planned.budget, named=named)
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
 

@@ -54,9 +54,14 @@ def tp_inside_island(q: Question, at: Layout) -> str | None:
     return f"TP={at.tp} needs more GPUs than the {q.links.island_size} that NVLink connects"
 
 
+def most_chunks(q: Question) -> int:
+    """Return how many chunks an interleaved pipeline may have."""
+    return q.model.layers + (2 if q.engine.empty_ends else 0)
+
+
 def enough_layers(q: Question, at: Layout) -> str | None:
-    """Each pipeline chunk has at least one layer."""
-    if at.pp * at.virtual_stages > q.model.layers:
+    """Each pipeline chunk has at least one layer, or the embedding or the head."""
+    if at.pp * at.virtual_stages > (most_chunks(q) if at.virtual_stages > 1 else q.model.layers):
         return f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {q.model.layers}"
     return None
 

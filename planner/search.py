@@ -19,7 +19,7 @@ from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, wid
 from planner.forecast.engine import Question, uneven_stages
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.rules import RULES_OF_DEGREES, first_broken
+from planner.rules import RULES_OF_DEGREES, first_broken, most_chunks
 
 _FITTED = ("checkpointing", "offload")  # determined by memory, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -104,14 +104,13 @@ def _list_shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple
             group *= 2 if group * 2 <= 4 * in_node else 4
 
 
-def _list_virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
+def _list_virtuals(question: Question, pp: int, micro_batches: int, named: object) -> Iterator[int]:
     yield 1
     if pp == 1 or not question.engine.interleaved or micro_batches % pp:
         return
     for v in range(16, 1, -1):
-        stages = pp * v
         # Embedding and head count as one layer each, so the first and last chunk may have one layer less.
-        if stages <= question.model.layers and -question.model.layers % stages <= 2:
+        if pp * v <= most_chunks(question) and (-question.model.layers % (pp * v) <= 2 or v == named):
             yield v
 
 
@@ -289,7 +288,8 @@ class _Search:
         The bubble shrinks with 1/v while sends grow with v, so the time has a single minimum.
         """
         fits, last = False, math.inf
-        for virtual in _list_virtuals(self.job, split.pp, split.gradient_accumulation):
+        chunks = self.named.get("virtual_stages")
+        for virtual in _list_virtuals(self.job, split.pp, split.gradient_accumulation, chunks):
             named = self.named.get("stage_layers")
             uneven = named if isinstance(named, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:

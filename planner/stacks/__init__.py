@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from planner.advice import ExportError, ExportRequest
 from planner.forecast.engine import Engine
-from planner.stacks import deepspeed, megatron, topoflight, torchtitan, trl
+from planner.stacks import automodel, deepspeed, megatron, topoflight, torchtitan, trl
 
-_STACKS = (topoflight, trl, deepspeed, torchtitan, megatron)
+_STACKS = (topoflight, trl, deepspeed, torchtitan, megatron, automodel)
 ENGINES: dict[str, Engine] = {stack.ENGINE.name: stack.ENGINE for stack in _STACKS}
 _STACK_OF = {name: stack for stack in _STACKS for name in stack.FORMATS}
 FORMATS: dict[str, str] = {name: stack.FORMATS[name][0] for name, stack in _STACK_OF.items()}  # format -> description
