@@ -72,6 +72,11 @@ class Planned:
         """Limit for the forecast bytes of a rank; None: unknown."""
         return bytes_that_fit(self.job, self.capacity) if self.capacity else None
 
+    def candidate(self, layout: Layout, *, tight: bool = False) -> Candidate:
+        """Return the forecast of one layout, whether or not it fits."""
+        parts, memory = step_parts(self.job, layout), memory_of(self.job, layout)
+        return Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale, tight=tight)
+
     def rank(self, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
         """Return a layout with its forecast, compared with the winner."""
         why = why_not(self.job, winner, candidate) if winner is not None else ""
@@ -371,8 +376,7 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
                 f"micro_batch {shape.micro_batch}; change --global-batch or micro_batch"
             )
         shape = replace(shape, gradient_accumulation=accumulation)
-    if shape.pp > 1:
-        shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
+    shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
     picked = fitting(planned.job, shape, planned.budget, named=named)
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
 
@@ -391,13 +395,13 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
 
     `why` names the first violated rule, or how much memory is missing.
     """
-    parts, memory, budget = step_parts(planned.job, layout), memory_of(planned.job, layout), planned.budget
-    candidate = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale)
+    candidate, budget = planned.candidate(layout), planned.budget
+    needs = candidate.memory.total
     broken = first_broken(planned.job, layout)
     why = f"breaks {broken[0]}: {broken[1]}" if broken else ""
-    if not why and budget is not None and memory.total > budget:
+    if not why and budget is not None and needs > budget:
         why = (
-            f"breaks memory-fits: needs {(memory.total - budget) / GIB:.1f} GiB more than the {budget / GIB:.1f} GiB "
+            f"breaks memory-fits: needs {(needs - budget) / GIB:.1f} GiB more than the {budget / GIB:.1f} GiB "
             "that are certain to fit"
         )
     return replace(planned.rank(candidate), why=why)
@@ -405,13 +409,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
 
 def error_of_difference(planned: Planned, first: RankedLayout, second: RankedLayout) -> float:
     """Return the error of the ratio of two steps, as a share: errors that both forecasts have in common cancel."""
-    one, other = (
-        Candidate(
-            layout=ranked.layout, parts=step_parts(planned.job, ranked.layout),
-            memory=memory_of(planned.job, ranked.layout), seconds=ranked.forecast.step_seconds.mid,
-        )
-        for ranked in (first, second)
-    )  # fmt: skip
+    one, other = planned.candidate(first.layout), planned.candidate(second.layout)
     return math.expm1(difference_sigma(planned.job, one, other))
 
 
@@ -555,12 +553,11 @@ def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tup
         return memory_of(job_of(tokens), layout).total
 
     most = bisect_right(range(train.sequence_length), budget, lo=longest, key=needs) - 1
-    parts, memory = step_parts(planned.job, layout), memory_of(planned.job, layout)
-    chosen = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale, tight=True)
+    chosen = planned.candidate(layout, tight=True)
     words += (
-        f". With a micro-batch of such rows a rank would need {memory.total / GIB:.1f} GiB, "
-        f"{(memory.total - budget) / GIB:.1f} GiB more than it may fill. The job fits if its longest row has at most "
-        f"{most} tokens. `topoflight recommend --lengths` checks this"
+        f". With a micro-batch of such rows a rank would need {chosen.memory.total / GIB:.1f} GiB, "
+        f"{(chosen.memory.total - budget) / GIB:.1f} GiB more than it may fill. The job fits if its longest row has at "
+        f"most {most} tokens. `topoflight recommend --lengths` checks this"
     )
     return replace(found, best=[chosen]), (words,)
 
@@ -583,7 +580,7 @@ def _list_other_batches(planned: Planned) -> Iterator[int]:
 
 def _explain_refusal(planned: Planned, found: Found) -> Rejected:
     """Return, from all rejected layouts, the row about the requested settings."""
-    families = [row for row in found.rejected if row.what.startswith("PP=")]
+    families = found.rejected[found.of_degrees :]
     short = [row for row in families if row.rule == "memory-fits"]
     row = next(iter(short or families or found.rejected), Rejected(what="", rule="asked", reason="no layout has them"))
     settings = ", ".join(spelled(name, value) for name, value in planned.requested.items()
