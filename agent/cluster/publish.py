@@ -225,17 +225,13 @@ class Publisher:
 
     def _write_end(self, record: NodeRecord) -> None:
         """Write that no agent watches the node any more; without an API server only the record's age shows this."""
-        client = self._client.limited(tries=1, timeout_seconds=END_SECONDS)
-        ended = replace(record, stopped_at_seconds=time.time())
+        self._client = self._client.limited(tries=1, timeout_seconds=END_SECONDS)
         try:
-            client.apply(path_of(API_VERSION, PLURAL, record.name, sub="status"), to_resource(ended)[1])
-            if self._labels and time.monotonic() >= self._nfd_again:
-                feature = node_feature(ended, self._namespace, self._owner)
-                client.apply(self._feature_path(record), feature)
+            self.write(replace(record, stopped_at_seconds=time.time()))
         except ApiError as error:
             log.warning("publish: the end was not written: %s", error)
         finally:
-            client.close()
+            self._client.close()
 
     def _loop(self) -> None:
         failures = 0
@@ -289,15 +285,13 @@ class Publisher:
         # with jitter, so that thousands of agents that started together do not keep writing at the same time
         self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret
 
-    def _feature_path(self, record: NodeRecord) -> str:
-        return path_of(NFD_VERSION, "nodefeatures", f"topoflight-{record.name}", namespace=self._namespace)
-
     def _write_labels(self, record: NodeRecord) -> None:
         """Write the labels; if NFD is not installed or refuses, the cluster view works without labels."""
         if time.monotonic() < self._nfd_again:
             return
+        path = path_of(NFD_VERSION, "nodefeatures", f"topoflight-{record.name}", namespace=self._namespace)
         try:
-            self._client.apply(self._feature_path(record), node_feature(record, self._namespace, self._owner))
+            self._client.apply(path, node_feature(record, self._namespace, self._owner))
         except ApiError as error:
             self._nfd_again = time.monotonic() + MISSING_SECONDS
             if error.status != 404:

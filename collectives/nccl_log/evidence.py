@@ -267,7 +267,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
 
 def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: bool) -> str:
     connected = evidence.network or evidence.inter_node_transport not in (None, "unknown")
-    for meaning in (CODES[problem.code] for problem in problems):
+    for meaning in (CODES[problem.code] for problem in problems if problem.severity != "info"):
         if meaning.ends or (meaning.breaks and not (connected and meaning.falls_back)):
             return "failed"
     return "finished" if finished else "unknown"
