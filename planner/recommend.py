@@ -274,8 +274,8 @@ def plan(
         unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
     unknowns.extend(
         _describe_unmeasured(speed)
-        for speed in (links.node, links.network)
-        if speed is not None and speed.how == "assumed" and world > 1
+        for speed in (links.node if links.ranks_per_node > 1 else None, links.network)
+        if speed is not None and speed.how == "assumed"
     )
     models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
     if len(models) > 1:
