@@ -233,6 +233,14 @@ def test_a_line_torn_in_two_keeps_its_group() -> None:
     assert (found.calls[0].group, found.calls[0].number) == ("0", 4)
 
 
+def test_a_terminal_wraps_a_line_and_a_cut_line_is_no_call_of_other_sizes() -> None:
+    """The words of huggingface/open-r1#620: the last line is cut, and what follows is of another rank."""
+    wrapped = caught(1, 1, 4, "BROADCAST", "112, NumelOut=112").replace("NumelOut", "Numel\nOut")
+    cut = caught(2, 2, 4, "BROADCAST", "112, NumelOut=112").partition(", NumelOut")[0]
+    found = watchdog.read([*wrapped.splitlines(), cut, caught(3, 3, 4, "BROADCAST", "112, NumelOut=112")]).traces
+    assert {rank: one.calls[0].sizes for rank, one in found.items()} == {1: ((112,),), 2: (), 3: ((112,),)}
+
+
 def test_a_rank_says_how_it_ended_and_which_call_did_not_match() -> None:
     told = watchdog.read([
         '[rank3]:     raise ValueError("no")', "[rank3]: ValueError: Expected 4 (got 0)", "[rank1]: ZeroDivisionError",
