@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,3 +95,18 @@ def rows_of(test: str, name: str = "") -> Callable[[str], Callable[[], Any]]:
         return found
 
     return lambda key: lambda: tables()[key]
+
+
+def golden_rows(name: str, key: str, read: Callable[[dict[str, Any]], Any]) -> None:
+    """Read each row of tests/golden/NAME, a JSON object a line, and compare the result with the row's member `key`.
+
+    TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites the results; a new row needs `what` it shows and the input alone.
+    """
+    path = Path(__file__).parents[1] / "golden" / name
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    made = [row | {key: json.loads(json.dumps(read(row)))} for row in rows]
+    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
+        return
+    wrong = [(row["what"], row.get(key), new[key]) for row, new in zip(rows, made, strict=True) if row != new]
+    assert wrong == []
