@@ -26,7 +26,7 @@ from agent.checks.verdict import View
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from collectives.search.plan import SearchResult
-from contracts.run_record import Communication, RunRecord
+from contracts.run_record import Communication, RunRecord, compare
 from contracts.tables import read_table
 from probes.api import Failed, Metric, Ok
 from probes.pci.facts import PciFacts
@@ -307,12 +307,8 @@ def _run_values(view: View) -> Iterator[tuple[str, Values]]:
             yield name, [((), float(number))]
     yield "run_forecast_step_seconds", _bounds(last, "step_seconds")
     yield "run_forecast_memory_bytes", _bounds(last, "memory_bytes")
-    within: Values = []
-    for quantity in ("step_seconds", "memory_bytes"):
-        limits, value = getattr(last.forecast, quantity), getattr(measured, quantity)
-        if value is not None and limits is not None:
-            within.append(((quantity,), float(limits.low <= value <= limits.high)))
-    yield "run_within_forecast", within
+    compared = [line for line in compare(last) if line.within is not None]
+    yield "run_within_forecast", [((line.quantity,), float(line.within is True)) for line in compared]
     losses = (("first", last.loss.first), ("last", last.loss.last))
     yield "run_loss", [((phase,), loss) for phase, loss in losses if loss is not None]
     largest = sorted(communication.seconds_by_kind.items(), key=lambda item: -item[1])[:KEPT_COLLECTIVES]

@@ -97,7 +97,6 @@ class NetworkBars:
     steps: int  # of the whole run
     node_hour_price: float | None
     bars: tuple[Bar, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
