@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -199,3 +200,18 @@ def _why(error: BaseException, revision: str) -> str:
         if isinstance(one, errors.HfHubHTTPError) and one.response is not None:
             return f"{constants.ENDPOINT} answered {one.response.status_code}, {cached}"
     return " ".join(str(error).split())[:500]
+
+
+def main(name: str, revision: str) -> None:
+    """Print the path of a model's config.json for `topoflight launch`; exits with why it cannot be had."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with asking("model_name_or_path", name, f"model_revision={revision!r}"):
+            print(hf_hub_download(name, "config.json", revision=revision))  # noqa: T201 - what the caller reads
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

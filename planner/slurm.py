@@ -15,7 +15,7 @@ from typing import Any
 from contracts.run_record import RESUMABLE
 from planner.advice import render
 from planner.kubernetes.job import END_SECONDS, RUNS_GATE, SAVE_SECONDS
-from planner.lint.expansion import limit_parsing, parse_lines
+from planner.lint.expansion import limit_parsing, parse
 from planner.lint.shell import read_shell
 from planner.nccl_env.situation import Setting
 
@@ -155,7 +155,7 @@ def wrap_script(
     if MARK in text:
         return text, [*notes, "the script has been wrapped before: nothing is added"]
     limit_parsing()
-    _, root = parse_lines(text.encode())
+    root = parse(text.encode())
     if root is None:
         raise ScriptError("line 1: the script is nested or broken beyond what is read")
     starts = read_shell(text).starts

@@ -2,24 +2,21 @@
 
 Specification: docs/reference/finetune-job.md; contracts.job_config defines the names. The job validates the values. If
 the model's name is not in the table, its shape is read from config.json on the hub that the job will use, or from the
-hub cache. HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE and HF_HOME have the meaning they have in
-huggingface_hub; the URL is `GET {endpoint}/{id}/resolve/{revision}/config.json`. Weights are never downloaded. A name
-in the table is looked up only if HF_ENDPOINT names a hub, because the job will load the model of that hub.
+hub cache, through huggingface_hub. Weights are never downloaded. A name in the table is looked up only if HF_ENDPOINT
+names a hub, because the job will load the model of that hub.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
 
 from agent.advice.advise import advise
-from agent.advice.request import Request, for_whole_run, with_rows
+from agent.advice.request import Request, ask_trainer, for_whole_run, with_rows
 from agent.base import units
 from agent.base.options import RequestError
 from agent.base.output import document
@@ -28,6 +25,7 @@ from contracts import bounded, plain
 from contracts.job_config import DEFAULT_CONFIG, ConfigError, JobConfig, parse_config, read_file, with_overrides
 from contracts.job_plan import JobPlan, RunForecast, dumps
 from contracts.layout import Layout
+from contracts.plain import PlainError
 from contracts.tables import read_texts
 from contracts.trl import trl_settings
 from hardware.gpus import without_gdr
@@ -259,9 +257,7 @@ def describe_refusal(advice: Recommendation) -> str:
 
 # Look up the shape of a model by its hub id.
 
-_SECONDS = 10.0
 _MOST_BYTES = 1 << 20
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
@@ -282,69 +278,14 @@ def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.envir
         known = False
     if known and not environment.get("HF_ENDPOINT"):
         return None
-    why = ""
-    found = _cached(name, revision, environment)
-    if found is None and environment.get("HF_HUB_OFFLINE", "").upper() not in ("1", "ON", "YES", "TRUE"):
-        try:
-            found = _fetched(name, revision, environment)
-        except (OSError, ValueError) as error:
-            why = f"; {_endpoint(environment)}: {error}"
-    if found is not None:
-        return model_from_config(found, name=name, any_type=True)
-    if known:
-        return None
-    raise ModelError(f"model={name!r}: not a known name{why}; give the path of its config.json with --model")
-
-
-def _endpoint(environment: Mapping[str, str]) -> str:
-    return (environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-
-
-def _home(environment: Mapping[str, str]) -> Path:
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(environment.get("HF_HOME") or cache / "huggingface").expanduser()
-
-
-def _cached(name: str, revision: str, environment: Mapping[str, str]) -> Any:
-    cache = Path(environment.get("HF_HUB_CACHE") or _home(environment) / "hub")
-    folder = cache / f"models--{name.replace('/', '--')}"
     try:
-        commit = revision if _COMMIT.fullmatch(revision) else bounded.read_text(folder / "refs" / revision, 256).strip()
-        return plain.loads(bounded.read(folder / "snapshots" / commit / "config.json", _MOST_BYTES))
-    except (OSError, ValueError):
-        return None
-
-
-def _fetched(name: str, revision: str, environment: Mapping[str, str]) -> Any:
-    import urllib.request  # also imports ssl and http.client, which a model of the table does not need
-
-    class SameHost(urllib.request.HTTPRedirectHandler):
-        """Follow redirects, but send the token only to the hub."""
-
-        def redirect_request(self, req: Any, *words: Any) -> urllib.request.Request | None:
-            made = super().redirect_request(req, *words)
-            if made is not None and urlsplit(made.full_url)[:2] != urlsplit(req.full_url)[:2]:
-                made.remove_header("Authorization")
-            return made
-
-    endpoint = _endpoint(environment)
-    if urlsplit(endpoint).scheme not in ("http", "https"):
-        raise ValueError(f"HF_ENDPOINT={endpoint!r}: must be http://HOST or https://HOST")
-    request = urllib.request.Request(f"{endpoint}/{name}/resolve/{quote(revision, safe='')}/config.json")  # noqa: S310
-    if token := environment.get("HF_TOKEN") or _token(environment):
-        request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.build_opener(SameHost).open(request, timeout=_SECONDS) as answer:
-        body = answer.read(_MOST_BYTES + 1)
-    if len(body) > _MOST_BYTES:
-        raise ValueError("config.json is larger than 1 MiB, which no config.json is")
-    return plain.loads(body)
-
-
-def _token(environment: Mapping[str, str]) -> str:
-    try:
-        return bounded.read_text(environment.get("HF_TOKEN_PATH") or _home(environment) / "token", _MOST_BYTES).strip()
-    except (OSError, ValueError):
-        return ""
+        path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
+        return model_from_config(plain.loads(bounded.read(path, _MOST_BYTES)), name=name, any_type=True)
+    except (LookupError, OSError, PlainError) as error:
+        if known:
+            return None
+        why = f"not a known name; {error}; give the path of its config.json with --model"
+        raise ModelError(f"model={name!r}: {why}") from None
 
 
 # The plan of the job: settings, layout, environment, network, and the time to write a checkpoint.
@@ -394,7 +335,7 @@ def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[st
 
 def run_forecast(advice: Recommendation) -> RunForecast:
     """Return the forecast of the chosen layout for the plan; empty without a layout."""
-    return plain.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
+    return plain.read(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:

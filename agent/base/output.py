@@ -35,6 +35,16 @@ def render(value: Any, form: str) -> str:
     return str(yaml.safe_dump(made, sort_keys=False, allow_unicode=True, width=110))
 
 
+def render_template(module: str, name: str, **values: Any) -> str:
+    """Render a template in the folder of a module (its `__file__`); values are escaped for XML."""
+    from jinja2 import Environment, FileSystemLoader
+
+    templates = Environment(
+        loader=FileSystemLoader(Path(module).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    return templates.get_template(name).render(**values) + "\n"
+
+
 def unwritable(path: Path, *, folder: bool = False) -> str:
     """Return why no file can be written at `path`, or in it if `folder` is set (it may be missing); "" if one can.
 

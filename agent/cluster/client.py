@@ -198,10 +198,14 @@ class Client:
         """Read one object."""
         return self.request("GET", path)[1]
 
+    def items(self, path: str, query: Mapping[str, Any] | None = None, *, accept: str = JSON) -> Iterator[Json]:
+        """Return all objects, read page by page. METADATA omits spec and status."""
+        return (item for items, _ in self.pages(path, query, accept=accept) for item in items)
+
     def pages(
         self, path: str, query: Mapping[str, Any] | None = None, *, accept: str = JSON
     ) -> Iterator[tuple[list[Json], str]]:
-        """Return items page by page, with the resource version to watch from. METADATA omits spec and status."""
+        """Return the objects page by page, with the resource version to watch from."""
         wanted = {**(query or {}), "limit": PAGE}
         while True:
             page = self.request("GET", path, query=wanted, headers={"Accept": accept})[1]

@@ -36,8 +36,8 @@ def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[s
     """Return the nodes selected by name and label. Raises ApiError, or GateError if there are none."""
     found = list(dict.fromkeys(names))
     if selector is not None:
-        for items, _ in client.pages(path_of("v1", "nodes"), {"labelSelector": selector}):
-            found += [item["metadata"]["name"] for item in items if item["metadata"]["name"] not in found]
+        labelled = client.items(path_of("v1", "nodes"), {"labelSelector": selector})
+        found = list(dict.fromkeys([*found, *(item["metadata"]["name"] for item in labelled)]))
         if not found:
             raise GateError(f"--selector {selector}: no node has these labels")
     return tuple(found)
@@ -46,7 +46,7 @@ def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[s
 def fleet(client: Client) -> Fleet:
     """Read every record once. Raises ApiError."""
     held = Fleet()
-    held.replace(item for items, _ in client.pages(path_of(API_VERSION, PLURAL)) for item in items)
+    held.replace(client.items(path_of(API_VERSION, PLURAL)))
     return held
 
 
@@ -195,12 +195,7 @@ def places_by(labels: Mapping[str, Mapping[str, str]]) -> Places:
 def read_places(client: Client) -> Places:
     """Read the places from the API server; without permission to list Nodes they are empty, with the reason."""
     try:
-        return places_by(dict(_labels(client)))
+        nodes = client.items(path_of("v1", "nodes"), accept=METADATA)
+        return places_by({str(node["metadata"]["name"]): node["metadata"].get("labels") or {} for node in nodes})
     except ApiError as error:
         return Places(why=f"the labels of the Nodes could not be read: HTTP {error.status}")
-
-
-def _labels(client: Client) -> Iterable[tuple[str, Mapping[str, str]]]:
-    for items, _ in client.pages(path_of("v1", "nodes"), accept=METADATA):
-        for item in items:
-            yield str(item["metadata"]["name"]), item["metadata"].get("labels") or {}

@@ -31,6 +31,7 @@ from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from probes.api import Absent
 from probes.limits.probe import LimitsFacts
+from probes.limits.probe import size as limit_words
 from probes.rdma.facts import RdmaFacts
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
 
@@ -59,9 +60,9 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         product=clean(models.most_common(1)[0][0], 128) if models else None,
         links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
-        memlock=_memlock(limits), findings=_findings(checks, view.since), graph=graph,
-        facts=facts, machine=machine, drawn=drawn(node), addresses=addresses,
-        measured=_measured(view.bench) if view.bench is not None else (), changes=changes,
+        memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
+        findings=_findings(checks, view.since), graph=graph, facts=facts, machine=machine, drawn=drawn(node),
+        addresses=addresses, measured=_measured(view.bench) if view.bench is not None else (), changes=changes,
     )  # fmt: skip
 
 
@@ -82,15 +83,6 @@ def _links(node: NodeTopology) -> str | None:
     labels = Counter(pair.label for pair in node.pairs if pair.a in gpus and pair.b in gpus)
     text = ", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels.most_common())
     return text[:64] or None
-
-
-def _memlock(limits: LimitsFacts | None) -> str | None:
-    if limits is None or not limits.memlock_known:
-        return None
-    if limits.memlock_soft_bytes is None:
-        return "unlimited"
-    small = limits.memlock_soft_bytes < 2**20
-    return f"{limits.memlock_soft_bytes / (2**10 if small else 2**20):.4g} {'KiB' if small else 'MiB'}"
 
 
 def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float]) -> tuple[Json, ...]:
@@ -225,17 +217,13 @@ class Publisher:
 
     def _write_end(self, record: NodeRecord) -> None:
         """Write that no agent watches the node any more; without an API server only the record's age shows this."""
-        client = self._client.limited(tries=1, timeout_seconds=END_SECONDS)
-        ended = replace(record, stopped_at_seconds=time.time())
+        self._client = self._client.limited(tries=1, timeout_seconds=END_SECONDS)
         try:
-            client.apply(path_of(API_VERSION, PLURAL, record.name, sub="status"), to_resource(ended)[1])
-            if self._labels and time.monotonic() >= self._nfd_again:
-                feature = node_feature(ended, self._namespace, self._owner)
-                client.apply(self._feature_path(record), feature)
+            self.write(replace(record, stopped_at_seconds=time.time()))
         except ApiError as error:
             log.warning("publish: the end was not written: %s", error)
         finally:
-            client.close()
+            self._client.close()
 
     def _loop(self) -> None:
         failures = 0
@@ -289,15 +277,13 @@ class Publisher:
         # with jitter, so that thousands of agents that started together do not keep writing at the same time
         self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret
 
-    def _feature_path(self, record: NodeRecord) -> str:
-        return path_of(NFD_VERSION, "nodefeatures", f"topoflight-{record.name}", namespace=self._namespace)
-
     def _write_labels(self, record: NodeRecord) -> None:
         """Write the labels; if NFD is not installed or refuses, the cluster view works without labels."""
         if time.monotonic() < self._nfd_again:
             return
+        path = path_of(NFD_VERSION, "nodefeatures", f"topoflight-{record.name}", namespace=self._namespace)
         try:
-            self._client.apply(self._feature_path(record), node_feature(record, self._namespace, self._owner))
+            self._client.apply(path, node_feature(record, self._namespace, self._owner))
         except ApiError as error:
             self._nfd_again = time.monotonic() + MISSING_SECONDS
             if error.status != 404:

@@ -24,6 +24,7 @@ from agent.base import version
 from agent.base.output import document
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import checks_of_scans
+from agent.jobs.submission import how_failed, why_waiting
 from contracts import bounded
 from contracts.plain import loads
 from contracts.redaction import redact, without_secrets
@@ -159,18 +160,8 @@ def not_started(agents: Sequence[Mapping[str, Any]], namespace: str) -> list[str
     """Return why agent pods do not run, from the status set by kubelet and scheduler."""
     if not agents:
         return [f"there is no agent's pod in the namespace {namespace}: daemonsets.json and events.json say why"]
-    lines = []
-    for pod in agents:
-        status = pod.get("status") or {}
-        states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
-        reasons = [state.get("waiting") or state.get("terminated") for state in states]
-        reasons += [one for one in status.get("conditions") or ()
-                    if one.get("type") == "PodScheduled" and one.get("status") == "False"]  # fmt: skip
-        for one in filter(None, reasons):
-            text = ": ".join(str(one[key]) for key in ("reason", "message") if one.get(key))
-            where, name = pod["spec"].get("nodeName") or "no node", pod["metadata"]["name"]
-            lines.append(f"{where}: the agent's pod {name} does not run: {redact(text[:500])}")
-    return lines
+    found = ((pod["spec"].get("nodeName") or "no node", how_failed(pod) or why_waiting(pod)) for pod in agents)
+    return [f"{node}: the agent's pod does not run: {redact(text)}" for node, text in found if text]
 
 
 def _node(base: list[str], node: str, pod: str) -> Files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,28 +121,9 @@ def _device_classes(words: Sequence[str]) -> tuple[str, str]:
     return found["gpu"], found["nic"]
 
 
-def with_dra(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> dict[str, Any]:
-    """Return whether --dra requests GPU and NIC by a claim, and the classes. CannotError if they do not exist."""
-    chosen = {"dra": bool(options["dra"]), "device_classes": _device_classes(options["dra"])}
-    if chosen["dra"] and asks:
-        spec = spec_of(advice, {**options, **chosen})
-        why, unknown = _ask_cluster(options, lambda client: submission.check(client, spec))
-        if why:
-            raise submission.CannotError(why)
-        if unknown:
-            print_text(f"warning: unknown whether the cluster has the classes of --dra: {unknown}", err=True)
-    return chosen
-
-
-def _ask_cluster(options: Mapping[str, Any], question: Callable[[Client], None]) -> tuple[str, str]:
-    """Return why the cluster cannot do this, and why that is unknown; both are empty if it can."""
-    try:
-        question(connect(options["context"], tries=2))
-    except submission.CannotError as error:
-        return str(error), ""
-    except (AccessError, ApiError) as error:
-        return "", str(error)
-    return "", ""
+def with_dra(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether --dra requests GPU and NIC by a claim, and the classes."""
+    return {"dra": bool(options["dra"]), "device_classes": _device_classes(options["dra"])}
 
 
 def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> Recommendation:
@@ -153,9 +134,10 @@ def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, a
     why = "--no-compute-domain" if options["no_compute_domain"] else ""
     if not why and asks:
         group, _, version = need.value.partition("/")
-        why, unknown = _ask_cluster(options, lambda client: submission.serves(client, group, version))
-        if unknown:
-            print_text(f"warning: unknown whether the cluster has ComputeDomains: {unknown}", err=True)
+        try:
+            why = submission.why_not_served(connect(options["context"], tries=2), group, version)
+        except (AccessError, ApiError) as error:
+            print_text(f"warning: unknown whether the cluster has ComputeDomains: {error}", err=True)
     if not why:
         return advice
     print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL uses the network, not NVLink", err=True)
@@ -327,10 +309,9 @@ def _offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return extended resources that enough of the selected nodes can allocate (node.status.allocatable)."""
     query = {"labelSelector": ",".join(options["node_selector"])} if options["node_selector"] else {}
     having: Counter[str] = Counter()
-    for nodes, _ in client.pages(path_of("v1", "nodes"), query):
-        for node in nodes:
-            allocatable = (node.get("status") or {}).get("allocatable") or {}
-            having.update(name for name, count in allocatable.items() if "/" in name and str(count) != "0")
+    for node in client.items(path_of("v1", "nodes"), query):
+        allocatable = (node.get("status") or {}).get("allocatable") or {}
+        having.update(name for name, count in allocatable.items() if "/" in name and str(count) != "0")
     return tuple(sorted(name for name, count in having.items() if count >= (options["nodes"] or 1)))
 
 

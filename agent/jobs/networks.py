@@ -27,7 +27,7 @@ from agent.advice.job_settings import EMBEDDED_MODEL, job_plan
 from agent.advice.request import Request, model_of
 from agent.base import units
 from agent.base.options import InputError
-from agent.base.output import write_atomic
+from agent.base.output import render_template, write_atomic
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission
 from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts, match_each
@@ -97,7 +97,6 @@ class NetworkBars:
     steps: int  # of the whole run
     node_hour_price: float | None
     bars: tuple[Bar, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -393,8 +392,7 @@ def run(
     while not (state := submission.job_state(now := submission.stored(client, job))) and clock() <= until:
         sleep(POLL_SECONDS)
     query = {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}
-    place = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)
-    pods = [pod for page, _ in client.pages(place, query) for pod in page]
+    pods = list(client.items(path_of("v1", "pods", namespace=about.get("namespace") or client.namespace), query))
     if not state:
         waiting = "".join(f"; {text}" for pod in pods if (text := submission.why_waiting(pod)))
         why = f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on{waiting}"
@@ -413,23 +411,18 @@ def left(pod: Mapping[str, Any]) -> RunRecord | None:
         message = ((each.get("state") or {}).get("terminated") or {}).get("message") or ""
         try:
             found = json.loads(message)
+            if isinstance(found, dict) and "transports" in found:
+                return record_of(found)
         except ValueError:
             continue
-        if isinstance(found, dict) and "transports" in found:
-            return record_of(found)
     return None
 
 
 def picture(found: NetworkBars) -> str:
     """Draw the bars as a self-contained SVG: step time, the forecast's interval, time and cost of the whole run."""
-    from jinja2 import Environment, FileSystemLoader
-
     full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in found.bars)])
     best = min((b.step_seconds for b in found.bars if b.step_seconds), default=0.0)
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    return templates.get_template("networks.svg.j2").render(found=found, full=full, best=best, words_of=words_of) + "\n"
+    return render_template(__file__, "networks.svg.j2", found=found, full=full, best=best, words_of=words_of)
 
 
 def words_of(bar: Bar, best: float) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from agent.advice.request import Request
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.options import InputError
-from agent.base.output import Progress, document, write_atomic
+from agent.base.output import Progress, document, render_template, write_atomic
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
@@ -371,41 +371,11 @@ def slurm_reasons(report: Report) -> str:
 
 def junit(report: Report) -> str:
     """Return JUnit XML: a suite per node, a case per check; an unknown check is an error only if it was required."""
-    from xml.etree import ElementTree
-
+    suites: dict[str, list[Finding]] = {}
+    for check in worst_first(report.checks):
+        suites.setdefault(check.node or "run", []).append(check)
+    measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
     aside = unjudged(report.checks)
-    root = ElementTree.Element("testsuites", name="topoflight preflight" + (f": {aside}" if aside else ""))
-    nodes: dict[str, list[Finding]] = {}
-    for check in report.checks:
-        nodes.setdefault(check.node or "run", []).append(check)
-    for node, checks in sorted(nodes.items()):
-        suite = ElementTree.SubElement(root, "testsuite", name=node)
-        if node != "run":
-            suite.set("hostname", node)
-        properties = ElementTree.SubElement(suite, "properties")
-        for m in report.bench.measurements if report.bench else ():
-            if m.verified:
-                name = f"{m.op}.{m.bytes}.busbw_bytes_per_second"
-                ElementTree.SubElement(properties, "property", name=name, value=f"{m.busbw_bytes_per_second:.6g}")
-        counts = {"tests": len(checks), "failures": 0, "errors": 0, "skipped": 0}
-        for check in worst_first(checks):
-            name = f"{check.code} [{check.subject}]" if check.subject else check.code
-            case = ElementTree.SubElement(suite, "testcase", classname=f"{node}.{check.code.split('.')[0]}", name=name)
-            # viewers show a message without its suite, so the message names the node
-            message = f"{check.node}: {check.message}" if check.node and check.message else check.message
-            text = "\n".join((message, *check.evidence, check.remedy)).strip()
-            if check.status == "fail":
-                counts["failures"] += 1
-                ElementTree.SubElement(case, "failure", message=message).text = text
-            elif check.status == "unknown" and check.required:
-                counts["errors"] += 1
-                ElementTree.SubElement(case, "error", message=message).text = text
-            elif check.status == "unknown":
-                counts["skipped"] += 1
-                ElementTree.SubElement(case, "skipped", message=f"unknown: {check.message}")
-            elif text:
-                ElementTree.SubElement(case, "system-out").text = f"{check.status}: {text}"
-        for key, number in counts.items():
-            suite.set(key, str(number))
-    ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + printable(ElementTree.tostring(root, encoding="unicode")) + "\n"
+    return printable(
+        render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
+    )

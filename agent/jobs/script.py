@@ -1,8 +1,7 @@
 """A trainer of the user: run it on this host, or add missing settings to its manifest with `wrap`.
 
-On this host: torchrun, the recommended environment, NCCL's log, and the run record. Measured values are read from
-transformers' trainer_state.json, if the trainer wrote one; others are unknown. For a manifest: the machine that its
-jobs request, and their forecast.
+On this host: torchrun, the recommended environment, NCCL's log, and the run record. Each rank measures its steps and
+memory (agent.jobs.script_rank). For a manifest: the machine that its jobs request, and their forecast.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_c
 from contracts.job_plan import JobPlan
 from contracts.plain import loads as plain
 from contracts.redaction import redact
-from contracts.run_record import Loss, Measured, NcclChannels, RunLayout, RunRecord
+from contracts.run_record import Measured, NcclChannels, RunLayout, RunRecord
 from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
@@ -53,7 +52,6 @@ from probes.interfaces.facts import InterfacesFacts
 
 AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # files that start the monitor
 _LIMIT_BYTES = 1 << 20  # of a file named by the arguments
-_STATE = "trainer_state.json"
 _LEFT = "left."  # files of script_rank, followed by the rank
 _WARM_UP = 2  # first steps, which allocate and compile
 _MPIRUN = re.compile(r"\b(mpirun|mpiexec|sshd)\b")
@@ -69,7 +67,6 @@ class ScriptPlan:
     document: JobPlan
     environment: dict[str, str]  # complete environment of the processes
     notes: tuple[str, ...]
-    output_dir: Path | None  # the trainer's output folder
     grace_seconds: int  # time to save after SIGTERM
 
 
@@ -79,7 +76,6 @@ def plan_of(
     """Return the torchrun command for this host, and the forecast if the arguments contain the layout."""
     ranks = options["ranks"] or default_ranks(found)
     command = read_command(["torchrun", str(script), *arguments], _text)
-    output_dir = command.settings.get("output_dir")
     request = Request(hosts=options["hosts"], root=options["root"], nodes=1, ranks_per_node=ranks)
     advice, lines = forecast_of(command, request, found)
     set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
@@ -99,7 +95,6 @@ def plan_of(
             forecast=run_forecast(advice), notes=tuple(lines),
         ),
         notes=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
-        output_dir=Path(output_dir) if isinstance(output_dir, str) else None,
         grace_seconds=grace(advice, storage_rate(options["storage_rate"])),
     )  # fmt: skip
 
@@ -169,7 +164,6 @@ def train(
     record.ended_at = _now()
     log = plan.environment.get("NCCL_DEBUG_FILE")
     record.nccl = _channels(Path(log).parent if log else folder / "nccl", began)
-    _take_state(record, plan.output_dir, began)
     _add_reports(record, reports)
     run_record.save(path, record)
     return replace(done, record=record)
@@ -194,24 +188,20 @@ def _first_error(left: Mapping[int, Mapping[str, Any]], failed: int | None) -> s
 
 def _add_reports(record: RunRecord, left: Mapping[int, Mapping[str, Any]]) -> None:
     """Add step times and memory measured by the ranks."""
-    steps: list[float] = max((one.get("seconds") or [] for one in left.values()), key=len, default=[])
     if not left:
         return
+    steps: list[float] = max((one.get("seconds") or [] for one in left.values()), key=len)
     counted = steps[_WARM_UP:] or steps
-    memory = max((float(one.get("memory_bytes") or 0) for one in left.values()), default=0.0)
-    resident = max(int(one.get("rss_peak_bytes") or 0) for one in left.values())
     record.step_seconds = [round(seconds, 6) for seconds in steps]
-    record.steps_done = record.steps_done or max(int(one.get("steps") or 0) for one in left.values()) or None
-    record.measured = replace(
-        record.measured,
-        step_seconds=statistics.median(counted) if counted else record.measured.step_seconds,
-        counted_steps=len(counted) if counted else record.measured.counted_steps,
-        memory_bytes=memory or None, memory_counts=next(iter(left.values())).get("memory_counts"),
-        rss_peak_bytes=resident or None,
+    record.steps_done = max(int(one.get("steps") or 0) for one in left.values()) or None
+    record.measured = Measured(
+        step_seconds=statistics.median(counted) if counted else None, counted_steps=len(counted) or None,
+        memory_bytes=max(float(one.get("memory_bytes") or 0) for one in left.values()) or None,
+        memory_counts=next(iter(left.values())).get("memory_counts"),
+        rss_peak_bytes=max(int(one.get("rss_peak_bytes") or 0) for one in left.values()) or None,
     )  # fmt: skip
-    if counted:
-        record.notes.append("step time: the median between the ends of the optimizer's steps, without the first "
-                            f"{_WARM_UP}, as the ranks ran them")  # fmt: skip
+    measured = f"the median between the ends of the optimizer's steps on the ranks, without the first {_WARM_UP}"
+    record.notes.append(f"step time: {measured if counted else 'unknown: no optimizer of PyTorch ran two steps'}")
 
 
 def _now() -> str:
@@ -226,37 +216,6 @@ def _channels(where: Path, began: float) -> NcclChannels | None:
     found = evidence.read_files(logs)
     verdict = {0: "proven", 3: "fault"}.get(evidence.exit_code(found, require_gdrdma=False), "unknown")
     return NcclChannels(verdict=verdict, channels=dict(found.transports), log=str(where))
-
-
-def _take_state(record: RunRecord, output_dir: Path | None, began: float) -> None:
-    """Read steps, losses and the mean step from transformers' trainer_state.json, if the trainer wrote one."""
-    if output_dir is None:
-        return
-    states = [each for each in output_dir.glob(f"**/{_STATE}") if each.stat().st_mtime >= began]
-    if not states:
-        record.notes.append(f"not measured: the trainer left no {_STATE} in {output_dir}")
-        return
-    newest = max(states, key=lambda each: each.stat().st_mtime)
-    try:
-        state = plain(bounded.read(newest, run_record.MOST_RECORD_BYTES), unknown_numbers=True)
-    except (OSError, ValueError) as error:
-        record.notes.append(f"not measured: {newest}: {error}")
-        return
-    history = (
-        [row for row in state.get("log_history") or () if isinstance(row, dict)] if isinstance(state, dict) else []
-    )
-    losses = [row["loss"] for row in history if isinstance(row.get("loss"), int | float)]
-    whole = next((row for row in reversed(history) if "train_runtime" in row), {})
-    steps = state.get("global_step") if isinstance(state, dict) else None
-    record.steps_done = steps if isinstance(steps, int) else None
-    if losses:
-        record.loss = Loss(first=losses[0], last=losses[-1])
-    runtime = whole.get("train_runtime")
-    if isinstance(runtime, int | float) and record.steps_done:
-        record.measured = Measured(step_seconds=runtime / record.steps_done, counted_steps=record.steps_done)
-        record.notes.append("step time: train_runtime over all steps, warm-up, evaluation and saving among them")
-    else:
-        record.notes.append(f"step time: unknown: {newest} has no train_runtime; trainer.save_state() writes it")
 
 
 # A job by its manifest.

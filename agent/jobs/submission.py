@@ -1,8 +1,7 @@
-"""Submit one job to its cluster: check the classes of its claims, create the job, and wait for its pods.
+"""Submit one job to its cluster: create the job, and wait for its pods.
 
-Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery and DeviceClass; the job APIs, and pods and
-events of core/v1 in the job's namespace. If a controller may not create a pod (Pod Security, quota, an SCC), only an
-event of the job shows it.
+Surface: discovery of API groups, the job APIs, and pods and events of core/v1 in the job's namespace. If a controller
+may not create a pod (Pod Security, quota, an SCC), only an event of the job shows it.
 """
 
 from __future__ import annotations
@@ -15,50 +14,24 @@ from typing import Any, NamedTuple
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.cluster.client import ApiError, Client, path_of
 from contracts.redaction import redact
-from planner.kubernetes.job import JobSpec
-from planner.kubernetes.manifests import POD_LABELS, Document, claims
+from planner.kubernetes.manifests import POD_LABELS, Document
 
-MOST_LISTED = 20  # DeviceClasses in a message
 GONE_SECONDS = 30.0  # for the deletion of a failed job, after the grace period of its pods
 WAIT_SECONDS = 60.0  # a controller creates pods within seconds; image pulls can take longer
 _POLL_SECONDS = 1.0
 _REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobSet; of the Training Operator
 
 
-class CannotError(RuntimeError):
-    """The cluster cannot run the job; the message says why."""
-
-
-def check(client: Client, spec: JobSpec) -> None:
-    """Raise CannotError if the API or a DeviceClass of the job's claims does not exist, ApiError if this is unknown."""
-    api = claims(spec)[0]["apiVersion"]
-    group, _, version = api.partition("/")
-    serves(client, group, version)
-    for kind, name in zip(("gpu", "nic"), spec.device_classes, strict=True):
-        try:
-            client.get(path_of(api, "deviceclasses", name))
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            there = sorted(one["metadata"]["name"] for page, _ in client.pages(path_of(api, "deviceclasses"))
-                           for one in page)  # fmt: skip
-            more = f" and {len(there) - MOST_LISTED} more" if len(there) > MOST_LISTED else ""
-            words = f"there are {', '.join(there[:MOST_LISTED])}{more}" if there else "there is none at all"
-            raise CannotError(f"there is no DeviceClass {name}: {words}; --dra {kind}=NAME names it") from None
-
-
-def serves(client: Client, group: str, version: str) -> None:
-    """Raise CannotError if the cluster does not have this version of the API."""
+def why_not_served(client: Client, group: str, version: str) -> str:
+    """Return why the cluster does not have this version of the API; empty if it has. Raises ApiError if unknown."""
     try:
         known = client.get(f"/apis/{group}")
     except ApiError as error:
         if error.status != 404:
             raise
-        raise CannotError(f"the cluster serves no {group}") from None
+        return f"the cluster serves no {group}"
     versions = [str(each.get("version")) for each in known.get("versions") or ()]
-    if version not in versions:
-        since = " came with Kubernetes 1.34" if group == "resource.k8s.io" else " is what this job is written for"
-        raise CannotError(f"{group} {', '.join(versions)} is too old: {version}{since}")
+    return "" if version in versions else f"the cluster serves {group} {', '.join(versions)} and not {version}"
 
 
 def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
@@ -206,7 +179,7 @@ def wait(
     query = {"labelSelector": f"{POD_LABELS[api]}={name}"}
     while True:
         try:
-            pods = [pod for page, _ in client.pages(path_of("v1", "pods", namespace=namespace), query) for pod in page]
+            pods = list(client.items(path_of("v1", "pods", namespace=namespace), query))
             refused = () if pods else _refusals(client, namespace, name, str(about.get("creationTimestamp", "")))
         except ApiError as error:
             return Came(EXIT_PASS, (f"unknown whether its pods come: {error}",))
@@ -246,10 +219,7 @@ def how_failed(pod: Mapping[str, Any]) -> str:
 
 def why_waiting(pod: Mapping[str, Any]) -> str:
     """Return why a pod does not run, in Kubernetes' terms; empty if it runs or has run."""
-    status = pod.get("status") or {}
-    if status.get("phase") != "Pending":
-        return ""
-    name = pod["metadata"]["name"]
+    status, name = pod.get("status") or {}, pod["metadata"]["name"]
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     for each in containers:
         held = (each.get("state") or {}).get("waiting") or {}
@@ -258,6 +228,8 @@ def why_waiting(pod: Mapping[str, Any]) -> str:
     for each in status.get("conditions") or ():
         if each.get("type") == "PodScheduled" and each.get("status") == "False":
             return _line(name, str(each.get("reason")), each.get("message"))
+    if status.get("phase") != "Pending":
+        return ""
     running = [each.get("name") for each in containers if (each.get("state") or {}).get("running")]
     return _line(name, f"{running[0]} runs" if running else "Pending", "")
 
@@ -266,13 +238,12 @@ def _refusals(client: Client, namespace: str, name: str, since: str) -> tuple[st
     """Return events of the job's controllers about pods that could not be created, since the job was created."""
     path = path_of("v1", "events", namespace=namespace)
     found: dict[str, None] = {}
-    for events, _ in client.pages(path, {"fieldSelector": "type=Warning"}):
-        for event in events:
-            about = event.get("involvedObject") or {}
-            owned = about.get("name") in (name, f"{name}-node-0")  # the Job that JobSet creates for a TrainJob
-            when = str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
-            if owned and event.get("reason") in _REFUSED and when >= since:
-                found[_line(str(event["reason"]), "", event.get("message"))] = None
+    for event in client.items(path, {"fieldSelector": "type=Warning"}):
+        about = event.get("involvedObject") or {}
+        owned = about.get("name") in (name, f"{name}-node-0")  # the Job that JobSet creates for a TrainJob
+        when = str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
+        if owned and event.get("reason") in _REFUSED and when >= since:
+            found[_line(str(event["reason"]), "", event.get("message"))] = None
     return tuple(found)
 
 

@@ -110,4 +110,6 @@ def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
     ``foreign``: the line may not be NCCL's; only texts that no other library prints count.
     """
     signs = (sign for sign in SIGNS if sign.needle in message and (sign.own or not foreign))
-    return tuple(dict.fromkeys(sign.code for sign in signs if sign.is_in(message)))
+    found = tuple(dict.fromkeys(sign.code for sign in signs if sign.is_in(message)))
+    causes = any(not CODES[code].symptom and not CODES[code].vague for code in found)
+    return tuple(code for code in found if not (causes and CODES[code].symptom))

@@ -267,7 +267,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
 
 def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: bool) -> str:
     connected = evidence.network or evidence.inter_node_transport not in (None, "unknown")
-    for meaning in (CODES[problem.code] for problem in problems):
+    for meaning in (CODES[problem.code] for problem in problems if problem.severity != "info"):
         if meaning.ends or (meaning.breaks and not (connected and meaning.falls_back)):
             return "failed"
     return "finished" if finished else "unknown"
@@ -443,15 +443,10 @@ def exit_code(evidence: Evidence, *, fail_on: Literal["fail", "warn"] = "fail", 
     between nodes unless ``require_gdrdma`` is false. 4: with ``fail_on="warn"``, a problem of severity "warn". 5: no
     evidence.
     """
-    failing = [
-        problem
-        for problem in evidence.problems
-        if problem.severity == "fail" and (require_gdrdma or not CODES[problem.code].gdr)
-    ]
-    if failing:
+    rows = [row for row in evidence.problems if require_gdrdma or row.severity != "fail" or not CODES[row.code].gdr]
+    severities = {row.severity for row in rows}
+    if "fail" in severities:
         return FAILED
     if not proven(evidence):
         return NO_EVIDENCE
-    if fail_on == "warn" and any(problem.severity == "warn" for problem in evidence.problems):
-        return WARNED
-    return PASS
+    return WARNED if fail_on == "warn" and "warn" in severities else PASS

@@ -187,10 +187,9 @@ class LineReader:
             if index + 1 < len(marks):
                 message = _TEXTS["next_prefix"].sub(b"", line[mark.end() : marks[index + 1].start()])
             warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 prints harmless warnings as ATTN
+            if b" failure " in message or message.startswith(b"hip"):  # only the source file's name says of what
+                message = b" ".join([*line[: mark.start()].split()[-2:], message])
             self._message(message, warn=warn, host=host, shown=line)
-            # The message says what failed; only the name of the source file says for what.
-            if warn and b"Cuda failure" in message and b"nvls.cc" in line[: mark.start()]:
-                self.ledger.blame("nvls_bind_failed", line)
 
     def _headless(self, line: bytes) -> None:
         """Read a line without a header of NCCL."""

@@ -225,10 +225,6 @@ class Facts:
                 found.setdefault(place.rank, (place.host, place.gpu))
         return found
 
-    def gdr_words_of(self, host: str) -> set[str]:
-        """Return what the lines of a host say of GPUDirect RDMA."""
-        return {word for other, word in self.gdr_words if other == host}
-
     def rank_devices(self) -> set[tuple[int, bytes]]:
         """Return ranks and devices of channel lines: "8[0]" (device of NVML, 2.18 on) or "8[1b000]" (bus)."""
         found: set[tuple[int, bytes]] = set()
@@ -278,8 +274,9 @@ class Facts:
         for row in _rows():
             if any(text in message for text in row.text):
                 self._take_row(row, message, proven)
-        if b" set " in message:
-            self._take_variable(message)
+        if b" set " in message and (match := _TEXTS["environment"].search(message)):
+            self.variable = match[1].decode()
+            self.environment.keep(self.variable, match[2][:200].decode("utf-8", "replace"))
         if b"NET/" in message and (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
             self._take_ports(match, host)
             proven.append("RDMA devices in use")
@@ -310,11 +307,6 @@ class Facts:
             self.counts.add(row.count)
         if row.proves:
             proven.append(row.proves.format(**groups))
-
-    def _take_variable(self, message: bytes) -> None:
-        if match := _TEXTS["environment"].search(message):
-            self.variable = match[1].decode()
-            self.environment.keep(self.variable, match[2][:200].decode("utf-8", "replace"))
 
     def _take_ports(self, match: re.Match[bytes], host: str) -> None:
         self.counts.add("RDMA devices")

@@ -177,9 +177,9 @@ class _Findings:
         """Make a problem a note."""
         self.notes.append(self.problems.pop(code))
 
-    def has_failure(self, without: str = "") -> bool:
-        """Return whether a problem other than this one is a failure."""
-        return any(problem.severity == "fail" for code, problem in self.problems.items() if code != without)
+    def has_failure(self, *without: str) -> bool:
+        """Return whether a problem other than these is a failure."""
+        return any(problem.severity == "fail" for code, problem in self.problems.items() if code not in without)
 
     # --- lines and hosts
 
@@ -188,9 +188,9 @@ class _Findings:
         return tuple(dict.fromkeys(self.names.get(host, host) for host in hosts if host))
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: Collection[str]) -> tuple[ProofLine, ...]:
-        """Return a line of each of the first four of these hosts, or two of a single one; any if none is theirs."""
+        """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""
         mine = tuple(row for row in rows if set(self._named([row.host])) & set(hosts)) or rows
-        firsts = tuple(row for at, row in enumerate(mine) if all(row.host != other.host for other in mine[:at]))
+        firsts = tuple(row for at, row in enumerate(mine) if all(row.origin != other.origin for other in mine[:at]))
         return firsts[:4] if len(firsts) > 1 else mine[:2]
 
     def proof(self, *starts: str) -> tuple[ProofLine, ...]:
@@ -231,16 +231,15 @@ class _Findings:
             for code in [code for code in self.problems if CODES[code].note == condition]:
                 if self._holds(condition, code):
                     self.demote(code)
-        if not self.has_failure() and not self.facts.finished:
+        if not self.has_failure("remote_failed") and not self.facts.finished:
             for code in self.problems.keys() & codes_with("alone"):
                 self.problems[code] = replace(self.problems[code], severity="fail", action=CODES[code].alone)
         for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
-            if code in self.problems and self.has_failure(without=code):
+            if code in self.problems and self.has_failure(code):
                 self.demote(code)
-        refused = tuple(row for row in self.ledger.code_lines.get("cuda_failure", ()) if "shmutils." in row.text)
-        if refused and not any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ())):
-            self.problems.pop("shm_too_small", None)
-            self.add("shm_not_registered", lines=refused)
+        full = any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ()))
+        if "shm_not_registered" in self.problems:  # one of the two explains the other
+            self.problems.pop("shm_not_registered" if full else "shm_too_small", None)
         if "gid_index_invalid" in self.problems and layers_in_use(self.ledger) == {"IB"}:
             self.demote("gid_index_invalid")
 
@@ -251,7 +250,7 @@ class _Findings:
         if condition == "libfabric works":  # one protocol of the plugin failed, and another was chosen
             return "Libfabric" in self.inter and bool(self.evidence.transports or self.facts.provider)
         if condition == "another failure":
-            return self.has_failure()
+            return self.has_failure("remote_failed")
         return condition == "always" or self.evidence.inter_node_transport is None
 
     # --- the network
@@ -374,7 +373,8 @@ class _Findings:
             detail = f"none on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}; in total {detail}"
         lines = self._channel_proof() + self.proof("GPUDirect RDMA too far")
         self.add(code, detail, lines, severity=severity, hosts=hosts)
-        refused = [host for host in hosts if self.facts.gdr_words_of(host) & {"refused", "usable"} == {"refused"}]
+        words = self.facts.gdr_words.keys()
+        refused = [host for host in hosts if (host, "refused") in words and (host, "usable") not in words]
         if refused:
             self.add("peermem_missing", hosts=refused)
 
@@ -445,6 +445,13 @@ class _Findings:
     def find_missing_evidence(self) -> None:
         """Say what the log lacks for a verdict."""
         evidence, facts = self.evidence, self.facts
+        # One rank has no channel.
+        is_silent = not evidence.transports and evidence.gdrdma == "none" and facts.ranks != 1
+        unclear = ("call_failed", "remote_failed")
+        if not self.has_failure(*unclear) and (is_silent or self.problems.keys() & unclear):
+            for unknown in [note for note in self.notes if note.code == "other_warnings"]:  # they say most
+                self.notes.remove(unknown)
+                self.problems[unknown.code] = replace(unknown, severity="warn")
         if self.has_failure() or evidence.torn_lines:
             return
         missing = missing_ranks(self.ledger) if evidence.gdrdma == "none" and evidence.transports else ()
@@ -452,10 +459,7 @@ class _Findings:
             missing = _silent_nodes(facts)
         if missing:
             self.add("ranks_missing", f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-        elif not evidence.transports and evidence.gdrdma == "none" and facts.ranks != 1:  # one rank has no channel
-            for unknown in [note for note in self.notes if note.code == "other_warnings"]:  # nothing else can be read
-                self.notes.remove(unknown)
-                self.problems[unknown.code] = replace(unknown, severity="warn")
+        elif is_silent:
             self.add("no_transport_evidence")
         elif evidence.transports and evidence.gdrdma == "none" and self.inter not in ("", "NVLink (MNNVL)"):
             self.add("no_inter_node_evidence")

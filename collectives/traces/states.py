@@ -78,10 +78,9 @@ class RankState:
 def read_state(path: Path) -> RankState:
     """Read the state in a file. Raises StateError."""
     try:
-        found = plain.loads(bounded.read_text(path, MOST_BYTES), unknown_numbers=True)
+        state = plain.read(plain.loads(bounded.read_text(path, MOST_BYTES), unknown_numbers=True), RankState)
     except (OSError, ValueError) as error:
         raise StateError(f"{path}: {error}") from None
-    state = plain.pick(found, RankState)
     if state.rank < 0:
         raise StateError(f"{path}: must hold `rank`")
     return replace(state, marks=state.marks[-MOST_MARKS:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
 from planner.lint.script import NAME, OPEN, Assigned, EnvironmentTextError, Inner, Script, is_judged, pattern, words
-from planner.lint.shell import expand, read_shell, read_words
+from planner.lint.shell import expand, read_shell
 from planner.lint.values import finding
 
 _LIMIT_NODES = 200_000
@@ -266,7 +267,7 @@ class _Walk:
                     self._add(source, name, value)
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
-        self._take(source, read_shell("\n".join(words), line=0) if lines else read_words(words, 0))
+        self._take(source, read_shell("\n".join(words) if lines else shlex.join(words), line=0))
 
     def _text(self, text: str, source: str, key: str) -> None:
         """Take a string value that contains assignments, a script, a command line or another document."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import tree_sitter_bash
@@ -24,25 +23,15 @@ _BASH = Language(tree_sitter_bash.language())
 _MOST_SECONDS = 2.0  # CPU seconds per text: 1 MiB of ordinary script takes 0.5; a hostile text can take quadratic time
 _MOST_PIPES = 4_000  # `|` per text; each error recovery of the parser takes time linear in the pipeline
 _BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
-_MOST_PASSES = 4  # parser passes over a text to separate joined lines
 WORK_OF_WORD = 256  # cost of expanding and checking one word, in characters read
 MOST_VALUE = 1 << 16  # characters; a variable can double itself in each step
 MOST_LEVELS = 60  # nesting of blocks, substitutions and defaults
 _MOST_WORK = 1 << 25  # characters read, loop iterations included; takes a few seconds
 
-# The reserved word `time`. The grammar parses it as a program, also before assignments, functions and `(`.
-_TIME = re.compile(rb"((?:^|[;&|(){]|\b(?:then|do|else|if))[ \t]*)time(?:[ \t]+-p)?(?=[ \t]+[\w({])", re.MULTILINE)
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
 _ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _EXPANSIONS = words()["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # unquoted, these are split at blanks
-
-
-class Input(NamedTuple):
-    """Text that one command writes and another reads."""
-
-    text: str = ""
-    line: int = 0  # number of its first line
 
 
 class Function(NamedTuple):
@@ -53,42 +42,17 @@ class Function(NamedTuple):
     first: int  # line number of the start of `source`
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class Shell:
-    """State of a shell at one point of a script, on one execution path."""
+    """State of a shell at one point of a script."""
 
     variables: dict[str, Assigned] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
     exports_all: bool = False  # `set -a` is active
-    left: str = ""  # "exit", "return", "break" or "continue" after that command, else ""
-    status: bool | None = True  # success of the last command; None: unknown before the run
-    likely: bool | None = True  # the more likely success, if `status` is None
-    choices: dict[str, tuple[bool, str]] = field(
-        default_factory=dict
-    )  # assumed outcome of each unknown condition, label
-    turns: tuple[str, ...] = ()  # keys of `choices` whose unlikely outcome was assumed
-    output: Input | None = None  # output of its commands, if a command reads it
 
     def copy(self) -> Shell:
         """Return an independent copy."""
-        return replace(self, variables=dict(self.variables), functions=dict(self.functions), choices=dict(self.choices))
-
-    def is_like(self, other: Shell) -> bool:
-        """Whether both states have the same effect on the rest of the script."""
-        return (
-            (self.left, self.exports_all, self.output) == (other.left, other.exports_all, other.output)
-            and self.variables == other.variables
-            and self.functions == other.functions
-        )
-
-    def negate(self) -> None:
-        """Apply `!` to the status of the last command."""
-        self.status, self.likely = (None if self.status is None else not self.status), not self.likely
-
-    def write(self, text: str, line: int = 0) -> None:
-        """Append the output of a command, if it is read."""
-        if self.output is not None:
-            self.output = Input((self.output.text + text)[:MOST_VALUE], self.output.line or line)
+        return replace(self, variables=dict(self.variables), functions=dict(self.functions))
 
     def restore(self, hidden: Mapping[str, Assigned | None]) -> None:
         """Restore variables that were set only for a command or function; None: was not set."""
@@ -103,7 +67,7 @@ def limit_parsing() -> None:
     _BUDGET.set([_MOST_SECONDS])
 
 
-def _parse(source: bytes) -> Node | None:
+def parse(source: bytes) -> Node | None:
     """Return the root of the syntax tree; None if parsing exceeds the limits."""
     left, start = _BUDGET.get([_MOST_SECONDS]), time.process_time()
     if source.count(b"|") > _MOST_PIPES:
@@ -121,33 +85,6 @@ def _parse(source: bytes) -> Node | None:
     return tree.root_node
 
 
-def parse_lines(source: bytes) -> tuple[bytes, Node | None]:
-    """Return the text adapted to the grammar, and its syntax tree (None beyond the limits). Line numbers do not change.
-
-    The word `time` is removed. Assignments at the end of a line get a `;`, because the grammar would take the next line
-    for their command.
-    """
-    source = _TIME.sub(lambda found: found[1].ljust(len(found[0])), source)
-    for _ in range(_MOST_PASSES):
-        root = _parse(source)
-        ends = sorted({end for command in walk(root, "command") for end in _ends_of_lines(command, source)})
-        if not ends:
-            break
-        source = b";".join(source[start:end] for start, end in pairwise([0, *ends, len(source)]))
-    return source, root
-
-
-def _ends_of_lines(command: Node, source: bytes) -> Iterator[int]:
-    """Yield the end of each assignment before a command that is the last word of its line."""
-    children = command.children
-    for each, after in pairwise(children if children[0].type == "variable_assignment" else ()):
-        gap = source[each.end_byte : after.start_byte].replace(b"\\\n", b"")
-        if after.type == "comment" or b"\n" in gap:
-            yield each.end_byte
-        if after.type == "command_name":
-            break
-
-
 def walk(node: Node | None, *kinds: str) -> Iterator[Node]:
     """Yield all nodes of some kinds, in order. (A tree-sitter query takes 30 s for 200,000 backticks.)"""
     waiting = [node] if node is not None else []
@@ -161,7 +98,7 @@ def walk(node: Node | None, *kinds: str) -> Iterator[Node]:
 class Expander:
     """Expands words with the variables of `shell`. Values that are unknown before a run become OPEN."""
 
-    capture: Callable[[Sequence[Node]], str]  # returns the output of a command substitution
+    capture: Callable[[Sequence[Node]], None]  # follows a command substitution
     assign: Callable[[str, str, str, int], None]  # sets a variable: name, value, source text, line
 
     def __init__(self, shell: Shell) -> None:
@@ -223,8 +160,8 @@ class Expander:
                 number = self.arithmetic(self.text(node))
                 return OPEN if number is None else str(number)
             case "command_substitution" | "process_substitution":
-                found = self.capture(node.named_children).rstrip("\n")
-                return found if node.type == "command_substitution" else OPEN
+                self.capture(node.named_children)
+                return OPEN
         return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
 
     def parameter(self, name: str) -> str:

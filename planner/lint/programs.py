@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tree_sitter import Node
 
 from contracts.tables import read_table
-from planner.lint.expansion import MOST_VALUE, WORK_OF_WORD, Expander, Input, Shell
+from planner.lint.expansion import MOST_VALUE, WORK_OF_WORD, Expander, Shell
 from planner.lint.script import (
     JOB_SIZE,
     NAME,
@@ -39,14 +39,32 @@ _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)
 _NAMES = words()["shell"]
 
 
+END = "the end"
+"""Label of the environment at the end of a script; it counts if the script starts nothing that may train."""
+
+
+TEXT = "a text"
+"""Name of the text that a command substitution returns."""
+
+
+class Outcome(NamedTuple):
+    """Whether a command succeeds."""
+
+    success: bool = True
+    known: bool = True  # False: only a run decides, and `success` is the likely outcome
+
+
+SUCCESS = Outcome()
+LIKELY, UNLIKELY = Outcome(known=False), Outcome(success=False, known=False)
+
+
 class Launch(NamedTuple):
-    """A program start, with its settings on one execution path of the script."""
+    """A program start, with its settings on one way through the script."""
 
     label: str  # "the launch of line 3"
     sure: bool  # the program is a launcher; False: it may be one
     settings: Settings
-    choices: dict[str, tuple[bool, str]]
-    turns: tuple[str, ...]
+    way: tuple[str, ...]  # unlikely outcomes that lead to it
 
 
 class Call(NamedTuple):
@@ -55,7 +73,7 @@ class Call(NamedTuple):
     program: str
     words: list[Word]
     line: int
-    given: Input
+    given: Inner | None
 
 
 class Programs(Expander):
@@ -68,15 +86,17 @@ class Programs(Expander):
         super().__init__(Shell({each.name: each for each in (*given, *before)}))
         self.active: list[str] = []  # names of the functions on the call stack
         self.local: list[set[str]] = []  # local variables of each function on the call stack
-        self.input = Input()
-        self.launches: list[Launch] = []
+        self.input: Inner | None = None
+        self.target = ""  # the file or program that gets the output; empty: none that is known
+        self.rows = False  # the last text that was passed on is one of echo or printf
+        self.launches: dict[object, Launch] = {}
+        self.labels: tuple[str, ...] = ()  # unlikely outcomes of the way that is followed
+        self.ahead: set[str] = set()  # its conditions that are not met yet; launches before them are known
         self.exported = {each.name for each in before}  # names exported anywhere
         self.loose: dict[str, Assigned] = {}  # set but not exported
         self.runs_unknown = False  # a program with unknown name, which may be a function
         self.started = 0  # number of started programs, repetitions included
-        self._seen: set[tuple[str, bool, frozenset[tuple[str, str]]]] = set()
         self._sets = 0  # number of settings in the words of commands
-        self._same: dict[Assigned, Assigned] = {}  # one object per equal value, so that comparing shells is fast
 
     # -- reports
 
@@ -127,7 +147,7 @@ class Programs(Expander):
 
     def _put(self, given: Assigned) -> None:
         """Store a variable."""
-        self.shell.variables[given.name] = self._same.setdefault(given, given)
+        self.shell.variables[given.name] = given
         if given.items is None and not given.unset:
             if given.exported:
                 self.exported.add(given.name)
@@ -190,55 +210,57 @@ class Programs(Expander):
             if each.exported and not each.unset and each.items is None and (is_judged(name) or name in JOB_SIZE)
         }  # fmt: skip
         self.spend(WORK_OF_WORD * len(settings))
-        key = label, sure, content(settings)
-        if key not in self._seen and len(self.launches) >= _MOST_LAUNCHES:
+        if len(self.launches) >= _MOST_LAUNCHES:
             self.unread(0, "too many commands that start programs")
-        elif key not in self._seen:
-            self._seen.add(key)
-            self.launches.append(Launch(label, sure, settings, dict(shell.choices), shell.turns))
+        elif not self.ahead:
+            key = label, sure, content(settings), self.labels
+            self.launches[key] = Launch(label, sure, settings, self.labels)
+
+    def may_be_sourced(self) -> bool:
+        """Whether another script may call the functions of this one."""
+        return self.runs_unknown or not any(each.sure for each in self.launches.values())
 
     def merge_launches(self) -> None:
         """Store the settings of each launch and path. A launch with a subset of another launch's settings is dropped.
 
         A variable that no launcher gets counts if a program gets it that may be a launcher.
         """
-        named = {name for each in self.launches if each.sure for name in each.settings}
+        some = any(each.sure for each in self.launches.values())
+        named = {name for each in self.launches.values() if each.sure for name in each.settings}
         ways: dict[tuple[str, ...], dict[frozenset[tuple[str, str]], Launch]] = {}
-        for each in sorted(self.launches, key=lambda launch: not launch.sure):
+        for each in sorted(self.launches.values(), key=lambda launch: not launch.sure):
             settings = {name: one for name, one in each.settings.items() if each.sure or name not in named}
-            ways.setdefault(each.turns, {}).setdefault(content(settings), each._replace(settings=settings))
+            if not (some and each.label == END):
+                ways.setdefault(each.way, {}).setdefault(content(settings), each._replace(settings=settings))
         found: dict[frozenset[tuple[str, str]], Launch] = {}
-        for launches in ways.values():
+        for _, launches in sorted(ways.items(), key=lambda way: len(way[0])):
             for contents, each in launches.items():
                 if not any(contents < other for other in launches):
                     found.setdefault(contents, each)
-        several = len([each for each in found.values() if not each.turns]) > 1
+        several = len([each for each in found.values() if not each.way]) > 1
         for each in found.values():
-            turned = [label for key in each.turns for _, label in [each.choices.get(key, (True, ""))]]
-            label = "; ".join(filter(None, [each.label if several else "", *turned]))
+            label = "; ".join(filter(None, [each.label if several else "", *each.way]))
             self.script.ways.append((label, each.settings))
         if len(found) == 1:
             self.script.always = self.script.ways.pop()[1]
         self.script.loose = {name: each for name, each in self.loose.items() if name not in self.exported}
+        self.script.inner = list(dict.fromkeys(self.script.inner))
 
-    def run_program(self, words: list[Word], line: int, given: Input, outer: Shell) -> None:
+    def run_program(self, words: list[Word], line: int, given: Inner | None, outer: Shell) -> None:
         """Start a program. It gets the exported variables, changed by the words of its command."""
         before, program = self.started, name_of(words[0])
         self.remove(words)
         sets = self._options(words, line, outer)
-        self.read_input(program, given, "")
+        if given:
+            self.pass_on(given._replace(target=program))
         self.runs_unknown = self.runs_unknown or OPEN in words[0].text
         starts = program in _NAMES["runs"] and any(word.text in _NAMES["starts"] for word in words[1:])
         idle = program in _NAMES["utilities"] and not starts
         sure = not idle and _is_launcher(words)
-        self._note_start(words, line, sure=sure)
+        if sure and _starts_ranks(words):
+            self.script.starts.append(line)
         if self.started == before and (sets or not idle):
             self.launch(f"the launch of line {line}" if line else "a launch", sure=sure)
-
-    def _note_start(self, words: Sequence[Word], line: int, *, sure: bool) -> None:
-        """Note the line of a command that starts ranks."""
-        if sure and any(pattern("starts_ranks").fullmatch(word.text) for word in words):
-            self.script.starts.append(line)
 
     def remove(self, words: Sequence[Word]) -> None:
         """Unset variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
@@ -252,19 +274,26 @@ class Programs(Expander):
 
     # -- texts that are written and read
 
-    def write_file(self, target: str, given: Input) -> None:
-        """Record a text that the script writes into a file. It is also read as a text of its own."""
-        self.script.inner.append(Inner(text=given.text, target=target.replace(OPEN, "..."), line=given.line))
-
-    def read_input(self, program: str, given: Input, target: str) -> None:
-        """Follow the text on the standard input of a program: a shell, Python, kubectl, ssh."""
-        if not given.text.strip(OPEN + "\n") or program in _NAMES["idle"]:
+    def pass_on(self, given: Inner) -> None:
+        """Follow a text that is written into a file, or read by a program: a shell, Python, kubectl, ssh."""
+        target = {"kubectl": "manifest.yaml", "oc": "manifest.yaml"}.get(given.target, given.target)
+        if not given.text.strip(OPEN + "\n") or target in _NAMES["idle"] or target.startswith("/dev/"):
             return
-        if program in _NAMES["shells"]:
+        if target in _NAMES["shells"]:
             self.nested(given.text, given.line)
         else:
-            name = target or ("manifest.yaml" if program in ("kubectl", "oc") else program)
-            self.script.inner.append(Inner(text=given.text, target=name, line=given.line))
+            self.script.inner.append(given._replace(target=target.replace(OPEN, "...")))
+
+    def _write_rows(self, text: str, line: int) -> None:
+        """Pass on the output of echo or printf. What several of them write into the same file is one text."""
+        last = self.script.inner[-1:] if self.rows else []
+        if self.target in ("", TEXT) or not text.strip():
+            return
+        if last and last[0].target == self.target:
+            self.script.inner[-1] = last[0]._replace(text=last[0].text + text)
+        else:
+            self.pass_on(Inner(text=text, target=self.target, line=line))
+        self.rows = True
 
     # -- the words of a program
 
@@ -355,7 +384,7 @@ class Programs(Expander):
         """Write the output of echo. It may contain Hydra overrides for a launcher."""
         texts = [each.text for each in call.words]
         text = " ".join(each for each in texts if each not in ("-e", "-n", "-E"))
-        self.shell.write(text.replace("\\n", "\n") + ("" if texts[:1] == ["-n"] else "\n"), call.line)
+        self._write_rows(text.replace("\\n", "\n") + "\n" * (texts[:1] != ["-n"]), call.line)
         for row in text.splitlines():
             if dotted := pattern("dotted").match(row):
                 shell, self.shell = self.shell, self.shell.copy()
@@ -369,27 +398,23 @@ class Programs(Expander):
         if text == "-v":
             self.assign_unknown(call)
         else:
-            self.shell.write(OPEN if "%" in text else text.replace("\\n", "\n"), call.line)
+            self._write_rows(OPEN if "%" in text else text.replace("\\n", "\n"), call.line)
 
-    def cat(self, call: Call) -> None:
-        """Write the input of cat; the content of files is unknown."""
+    def cat(self, call: Call) -> Outcome:
+        """Pass on the input of cat or tee; the content of files is unknown."""
         names = [each.text for each in call.words if each.text[:1] != "-"]
-        self.shell.write(OPEN if names else call.given.text or OPEN, call.given.line or call.line)
-        self.shell.status = None if names else True
+        target = names[0] if names and call.program == "tee" else self.target
+        if call.given and target and (not names or call.program == "tee"):
+            self.pass_on(call.given._replace(target=target))
+        return LIKELY if names else SUCCESS
 
-    def tee(self, call: Call) -> None:
-        """Write the input of tee, and record it as a file."""
-        self.shell.write(call.given.text or OPEN, call.given.line)
-        for target in [word.text for word in call.words if word.text[:1] != "-"][:1] if call.given.text else ():
-            self.write_file(target, call.given)
-
-    def assign_unknown(self, call: Call) -> None:
+    def assign_unknown(self, call: Call) -> Outcome:
         """Set the variables of read, mapfile, let or printf -v to unknown values."""
-        self.shell.status = None
         for word in call.words:
             self.assign(re.split(r"\W", word.text)[0], OPEN, f"(set by {call.program})", call.line)
+        return LIKELY
 
-    def commands_in_words(self, call: Call) -> None:
+    def commands_in_words(self, call: Call) -> Outcome:
         """Report the commands of eval and trap, which are not followed."""
         text = " ".join(each.text for each in call.words)
         if len(text) > _MOST_OPTIONS or NAMED.search(text):
@@ -397,10 +422,10 @@ class Programs(Expander):
         if call.program == "eval":
             self.script.files.append(f"the commands that eval gets in line {call.line}")
             words = [Word(each, each) for each in text[:_MOST_OPTIONS].split()]
-            self._note_start(words, call.line, sure=True)
+            if _starts_ranks(words):
+                self.script.starts.append(call.line)
             self.launch(f"the command of line {call.line}", sure=False)
-            self.shell.status = None
-            self.shell.write(OPEN)
+        return LIKELY if call.program == "eval" else SUCCESS
 
     def options_of_shell(self, call: Call) -> None:
         """Follow `set -a`, and fish's `set -x NAME value`."""
@@ -420,6 +445,11 @@ class Programs(Expander):
 def content(settings: Settings) -> frozenset[tuple[str, str]]:
     """Return the pairs of name and value."""
     return frozenset((name, each.value) for name, each in settings.items())
+
+
+def _starts_ranks(words: Sequence[Word]) -> bool:
+    """Whether a launcher starts ranks."""
+    return any(pattern("starts_ranks").fullmatch(word.text) for word in words)
 
 
 def program_behind(words: Sequence[Word]) -> int:

@@ -1,8 +1,8 @@
 """Follow a shell script and return the environment of each program start: exported variables and launcher options.
 
-The script is never run; its statements are followed in the order in which bash would execute them. If the status of a
-command is unknown before a run, a copy of the shell state takes the other path, so both outcomes of each such command
-are followed at least once. OPEN replaces text that comes from a program, an argument or the outer environment.
+The script is never run; its statements are followed in the order in which bash would execute them, first on the likely
+way. Then the script is followed again for each condition that only a run decides, with the other outcome of it. OPEN
+replaces text that comes from a program, an argument or the outer environment.
 Specification: POSIX shell (XCU 2.9 commands), bash(1). docs/decisions/0039 lists what is not followed.
 """
 
@@ -11,29 +11,54 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from tree_sitter import Node
 
-from planner.lint.expansion import MOST_LEVELS, WORK_OF_WORD, Function, Input, Shell, parse_lines, walk
-from planner.lint.programs import Call, Programs, name_of, program_behind
-from planner.lint.script import NAMED, OPEN, Assigned, Script, Word, is_judged, words
+from planner.lint.expansion import MOST_LEVELS, WORK_OF_WORD, Function, Shell, parse, walk
+from planner.lint.programs import (
+    END,
+    LIKELY,
+    SUCCESS,
+    TEXT,
+    UNLIKELY,
+    Call,
+    Outcome,
+    Programs,
+    name_of,
+    program_behind,
+)
+from planner.lint.script import NAMED, OPEN, Assigned, Inner, Script, Word, is_judged, words
 
-_MOST_COMMANDS = 20_000  # limit of followed commands; each loop iteration, path and function call counts
-_MOST_ROUNDS = 64  # limit of iterations of one loop
+_MOST_COMMANDS = 20_000  # limit of followed commands; each loop iteration, way and function call counts
+_MOST_ROUNDS = 64  # iterations of one loop
 
 # A variable that an arithmetic expression changes
 _CHANGED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
 _USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
-_PATTERN = re.compile(r"[*?[]|\{.*(?:,|\.\.)")  # a word that expands to several words
-_QUOTED = re.compile(r"""'[^']*'|"[^"]*"|\\.|\$\{[^}]*\}|\$\(.*\)""", re.DOTALL)
+_LITERAL = re.compile(r"[\w./:-]+")
 _IN_DOCUMENT = re.compile(r"(?<!\\)\$(?:\w+|\{[^{}\n]*\})")
 _NAMES = words()["shell"]
 # A statement that ends the script or function
 _LEAVES = re.compile(r"(?:^|[;{\s])(?:exit|return)\b[^\n;]*[;}\s]*\Z")
 _PARTS = ("pipeline", "list", "&&", "||")  # nodes that the grammar puts inside a here-document redirection
 
-Shells = list[Shell]
-"""The possible shell states after a statement: one per execution path."""
+
+class _Way(NamedTuple):
+    """One way through the script: it differs from the likely way in the outcome of some conditions."""
+
+    choices: Mapping[str, bool] = {}  # condition -> outcome
+    labels: tuple[str, ...] = ()
+    function: str = ""  # a function that the script does not call, followed at its end
+
+
+class _LeftError(Exception):
+    """The script left a block with exit, return, break or continue."""
+
+    def __init__(self, how: str, outcome: Outcome = SUCCESS) -> None:
+        super().__init__(how)
+        self.how, self.outcome = how, outcome
 
 
 def read_shell(
@@ -45,13 +70,7 @@ def read_shell(
     first line.
     """
     reader = _Reader(known or {}, before)
-    return reader.finish(reader.follow_text(text, line))
-
-
-def read_words(words: Sequence[str], line: int = 1, before: Sequence[Assigned] = ()) -> Script:
-    """Return the environment of each program start of a command given as words, such as `command:` of a manifest."""
-    reader = _Reader({}, before)
-    return reader.finish(reader.run([Word(word, word, line) for word in words], line))
+    return reader.follow_ways(lambda: reader.follow_text(text, line))
 
 
 def read_assignment(text: str, known: Mapping[str, str], line: int) -> list[Assigned]:
@@ -64,8 +83,8 @@ def read_assignment(text: str, known: Mapping[str, str], line: int) -> list[Assi
 def expand(text: str) -> str:
     """Expand a value with references such as `${NAME:-default}` (Compose, envsubst); unknown parts become OPEN."""
     reader = _Reader({}, ())
-    reader.source, root = parse_lines(('"' + text.replace('"', '\\"') + '"').encode("utf-8", "replace"))
-    name = next(walk(root, "string"), None)
+    reader.source = ('"' + text.replace('"', '\\"') + '"').encode("utf-8", "replace")
+    name = next(walk(parse(reader.source), "string"), None)
     return OPEN if name is None or name.end_byte != len(reader.source) else reader.value(name)
 
 
@@ -77,227 +96,168 @@ class _Reader(Programs):
         self._texts: dict[tuple[str, int], tuple[bytes, Node | None]] = {}
         self._called: set[int] = set()  # ids of the bodies of called functions
         self._blocks = self._commands = self._loops = 0
-        self._ways: set[tuple[int, bool]] = set()  # followed outcomes of conditions: id of the node, outcome
-        self._tried: dict[str, int] = {}  # condition -> number of earlier unlikely outcomes on its path
+        self._ways, self._way = [_Way()], _Way()
+        self._choices: dict[str, bool] = {}  # outcome of each condition on this way
+        self._met: set[tuple[str, str]] = set()  # conditions, and outcomes at a node, by function
         self._only_assigns = True
 
     # -- the whole text
 
-    def follow_text(self, text: str, line: int) -> Shells:
-        """Follow a text in the current shell."""
-        saved, ends = (self.source, self.first), [self.shell]
-        if (text, line) not in self._texts:
-            self._texts[text, line] = parse_lines(text.encode("utf-8", "replace"))
-        (self.source, root), self.first = self._texts[text, line], line
-        if root is None:
-            self.unread(line, "the script is nested or broken beyond what is read")
-        else:
-            ends = self._follow(root.children, ends)
-        self.source, self.first = saved
-        return ends
-
-    def finish(self, ends: Shells) -> Script:
-        """Return the settings of all launches and of single launches, and the settings that no launch gets."""
-        ends = [each for each in ends if each.left != "exit"]
-        if self._only_assigns:  # a list of variables is meant to be exported
-            for self.shell in ends:
-                for name in list(self.shell.variables):
-                    self.export(name, 0)
-        if not any(each.sure for each in self.launches):
-            for self.shell in ends:
-                self.launch("the end", sure=False)
-        if self.runs_unknown or not any(each.sure for each in self.launches):
-            self._follow_functions(ends[:1])
+    def follow_ways(self, start: Callable[[], object]) -> Script:
+        """Follow every way through the script. Return the settings of its launches, and those that no launch gets."""
+        first, end = self.shell, self.shell
+        for number, way in enumerate(self._ways):  # conditions that are met add ways
+            self._way, self._choices, self.labels = way, dict(way.choices), way.labels
+            self.ahead, self.rows = set(way.choices), False
+            if self._commands > _MOST_COMMANDS or not self.spend(0):
+                break
+            self.shell = (end if way.function else first).copy()
+            try:
+                if way.function:
+                    body, self.source, self.first = end.functions[way.function]
+                    self._visit(body)
+                else:
+                    start()
+            except _LeftError:
+                pass
+            else:
+                self._finish_way()
+            end = end if number else self.shell
+            if number + 1 == len(self._ways) and not way.function and self.may_be_sourced():
+                names = [name for name, function in end.functions.items() if function.body.id not in self._called]
+                self._ways += [_Way({}, (f"function {name}",), name) for name in names]
         self.merge_launches()
         return self.script
 
-    def _follow_functions(self, ends: Shells) -> None:
-        """Follow functions that were not called, because a script that sources this one may call them."""
-        for end in ends:
-            for name, function in end.functions.items():
-                body, self.source, self.first = function
-                self._tried, self._ways = {}, set()
-                if body.id not in self._called:
-                    started, self.shell = self.started, end.copy()
-                    self.shell.choices[name] = (True, f"function {name}")
-                    self.shell.turns = (*end.turns, name)
-                    self._follow([body], [self.shell])
-                    if self.started == started:
-                        self.launch(f"function {name}", sure=False)
+    def _finish_way(self) -> None:
+        if self._only_assigns:  # a list of variables is meant to be exported
+            for name in list(self.shell.variables):
+                self.export(name, 0)
+        self.launch(END, sure=False)
 
-    def _not_understood(self, node: Node, shells: Shells) -> None:
+    def follow_text(self, text: str, line: int) -> Outcome:
+        """Follow a text in the current shell."""
+        saved = (self.source, self.first)
+        if (text, line) not in self._texts:
+            source = text.encode("utf-8", "replace")
+            self._texts[text, line] = source, parse(source)
+        (self.source, root), self.first = self._texts[text, line], line
+        try:
+            if root is not None:
+                return self._follow(root.children)
+        finally:
+            self.source, self.first = saved
+        self.unread(line, "the script is nested or broken beyond what is read")
+        return SUCCESS
+
+    def _not_understood(self, node: Node) -> None:
         """Report lines with invalid syntax near settings; statements inside are followed."""
         near = NAMED.search(self.text(node)) is not None
         plain = _NAMES["expansions"] | {"word", "number", "variable_name"}
         for child in node.children or [node]:
             if child.is_named and child != node and child.type not in plain:
-                self._visit(child, shells)
+                self._visit(child)
             elif near and not re.fullmatch(r"[\s<>&|;()\\]*", self.text(child)):
                 self.unread(self.line(child), "unknown shell syntax")
-        for shell in shells:
-            shell.status, shell.likely = None, None
 
-    # -- ways through the script
+    # -- control flow
 
-    def _follow(self, nodes: Sequence[Node], shells: Shells) -> Shells:
-        """Follow statements in sequence, in each of the shell states."""
+    def _follow(self, nodes: Sequence[Node]) -> Outcome:
+        """Follow statements in sequence."""
+        outcome = SUCCESS
         for at, node in enumerate(nodes):
-            if node.is_named and node.type != "comment":
-                here, gone = [each for each in shells if not each.left], [each for each in shells if each.left]
-                if not here:
-                    break
-                if at + 1 < len(nodes) and nodes[at + 1].type == "&":
-                    for shell in here:
-                        self._apart([node], shell)
-                else:
-                    here = self._visit(node, here)
-                shells = self._merged([*here, *gone])
-        return shells
+            if not node.is_named or node.type == "comment":
+                continue
+            in_background = at + 1 < len(nodes) and nodes[at + 1].type == "&"
+            outcome = self.follow_apart([node]) if in_background else self._visit(node)
+        return outcome
 
-    def _visit(self, node: Node, shells: Shells) -> Shells:
-        """Follow one statement in shell states that have not exited."""
+    def _visit(self, node: Node) -> Outcome:
+        """Follow one statement."""
         self._blocks += 1
-        self._commands += sum(1 + len(shell.variables) // 32 for shell in shells)
-        ways, simple = _FOLLOW.get(node.type), _EACH.get(node.type)
-        if self._blocks > MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
-            self.unread(self.line(node), "too many or too deeply nested commands")
-            for shell in shells:
-                shell.left = "exit"
-        elif node.is_missing or node.type == "ERROR" or (node.type == "test_command" and node.has_error):
-            self._not_understood(node, shells)
-        elif ways or simple:
+        self._commands += 1
+        try:
+            if self._blocks > MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
+                self.unread(self.line(node), "too many or too deeply nested commands")
+                raise _LeftError("exit")
+            if node.is_missing or node.type == "ERROR" or (node.type == "test_command" and node.has_error):
+                self._not_understood(node)
+                return LIKELY
             if node.type not in ("program", "variable_assignment", "variable_assignments"):
                 self._only_assigns = False
-            for shell in shells:
-                shell.status, shell.likely = True, True
-            if ways:
-                shells = ways(self, node, shells)
-            elif simple:
-                ends = Shells()
-                for self.shell in shells:
-                    ends += simple(self, node, self.shell)
-                shells = ends
-        else:
-            for shell in shells:
-                shell.write(OPEN)
-        self._blocks -= 1
-        return shells
+            follow = _FOLLOW.get(node.type)
+            return follow(self, node) if follow else SUCCESS
+        finally:
+            self._blocks -= 1
 
-    def _apart(self, nodes: Sequence[Node], shell: Shell, *, reads: bool = False) -> Input:
-        """Follow statements in a subshell. Returns their output if it is read."""
-        inside, tried, ways = shell.copy(), self._tried, self._ways
-        inside.output = Input() if reads else shell.output
-        self._tried, self._ways = dict(tried), set(ways)
-        ends = self._follow(nodes, [inside])
-        self.shell, self._tried, self._ways = shell, tried, ways
-        shell.status, shell.likely = ends[0].status if len(ends) == 1 else None, ends[0].likely
-        written = ends[0].output or Input()
-        if ends[0].choices.keys() - shell.choices.keys():
-            written = Input(OPEN, written.line)
-        if not reads and shell.output is not None:
-            shell.output = written
-        return written
+    def follow_apart(self, nodes: Sequence[Node]) -> Outcome:
+        """Follow statements in a subshell."""
+        outside, self.shell = self.shell, self.shell.copy()
+        try:
+            return self._follow(nodes)
+        except _LeftError as left:
+            return left.outcome
+        finally:
+            self.shell = outside
 
-    def capture(self, nodes: Sequence[Node]) -> str:
-        """Return the output of a command substitution."""
-        return self._apart(nodes, self.shell, reads=True).text
+    def _decide(self, outcome: Outcome, node: Node, label: str, condition: str = "") -> bool:
+        """Return the outcome of a condition on this way, which stays the same as long as it reads the same values.
 
-    def _merged(self, shells: Shells) -> Shells:
-        """Merge equal shell states. Assumptions in which merged states differ are dropped."""
-        found = Shells()
-        for shell in sorted(shells, key=lambda each: len(each.turns)):  # the most likely path first
-            same = next((each for each in found if each.is_like(shell)), None)
-            if same is None:
-                found.append(shell)
-                continue
-            for key in [key for key, choice in same.choices.items() if shell.choices.get(key) != choice]:
-                del same.choices[key]
-            if same.status != shell.status:
-                same.status, same.likely = None, same.status is not False
-        return found
-
-    def _decide(self, shells: Shells, node: Node, label: str) -> tuple[Shells, Shells]:
-        """Return the shell states in which a command succeeds, and those in which it fails.
-
-        A state keeps its assumed outcome of a condition as long as the condition reads the same values. If the status
-        is unknown, the most likely state takes both outcomes. So does one state if an outcome has not yet been followed
-        at this node.
+        A condition that is met for the first time, or at a node where it has not had its other outcome, adds a way.
         """
-        ways: dict[bool, Shells] = {True: [], False: []}
-        place = node.id
-        while node.type == "list":  # open only where its last command is, which may stand alone elsewhere
-            node = node.children[-1]
-        text = self.text(node)
-        used = dict.fromkeys(_USED.findall(text))
-        undecided = [each for each in shells if each.status is None and not each.left]
-        for shell in shells:
-            if shell in undecided:
-                self.shell = shell
-                key = "\0".join([text, *map(self.parameter, used)])
-                if key not in shell.choices:
-                    shell.choices[key] = (bool(shell.likely), "")
-                    if len(shell.turns) < self._tried.get(key, MOST_LEVELS):
-                        self._tried[key] = len(shell.turns)
-                        self._turn(shell, key, label, ways)
-                shell.status = shell.choices[key][0]
-            ways[bool(shell.left or shell.status)].append(shell)
-        for way, taken in ways.items():
-            if undecided and not taken and (place, way) not in self._ways:
-                self.shell = undecided[0]
-                self._turn(self.shell, "\0".join([text, *map(self.parameter, used)]), label, ways)
-            self._ways.add((place, way))
-        return ways[True], ways[False]
+        if outcome.known:
+            return outcome.success
+        # The command that decides; of a list it is the last one, which may stand alone elsewhere
+        condition = condition or self.text(node.children[-1] if node.type == "list" else node)
+        key = "\0".join([condition, *map(self.parameter, dict.fromkeys(_USED.findall(condition)))])
+        self.ahead.discard(key)
+        success = self._choices.setdefault(key, outcome.success)
+        met = {(self._way.function, key), (self._way.function, f"{node.id} {not success}")}
+        if not met <= self._met and key not in self._way.choices:
+            labels = (*self.labels, f"else of {label}" if success else label)
+            choices = {**self._way.choices, key: not success}
+            self._ways.append(self._way._replace(choices=choices, labels=labels))
+        self._met |= {*met, (self._way.function, f"{node.id} {success}")}
+        return success
 
-    def _turn(self, shell: Shell, key: str, label: str, ways: Mapping[bool, Shells]) -> None:
-        """Add a copy of the shell state with the other outcome."""
-        other, way = shell.copy(), not shell.choices[key][0]
-        other.turns, other.status = (*shell.turns, key), way
-        other.choices[key] = (way, label if way else f"else of {label}")
-        ways[way].append(other)
-
-    def _list(self, node: Node, shells: Shells) -> Shells:
+    def _list(self, node: Node) -> Outcome:
         """Follow `a && b || c`. The grammar nests such lists to the left, so a loop replaces deep recursion."""
         chain: list[tuple[str, Node]] = []
         while node.type == "list":
             chain.append((node.children[1].type, node.children[-1]))
+            self._commands += 1
             node = node.children[0]
-        ends = self._follow([node], shells)
+        outcome = self._visit(node)
         for sign, each in reversed(chain):
-            if self._leaves([each]):
-                for end in ends:
-                    end.likely = sign == "||"
-            yes, no = self._decide(ends, node, f"if {self._title([node])}")
-            on, rest = (yes, no) if sign == "&&" else (no, yes)
-            ends, node = self._merged([*self._follow([each], on), *rest]), each
-        return ends
+            if self._leaves([each]) and not outcome.known:
+                outcome = LIKELY if sign == "||" else UNLIKELY
+            success = self._decide(outcome, node, f"if {self._title([node])}")
+            outcome = self._visit(each) if success == (sign == "&&") else Outcome(success=success)
+            node = each
+        return outcome
 
-    def _negated(self, node: Node, shells: Shells) -> Shells:
-        ends = self._follow(node.children[-1:], shells)
-        for each in ends:
-            each.negate()
-        return ends
+    def _negated(self, node: Node) -> Outcome:
+        outcome = self._follow(node.children[-1:])
+        return outcome._replace(success=not outcome.success)
 
-    def _block(self, node: Node, shells: Shells) -> Shells:
+    def _block(self, node: Node) -> Outcome:
         """Follow a block of statements, or an arithmetic command `((...))`, which the grammar parses as a block."""
         if not node.children or node.children[0].type != "((":
-            return self._follow(node.children, shells)
+            return self._follow(node.children)
         text, line = self.text(node), self.line(node)
-        for self.shell in shells:
-            self.arithmetic(text)
-            for match in _CHANGED.finditer(text):
-                self.assign(match[1] or match[2], OPEN, text, line)
-            self.shell.status, self.shell.likely = None, False
-        return shells
+        self.arithmetic(text)
+        for match in _CHANGED.finditer(text):
+            self.assign(match[1] or match[2], OPEN, text, line)
+        return UNLIKELY
 
-    def _subshell(self, node: Node, shell: Shell) -> Shells:
-        self._apart(node.children, shell)
-        return [shell]
+    def _subshell(self, node: Node) -> Outcome:
+        return self.follow_apart(node.children)
 
-    def _define(self, node: Node, shell: Shell) -> Shells:
+    def _define(self, node: Node) -> Outcome:
         name = node.child_by_field_name("name") or node
         body = node.child_by_field_name("body") or node.named_children[-1]
-        shell.functions[self.text(name)] = Function(body, self.source, self.first)
-        return [shell]
+        self.shell.functions[self.text(name)] = Function(body, self.source, self.first)
+        return SUCCESS
 
     def _leaves(self, nodes: Sequence[Node]) -> bool:
         """Whether statements end the script or function. Such a branch is taken to be unlikely."""
@@ -308,136 +268,126 @@ class _Reader(Programs):
         text = " ".join(self.text(node)[:400] for node in nodes[:80])
         return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
 
-    def _if(self, node: Node, shells: Shells) -> Shells:
-        """Follow the conditions and branches of `if`."""
-        ends, todo = Shells(), shells
+    def _if(self, node: Node) -> Outcome:
+        """Follow the conditions of `if` up to the branch that is taken."""
         clauses = [node, *(each for each in node.children if each.type in ("elif_clause", "else_clause"))]
         for clause, after in zip(clauses, [*clauses[1:], None], strict=True):
             children = [each for each in clause.children if each.type not in ("elif_clause", "else_clause")]
             then = next((at for at, each in enumerate(children) if each.type == "then"), 0)
-            condition, yes = [each for each in children[1:then] if each.is_named], todo
-            todo = []
+            condition = [each for each in children[1:then] if each.is_named]
+            success = True
             if condition:
-                yes = self._follow(condition, yes)
+                outcome = self._follow(condition)
                 otherwise = after is not None and after.type == "else_clause" and self._leaves(after.children)
-                for each in yes if otherwise or self._leaves(children) else ():
-                    each.likely = otherwise
-                yes, todo = self._decide(yes, condition[-1], f"if {self._title(condition)}")
-            ends += self._follow(children[then + 1 :], yes)
-        for each in todo:
-            each.status = True
-        return self._merged([*ends, *todo])
+                if not outcome.known and (otherwise or self._leaves(children)):
+                    outcome = LIKELY if otherwise else UNLIKELY
+                success = self._decide(outcome, condition[-1], f"if {self._title(condition)}")
+            if success:
+                return self._follow(children[then + 1 :])
+        return SUCCESS
 
-    def _case(self, node: Node, shells: Shells) -> Shells:
-        """Follow each item of `case` on its own path. The value is not compared with the patterns."""
+    def _case(self, node: Node) -> Outcome:
+        """Follow each item of `case` on a way of its own. The value is not compared with the patterns."""
         of = node.child_by_field_name("value") or node
-        for self.shell in shells:
-            self.value(of)
-        ends, todo = Shells(), shells
+        self.value(of)
         items = [each for each in node.children if each.type == "case_item"]
         last = next((each for each in reversed(items) if not self._leaves(each.children)), None)
         for item in items:
             patterns = item.children_by_field_name("value")
-            for each in todo:
-                each.status, each.likely = True if "*" in map(self.text, patterns) else None, item == last
-            yes, todo = self._decide(todo, item, f"case {self._title([of])} in {self._title(patterns)}"[:80])
-            ends += self._follow([each for each in item.children if each not in patterns], yes)
             if item.children[-1].type in (";&", ";;&"):
                 self.unread(self.line(item), "an item of case that goes on to the next one")
-        for each in todo:
-            each.status = True
-        return self._merged([*ends, *todo])
+            label = f"case {self._title([of])} in {self._title(patterns)}"[:80]
+            matches = SUCCESS if "*" in map(self.text, patterns) else Outcome(success=item == last, known=False)
+            if self._decide(matches, item, label, label):
+                return self._follow([each for each in item.children if each not in patterns])
+        return SUCCESS
 
-    def _loop(self, node: Node, shell: Shell) -> Shells:
-        """Follow a loop: one iteration per word of a `for`, or three if the words or the condition are unknown.
+    def _loop(self, node: Node) -> Outcome:
+        """Follow the body of a loop: once for each literal word of a `for`, otherwise twice.
 
-        Variables that the second of the three changes become unknown for the third.
+        Then its variable is unknown, and so is what the second round changes.
         """
-        body, given = node.child_by_field_name("body") or node, self._words_of_loop(node)
-        ends, todo = Shells(), [shell]
-        for number in range(3 if given is None else len(given)):
-            todo = self._begin_round(node, todo, given[number] if given is not None else None)
-            if given is None and not number:  # on one path the loop has no iteration
-                todo, ends = self._decide(todo, node, f"the loop of line {self.line(node)}")
-                for each in ends:
-                    each.status = True
-            begun, todo = todo, Shells()
-            for each in begun:
-                before = each.copy()
-                self._loops += 1
-                after = self._follow([body], [each])
-                self._loops -= 1
-                for end in after:
-                    if given is None and number == 1:
-                        _forget(end, before)
-                    (ends if end.left not in ("", "continue") else todo).append(end)
-                    end.left = "" if end.left in ("break", "continue") else end.left
-            todo = self._merged(todo)
-        return self._merged([*ends, *todo])
-
-    def _words_of_loop(self, node: Node) -> list[Word] | None:
-        """Return the words of a `for`; None if unknown, such as `{0..7}` or the files that `*` matches."""
-        if node.type != "for_statement" or node.children[0].type != "for":
-            return None
+        body, status, how = node.child_by_field_name("body") or node, SUCCESS, ""
         given = node.children_by_field_name("value")
-        words = [word for each in given for word in self.words(each)]
-        several = not given or any(_PATTERN.search(_QUOTED.sub("", self.text(each))) for each in given)
-        return None if several or len(words) > _MOST_ROUNDS or any(OPEN in word.text for word in words) else words
+        list(map(self.value, given))
+        literal = 0 < len(given) <= _MOST_ROUNDS and all(_LITERAL.fullmatch(self.text(word)) for word in given)
+        for number, word in enumerate(map(self.text, given) if literal else (OPEN, OPEN)):
+            outcome = self._begin_round(node, word)
+            if not literal and not number:  # on one way the loop has no round
+                label = f"the loop of line {self.line(node)}"
+                outcome = Outcome(success=self._decide(outcome, node, label, str(node.id)))
+            if outcome == Outcome(success=False):
+                break
+            before = dict(self.shell.variables)
+            self._loops += 1
+            try:
+                status = self._visit(body)
+            except _LeftError as left:
+                how = left.how
+                if how not in ("break", "continue"):
+                    raise
+            finally:
+                self._loops -= 1
+            for name, each in self.shell.variables.items() if number and not literal else ():
+                if each != before.get(name):
+                    self.shell.variables[name] = replace(each, value=OPEN, items=None)
+            if how == "break":
+                break
+        return status
 
-    def _begin_round(self, node: Node, todo: Shells, word: Word | None) -> Shells:
-        """Start an iteration: follow the condition of a loop, or set the variable of a `for`."""
+    def _begin_round(self, node: Node, word: str) -> Outcome:
+        """Follow the condition of a loop, or set the variables of a `for`."""
         body, name = node.child_by_field_name("body"), node.child_by_field_name("variable")
-        if node.type == "while_statement":
-            todo = self._follow([e for e in node.named_children if e != body and e.type != "comment"], todo)
-            for each in todo if node.children[0].type == "until" else ():
-                each.negate()
-            return todo
         head = self.source[node.start_byte : body.start_byte if body else node.end_byte].decode("utf-8", "replace")
-        word = word or Word(OPEN, head.partition(" in ")[2].split(";")[0].strip())
-        for self.shell in todo:
-            self.shell.status, self.shell.likely = None, True
-            for changed in [self.text(name)] if name else {m[1] or m[2] for m in _CHANGED.finditer(head)}:
-                self.assign(changed, word.text, word.raw, self.line(node))
-        return todo
+        if node.type == "while_statement":
+            outcome = self._follow([e for e in node.named_children if e != body and e.type != "comment"])
+            return outcome._replace(success=not outcome.success) if node.children[0].type == "until" else outcome
+        raw = word if word != OPEN else head.partition(" in ")[2].split(";")[0].strip()
+        for changed in [self.text(name)] if name else {m[1] or m[2] for m in _CHANGED.finditer(head)}:
+            self.assign(changed, word, raw, self.line(node))
+        return LIKELY
 
-    def _pipeline(self, node: Node, shell: Shell) -> Shells:
-        """Follow a pipeline: each command runs in a subshell and reads the output of the previous one."""
+    # -- texts that commands write and read
+
+    def _pipeline(self, node: Node) -> Outcome:
+        """Follow the commands of a pipeline, each in a subshell. What they write is for the last one."""
         parts = [child for child in node.children if child.is_named]
+        saved, self.target = self.target, self._reader_of(parts[-1])
         for part in parts[:-1]:
-            written = self._apart([part], shell, reads=True)
-            self.input = Input(written.text, written.line or self.line(part))
-        self._apart(parts[-1:], shell)
-        self.input = Input()
-        return [shell]
+            self.follow_apart([part])
+        self.target = saved
+        return self.follow_apart(parts[-1:])
 
-    def _redirected(self, node: Node, shell: Shell) -> Shells:
+    def _reader_of(self, node: Node) -> str:
+        """Return the program that a pipeline ends with, or the file that it writes."""
+        words = [Word(each, each) for each in self.text(node)[:1000].split()]
+        program = program_behind(words) if words else 0
+        rest = [each.text for each in words[program + 1 :] if each.text[:1] not in ("-", ">")]
+        tee = name_of(words[program]) == "tee" if program < len(words) else False
+        return rest[0] if tee and rest else name_of(words[program]) if program < len(words) else ""
+
+    def _redirected(self, node: Node) -> Outcome:
         """Follow a statement with its output file and its here-document."""
-        document, target, body = self._document(node), self._target(node), node.child_by_field_name("body")
+        body, target = node.child_by_field_name("body"), self._target(node)
         after = [each for each in _redirects(node) if each.type in _PARTS]
-        self.input = document if document.text else self.input
-        before, ends = shell.output, [shell]
-        if target or after:
-            shell.output = Input()
-        if body is None:
-            shell.write(OPEN)
-        else:
-            ends = self._visit(body, [shell])
-        if self.input.text and document.text:
-            self.read_input("", self.input, target)
-        self.input, written = Input(), ends[0].output or Input()
-        written = Input(written.text, written.line or self.line(node))
-        for end in ends if target or after else ():
-            end.output = before
-        if target and not target.startswith("/dev/") and written.text.strip(OPEN + "\n"):
-            self.write_file(target, written)
+        rest = [child for each in after for child in ([e for e in each.children if e.is_named] or [each])]
+        if after and after[0].type == "pipeline" and not target:
+            target = self._reader_of(rest[-1])
+        saved = self.input, self.target
+        self.input, self.target = self._document(node) or self.input, target or self.target
+        try:
+            outcome = self._visit(body) if body is not None else SUCCESS
+        finally:
+            document = self.input
+            self.input, self.target = saved
+        if document is not None and document != self.input:  # no command of a compound statement took it
+            self.pass_on(document._replace(target=target))
         for each in _redirects(node):
             if each.type == "ERROR":
-                self._not_understood(each, ends)
-        for each in after:
-            for part in [child for child in each.children if child.is_named] or [each]:
-                self.input = written
-                self._apart([part], shell)
-        return ends
+                self._not_understood(each)
+        for each in rest:
+            self.follow_apart([each])
+        return outcome
 
     def _target(self, node: Node) -> str:
         """Return the output file of a statement, or ""; commands inside other redirections are followed."""
@@ -450,11 +400,11 @@ class _Reader(Programs):
                 target = found[0].text if writes and found and not found[0].text.isdigit() else target
         return target
 
-    def _document(self, node: Node) -> Input:
+    def _document(self, node: Node) -> Inner | None:
         """Return the here-document or here-string of a statement. Variables in a here-document are unknown."""
         for redirect in node.children:
             if redirect.type == "herestring_redirect":
-                return Input(self.value(redirect.children[-1]), self.line(redirect))
+                return Inner(self.value(redirect.children[-1]), "", self.line(redirect))
             body, start = (next(walk(redirect, kind), None) for kind in ("heredoc_body", "heredoc_start"))
             if redirect.type != "heredoc_redirect" or body is None or start is None:
                 continue
@@ -464,26 +414,29 @@ class _Reader(Programs):
             self.spend(4 * len(text))
             if self.text(start)[:1] not in "'\"\\":  # the grammar misses expansions after an escaped `$`
                 text = _IN_DOCUMENT.sub(OPEN, text).replace("\\$", "$")
-            return Input(text, self.line(body))
-        return Input()
+            return Inner(text, "", self.line(body))
+        return None
 
-    def _test(self, node: Node, shell: Shell) -> Shells:
-        """Follow the operands of `[ ]` or `[[ ]]`; the result is unknown."""
-        for child in node.named_children:
-            self.value(child)
-        shell.status, shell.likely = None, False
-        return [shell]
+    def capture(self, nodes: Sequence[Node]) -> None:
+        """Follow a command substitution."""
+        saved, self.target = self.target, TEXT
+        self.follow_apart(nodes)
+        self.target = saved
 
     # -- simple commands
 
-    def _assignments(self, node: Node, shell: Shell) -> Shells:
+    def _test(self, node: Node) -> Outcome:
+        """Follow the operands of `[ ]` or `[[ ]]`; the result is unknown."""
+        for child in node.named_children:
+            self.value(child)
+        return UNLIKELY
+
+    def _assignments(self, node: Node) -> Outcome:
         for each in [node] if node.type == "variable_assignment" else node.named_children:
             self.set(self.evaluate(each))
-        shell.status = None if "$(" in self.text(node) or "`" in self.text(node) else True
-        shell.likely = True
-        return [shell]
+        return LIKELY if "$(" in self.text(node) or "`" in self.text(node) else SUCCESS
 
-    def _declaration(self, node: Node, shell: Shell) -> Shells:
+    def _declaration(self, node: Node) -> Outcome:
         """Follow export, declare, typeset, local, readonly or unset. bash expands all words before it assigns."""
         given: list[Assigned | Word] = []
         for each in node.children[1:]:
@@ -492,8 +445,7 @@ class _Reader(Programs):
             elif each.is_named and each.type != "comment":
                 given += self.words(each)
         self.declare(self.text(node.children[0]), given, self.line(node))
-        shell.status = True
-        return [shell]
+        return SUCCESS
 
     def _words(self, node: Node) -> list[Word]:
         """Return the expanded words of a simple command."""
@@ -501,88 +453,100 @@ class _Reader(Programs):
         for child in node.children:
             if child.type == "command_name":
                 words += self.words(child.children[0]) if child.children else []
+            elif child.type == "subshell":  # `time ( ... )`
+                self._visit(child)
             elif child.is_named and not child.type.endswith(("_redirect", "assignment")) and child.type != "comment":
                 words += self.words(child)
         return words
 
-    def _command(self, node: Node, shell: Shell) -> Shells:
-        words, ends = self._words(node), [shell]
+    def _command(self, node: Node) -> Outcome:
+        words = self._words(node)
         for child in node.children:
             if child.has_error and child.type not in _NAMES["expansions"]:
                 for error in walk(child, "ERROR"):
-                    self._not_understood(error, ends)
-        self.shell = shell
-        document = self._document(node)
-        self.input = document if document.text else self.input
+                    self._not_understood(error)
+        self.input = self._document(node) or self.input
+        gaps = [
+            self.source[each.end_byte : after.start_byte].replace(b"\\\n", b"") + b"\n" * (after.type == "comment")
+            for each, after in pairwise(node.children) if each.type == "variable_assignment"
+        ]  # fmt: skip
+        ends_line = any(b"\n" in gap for gap in gaps)  # the grammar takes the next line for their command
         hidden: dict[str, Assigned | None] = {}
-        for each in [child for child in node.children if child.type == "variable_assignment"]:
-            given = self.evaluate(each)
-            if words:
-                hidden.setdefault(given.name, shell.variables.get(given.name))
-            self.set(given, exported=True if words else None)
+        for child in [each for each in node.children if each.type == "variable_assignment"]:
+            given = self.evaluate(child)
+            if words and not ends_line:
+                hidden.setdefault(given.name, self.shell.variables.get(given.name))
+            self.set(given, exported=True if words and not ends_line else None)
+            if is_judged(given.name) and ends_line:
+                self.unread(self.line(node), "several assignments at the end of a line")
+        if not words:
+            return SUCCESS
         if any(map(is_judged, hidden)) and _NAMES["declares"].intersection(word.text for word in words[:2]):
             self.unread(self.line(node), "an assignment before export or another declaration")
-        if words:
-            ends = self.run(words, self.line(node))
-        for end in ends:
-            end.restore(hidden)
-        return ends
+        try:
+            return self.run(words, self.line(node))
+        finally:
+            self.shell.restore(hidden)
 
-    def run(self, words: list[Word], line: int) -> Shells:
+    def run(self, words: list[Word], line: int) -> Outcome:
         """Follow one simple command: a built-in, a function, or a program."""
-        given, self.input = self.input, Input()
+        given, self.input = self.input, None
         self.spend(WORK_OF_WORD * len(words))
         self._only_assigns = False
-        shell, at = self.shell, program_behind(words)
+        at = program_behind(words)
         wrappers, program = [name_of(each) for each in words[:at]], name_of(words[at]) if at < len(words) else ""
-        own = program in ("cat", "tee") or _NAMES["of_shell"].issuperset(wrappers)
-        if own and (builtin := _BUILTINS.get(program)):
-            shell.status, shell.likely = True, True
-            return builtin(self, Call(program, words[at + 1 :], line, given)) or [shell]
-        if program in shell.functions and program not in self.active and not wrappers:
-            return self._call(words[at:], line, shell)
+        of_shell = _NAMES["of_shell"].issuperset(wrappers)
+        builtin = _BUILTINS.get(program)
+        if builtin and (of_shell or program in ("cat", "tee")):
+            return builtin(self, Call(program, words[at + 1 :], line, given)) or SUCCESS
+        if of_shell and program in self.shell.functions and program not in self.active:
+            return self._call(words[at:], line)
         if program:
-            self.shell = shell.copy()
-            self.remove(words)
-            for word in words[:at]:  # sudo accepts NAME=VALUE before the program
-                self.set_for_program(word, line, shell)
-            self.run_program(words[at:], line, given, shell)
-        self.shell = shell
-        shell.status, shell.likely = None, True
-        shell.write(OPEN)
+            outer, self.shell = self.shell, self.shell.copy()
+            try:
+                self.remove(words)
+                for word in words[:at]:  # sudo accepts NAME=VALUE before the program
+                    self.set_for_program(word, line, outer)
+                self.run_program(words[at:], line, given, outer)
+            finally:
+                self.shell = outer
         if program and "exec" in wrappers:
-            shell.left = "exit"
-        return [shell]
+            raise _LeftError("exit", LIKELY)
+        return LIKELY
 
-    def _call(self, words: list[Word], line: int, shell: Shell) -> Shells:
+    def _call(self, words: list[Word], line: int) -> Outcome:
         """Follow the call of a function. Its arguments may be a command that it runs."""
-        name = name_of(words[0])
+        name, shell = name_of(words[0]), self.shell
         if any(NAMED.search(word.text) for word in words[1:]):
             self.shell = shell.copy()
-            self.run_program([Word("env", "env"), *words[1:]], line, Input(), shell)
+            self.run_program([Word("env", "env"), *words[1:]], line, None, shell)
             self.shell = shell
-        saved = self.source, self.first, self._loops
+        saved, before = (self.source, self.first, self._loops), dict(shell.variables)
         (body, self.source, self.first), self._loops = shell.functions[name], 0
         self._called.add(body.id)
         self.active.append(name)  # recursive calls are not followed
         self.local.append(set())
-        before = dict(shell.variables)
-        ends = self._visit(body, [shell])
-        hidden = {each: before.get(each) for each in self.local.pop()}
-        for end in ends:
-            end.left = "" if end.left == "return" else end.left
-            end.restore(hidden)
-        self.active.pop()
-        self.source, self.first, self._loops = saved
-        return self._merged(ends)
+        try:
+            return self._visit(body)
+        except _LeftError as left:
+            if left.how != "return":
+                raise
+            return left.outcome
+        finally:
+            shell.restore({each: before.get(each) for each in self.local.pop()})
+            self.active.pop()
+            self.source, self.first, self._loops = saved
 
     def nested(self, text: str, line: int, *, surely: bool = True) -> None:
         """Follow a script run by another shell: `bash -c`, ssh, a here-document. `surely` False: it may be prose."""
         started, unread, shell = self.started, len(self.script.unread), self.shell
-        given = {name: each for name, each in shell.variables.items() if each.exported}
-        self.shell = Shell(given, choices=dict(shell.choices), turns=shell.turns)
-        self.follow_text(text, line)
-        self.shell = shell
+        self.shell = Shell({name: each for name, each in shell.variables.items() if each.exported})
+        try:
+            self.follow_text(text, line)
+        except _LeftError:
+            pass
+        finally:
+            self.shell = shell
         if not surely:
             del self.script.unread[unread:]
             if self.started == started:
@@ -590,31 +554,26 @@ class _Reader(Programs):
 
     # -- built-ins that change the control flow
 
-    def _end_block(self, call: Call) -> None:
+    def _end_block(self, call: Call) -> Outcome:
         """Follow exit, return, break or continue."""
+        outcome = SUCCESS
         if call.program in ("exit", "return") and call.words:
-            self.shell.status = call.words[0].text == "0" if call.words[0].text.isdecimal() else None
+            status = call.words[0].text
+            outcome = Outcome(success=status == "0") if status.isdecimal() else LIKELY
         elif call.words and call.words[0].text != "1":
             self.unread(call.line, f"{call.program} of several loops")
         if {"exit": 1, "return": len(self.active)}.get(call.program, self._loops):
-            self.shell.left = call.program
+            raise _LeftError(call.program, outcome)
+        return outcome
 
-    def _source(self, call: Call) -> None:
+    def _source(self, call: Call) -> Outcome:
         path = call.words[0].text if call.words else ""
         if path and path != "/dev/null":
             self.script.files.append(call.words[0].raw + f" (line {call.line})" * bool(call.line))
-        self.shell.status = None
-        self.shell.write(OPEN)
+        return LIKELY
 
-    def _truth(self, call: Call) -> None:
-        self.shell.status = call.program != "false"
-
-
-def _forget(shell: Shell, before: Shell) -> None:
-    """Mark every variable that changed since `before` as unknown."""
-    for name, each in shell.variables.items():
-        if each != before.variables.get(name):
-            shell.variables[name] = replace(each, value=OPEN, items=None)
+    def _truth(self, call: Call) -> Outcome:
+        return Outcome(success=call.program != "false")
 
 
 def _redirects(node: Node) -> Iterator[Node]:
@@ -634,21 +593,18 @@ def directives(text: str) -> Iterator[tuple[int, str]]:
             yield number, match[1].split(" #")[0]
 
 
-_FOLLOW: Mapping[str, Callable[[_Reader, Node, Shells], Shells]] = {
+_FOLLOW: Mapping[str, Callable[[_Reader, Node], Outcome]] = {
     **dict.fromkeys(("program", "compound_statement", "do_group", "else_clause", "case_item"), _Reader._block),
     "list": _Reader._list, "negated_command": _Reader._negated, "if_statement": _Reader._if,
-    "case_statement": _Reader._case,
-}  # fmt: skip
-_EACH: Mapping[str, Callable[[_Reader, Node, Shell], Shells]] = {
-    "redirected_statement": _Reader._redirected, "pipeline": _Reader._pipeline, "subshell": _Reader._subshell,
+    "case_statement": _Reader._case, "redirected_statement": _Reader._redirected, "pipeline": _Reader._pipeline,
     **dict.fromkeys(("for_statement", "while_statement", "c_style_for_statement"), _Reader._loop),
-    "test_command": _Reader._test, "function_definition": _Reader._define, "command": _Reader._command,
+    "subshell": _Reader._subshell, "test_command": _Reader._test, "function_definition": _Reader._define,
     **dict.fromkeys(("variable_assignment", "variable_assignments"), _Reader._assignments),
-    **dict.fromkeys(("declaration_command", "unset_command"), _Reader._declaration),
+    **dict.fromkeys(("declaration_command", "unset_command"), _Reader._declaration), "command": _Reader._command,
 }  # fmt: skip
 
-_BUILTINS: Mapping[str, Callable[[_Reader, Call], Shells | None]] = {
-    "echo": _Reader.echo, "printf": _Reader.printf, "cat": _Reader.cat, "tee": _Reader.tee,
+_BUILTINS: Mapping[str, Callable[[_Reader, Call], Outcome | None]] = {
+    "echo": _Reader.echo, "printf": _Reader.printf, "cat": _Reader.cat, "tee": _Reader.cat,
     **dict.fromkeys((".", "source"), _Reader._source), "set": _Reader.options_of_shell,
     **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._end_block),
     "setenv": lambda reader, call: reader.unread(call.line, "setenv belongs to the C shell, which is not supported"),

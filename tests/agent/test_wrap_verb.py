@@ -158,7 +158,7 @@ def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its arguments unchanged; measured is what its own trainer_state.json says."""
+    """Its arguments unchanged; its ranks measure their steps and memory."""
     (tmp_path / "state").mkdir()
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path / "state"))
     (tmp_path / "sft.py").write_text(SFT)

@@ -1,23 +1,17 @@
-"""What short logs prove, each with its whole verdict: tests/golden/evidence.jsonl has a log a line.
-
-`TOPOFLIGHT_UPDATE_GOLDEN=1` rewrites the verdicts; a new row needs `what` and `lines` alone. Read the difference.
-"""
+"""What short logs prove, each with its whole verdict: tests/golden/evidence.jsonl has a log a line."""
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from rigs.logs import read
+from rigs.tables import golden_rows
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.codes import CODES
 from collectives.nccl_log.transport import Evidence
 
-FILE = Path(__file__).parents[1] / "golden" / "evidence.jsonl"
 TEXTS = ("problems", "notes", "proof", "fabric", "lines_read", "schema_version", "runs")
 
 
@@ -47,12 +41,4 @@ def row_of(verdict: Evidence) -> dict[str, Any]:
 
 def test_golden_verdicts() -> None:
     """A row says what it shows: two that differ in one fact stand beside each other."""
-    rows = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
-    made = [row | {"verdict": json.loads(json.dumps(row_of(read(row["lines"]))))} for row in rows]
-    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
-        FILE.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
-        return
-    wrong = [
-        (row["what"], row.get("verdict"), new["verdict"]) for row, new in zip(rows, made, strict=True) if row != new
-    ]
-    assert wrong == []
+    golden_rows("evidence.jsonl", "verdict", lambda row: row_of(read(row["lines"])))

@@ -17,7 +17,6 @@ from agent.cli.launch import launch
 
 rows = rows_of(__file__)
 
-API = "/apis/resource.k8s.io/v1"
 ROOT = "resource.kubernetes.io/pcieRoot"
 WORDS = [
     "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1", "--claim", "shared", "--no-preflight",
@@ -27,14 +26,8 @@ WORDS = [
 
 @pytest.fixture
 def cluster(kubeconfig: ApiServer) -> ApiServer:
-    """With the classes of both drivers as their installations make them."""
-    for name in ("gpu.nvidia.com", "dranet.net"):
-        class_of(kubeconfig, name)
+    """The API server that kubectl would ask."""
     return kubeconfig
-
-
-def class_of(api: ApiServer, name: str) -> None:
-    api.put(f"{API}/deviceclasses", "", {"metadata": {"name": name}, "spec": {}})
 
 
 DRA = ("--dra", "gpu=gpu.nvidia.com", "--dra", "nic=dranet.net")
@@ -54,7 +47,7 @@ def limits(document: dict[str, Any]) -> dict[str, str]:
 
 def test_the_claim_takes_the_devices_and_nothing_else_does(cluster: ApiServer) -> None:
     """A request of GPU and NIC for each rank, one PCIe root for each pair; the GPUs are not asked for twice."""
-    assert "DeviceClass" not in run_job(*DRA).stderr
+    run_job(*DRA)
     (template,) = cluster.of_kind("ResourceClaimTemplate")
     devices = template["spec"]["spec"]["devices"]
     assert len(devices["requests"]) == 16
@@ -74,16 +67,8 @@ def test_without_the_option_the_device_plugins_are_asked(cluster: ApiServer) -> 
     assert not any("resource.k8s.io" in path for _, path in cluster.requests)
 
 
-def bare(api: ApiServer) -> None:
-    for path in [path for path in api.kinds if "resource.k8s.io" in path]:
-        del api.kinds[path]
-    for key in [key for key in api.objects if key[0] not in api.kinds]:
-        del api.objects[key]
-
-
 def test_the_claim_names_the_classes_that_were_named(cluster: ApiServer) -> None:
     """The one that is not named has its usual name."""
-    class_of(cluster, "team-gpu")
     run_job("--dra", "gpu=team-gpu")
     (template,) = cluster.of_kind("ResourceClaimTemplate")
     requests = template["spec"]["spec"]["devices"]["requests"]
@@ -93,7 +78,6 @@ def test_the_claim_names_the_classes_that_were_named(cluster: ApiServer) -> None
 
 def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(cluster: ApiServer) -> None:
     """The class of its examples takes every NIC of a node; another class selects what its maker meant."""
-    class_of(cluster, "efa.networking.k8s.aws")
     for words, selected in (
         ((), 'device.attributes["dra.net"].rdma == true'),
         (("--dra", "nic=efa.networking.k8s.aws"), None),
@@ -128,26 +112,13 @@ def refused(*words: str) -> Result:
     return done
 
 
-def test_a_class_that_is_not_there_is_refused_with_those_that_are(cluster: ApiServer) -> None:
-    """One that was named, and one that was not and is needed; nothing is made."""
-    class_of(cluster, "team-nic")
-    told = "there is no DeviceClass team-gpu: there are dranet.net, gpu.nvidia.com, team-nic; --dra gpu=NAME names it"
-    assert told in refused("--dra", "gpu=team-gpu").output
-    cluster.delete(f"{API}/deviceclasses", "", "dranet.net")
-    told = "there is no DeviceClass dranet.net: there are gpu.nvidia.com, team-nic; --dra nic=NAME names it"
-    assert told in refused("--dra", "gpu=gpu.nvidia.com").output
-    bare(cluster)
-    assert "the cluster serves no resource.k8s.io" in refused(*DRA).output
-    cluster.kinds["/apis/resource.k8s.io/v1beta1/resourceslices"] = "ResourceSlice"
-    assert "resource.k8s.io v1beta1 is too old: v1 came with Kubernetes 1.34" in refused(*DRA).output
+def test_a_cluster_without_dra_refuses_the_claim(cluster: ApiServer) -> None:
+    """Its API server does, in the dry run; nothing is made."""
+    for path in [path for path in cluster.kinds if "resource.k8s.io" in path]:
+        del cluster.kinds[path]
+    told = refused(*DRA).output
+    assert "resourceclaimtemplate/sft-gpu-nic: the API server says 404" in told and "nothing was created" in told
     assert cluster.of_kind("Job") == []
-
-
-def test_a_class_that_may_not_be_read_is_taken_as_named(cluster: ApiServer) -> None:
-    """403: whether it is there is unknown, and said so."""
-    cluster.forbidden.add(f"{API}/deviceclasses")
-    assert "warning: unknown whether the cluster has the classes of --dra:" in run_job(*DRA).stderr
-    assert len(cluster.of_kind("ResourceClaimTemplate")) == 1
 
 
 @each_row(("words", "told"), rows("no_class"))

@@ -65,7 +65,7 @@ def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(
     """Nothing says how long the rows are: 4096 tokens are assumed and named, and refuse nothing."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
     wrong, memory = [], []
-    for kind in ("pytorchjob", "job", "local"):
+    for kind in ("job", "local"):  # the other APIs: the test above
         words = ["--config", str(USERS), *A40, "--nodes", "2", "--api", kind, "--dry-run", "-o", "json"]
         pods = [] if kind == "local" else ["--image", "registry.example/f:1", "--claim", "shared"]
         for lengths, notes in (((), ("were not measured", "are assumed to have 4096 tokens", "at most 2")),

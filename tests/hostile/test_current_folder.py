@@ -48,11 +48,11 @@ ONE_STEP = ("--set", "max_steps=1", "--set", "dataset_rows=8", "--set", "eval_st
 @pytest.mark.parametrize(
     "words",
     [
-        ("bench", "--quick", "--ranks", "1"),
         ("launch", *JOB, "--script", "{0}/own/train.py"),
         *(
             pytest.param(words, marks=pytest.mark.nightly)
             for words in (
+                ("bench", "--quick", "--ranks", "1"),  # by processes.Tree, as above
                 ("calibrate", "--model", "tiny-llama", "--budget", "60"),  # in the child process that bench has
                 ("recommend", "--dataset", "{0}/rows.jsonl", "--tokenizer", "builtin:bytes", "--model", "tiny-llama"),
                 ("launch", *JOB, *ONE_STEP),

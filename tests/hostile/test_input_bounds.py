@@ -16,7 +16,7 @@ from rigs.command import process, python
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
-from agent.base.options import RequestError
+from agent.base.options import InputError, RequestError, read_input
 from agent.checks.baseline import read as read_baseline
 from agent.checks.verdict import GateError
 from agent.jobs.bundle import BundleError, unpack_bundle
@@ -26,6 +26,7 @@ from collectives.traces.calls import read as read_trace
 from collectives.traces.ras import RasError
 from collectives.traces.ras import read as read_ras
 from collectives.traces.states import StateError, read_state
+from contracts import bounded, run_record
 from contracts.bounded import ArchiveError, TooLargeError, open_regular, zip_files
 from contracts.host_list import HostListError, expand_host_list
 from contracts.job_config import ConfigError, read_mapping
@@ -62,6 +63,8 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("recording", load, RecordingError, (b" " * (33 * MIB), gzip.compress(b" " * (33 * MIB)), DEEP, JUST_TOO_DEEP)),
     ("network-status", text(parse_network_status), ValueError, (DEEP,)),
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
+    ("run's record", run_record.read, run_record.RecordError, (b" " * (33 * MIB), DEEP)),
+    ("a verb's input", lambda path: read_input(str(path), 1000, hint=""), InputError, (b" " * 1001,)),
     ("kept result", read_result, ValueError, (b" " * (MOST_RESULT_BYTES + 1), DEEP, JUST_TOO_DEEP)),
     ("config.json", model_from_file, ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
@@ -203,6 +206,20 @@ print("end")
         open_regular(pipe)
     given = process("lint-env", "-", given="NCCL_DEBUG=INFO\n")
     assert given.returncode in (0, 3), given.stdout + given.stderr
+
+
+def test_the_bound_is_the_last_size_that_is_read(tmp_path: Path) -> None:
+    """One byte more is refused; the error says how much is read, of a file that no memory would hold too."""
+    path, endless = tmp_path / "file", tmp_path / "endless"
+    path.write_bytes(b"12345")
+    endless.touch()
+    os.truncate(endless, 1 << 40)  # sparse
+    assert bounded.read(path, 5) == bounded.rest(io.BytesIO(b"12345"), 5) == b"12345"
+    for file in (path, endless):
+        with pytest.raises(TooLargeError, match="larger than 4 bytes"):
+            bounded.read(file, 4)
+    path.write_text("\u00e9")
+    assert bounded.read_text(path, 2) == "\u00e9"
 
 
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:

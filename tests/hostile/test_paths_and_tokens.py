@@ -217,21 +217,27 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
 # --- names
 
 
-@each_row(
-    ("host", "read"),
-    [("localhost", True), ("localhost:9402", True), ("127.0.0.1:9402", True), ("[::1]:9402", True), ("10.1.2.3", True),
-     ("topoflight.gpu-nodes:9402", True), ("topoflight-node.gpu-nodes.svc.cluster.local", True), ("gpubox", True),
-     ("evil.example", False), ("localhost.evil.example", False), ("127.0.0.1.evil.example", False), ("", False),
-     ("a@localhost", False), ("evil.example/localhost", False)],
-)  # fmt: skip
-def test_reads_under_a_foreign_name_are_refused(host: str, read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+FOREIGN = (
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "",
+    "a@localhost",
+    "evil.example/localhost",
+)
+OWN = ("localhost", "localhost:9402", "127.0.0.1:9402", "[::1]:9402", "10.1.2.3", "topoflight.gpu-nodes:9402",
+       "topoflight-node.gpu-nodes.svc.cluster.local", "gpubox")  # fmt: skip
+
+
+def test_reads_under_a_foreign_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page whose name was bound to this address anew reads nothing; what needs a token is refused for want of one."""
     monkeypatch.setenv("POD_NAMESPACE", "gpu-nodes")
-    names = serve._names("0.0.0.0", {"node_name": None, "allowed_hosts": ("gpubox",)})
-    client = agent(MACHINE, hosts=names)
-    for path in ("/", "/findings", "/metrics", "/openapi.json"):
-        assert client.get(path, headers={"Host": host}).status_code == (200 if read else 400), path
-    assert client.post("/preflight", headers={"Host": host}).status_code == 403
+    client = agent(MACHINE, hosts=serve._names("0.0.0.0", {"node_name": None, "allowed_hosts": ("gpubox",)}))
+    for host in (*OWN, *FOREIGN):
+        for path in ("/", "/findings", "/metrics", "/openapi.json"):
+            status = client.get(path, headers={"Host": host}).status_code
+            assert status == (200 if host in OWN else 400), (host, path)
+        assert client.post("/preflight", headers={"Host": host}).status_code == 403, host
 
 
 def test_a_namespace_named_like_a_top_level_domain_opens_no_public_name(monkeypatch: pytest.MonkeyPatch) -> None:

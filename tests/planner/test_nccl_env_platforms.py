@@ -66,7 +66,13 @@ def test_settings_of_the_built_machine(machine: str) -> None:
     assert (row.name if row else None) == expected.get("platform")
     assert transport(found) == expected.get("sets", {})
     assert not [each for each in found.settings if each.name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")]
-    assert not transport(advice(machine, multi_node=False)).keys() - {"NCCL_TOPO_FILE"}
+    alone = advice(
+        machine, multi_node=False
+    )  # nothing of HCAs, interfaces, classes or plugins: nothing leaves the node
+    assert not transport(alone).keys() - {"NCCL_TOPO_FILE"}
+    told = {each.topic for each in alone.notes}
+    assert not [name for name in told if name.startswith(("NCCL_IB_", "NCCL_NET", "NCCL_SOCKET", "NCCL_CROSS", "FI_"))]
+    assert not {"platform", "NCCL_MNNVL_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_IGNORE_CPU_AFFINITY"} & told
 
 
 def test_every_machine_and_every_platform_is_covered() -> None:
@@ -150,14 +156,13 @@ def test_machine_of_the_catalogue_is_of_its_platform(name: str, expected: dict[s
         assert "nccl-env-profile.sh" in str(found.notes)
 
 
-def test_catalogue_names_are_known() -> None:
-    """Every name is one that --machine answers to."""
-    assert {name for row in platforms().rows for name in row.catalogue} <= set(machines.names())
-
-
 def test_recipes_are_whole() -> None:
-    """Each has its source with a date and sets only what it publishes; NCCL or a plugin reads every name."""
+    """Each has its source with a date and sets only what it publishes; NCCL or a plugin reads every name.
+
+    Every name of the catalogue is one that --machine answers to.
+    """
     table = platforms()
+    assert {name for row in table.rows for name in row.catalogue} <= set(machines.names())
     for row in table.rows:
         for recipe in row.recipes:
             assert recipe.set <= set(recipe.values), row.name
@@ -274,15 +279,6 @@ def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> Non
     assert found.chosen is None
     assert not found.runners_up
     assert not [one.name for one in found.settings if one.name.startswith(("NCCL_", "FI_"))]
-
-
-@each_row("machine", sorted(EXPECTED))
-def test_one_node_is_told_nothing_of_networks(machine: str) -> None:
-    """No variable and no note of HCAs, interfaces, classes or plugins where nothing leaves the node."""
-    found = advice(machine, multi_node=False)
-    names = {each.name for each in found.settings} | {each.topic for each in found.notes}
-    assert not [name for name in names if name.startswith(("NCCL_IB_", "NCCL_NET", "NCCL_SOCKET", "NCCL_CROSS", "FI_"))]
-    assert not {"platform", "NCCL_MNNVL_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_IGNORE_CPU_AFFINITY"} & names
 
 
 @each_row("name", NAMES)

@@ -141,18 +141,7 @@ def test_an_edit_adds_and_never_changes() -> None:
             extended(text, [changed])
 
 
-@each_row(
-    ("text", "end"),
-    [
-        ("a:\n- x\nb: |\n  sh\n  end", "b: |-\n  sh\n  end\nnew: 1\n"),
-        ("a:\n- x\nb: &b !!str >2\n    sh", "b: &b !!str >-2\n    sh\nnew: 1\n"),
-        ("a:\n- x\nb: |+\n  end", "b: |-\n  end\nnew: 1\n"),
-        ("a:\n- x\nb: |-\n  end", "b: |-\n  end\nnew: 1\n"),
-        ("a:\r\n- x\r\nb: |\r\n  end", "b: |-\r\n  end\r\nnew: 1\r\n"),
-        ("a:\n- x\nb: |\n  end\n# note", "b: |\n  end\nnew: 1\n# note"),
-        ("a:\n- x\nb: 'end'", "b: 'end'\nnew: 1\n"),
-    ],
-)
+@each_row(("text", "end"), rows("endings"))
 def test_a_text_without_a_newline_at_its_end_keeps_its_last_value(text: str, end: str) -> None:
     """Lines after a block scalar give it a newline, unless its header says that it has none."""
     (before,) = documents(text)
@@ -161,20 +150,7 @@ def test_a_text_without_a_newline_at_its_end_keeps_its_last_value(text: str, end
     assert extended(text, [{**before, "a": ["x", "y"]}]).endswith(text[text.index("b: ") :])
 
 
-@each_row(
-    ("text", "made"),
-    [
-        ("a: [{k: v}]\n", "a: [{k: v, n: '2'}, {m: x y}]\n"),
-        ("a: [{k: v} , ]  # end, of it\n", "a: [{k: v, n: '2'} , {m: x y} ]  # end, of it\n"),
-        ('{"a": [{"k": "v"}]}', '{"a": [{"k": "v", "n": "2"}, {"m": "x y"}]}'),
-        ('a: [{"k": "v"}]\n', 'a: [{"k": "v", "n": "2"}, {"m": "x y"}]\n'),
-        ("a: [\n  {k: v},  # one, last\n]\n", "a: [\n  {k: v, n: '2'},  # one, last\n  {m: x y},\n]\n"),
-        ("a: [\n    {k: v} # last\n  ]\n", "a: [\n    {k: v, n: '2'}, # last\n    {m: x y}\n  ]\n"),
-        ("a: [\n  {\n    k: v\n  }\n]\n", "a: [\n  {\n    k: v,\n    n: '2'\n  },\n  {m: x y}\n]\n"),
-        ("a: [{k: v}, # one\n]\n", "a: [{k: v, n: '2'}, # one\n  {m: x y},\n]\n"),
-        ("a: [\n  {k: v}]\n", "a: [\n  {k: v, n: '2'}, {m: x y}]\n"),
-    ],
-)
+@each_row(("text", "made"), rows("brackets"))
 def test_what_is_added_between_brackets_has_the_form_of_what_is_there(text: str, made: str) -> None:
     """Quotes, lines of their own, a comma at the end, comments; with the line ends of Windows too."""
     wanted = [{"a": [{"k": "v", "n": "2"}, {"m": "x y"}]}]

@@ -12,9 +12,9 @@ from rigs.tables import each_row
 from probes.limits import probe as limits
 from probes.limits.read import read as read_limits
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 UNPRIVILEGED = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t2\n"
-ROWS = yaml.safe_load(Path(__file__).with_name("limits_rows.yaml").read_text(encoding="utf-8"))
+TABLES = yaml.safe_load(Path(__file__).with_name("limits_rows.yaml").read_text(encoding="utf-8"))
 
 
 def host(
@@ -29,7 +29,7 @@ def host(
     )
 
 
-@each_row(("machine", "code", "severity", "words"), ROWS)
+@each_row(("machine", "code", "severity", "words"), TABLES["wrong"])
 def test_what_is_wrong_with_the_limits(
     machine: dict[str, Any] | str, code: str, severity: str | None, words: str
 ) -> None:
@@ -39,33 +39,6 @@ def test_what_is_wrong_with_the_limits(
     assert not found or words in f"{found.message} {found.evidence} {found.remedy}"
 
 
-def test_cgroup_limits_are_the_tightest_on_the_way_to_the_root() -> None:
-    v2 = read_limits(
-        host(
-            files={
-                "/proc/self/cgroup": "0::/kubepods/pod1/job\n",
-                "/sys/fs/cgroup/kubepods/pod1/job/memory.max": "max\n",
-                "/sys/fs/cgroup/kubepods/pod1/memory.max": "1073741824\n",
-                "/sys/fs/cgroup/kubepods/pod1/job/cpu.max": "400000 100000\n",
-                "/sys/fs/cgroup/kubepods/cpu.max": "max 100000\n",
-            }
-        )
-    )
-    assert (v2.cgroup_memory_max_bytes, v2.cgroup_cpus, v2.container) == (GIB, 4.0, "kubernetes")
-    v1 = read_limits(
-        host(
-            files={
-                "/proc/self/cgroup": "5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n",
-                "/sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "9223372036854771712\n",
-                "/sys/fs/cgroup/memory/docker/memory.limit_in_bytes": "2147483648\n",
-                "/sys/fs/cgroup/cpu/docker/x/cpu.cfs_quota_us": "-1\n",
-                "/sys/fs/cgroup/cpu/docker/x/cpu.cfs_period_us": "100000\n",
-            }
-        )
-    )
-    assert (v1.cgroup_memory_max_bytes, v1.cgroup_cpus, v1.container) == (2 * GIB, None, "docker")
-
-
 def test_unlimited_is_exported_as_infinity_and_unknown_not_at_all() -> None:
     exported = {(s.metric, s.labels): s.value for s in limits.samples(read_limits(host(memlock=(65536, None))))}
     assert exported["limits_memlock_bytes", ("soft",)] == 65536
@@ -73,43 +46,22 @@ def test_unlimited_is_exported_as_infinity_and_unknown_not_at_all() -> None:
     assert not [s for s in limits.samples(read_limits(DictHost())) if s.metric == "limits_memlock_bytes"]
 
 
-SLURM_CONF = "/etc/slurm/slurm.conf"
-SLURMD, STEP = (
-    {"SLURM_SCRIPT_CONTEXT": "prolog_slurmd"},
-    {"SLURMD_NODENAME": "n1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
-)
-SHELL: dict[str, str] = {}
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    "slurmd": {"SLURM_SCRIPT_CONTEXT": "prolog_slurmd"}, "a shell": {},
+    "a step": {"SLURMD_NODENAME": "n1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
+}  # fmt: skip
 
 
-@each_row(
-    ("conf", "environment", "reason"),
-    [  # slurm.conf, environment, why the limit of this process is not the job's (None: it is judged)
-        ("", SLURMD, "of the shell that submits it, by PropagateResourceLimits=ALL (the default) in /etc/slurm"),
-        ("", SHELL, None),
-        ("", STEP, None),
-        ("PropagateResourceLimits=NONE", SLURMD, None),
-        ("PropagateResourceLimits=NONE", SHELL, "of slurmd, by PropagateResourceLimits=NONE"),
-        ("propagateresourcelimitsexcept=NOFILE,MEMLOCK", SLURMD, None),
-        ("PropagateResourceLimitsExcept=MEMLOCK", SHELL, "of slurmd"),
-        ("PropagateResourceLimitsExcept=CORE", SLURMD, "of the shell"),
-        (" PropagateResourceLimits=CORE,MEMLOCK # x", SLURMD, "of the shell"),
-        ("#PropagateResourceLimits=NONE", SHELL, None),
-        ("Include %c-limits.conf", SHELL, "of slurmd, by PropagateResourceLimits=NONE"),
-        ("Include limits.conf", SHELL, "of slurmd, by PropagateResourceLimits=NONE in /etc/slurm/slurm.conf"),
-        (" include /etc/slurm/limits.conf # x", SLURMD, None),
-        ("#Include limits.conf", SHELL, None),
-        (None, SLURMD, None),
-    ],
-)
-def test_the_memlock_limit_is_the_jobs_or_is_not_judged(
-    conf: str | None, environment: dict[str, str], reason: str | None
-) -> None:
+@each_row(("conf", "of", "reason"), TABLES["slurm"])
+def test_the_memlock_limit_is_the_jobs_or_is_not_judged(conf: str | None, of: str, reason: str | None) -> None:
     """Slurm gives a job the limit of the shell that submits it, or slurmd's; the other one says nothing."""
     more = "Include slurm.conf\nInclude none.conf\nPropagateResourceLimits=NONE\n"
-    files = {} if conf is None else {SLURM_CONF: f"ClusterName=c\n{conf}\n", "/etc/slurm/limits.conf": more}
+    files = (
+        {} if conf is None else {"/etc/slurm/slurm.conf": f"ClusterName=c\n{conf}\n", "/etc/slurm/limits.conf": more}
+    )
     files |= {"/etc/slurm/c-limits.conf": more} if files else {}
-    facts = read_limits(host(files=files, environment=environment))
+    facts = read_limits(host(files=files, environment=ENVIRONMENTS[of]))
     raised = any(found.code == "limits.memlock.low" for found in limits.check(facts))
     why = limits.unjudged(facts).get("limits.memlock.low")
     assert (raised, why is None) == (reason is None, reason is None) and (reason or "") in (why or "")
-    assert ("Slurm job 7" in facts.whose) == (environment is STEP)
+    assert ("Slurm job 7" in facts.whose) == (of == "a step")

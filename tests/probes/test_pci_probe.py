@@ -169,20 +169,7 @@ def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:
         read_pci(DictHost())
 
 
-DMAR = {"/sys/class/iommu/dmar0/x": ""}
-
-
-@each_row(
-    ("kind", "files", "mode"),
-    [
-        ("DMA", {}, "translated"),
-        ("DMA-FQ", {}, "translated"),
-        ("identity", {}, "passthrough"),
-        (None, {}, "off"),
-        (None, {**DMAR, "/proc/cmdline": "quiet intel_iommu=on iommu=pt\n"}, "passthrough"),
-        (None, {**DMAR, "/proc/cmdline": "quiet\n"}, None),
-    ],
-)
+@each_row(("kind", "files", "mode"), rows("iommu"))
 def test_iommu_mode(kind: str | None, files: dict[str, Content], mode: str | None) -> None:
     """By the device's group, else by the command line."""
     machine = switch(**({"group": ("7", kind)} if kind else {}))

@@ -470,16 +470,6 @@ def compared(compare: Callable[[Read, list[Placement]], Comparison], text: str, 
 RAILS = [*rack(1, 3, "leaf1", "leaf2"), *rack(4, 4, "leaf2"), *rack(5, 6, "leaf3", "leaf4"), *rack(7, 7)]
 NVL = [*rack(1, 2, clique="a/1"), *rack(3, 4, clique="b/1")]
 TREE = ["SwitchName=leaf1 Nodes=n[01-04]", "SwitchName=leaf3 Nodes=n[05-06]", "SwitchName=top Switches=leaf[1,3]"]
-TOPOLOGIES = [  # topology.conf; words of each difference from RAILS and NVL
-    ("\n".join(TREE) + "\nSwitchName=x Nodes=n07", [], []),
-    ("SwitchName=s1 Nodes=n[01-05]\nSwitchName=s2 Nodes=n[06-07]", ["line 1: s1 holds", "switch leaf3: n05"], []),
-    (
-        "SwitchName=s1 Nodes=n[01-02] \\\n Level=1\nSwitchName=s2 Nodes=n[05-07]",
-        ["n[03-04] in no line"],
-        ["n[03-04] in no line"],
-    ),
-    ("BlockName=b1 Nodes=n[01-03]\nBlockName=b2 Nodes=n[04-07]", [], ["NVLink domain b/1: n03"]),
-]
 
 
 def test_topology_conf_is_written_and_compared() -> None:
@@ -491,7 +481,7 @@ def test_topology_conf_is_written_and_compared() -> None:
         "BlockName=block1 Nodes=n[01-02]", "BlockName=block2 Nodes=n[03-04]", "BlockSizes=2",
     ]  # fmt: skip
     assert compared(compare_topology, blocks, NVL) == [] and compared(compare_topology, tree, RAILS[:-1]) == []
-    for text, of_rails, of_domains in TOPOLOGIES:
+    for text, of_rails, of_domains in rows("topologies")():
         for placements, words in ((RAILS, of_rails), (NVL, of_domains)):
             found = " ".join(compared(compare_topology, text, placements))
             assert all(word in found for word in words) and bool(found) == bool(words), (text, found)
@@ -563,20 +553,7 @@ def test_what_cannot_be_compared_is_no_agreement(
     assert (done.exit_code, "no difference" in done.output) == (code, code == 0) and said in done.output, done.output
 
 
-HUNG = [  # script, what `topoflight` does, what sinfo does, words of the log
-    ("prolog.sh", "echo 'n1: gpu.x: bad'; exit 3", "", "prolog: job 7 is not started: n1: gpu.x: bad"),
-    ("prolog.sh", "exec sleep 600", "", "prolog: node not checked (exit code 124): the check did not end within 4 s"),
-    (
-        "health-check.sh",
-        "trap '' TERM; while :; do sleep 600; done",
-        "",
-        "health-check: node not checked (exit code 137): the check did not end within 4 s",
-    ),
-    ("health-check.sh", "exit 3", "exec sleep 600", "node not changed: sinfo failed or did not answer (exit code 124)"),
-]
-
-
-@each_row(("script", "check", "sinfo", "logged"), HUNG)
+@each_row(("script", "check", "sinfo", "logged"), rows("hung"))
 def test_a_script_of_slurmd_ends_whatever_hangs(
     script: str, check: str, sinfo: str, logged: str, tmp_path: Path
 ) -> None:
@@ -593,22 +570,7 @@ def test_a_script_of_slurmd_ends_whatever_hangs(
     assert done.returncode == ("is not started" in logged) and logged in (tmp_path / "log").read_text()
 
 
-BROKEN = [  # the settings' text (None: no file), words of the log
-    ("topoflight=true\noptions=(--expect gpus=9\n", "the settings cannot be read: {folder}/settings: line 2: "),
-    (None, "the settings cannot be read: bash: {folder}/settings: No such file"),
-    ("topoflight=true\nseconds = 8\n", "a line of the settings failed: {folder}/settings: line 2: seconds: "),
-    ("topoflight=true\nseconds=8s\n", "{folder}/settings: seconds=8s must be a whole number from 4 to 9999; 8 is used"),
-    ("topoflight=true\nseconds=3\n", "{folder}/settings: seconds=3 must be a whole number from 4"),
-    ("topoflight=true\nexit 1\n", "a line of {folder}/settings ends the script: exit, or"),
-    (
-        "topoflight=true\nset -u\necho $NOPE\n",
-        "a line of the settings failed: {folder}/settings: line 3: NOPE: unbound",
-    ),
-    ("topoflight=false\nset -euo pipefail\nfalse\n", "node not checked (exit code 1)"),
-]
-
-
-@each_row(("text", "logged"), BROKEN)
+@each_row(("text", "logged"), rows("broken"))
 def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "deploy" / "slurm", tmp_path, dirs_exist_ok=True)
     (tmp_path / "settings").unlink()
@@ -650,17 +612,7 @@ def test_the_log_names_the_driver_call_that_hangs(tmp_path: Path) -> None:
     assert "node not checked (exit code 5): node02: " in log and "in nvmlDeviceGetName of GPU1" in log, log
 
 
-LIMITED = [  # GPUs whose device nodes the job's cgroup allows (None: the driver names no nodes), GPUs that NVML lists,
-    # GPUs that Slurm gave the job, exit code, the findings
-    (2, 2, "0,1", 0, {"gpu.device.not_given": "info"}),
-    (None, 2, "0,1", 0, {"gpu.device.not_given": "info"}),
-    (2, 1, "0,1", 3, {"gpu.device.not_given": "info", "gpu.device.missing": "fail", "gpu.device.hidden": "fail"}),
-    (8, 7, "0,1", 3, {"gpu.device.missing": "fail", "gpu.device.hidden": "info"}),  # no cgroup, and one is lost
-    (8, 8, "0,1", 0, {"gpu.device.hidden": "info"}),
-]
-
-
-@each_row(("usable", "count", "granted", "code", "wanted"), LIMITED)
+@each_row(("usable", "count", "granted", "code", "wanted"), rows("limited"))
 def test_a_gpu_that_the_cgroup_of_a_job_refuses_is_limited_and_not_lost(
     usable: int | None, count: int, granted: str, code: int, wanted: dict[str, str], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import golden_rows
 
 from topology.check import check
 from topology.formats import TopologyFileError, text, xml
@@ -17,8 +18,6 @@ from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair
 from topology.paths import with_expectations
 from topology.render import json_document
-
-FILE = Path(__file__).parents[1] / "golden" / "topology.jsonl"
 
 
 def device(one: GpuNode | NicNode) -> dict[str, Any]:
@@ -61,21 +60,17 @@ def row_of(node: NodeTopology) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value}
 
 
-def test_what_a_text_says() -> None:
+def said(row: dict[str, Any]) -> Any:
+    """What is read of a row's text, or the error that refuses it."""
+    try:
+        return row_of((xml if row.get("xml") else text).parse(row["text"], "sample"))
+    except TopologyFileError as error:
+        return [error.source, error.line, str(error)]
+
+
+def test_golden_texts() -> None:
     """A row says what it shows: two that differ in one fact stand beside each other."""
-    rows = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
-    made = []
-    for row in rows:
-        try:
-            says: Any = row_of((xml if row.get("xml") else text).parse(row["text"], "sample"))
-        except TopologyFileError as error:
-            says = [error.source, error.line, str(error)]
-        made.append(row | {"says": json.loads(json.dumps(says))})
-    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
-        FILE.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
-        return
-    wrong = [(row["what"], row.get("says"), new["says"]) for row, new in zip(rows, made, strict=True) if row != new]
-    assert wrong == []
+    golden_rows("topology.jsonl", "says", said)
 
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "topo"
@@ -87,12 +82,13 @@ def entries(index):
     return json.loads(index.read_text()) if index.is_file() else []
 
 
-pytestmark = [
-    pytest.mark.corpus,
-    pytest.mark.skipif(not INDEX.is_file(), reason=f"no corpus at {CORPUS}: set TOPOFLIGHT_CORPUS"),
-]
+def of_corpus(test):
+    """Mark a test that needs the corpus."""
+    there = pytest.mark.skipif(not INDEX.is_file(), reason=f"no corpus at {CORPUS}: set TOPOFLIGHT_CORPUS")
+    return pytest.mark.corpus(there(test))
 
 
+@of_corpus
 @pytest.mark.parametrize("entry", entries(INDEX), ids=lambda entry: entry["file"])
 def test_matrix_text(entry):
     node = parse((CORPUS / entry["file"]).read_text(), entry["file"])
@@ -114,6 +110,7 @@ def test_matrix_text(entry):
     assert affinity == entry["affinity"]
 
 
+@of_corpus
 @pytest.mark.parametrize("entry", entries(XML_INDEX), ids=lambda entry: entry["file"])
 def test_nccl_xml(entry):
     node = xml.parse((CORPUS / entry["file"]).read_text(), entry["file"])
@@ -126,6 +123,7 @@ def test_nccl_xml(entry):
         assert counts == entry["nvlinks_per_gpu"]
 
 
+@of_corpus
 @pytest.mark.parametrize("path", sorted((CORPUS / "lookalikes").glob("*")), ids=lambda path: path.name)
 def test_lookalikes_are_refused(path):
     with pytest.raises(TopologyFileError, match="line 3: "):
