@@ -159,7 +159,7 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
 
 def _first_failed(path: Path) -> int | None:
     """Return the rank that torchrun saw fail first; None if it was aborted or terminated because of another rank."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         found = plain.loads(bounded.read_text(path, MOST_BYTES))
         failed = run_record.FailedRank(int(found["rank"]), int(found["exit_code"]))
         return failed.rank if failed.is_own else None
