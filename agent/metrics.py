@@ -7,7 +7,6 @@ node_exporter or dcgm-exporter are not repeated; the scraper adds `node` and `in
 
 from __future__ import annotations
 
-import datetime
 import gzip
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from agent.checks.history import PARTS
 from agent.checks.host_checks import gdrdma_possible
 from agent.checks.measured import is_judged_result, least_of
 from agent.checks.verdict import View
+from agent.cluster.nodes import seconds_of
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from collectives.search.plan import SearchResult
@@ -191,17 +191,10 @@ def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
     if view.search is not None:
         times["search"] = view.search.began + view.search.seconds
-    if view.runs and (ended := _unix_time(view.runs[0].ended_at or view.runs[0].started_at)):
+    if view.runs and (ended := seconds_of(view.runs[0].ended_at or view.runs[0].started_at)):
         times["run"] = ended
     for name, seconds in times.items():
         yield (name,), seconds
-
-
-def _unix_time(text: Any) -> float | None:
-    try:
-        return datetime.datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
-    except ValueError:
-        return None
 
 
 def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:

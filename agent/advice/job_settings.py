@@ -335,7 +335,7 @@ def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[st
 
 def run_forecast(advice: Recommendation) -> RunForecast:
     """Return the forecast of the chosen layout for the plan; empty without a layout."""
-    return plain.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
+    return plain.read(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
