@@ -7,7 +7,6 @@ node_exporter or dcgm-exporter are not repeated; the scraper adds `node` and `in
 
 from __future__ import annotations
 
-import datetime
 import gzip
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -23,10 +22,11 @@ from agent.checks.history import PARTS
 from agent.checks.host_checks import gdrdma_possible
 from agent.checks.measured import is_judged_result, least_of
 from agent.checks.verdict import View
+from agent.cluster.nodes import seconds_of
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from collectives.search.plan import SearchResult
-from contracts.run_record import Communication, RunRecord
+from contracts.run_record import Communication, RunRecord, compare
 from contracts.tables import read_table
 from probes.api import Failed, Metric, Ok
 from probes.pci.facts import PciFacts
@@ -191,17 +191,10 @@ def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
     if view.search is not None:
         times["search"] = view.search.began + view.search.seconds
-    if view.runs and (ended := _unix_time(view.runs[0].ended_at or view.runs[0].started_at)):
+    if view.runs and (ended := seconds_of(view.runs[0].ended_at or view.runs[0].started_at)):
         times["run"] = ended
     for name, seconds in times.items():
         yield (name,), seconds
-
-
-def _unix_time(text: Any) -> float | None:
-    try:
-        return datetime.datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
-    except ValueError:
-        return None
 
 
 def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
@@ -307,12 +300,8 @@ def _run_values(view: View) -> Iterator[tuple[str, Values]]:
             yield name, [((), float(number))]
     yield "run_forecast_step_seconds", _bounds(last, "step_seconds")
     yield "run_forecast_memory_bytes", _bounds(last, "memory_bytes")
-    within: Values = []
-    for quantity in ("step_seconds", "memory_bytes"):
-        limits, value = getattr(last.forecast, quantity), getattr(measured, quantity)
-        if value is not None and limits is not None:
-            within.append(((quantity,), float(limits.low <= value <= limits.high)))
-    yield "run_within_forecast", within
+    compared = [line for line in compare(last) if line.within is not None]
+    yield "run_within_forecast", [((line.quantity,), float(line.within is True)) for line in compared]
     losses = (("first", last.loss.first), ("last", last.loss.last))
     yield "run_loss", [((phase,), loss) for phase, loss in losses if loss is not None]
     largest = sorted(communication.seconds_by_kind.items(), key=lambda item: -item[1])[:KEPT_COLLECTIVES]

@@ -16,7 +16,7 @@ from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.forecast.engine import Engine, Fsdp, Share, StateBytes
 from planner.forecast.specs import TrainSpec
-from planner.stacks import ENGINES
+from planner.stacks import ENGINES, make_engine
 
 
 class LitGpt(Engine):
@@ -53,12 +53,10 @@ class MegatronDeepSpeed(Engine):
 def _stack(row: dict[str, Any]) -> Stack:
     """One row of stacks.toml."""
     engine, traits = row["engine"], dict(row.get("traits", {}))
-    if (states := traits.get("states")) is not None:
-        traits["states"] = (
-            ENGINES[states].states if isinstance(states, str) else StateBytes(*states[:3], copy=states[3])
-        )
+    if isinstance(states := traits.get("states"), str):
+        traits["states"] = ENGINES[states].states
     kinds = {kind.__name__: kind for kind in (Engine, Fsdp, LitGpt, MegatronDeepSpeed)}
-    made = kinds[engine](**traits) if engine in kinds else replace(ENGINES[engine], **traits)
+    made = make_engine(kinds[engine](name=engine) if engine in kinds else ENGINES[engine], traits)
     rest = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}
     return Stack(**rest | {"engine": made})
 

@@ -7,14 +7,10 @@ sharding, recomputation and offloading options are stored only as fields of the 
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import re
-import types
+import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +22,11 @@ from contracts.trl import EndedError as EndedError
 MAX_FILE_BYTES = 1 << 20  # settings are written by hand, so a larger file is the wrong file
 MAX_ALIASES = 16  # YAML aliases; nested aliases grow exponentially
 DEFAULT_CONFIG = Path(__file__).parent / "default.yaml"  # settings of the embedded job
+
+
+def _limited(default: Any, **limits: float) -> Any:
+    """Declare a field that has limits, in the words of pydantic's Field: ge, lt."""
+    return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +44,9 @@ class JobConfig:
     chat_template: str | None = None  # a Jinja template; None: the template of the tokenizer
     # LoRA
     use_peft: bool = False
-    lora_r: int = 16
-    lora_alpha: float = 32
-    lora_dropout: float = 0.0
+    lora_r: int = _limited(16, ge=1)
+    lora_alpha: float = _limited(32, ge=0)
+    lora_dropout: float = _limited(0.0, ge=0, lt=1)
     lora_target_modules: tuple[str, ...] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
@@ -57,59 +58,46 @@ class JobConfig:
     dataset_train_split: str = "train"
     dataset_test_split: str = "test"
     dataset_text_field: str = "text"
-    dataset_rows: int | None = None  # limit of rows per split
-    max_length: int = 1024
+    dataset_rows: int | None = _limited(None, ge=1)  # limit of rows per split
+    max_length: int = _limited(1024, ge=2)
     packing: bool = False
     train_sampling_strategy: Literal["random", "group_by_length"] = "random"
     completion_only_loss: bool | None = None  # loss on answers only; None: if rows have a prompt and a completion
     # training
-    num_train_epochs: float = 3.0
-    max_steps: int | None = None
-    per_device_eval_batch_size: int | None = None
+    num_train_epochs: float = _limited(3.0, ge=0)
+    max_steps: int | None = _limited(None, ge=1)
+    per_device_eval_batch_size: int | None = _limited(None, ge=1)
     eval_strategy: Literal["no", "epoch", "steps"] = "no"
-    eval_steps: int | None = None  # None: same as logging_steps
+    eval_steps: int | None = _limited(None, ge=1)  # None: same as logging_steps
     tf32: bool | None = None
-    learning_rate: float = 2e-5
+    learning_rate: float = _limited(2e-5, ge=0)
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "linear"
-    warmup_steps: float = 0  # below 1: a fraction of all steps
-    weight_decay: float = 0.0
+    warmup_steps: float = _limited(0, ge=0)  # below 1: a fraction of all steps
+    weight_decay: float = _limited(0.0, ge=0)
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0  # 0: no gradient clipping
+    max_grad_norm: float = _limited(1.0, ge=0)  # 0: no gradient clipping
     seed: int = 42
     # parallelism
     layout: dict[str, Any] = field(default_factory=dict)  # requested fields of contracts.layout.Layout
     # checkpoints and reports
     output_dir: str = "finetune-output"
     save_strategy: Literal["no", "epoch", "steps"] = "epoch"
-    save_steps: int = 500
-    save_total_limit: int | None = 1  # None: keep every checkpoint
+    save_steps: int = _limited(500, ge=1)
+    save_total_limit: int | None = _limited(1, ge=1)  # None: keep every checkpoint
     resume_from_checkpoint: str | bool | None = "auto"  # "auto": the newest checkpoint in output_dir, if any
     export_merged: bool = False
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
     logging_strategy: Literal["no", "steps", "epoch"] = "steps"
-    logging_steps: int = 10
-    report_to: tuple[str, ...] = ()
-    profile_steps: int = 2  # steps to profile for the communication share; 0: none
+    logging_steps: int = _limited(10, ge=1)
+    report_to: tuple[Literal["tensorboard", "none"], ...] = ()  # metrics.jsonl is always written
+    profile_steps: int = _limited(2, ge=0)  # steps to profile for the communication share; 0: none
 
     def __post_init__(self) -> None:
-        low = {
-            "lora_r": 1, "lora_alpha": 0, "max_length": 2, "num_train_epochs": 0, "learning_rate": 0, "warmup_steps": 0,
-            "save_steps": 1, "save_total_limit": 1, "logging_steps": 1, "eval_steps": 1, "max_grad_norm": 0,
-            "weight_decay": 0, "profile_steps": 0, "max_steps": 1, "dataset_rows": 1,
-            "per_device_eval_batch_size": 1,
-        }  # fmt: skip
-        wrong = [
-            f"{name}={value!r}: must be at least {least}"
-            for name, least in low.items()
-            if (value := getattr(self, name)) is not None and value < least
-        ]
+        wrong = []
         if self.num_train_epochs == 0 and self.max_steps is None:
             wrong.append("num_train_epochs=0: must be above 0, or nothing trains")
-        if not 0 <= self.lora_dropout < 1:
-            wrong.append(f"lora_dropout={self.lora_dropout!r}: must be in [0, 1)")
-        wrong += [_parse_trackers(target) for target in self.report_to if target not in ("tensorboard", "none")]
         if self.load_in_4bit and not self.use_peft:
             wrong.append("load_in_4bit=true: 4-bit weights cannot be trained; set use_peft: true")
         if wrong:
@@ -174,16 +162,14 @@ def read_mapping(path: Path, *, once: bool = False) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    if not path.exists():
-        raise ConfigError(f"{path}: no such file")
     try:
         return bounded.read_text(path, MAX_FILE_BYTES)
-    except bounded.TooLargeError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+    except ValueError as error:  # too large, or not UTF-8
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def parse_mapping(text: str, where: object, *, once: bool = False) -> dict[str, Any]:
@@ -228,7 +214,6 @@ def parse_config(
     attempt(trl.model_words, whole, raw, own_note)
     values: dict[str, Any] = {}
     layout: dict[str, Any] = attempt(_parse_layout, raw.get("layout")) or {}
-    written = {trl.option_names().renamed.get(name, name): name for name in raw}
     known = known_settings()
     if unknown := [name for name in raw if name not in known]:
         methods = trl.option_names().of_trl["methods"]
@@ -238,8 +223,9 @@ def parse_config(
         first, *more = unknown
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
         refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None
-    for name, value in _rename_options({name: raw[name] for name in raw if name in known}, note, attempt).items():
-        attempt(_read, name, value, written.get(name, name), values, layout, own_note)
+    today = _rename_options({name: raw[name] for name in raw if name in known}, note, refused.setdefault)
+    for name, (label, value) in today.items():
+        attempt(_read, name, value, label, values, layout, own_note)
     attempt(trl.precision, raw, layout)
     attempt(trl.checkpointing, raw, layout)
     attempt(trl.parallelism, raw, layout, note)  # FSDP options set the degrees that this leaves open
@@ -247,7 +233,7 @@ def parse_config(
     attempt(trl.deepspeed, raw, values, layout, note)
     if layout:
         values["layout"] = attempt(_parse_layout, layout) or {}
-    config = attempt(partial(JobConfig, **values))
+    config = attempt(lambda: JobConfig(**values))
     if refused:
         raise ConfigError("; ".join(refused))
     return config, values, list(notes)
@@ -265,32 +251,31 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
         trl.put(layout, member, _parse_member(member, value, label), label)
 
 
-def _rename_options(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..., Any]) -> dict[str, Any]:
-    """Return the file's settings under their current names, with transformers' special values translated."""
+def _rename_options(raw: Mapping[str, Any], note: trl.Note, refuse: trl.Note) -> dict[str, tuple[str, Any]]:
+    """Return (name in the file, value) of each setting by its current name, with transformers' special values."""
     found: dict[str, Any] = {}
+    labels: dict[str, str] = {}
     for name, value in raw.items():
         new = trl.option_names().renamed.get(name, name)
         if new != name:
             if raw.get(new) is not None and value is not None and new != "activation_checkpointing":
-                attempt(_refuse, f"{name} is the old name of {new}: both are set")
+                refuse(f"{name} is the old name of {new}: both are set")
             if raw.get(new) is not None:
                 continue
             note(f"{name} is now {new}")
-        found[new] = value
+        found[new], labels[new] = value, name
     if found.get("max_steps") in (-1, "-1"):
         del found["max_steps"]  # default of transformers: num_train_epochs determines the steps
     if found.get("eval_steps") == 0:
         found["eval_steps"] = None  # as transformers interprets it
-    if "warmup_ratio" in found:
-        ratio = attempt(_convert, "warmup_ratio", found.pop("warmup_ratio"), float | None)
-        if ratio and not found.get("warmup_steps"):
-            note("warmup_ratio is now warmup_steps, below 1")
-            found["warmup_steps"] = ratio
-    if "group_by_length" in found:
-        by_length = attempt(_convert, "group_by_length", found.pop("group_by_length"), bool | None)
-        if by_length is not None:
-            note("group_by_length is now train_sampling_strategy")
-            found.setdefault("train_sampling_strategy", "group_by_length" if by_length else "random")
+    if (ratio := found.pop("warmup_ratio", None)) and not found.get("warmup_steps"):
+        note("warmup_ratio is now warmup_steps, below 1")
+        found["warmup_steps"], labels["warmup_steps"] = ratio, "warmup_ratio"
+    if (by_length := trl.truth(found.pop("group_by_length", None))) is not None:
+        note("group_by_length is now train_sampling_strategy")
+        labels.setdefault("train_sampling_strategy", "group_by_length")
+        words = {True: "group_by_length", False: "random"}
+        found.setdefault("train_sampling_strategy", words[by_length] if isinstance(by_length, bool) else by_length)
     if found.get("lora_target_modules") in ("all-linear", ["all-linear"]):
         note("lora_target_modules: all-linear is every projection of a layer")
         del found["lora_target_modules"]
@@ -298,12 +283,8 @@ def _rename_options(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Call
         note("report_to: all is tensorboard")
         found["report_to"] = ["tensorboard"]
     if "data_seed" in found and (seed := found.pop("data_seed")) not in (None, found.get("seed", _get_default("seed"))):
-        attempt(_refuse, f"data_seed={seed!r}: only seed's own value is allowed: one seed decides")
-    return found
-
-
-def _refuse(text: str) -> None:
-    raise ConfigError(text)
+        refuse(f"data_seed={seed!r}: only seed's own value is allowed: one seed decides")
+    return {name: (labels[name], value) for name, value in found.items()}
 
 
 def _parse_layout(settings: Any) -> dict[str, Any]:
@@ -319,10 +300,6 @@ def _parse_member(member: str, value: Any, name: str) -> Any:
         raise ConfigError(f"unknown setting {name!r}{trl.hint(member, kinds)}")
     if member == "dp_shard" and value == trl.NODE:
         return value
-    if member == "stage_layers":
-        if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
-            raise ConfigError(f"{name}={value!r}: must be a list of whole numbers")
-        return list(value)
     made = _convert(name, value, kinds[member])
     if kinds[member] is int and made < 1:
         raise ConfigError(f"{name}={made!r}: must be at least 1")
@@ -357,27 +334,18 @@ def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node:
 
 def _store_setting(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:
     """Store one setting; `label` is its name in the file."""
-    known = _types()
-    if value is None and type(None) not in typing.get_args(known[name]):
+    kind = _types()[name]
+    if value is None and type(None) not in typing.get_args(kind):
         if name == "max_length":
             raise trl.OnlyTrlError(
                 "max_length=None: must be a whole number: rows are cut at it, and the memory follows from it"
             )
         note(f"{name}: null, so {_get_default(name)!r} is taken")
         return
-    trackers = _convert_to(tuple, value) if name == "report_to" else ()
-    if trackers is not _MISFIT and (others := set(trackers) - {"tensorboard", "none"}):
-        raise trl.OnlyTrlError(_parse_trackers(sorted(map(str, others))[0]))
-    try:
-        values[name] = _convert(label, value, known[name])
-    except ConfigError as error:
-        is_word = isinstance(value, str) and any(typing.get_origin(one) is Literal for one in _split_union(known[name]))
-        is_share = name in trl.option_names().shares and isinstance(value, float) and 0 < value < 1
-        raise trl.OnlyTrlError(str(error)) if is_word or is_share else error from None
-
-
-def _parse_trackers(target: str) -> str:
-    return f"report_to={target!r}: allowed are tensorboard, none (metrics.jsonl is always written)"
+    if name in trl.option_names().shares and isinstance(value, float) and 0 < value < 1:
+        raise trl.OnlyTrlError(f"{label}={value!r}: must be a whole number of steps")
+    limits = JobConfig.__dataclass_fields__[name].metadata
+    values[name] = _convert(label, value, kind, refusal=trl.OnlyTrlError, **limits)
 
 
 def known_settings() -> frozenset[str]:
@@ -388,82 +356,33 @@ def known_settings() -> frozenset[str]:
 
 
 def _get_default(name: str) -> Any:
-    return next(one.default for one in dataclasses.fields(JobConfig) if one.name == name)
+    return JobConfig.__dataclass_fields__[name].default
 
 
 def _types() -> dict[str, Any]:
     return typing.get_type_hints(JobConfig)
 
 
-def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Convert a value to its field's type. YAML reads 2e-4 as text and has lists instead of tuples."""
-    options = _split_union(kind)
-    for option in options:
-        if (found := _convert_to(option, value)) is not _MISFIT:
-            return found
-    allowed = " or ".join(_format_type(option) for option in options)
-    raise ConfigError(f"{name}={value!r}: must be {allowed}")
+def _convert(name: str, value: Any, kind: Any, *, refusal: type[ConfigError] = ConfigError, **limits: float) -> Any:
+    """Convert a value to its field's type with pydantic: YAML reads 2e-4 as text and has lists instead of tuples.
+
+    Raises ConfigError, which names the setting and the allowed values; for a word that is none of these, `refusal`.
+    """
+    from pydantic import ValidationError
+
+    if value is False and "no" in typing.get_args(kind):
+        return "no"  # YAML 1.1 reads an unquoted no as false
+    given = [value] if isinstance(value, str) and typing.get_origin(kind) is tuple else value
+    try:  # strictly for true and false, which are no numbers
+        return _validator(kind, **limits).validate_python(given, strict=isinstance(value, bool))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raised = refusal if first["type"] == "literal_error" and isinstance(first["input"], str) else ConfigError
+        raise raised(f"{name}={value!r}: must {first['msg'].removeprefix('Input should ')}") from None
 
 
-def _split_union(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+@functools.cache
+def _validator(kind: Any, **limits: float) -> Any:
+    from pydantic import ConfigDict, Field, TypeAdapter
 
-
-_MISFIT = object()
-
-
-def _convert_to(option: Any, value: Any) -> Any:
-    """Convert the value to one type of a field; return _MISFIT if it does not have this type."""
-    origin = typing.get_origin(option) or option
-    if origin is Literal:
-        choices = typing.get_args(option)
-        if value is False and "no" in choices:
-            return "no"  # YAML 1.1 reads an unquoted no as false
-        return value if value in choices else _MISFIT
-    if origin is tuple:
-        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-            return tuple(value)
-        return (value,) if isinstance(value, str) else _MISFIT
-    if origin is dict:
-        return dict(value or {}) if isinstance(value, dict | None) else _MISFIT
-    if option is type(None):
-        return None if value is None else _MISFIT
-    return _convert_scalar(option, value)
-
-
-def _convert_scalar(option: Any, value: Any) -> Any:
-    if option is bool:
-        found = trl.truth(value)
-        return found if isinstance(found, bool) else _MISFIT
-    if isinstance(value, bool):
-        return _MISFIT
-    if option is int and isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
-        return int(value)  # quoted; argparse, which parses the defaults of TRL's files, accepts it
-    if option in (str, int) and isinstance(value, option):
-        return value
-    if option is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if option is float and isinstance(value, int | float | str):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            return _MISFIT
-        return number if math.isfinite(number) else _MISFIT
-    return _MISFIT
-
-
-def _format_type(option: Any) -> str:
-    if option is type(None):
-        return "null"
-    if typing.get_origin(option) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(option)))
-    if typing.get_origin(option) is tuple:
-        return "a list of names"
-    names = {
-        "str": "text",
-        "int": "a whole number",
-        "float": "a finite number",
-        "bool": "true or false",
-        "dict": "a mapping",
-    }
-    return names.get((typing.get_origin(option) or option).__name__, str(option))
+    return TypeAdapter(typing.Annotated[kind, Field(**limits)], config=ConfigDict(allow_inf_nan=False))

@@ -44,7 +44,6 @@ class RunForecast:
 
     step_seconds: Interval | None = None
     memory_bytes: Interval | None = None
-    tokens_per_second: Interval | None = None
     time_parts: list[NamedValue] = field(default_factory=list)
     memory_parts: list[NamedValue] = field(default_factory=list)
 
@@ -103,12 +102,16 @@ def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
     settings = data.get("config")
     raw = with_overrides(dict(settings) if settings is not None else read_mapping(DEFAULT_CONFIG), overrides)
     config, _, notes = parse_config(raw, None if data.get("trl") is None else {})
+    try:
+        forecast = plain.read(data.get("forecast") or {}, RunForecast)
+    except plain.MisfitError as error:
+        raise ConfigError(f"plan {path}: forecast: {error}") from None
     layout, plan_notes = data.get("layout"), data.get("notes") or []
     return JobPlan(
         config=config,
         trl=None if data.get("trl") is None else trl.trl_settings(with_overrides(dict(data["trl"]), overrides), {}),
         layout=None if layout is None else parse_layout(layout, f"plan {path}: layout"),
-        forecast=plain.pick(data.get("forecast") or {}, RunForecast),
+        forecast=forecast,
         environment={str(name): str(value) for name, value in (data.get("environment") or {}).items()},
         transport={str(name): str(value) for name, value in (data.get("transport") or {}).items()},
         notes=tuple(dict.fromkeys([*(str(text) for text in plan_notes), *notes])),

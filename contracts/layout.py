@@ -15,9 +15,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8"]
 EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8")  # mxfp8 has one scale per 32 values, fp8 one per tensor
 Offload = Literal["none", "optimizer", "all"]
 
-# Model types (`model_type` of config.json) that get special treatment.
-
-# The job can shard these: one stack of layers, rotary embeddings, q/k/v/o and gate/up/down projections.
+# The job can shard these `model_type`: one stack of layers, rotary embeddings, q/k/v/o and gate/up/down projections.
 MIXTURES: tuple[str, ...] = ("mixtral", "qwen3_moe")  # of these, the mixture-of-experts models
 ROPE_TYPES: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 WHOLE_ROPE: tuple[str, ...] = ("dynamic", "longrope")  # RoPE types whose angles depend on the sequence length
@@ -68,9 +66,11 @@ class Layout:
                 raise LayoutError(f"{name}={value!r}: must be a whole number of at least 1")
         product = self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
         if product != self.world_size:
+            rest = self.world_size * self.dp_shard // product
+            inside = f". ep is no factor, its groups lie inside dp_shard x cp x tp: name dp_shard={rest}"
             raise LayoutError(
                 f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} x "
-                f"pp {self.pp} = {product}, but world_size is {self.world_size}"
+                f"pp {self.pp} = {product}, but world_size is {self.world_size}{inside if self.ep > 1 else ''}"
             )
         if self.sharding == "ddp" and self.dp_shard != 1:
             raise LayoutError(f"sharding='ddp' with dp_shard={self.dp_shard}: DDP replicates; use dp_replicate")

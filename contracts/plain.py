@@ -7,14 +7,11 @@ would break code that later computes with these values or writes them.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-import types
-import typing
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 DEEPEST = 64  # a recording, the deepest of our documents, has six levels
 LARGEST = 2**64  # NVML and the kernel count in unsigned 64 bits
@@ -87,12 +84,10 @@ def _check_depth(found: Any) -> None:
 
 # Conversion between dataclasses and plain values (cattrs; docs/decisions/0016).
 #
-# A number is never read as text, nor text as a number. Unknown members are ignored. `read` is for documents that must
-# match their type; `pick` is for documents of another release or program and skips members that do not match.
+# A number is never read as text, nor text as a number. Unknown members are ignored.
 
 T = TypeVar("T")
 
-MOST_ITEMS = 65536  # limit of a list that `pick` reads; a run logs at most 4096 steps
 MISFITS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # of cattrs without detailed validation
 
 
@@ -130,61 +125,13 @@ _NUMBERS_AND_TEXT = frozenset({str, int, float, bool, type(None)})  # most value
 
 def read(data: object, kind: type[T]) -> T:
     """Convert plain data to a dataclass. Raises MisfitError, which names what does not match."""
+    from cattrs.errors import CattrsError
+
     try:
         found: T = converter().structure(data, kind)
-    except MISFITS as error:
+    except (*MISFITS, CattrsError) as error:
         raise MisfitError(f"no {kind.__name__}: {type(error).__name__}: {str(error)[:200]}") from None
     return found
-
-
-def pick(data: object, kind: type[T]) -> T:
-    """Convert plain data to a dataclass. Members that are missing or have the wrong type get their default value."""
-    found: dict[str, Any] = {}
-    if isinstance(data, dict):
-        for name, hint in _get_members(kind).items():  # type: ignore[arg-type]
-            if name in data and (value := _pick_one(data[name], hint)) is not _MISFIT:
-                found[name] = value
-    return kind(**found)
-
-
-_MISFIT = object()
-
-
-def _pick_one(value: Any, hint: Any) -> Any:
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if value is None:
-        return None if type(None) in options else _MISFIT
-    for option in options:
-        if dataclasses.is_dataclass(option) and isinstance(value, dict):
-            return _pick_dataclass(value, option)
-        if get_origin(option) in (list, tuple) and isinstance(value, list | tuple):
-            items = (_pick_one(each, get_args(option)[0]) for each in value[:MOST_ITEMS])
-            return get_origin(option)(item for item in items if item is not _MISFIT)
-        if get_origin(option) is dict and isinstance(value, dict):
-            kind = get_args(option)[1]
-            pairs = {str(key): _pick_one(each, kind) for key, each in value.items()}
-            return {key: each for key, each in pairs.items() if each is not _MISFIT}
-        if option is Any:
-            return value
-        if option is not type(None):
-            try:
-                return converter().structure(value, option)
-            except MISFITS:
-                continue
-    return _MISFIT
-
-
-def _pick_dataclass(value: dict[str, Any], kind: Any) -> Any:
-    try:
-        return pick(value, kind)
-    except (TypeError, ValueError):  # a required member is missing, or a value was rejected
-        return _MISFIT
-
-
-@cache
-def _get_members(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 _STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -152,7 +152,7 @@ _TITLES = {"step_seconds": "step time", "memory_bytes": "peak memory per rank"}
 class Comparison:
     """Forecast and measurement of one quantity, and whether the measurement is inside the forecast interval."""
 
-    quantity: str  # "step_seconds", "memory_bytes", "memory_allocated_bytes", "tokens_per_second"
+    quantity: str  # "step_seconds", "memory_bytes", "memory_allocated_bytes"
     forecast: Interval | None = None
     measured: float | None = None
     within: bool | None = None  # None: no forecast or no measurement
@@ -165,8 +165,8 @@ class Comparison:
 
     @property
     def unit(self) -> str:
-        """Unit of the quantity: "s", "B", or "/s"."""
-        return "s" if self.quantity.endswith("_seconds") else "B" if self.quantity.endswith("_bytes") else "/s"
+        """Unit of the quantity: "s" or "B"."""
+        return "s" if self.quantity.endswith("_seconds") else "B"
 
     @property
     def verdict(self) -> str:
@@ -278,12 +278,12 @@ def compare(record: RunRecord) -> tuple[Comparison, ...]:
 
 
 def record_of(data: dict[str, Any]) -> RunRecord:
-    """Return the record with the members that are present and have the right type; secrets are removed.
+    """Return the record without secrets. Raises plain.MisfitError for a member of the wrong type.
 
-    Older releases and other programs write records too. A reason or a note may quote the output of a program, and every
-    user of the agent and every reader of a report sees the record.
+    A reason or a note may quote the output of a program, and every user of the agent and every reader of a report sees
+    the record.
     """
-    return plain.pick(without_secrets(data), RunRecord)
+    return plain.read(without_secrets(data), RunRecord)
 
 
 def dumps(record: RunRecord) -> str:
@@ -304,7 +304,10 @@ def read(path: Path) -> RunRecord:
     version = data.get("schema_version", RECORD_VERSION)
     if version != RECORD_VERSION:
         raise RecordError(f"{path}: schema_version is {version!r}; this release reads {RECORD_VERSION}")
-    return record_of(data)
+    try:
+        return record_of(data)
+    except plain.MisfitError as error:
+        raise RecordError(f"{path}: {error}") from None
 
 
 class FailedRank(NamedTuple):
@@ -317,6 +320,11 @@ class FailedRank(NamedTuple):
     def signal(self) -> str:
         """Name of the signal that killed the rank, such as "SIGKILL"; "" if it was not killed."""
         return signal.Signals(-self.exit_code).name if self.exit_code and -self.exit_code in set(signal.Signals) else ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it ended by itself: NCCL's watchdog aborts waiting ranks, and launchers terminate the others."""
+        return self.exit_code not in (-signal.SIGABRT, -signal.SIGTERM)
 
 
 def failed_ranks(log: str) -> list[FailedRank]:

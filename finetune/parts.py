@@ -187,7 +187,6 @@ def hold_against(forecast: RunForecast, measured: Measured, worst: str) -> list[
         ("step_seconds", forecast.step_seconds, "s", 1.0),
         ("memory_bytes", forecast.memory_bytes, "GiB", 2.0**30),
         ("memory_allocated_bytes", forecast.allocated_bytes, "GiB", 2.0**30),
-        ("tokens_per_second", forecast.tokens_per_second, "/s", 1.0),
     ):
         got = getattr(measured, name)
         if due is None or got is None:

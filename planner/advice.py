@@ -55,7 +55,7 @@ class RankedLayout:
 class Rejected:
     """A layout or a family that was rejected, with the violated rule."""
 
-    what: str  # "TP=16", "PP=1 TP=8"
+    what: str  # "TP=16", "PP4 x TP8"
     rule: str
     reason: str  # "needs 9.3 GiB more memory per rank than is available", "TP=16 would cross the 50 GB/s EFA"
 

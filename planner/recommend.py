@@ -18,7 +18,7 @@ from planner.advice import RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
-from planner.forecast.engine import Engine
+from planner.forecast.engine import Engine, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, repair_links, repaired, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
@@ -71,6 +71,11 @@ class Planned:
     def budget(self) -> float | None:
         """Limit for the forecast bytes of a rank; None: unknown."""
         return bytes_that_fit(self.job, self.capacity) if self.capacity else None
+
+    def candidate(self, layout: Layout, *, tight: bool = False) -> Candidate:
+        """Return the forecast of one layout, whether or not it fits."""
+        parts, memory = step_parts(self.job, layout), memory_of(self.job, layout)
+        return Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale, tight=tight)
 
     def rank(self, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
         """Return a layout with its forecast, compared with the winner."""
@@ -269,8 +274,8 @@ def plan(
         unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
     unknowns.extend(
         _describe_unmeasured(speed)
-        for speed in (links.node, links.network)
-        if speed is not None and speed.how == "assumed" and world > 1
+        for speed in (links.node if links.ranks_per_node > 1 else None, links.network)
+        if speed is not None and speed.how == "assumed"
     )
     models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
     if len(models) > 1:
@@ -349,6 +354,8 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     """
     degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "offload": "none", **named}
     degrees.setdefault("precision", planned.precision)
+    if degrees.get("virtual_stages", 1) > 1:
+        degrees.setdefault("schedule", "interleaved")
     zeros = ("zero3", "zero2", "zero1") if degrees["dp_shard"] > 1 else ()
     sharding = next((zero for zero in zeros if zero in planned.job.engine.can), "ddp")  # if no layout fits
     usual = usual_options(planned.job, degrees["tp"], degrees["precision"])
@@ -369,6 +376,7 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
                 f"micro_batch {shape.micro_batch}; change --global-batch or micro_batch"
             )
         shape = replace(shape, gradient_accumulation=accumulation)
+    shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
     picked = fitting(planned.job, shape, planned.budget, named=named)
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
 
@@ -387,13 +395,13 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
 
     `why` names the first violated rule, or how much memory is missing.
     """
-    parts, memory, budget = step_parts(planned.job, layout), memory_of(planned.job, layout), planned.budget
-    candidate = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale)
+    candidate, budget = planned.candidate(layout), planned.budget
+    needs = candidate.memory.total
     broken = first_broken(planned.job, layout)
     why = f"breaks {broken[0]}: {broken[1]}" if broken else ""
-    if not why and budget is not None and memory.total > budget:
+    if not why and budget is not None and needs > budget:
         why = (
-            f"breaks memory-fits: needs {(memory.total - budget) / GIB:.1f} GiB more than the {budget / GIB:.1f} GiB "
+            f"breaks memory-fits: needs {(needs - budget) / GIB:.1f} GiB more than the {budget / GIB:.1f} GiB "
             "that are certain to fit"
         )
     return replace(planned.rank(candidate), why=why)
@@ -401,13 +409,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
 
 def error_of_difference(planned: Planned, first: RankedLayout, second: RankedLayout) -> float:
     """Return the error of the ratio of two steps, as a share: errors that both forecasts have in common cancel."""
-    one, other = (
-        Candidate(
-            layout=ranked.layout, parts=step_parts(planned.job, ranked.layout),
-            memory=memory_of(planned.job, ranked.layout), seconds=ranked.forecast.step_seconds.mid,
-        )
-        for ranked in (first, second)
-    )  # fmt: skip
+    one, other = planned.candidate(first.layout), planned.candidate(second.layout)
     return math.expm1(difference_sigma(planned.job, one, other))
 
 
@@ -551,12 +553,11 @@ def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tup
         return memory_of(job_of(tokens), layout).total
 
     most = bisect_right(range(train.sequence_length), budget, lo=longest, key=needs) - 1
-    parts, memory = step_parts(planned.job, layout), memory_of(planned.job, layout)
-    chosen = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale, tight=True)
+    chosen = planned.candidate(layout, tight=True)
     words += (
-        f". With a micro-batch of such rows a rank would need {memory.total / GIB:.1f} GiB, "
-        f"{(memory.total - budget) / GIB:.1f} GiB more than it may fill. The job fits if its longest row has at most "
-        f"{most} tokens. `topoflight recommend --lengths` checks this"
+        f". With a micro-batch of such rows a rank would need {chosen.memory.total / GIB:.1f} GiB, "
+        f"{(chosen.memory.total - budget) / GIB:.1f} GiB more than it may fill. The job fits if its longest row has at "
+        f"most {most} tokens. `topoflight recommend --lengths` checks this"
     )
     return replace(found, best=[chosen]), (words,)
 
@@ -579,7 +580,7 @@ def _list_other_batches(planned: Planned) -> Iterator[int]:
 
 def _explain_refusal(planned: Planned, found: Found) -> Rejected:
     """Return, from all rejected layouts, the row about the requested settings."""
-    families = [row for row in found.rejected if row.what.startswith("PP=")]
+    families = found.rejected[found.of_degrees :]
     short = [row for row in families if row.rule == "memory-fits"]
     row = next(iter(short or families or found.rejected), Rejected(what="", rule="asked", reason="no layout has them"))
     settings = ", ".join(spelled(name, value) for name, value in planned.requested.items()

@@ -54,19 +54,15 @@ def tp_inside_island(q: Question, at: Layout) -> str | None:
     return f"TP={at.tp} needs more GPUs than the {q.links.island_size} that NVLink connects"
 
 
+def most_chunks(q: Question) -> int:
+    """Return how many chunks an interleaved pipeline may have."""
+    return q.model.layers + (2 if q.engine.empty_ends else 0)
+
+
 def enough_layers(q: Question, at: Layout) -> str | None:
-    """Each pipeline chunk has at least one layer."""
-    if at.pp * at.virtual_stages > q.model.layers:
+    """Each pipeline chunk has at least one layer, or the embedding or the head."""
+    if at.pp * at.virtual_stages > (most_chunks(q) if at.virtual_stages > 1 else q.model.layers):
         return f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {q.model.layers}"
-    return None
-
-
-def chunks_divide(q: Question, at: Layout) -> str | None:
-    """Interleaving needs equal chunks (or explicit layers) and a multiple of the stages in micro-batches."""
-    if at.virtual_stages > 1 and not at.stage_layers and q.model.layers % (at.pp * at.virtual_stages):
-        return f"{q.model.layers} layers do not divide into {at.pp} x {at.virtual_stages} chunks"
-    if at.virtual_stages > 1 and at.gradient_accumulation % at.pp:
-        return f"{at.gradient_accumulation} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
     return None
 
 
@@ -74,6 +70,8 @@ def enough_micro_batches(_q: Question, at: Layout) -> str | None:
     """With fewer micro-batches than stages a pipeline is never full, and torch's 1F1B schedule rejects it."""
     if at.pp > 1 and at.gradient_accumulation < at.pp:
         return f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {at.gradient_accumulation}"
+    if at.virtual_stages > 1 and at.gradient_accumulation % at.pp:
+        return f"{at.gradient_accumulation} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
     return None
 
 
@@ -239,8 +237,8 @@ def host_memory_holds(q: Question, at: Layout) -> str | None:
 
 _OF_BATCH = (enough_micro_batches, batch_divides)  # these need a whole layout; the others can already reject a degree
 _RULES = (
-    heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, chunks_divide, enough_micro_batches,
-    stages_sum, sequence_divides, experts_divide, batch_divides, positions_reach, weights_can_train, precision_exists,
+    heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, enough_micro_batches, stages_sum,
+    sequence_divides, experts_divide, batch_divides, positions_reach, weights_can_train, precision_exists,
     engine_runs, host_memory_holds,
 )  # fmt: skip
 RULES: tuple[tuple[str, Rule], ...] = tuple((rule.__name__.replace("_", "-"), rule) for rule in _RULES)

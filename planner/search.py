@@ -19,7 +19,7 @@ from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, wid
 from planner.forecast.engine import Question, uneven_stages
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.rules import RULES_OF_DEGREES, first_broken
+from planner.rules import RULES_OF_DEGREES, first_broken, most_chunks
 
 _FITTED = ("checkpointing", "offload")  # determined by memory, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -66,6 +66,7 @@ class Found:
 
     best: list[Candidate] = field(default_factory=list)  # one per family: the chosen layout, then fastest first
     rejected: list[Rejected] = field(default_factory=list)
+    of_degrees: int = 0  # the first of the rejected, which are about degrees; the others are about families of layouts
     tried: int = 0
 
 
@@ -78,8 +79,10 @@ def _list_powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
 
 
-def _list_shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
-    """Yield (sharding, dp_shard, dp_replicate, reshard_after_forward)."""
+def _list_shardings(
+    question: Question, dp: int, in_node: int, named: object
+) -> Iterator[tuple[Sharding, int, int, bool]]:
+    """Yield (sharding, dp_shard, dp_replicate, reshard_after_forward); groups of the `named` size if it is given."""
     can = question.engine.can
     if dp == 1:
         yield "zero3" if "zero3" in can else "ddp", 1, 1, True
@@ -95,23 +98,22 @@ def _list_shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple
         if question.engine.reshard:
             yield "zero3", dp, 1, False
     if "hsdp" in can:
-        group = max(2, in_node)
+        group = named if isinstance(named, int) and named > 1 else max(2, in_node)
         while group < dp:
             if dp % group == 0:
                 yield "zero3", group, dp // group, True
-                if question.engine.reshard and group == in_node:
+                if question.engine.reshard and group in (in_node, named):
                     yield "zero3", group, dp // group, False
             group *= 2 if group * 2 <= 4 * in_node else 4
 
 
-def _list_virtuals(question: Question, pp: int, micro_batches: int) -> Iterator[int]:
+def _list_virtuals(question: Question, split: Layout, named: object) -> Iterator[int]:
     yield 1
-    if pp == 1 or not question.engine.interleaved or micro_batches % pp:
+    if split.pp == 1 or not question.engine.interleaved or split.gradient_accumulation % split.pp:
         return
     for v in range(16, 1, -1):
-        stages = pp * v
         # Embedding and head count as one layer each, so the first and last chunk may have one layer less.
-        if stages <= question.model.layers and -question.model.layers % stages <= 2:
+        if split.pp * v <= most_chunks(question) and (-question.model.layers % (split.pp * v) <= 2 or v == named):
             yield v
 
 
@@ -167,19 +169,6 @@ def usual_options(job: Job, tp: int, precision: Precision) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _name_family(layout: Layout) -> str:
-    kind = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}[layout.sharding]
-    if layout.data_parallel == 1:
-        kind = "no data parallelism"
-    elif layout.sharding == "zero3" and layout.dp_shard == 1:
-        kind = "DDP"
-    elif layout.sharding == "zero3" and layout.dp_replicate > 1:
-        kind = "HSDP"
-    return f"PP={layout.pp} TP={layout.tp}" + (f" CP={layout.cp}" if layout.cp > 1 else "") + (
-        f" EP={layout.ep}" if layout.ep > 1 else ""
-    ) + f" {kind}"  # fmt: skip
-
-
 def search(
     job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
     scale: float = 1.0, named: Mapping[str, object] | None = None, surely: bool = True,
@@ -221,8 +210,9 @@ class _Search:
     scale: float
     named: Mapping[str, object]
     found: Found = field(default_factory=Found)
-    best: dict[tuple[str, bool, bool], Candidate] = field(default_factory=dict)  # by family, and by whether it is tight
-    fastest: dict[tuple[str, bool, bool], float] = field(default_factory=dict)
+    # by family, and by whether a layout is tight, needs too much memory, or offloads
+    best: dict[tuple[str, bool, bool, bool], Candidate] = field(default_factory=dict)
+    fastest: dict[tuple[str, bool, bool, bool], float] = field(default_factory=dict)
     over: dict[str, float] = field(default_factory=dict)  # by family: bytes that its lightest layout exceeds the memory
     uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, ordered
     forbidden: dict[str, Rejected] = field(default_factory=dict)
@@ -242,19 +232,12 @@ class _Search:
                 continue
             links = self.job.links
             in_node = max(1, max(links.ranks_per_node, links.island_size) // (tp * cp))
-            for sharding, shard, replicate_degree, reshard in self._list_shardings(dp, in_node):
+            shardings = _list_shardings(self.job, dp, in_node, self.named.get("dp_shard"))
+            for sharding, shard, replicate_degree, reshard in shardings:
                 yield Layout(
                     world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
                     sharding=sharding, reshard_after_forward=reshard,
                 )  # fmt: skip
-
-    def _list_shardings(self, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
-        """Yield shardings to try, including requested groups that the search would not try."""
-        seen = list(_list_shardings(self.job, dp, in_node))
-        shard = self.named.get("dp_shard")
-        if isinstance(shard, int) and 1 < shard < dp and dp % shard == 0 and "hsdp" in self.job.engine.can:
-            seen += [("zero3", shard, dp // shard, True), ("zero3", shard, dp // shard, False)]
-        yield from dict.fromkeys(seen)
 
     def attempt_batches(self, split: Layout) -> None:
         """Forecast one split with increasing micro-batch, until one fits with no number of chunks."""
@@ -289,7 +272,7 @@ class _Search:
         The bubble shrinks with 1/v while sends grow with v, so the time has a single minimum.
         """
         fits, last = False, math.inf
-        for virtual in _list_virtuals(self.job, split.pp, split.gradient_accumulation):
+        for virtual in _list_virtuals(self.job, split, self.named.get("virtual_stages")):
             named = self.named.get("stage_layers")
             uneven = named if isinstance(named, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
@@ -315,7 +298,7 @@ class _Search:
 
     def attempt(self, base: Layout) -> float | None:
         """Forecast one layout, and keep it if it is the best of its family. Returns its seconds, or None if invalid."""
-        key = _name_family(base)
+        key = base.family
         broken = first_broken(self.job, base)
         if broken is not None:
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
@@ -332,7 +315,7 @@ class _Search:
         seconds = parts.total * self.scale
         capacity = self.capacity or math.inf
         tight, over = memory.total > TIGHT_SHARE * capacity, memory.total > capacity
-        slot = key, tight, over
+        slot = key, tight, over, layout.offload != "none"
         self.fastest[slot] = min(seconds, self.fastest.get(slot, seconds))
         held = self.best.get(slot)
         if (
@@ -348,9 +331,7 @@ class _Search:
     def note_what_was_left_out(self) -> None:
         """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
         rejected, kept = self.found.rejected, {key for key, *_ in self.best}
-        if any(c.layout.pp > 1 for c in self.best.values()):
-            reason = "has the same pipeline bubble as 1F1B, but holds all micro-batches in memory at once"
-            rejected.append(Rejected(what="GPipe", rule="dominated", reason=reason))
+        self.found.of_degrees = len(rejected)
         listed = {row.rule for row in rejected}
         rejected += [row for rule, row in self.forbidden.items() if rule not in listed]
         for dp in self.uneven:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import advise
-from agent.advice.request import Request, for_whole_run, with_rows
+from agent.advice.request import Request, ask_trainer, for_whole_run, with_rows
 from agent.base import units
 from agent.base.options import RequestError
 from agent.base.output import document
@@ -259,7 +257,6 @@ def describe_refusal(advice: Recommendation) -> str:
 
 # Look up the shape of a model by its hub id.
 
-_SECONDS = 30.0
 _MOST_BYTES = 1 << 20
 
 
@@ -282,27 +279,13 @@ def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.envir
     if known and not environment.get("HF_ENDPOINT"):
         return None
     try:
-        return model_from_config(_hub_config(name, revision), name=name, any_type=True)
+        path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
+        return model_from_config(plain.loads(bounded.read(path, _MOST_BYTES)), name=name, any_type=True)
     except (LookupError, OSError, PlainError) as error:
         if known:
             return None
         why = f"not a known name; {error}; give the path of its config.json with --model"
         raise ModelError(f"model={name!r}: {why}") from None
-
-
-def _hub_config(name: str, revision: str) -> Any:
-    """Return a model's config.json, which a child process fetches from the hub or its cache. LookupError says why not.
-
-    This process does not import huggingface_hub, which an installation without a trainer lacks.
-    """
-    command = [sys.executable, "-P", "-m", "finetune.hub", name, revision]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise LookupError(f"the hub did not answer within {_SECONDS:.0f} s") from None
-    if done.returncode:
-        raise LookupError(" ".join(done.stderr.strip().splitlines()[-1:])[:500])
-    return plain.loads(bounded.read(done.stdout.strip(), _MOST_BYTES))
 
 
 # The plan of the job: settings, layout, environment, network, and the time to write a checkpoint.
@@ -352,7 +335,7 @@ def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[st
 
 def run_forecast(advice: Recommendation) -> RunForecast:
     """Return the forecast of the chosen layout for the plan; empty without a layout."""
-    return plain.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
+    return plain.read(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:

@@ -224,7 +224,7 @@ def _nodes_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None
 # A child process counts the rows of the data set and measures them with the model's tokenizer, because this process
 # must not import transformers. If the data or tokenizer is not available, the rows are unknown and the advice says why.
 
-TIMEOUT_SECONDS = 120.0  # a data set may have to be downloaded first
+TIMEOUT_SECONDS = 120.0  # a data set may have to be downloaded first; a hub may not answer
 EPOCHS = 3.0  # default of the job (contracts/default.yaml)
 FILES = (".jsonl", ".json", ".parquet", ".csv")  # file types that finetune.rows reads
 WRONG_DATA = 3  # exit code of finetune.rows if the rows are invalid, not the tokenizer or hub
@@ -258,7 +258,7 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
             return replace(request, unmeasured=words(why))
         named_settings["tokenizer_name"] = tokenizer
     try:
-        found = _measured(named_settings)
+        found = json.loads(ask_trainer("finetune.rows", text=json.dumps(named_settings)))
     except LookupError as error:
         return replace(request, unmeasured=words(str(error)))
     if not found["histogram"]:
@@ -290,19 +290,21 @@ def dataset_settings(dataset: str, tokenizer: str | None, model: str | None) -> 
     return {**settings, **({"tokenizer_name": tokenizer} if tokenizer else {})}
 
 
-def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the rows with finetune.rows. Raises LookupError if this fails, InputError if the rows are invalid."""
+def ask_trainer(module: str, *words: str, text: str = "") -> str:
+    """Return the last line that a module of the trainer prints, in a child process.
+
+    Raises LookupError if the child fails, InputError if it says that the rows are invalid.
+    """
+    command = [sys.executable, "-P", "-m", module, *words]
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "finetune.rows"], input=json.dumps(settings), capture_output=True,
-            text=True, timeout=TIMEOUT_SECONDS, check=False,
+            command, input=text, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise LookupError(f"no answer within {TIMEOUT_SECONDS:.0f} s") from None
     if done.returncode == WRONG_DATA:
         raise InputError(done.stderr.strip()[-600:])
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise LookupError(last[0][:300])
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+        raise LookupError(lines[-1][:300] if lines else f"exit code {done.returncode}")
+    return lines[-1]

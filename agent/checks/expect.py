@@ -29,6 +29,7 @@ from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
+from probes.limits.probe import size as limit_words
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.check import by_gdr, farthest_gdr
@@ -381,11 +382,10 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _wanted: bool) -> Judgement
 def _memlock(snapshot: Snapshot, _topology: NodeTopology, expected: int | str) -> Judgement:
     limits = snapshot.facts(LimitsFacts)
     if limits is None or not limits.memlock_known:
-        return None, f"memlock is {units.size(None)}"
+        return None, "memlock is unknown"
     have = limits.memlock_soft_bytes
-    if have is None:
-        return True, f"memlock is {UNLIMITED}"
-    return isinstance(expected, int) and have >= expected, f"memlock is {units.size(have)}"
+    met = have is None or (isinstance(expected, int) and have >= expected)
+    return met, f"memlock is {limit_words(have)}"
 
 
 def _shm(snapshot: Snapshot, _topology: NodeTopology, expected: int) -> Judgement:

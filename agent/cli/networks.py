@@ -182,8 +182,6 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
         for bar in filter(lambda bar: bar.step_seconds, found.bars):
             rate = f"; measured before: {units.rate(bar.busbw_bytes_per_second)}" if bar.busbw_bytes_per_second else ""
             out.print(escape(f"{bar.network}: {bar.carries}; proven by {'; '.join(bar.proof)}{rate}"), highlight=False)
-    for note in found.notes:
-        out.print(escape(note))
 
 
 def _verdict(found: NetworkBars, *, verbose: bool) -> str:

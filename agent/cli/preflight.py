@@ -20,7 +20,6 @@ from contracts.plain import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agent.cluster.nodes import NodeRecord
     from agent.jobs.preflight import Report
 
 FORMATS = ("table", "json", "yaml", "junit", "github", "slurm", "reason")
@@ -162,7 +161,8 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     hosts.opening(out, whole.verdict, whole.checks, at=one)
     if not verbose:
         hosts.hosts_in_brief(out, whole.snapshots, whole.topologies, whole.checks)
-        hosts.sound_nodes(out, [(record.name, _kind(record)) for record in whole.nodes], whole.checks)
+        kinds = [(record.name, f"{record.gpu_text}; RDMA {record.rdma_text}") for record in whole.nodes]
+        hosts.sound_nodes(out, kinds, whole.checks)
     else:
         for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
             hosts.host(out, snapshot)
@@ -184,13 +184,3 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
         out.print(f"· {escape(note)}")
     if verbose:
         hosts.last_line(out, whole.verdict, whole.seconds)
-
-
-def _kind(node: NodeRecord) -> str:
-    """Describe a node from its record: "8 x NVIDIA H100; RDMA 8/8 active"."""
-    gpus = (
-        "no GPU"
-        if node.gpus == 0
-        else f"{'unknown number of' if node.gpus is None else node.gpus} x " + (node.product or "unknown GPU")
-    )
-    return f"{gpus}; RDMA {node.rdma or ('unknown' if node.hcas is None else 'none')}"

@@ -122,15 +122,15 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
 
     def show(out: Console) -> None:
         priced = ["cost"] if any(p.cost for p in points) else []
-        rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "MFU", "time", "GPU-hours", *priced)
+        rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "time", "interval", "GPU-hours", *priced)
         for p in sorted(points, key=lambda point: point.seconds.mid if point.seconds else math.inf):
-            if p.seconds is None:
+            if (time := p.seconds) is None:
                 rows.add_row("", p.machine, str(p.nodes), p.network, p.reason, *["-"] * (4 + len(priced)))
                 continue
             rows.add_row(
                 "✓" if p.best else "", p.machine, str(p.nodes), p.network, p.layout, f"{p.tokens_per_second:,.0f}",
-                f"{p.mfu:.0%}" if p.mfu is not None else "-", units.duration(p.seconds.mid), f"{p.gpu_hours:,.1f}",
-                *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
+                units.duration(time.mid), f"{time.low / time.mid - 1:.0%}/{time.high / time.mid - 1:+.0%}",
+                f"{p.gpu_hours:,.1f}", *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
             )  # fmt: skip
         out.print(rows)
         assumed = "" if request.train.global_batch else " (assumed: give --global-batch to choose it)"

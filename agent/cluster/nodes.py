@@ -62,7 +62,7 @@ class NodeRecord:
     links: str | None = None  # link types of GPU pairs: "NV18 (28 pairs)"
     hcas: int | None = None
     rdma: str | None = None  # "8/8 active"
-    memlock: str | None = None  # "unlimited", "8.0 MiB"
+    memlock: str | None = None  # "unlimited", "8 MiB"
     findings: tuple[dict[str, str], ...] = ()
     graph: str | None = None  # key of the graph's inputs: nodes with the same key have equal graphs
     facts: str | None = None  # key of all facts
@@ -73,6 +73,18 @@ class NodeRecord:
     changes: tuple[dict[str, str], ...] = ()  # recent changes, oldest first: at, kind, text, code
     agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
+
+    @property
+    def gpu_text(self) -> str:
+        """Return the GPUs in words: "8 × NVIDIA H100"."""
+        if not self.gpus:
+            return "GPUs unknown" if self.gpus is None else "no GPU"
+        return f"{self.gpus} × {self.product or 'unknown model'}"
+
+    @property
+    def rdma_text(self) -> str:
+        """Return the RDMA ports in words: "8/8 active"."""
+        return self.rdma or ("none" if self.hcas == 0 else "unknown")
 
     def age_seconds(self, now: float) -> float:
         """Return the seconds since the scan, at least 0 even if clocks differ."""

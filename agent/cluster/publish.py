@@ -31,6 +31,7 @@ from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from probes.api import Absent
 from probes.limits.probe import LimitsFacts
+from probes.limits.probe import size as limit_words
 from probes.rdma.facts import RdmaFacts
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
 
@@ -59,9 +60,9 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         product=clean(models.most_common(1)[0][0], 128) if models else None,
         links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
-        memlock=_memlock(limits), findings=_findings(checks, view.since), graph=graph,
-        facts=facts, machine=machine, drawn=drawn(node), addresses=addresses,
-        measured=_measured(view.bench) if view.bench is not None else (), changes=changes,
+        memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
+        findings=_findings(checks, view.since), graph=graph, facts=facts, machine=machine, drawn=drawn(node),
+        addresses=addresses, measured=_measured(view.bench) if view.bench is not None else (), changes=changes,
     )  # fmt: skip
 
 
@@ -82,15 +83,6 @@ def _links(node: NodeTopology) -> str | None:
     labels = Counter(pair.label for pair in node.pairs if pair.a in gpus and pair.b in gpus)
     text = ", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels.most_common())
     return text[:64] or None
-
-
-def _memlock(limits: LimitsFacts | None) -> str | None:
-    if limits is None or not limits.memlock_known:
-        return None
-    if limits.memlock_soft_bytes is None:
-        return "unlimited"
-    small = limits.memlock_soft_bytes < 2**20
-    return f"{limits.memlock_soft_bytes / (2**10 if small else 2**20):.4g} {'KiB' if small else 'MiB'}"
 
 
 def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float]) -> tuple[Json, ...]:

@@ -79,7 +79,10 @@ def read_record(body: bytes) -> RunRecord:
     except ValidationError as error:
         found, detail = complaints(error, 16)
         raise ProblemError(422, detail, errors=found) from None
-    made = record_of(record)
+    try:
+        made = record_of(record)
+    except plain.MisfitError as error:
+        raise ProblemError(422, f"the body is no record of a run: {error}") from None
     if len(dumps(made)) > MOST_RECORD_BYTES:  # as stored, which may be larger than received
         raise ProblemError(422, f"the record takes more than {MOST_RECORD_BYTES} bytes to keep")
     return made

@@ -97,7 +97,6 @@ class NetworkBars:
     steps: int  # of the whole run
     node_hour_price: float | None
     bars: tuple[Bar, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -412,10 +411,10 @@ def left(pod: Mapping[str, Any]) -> RunRecord | None:
         message = ((each.get("state") or {}).get("terminated") or {}).get("message") or ""
         try:
             found = json.loads(message)
+            if isinstance(found, dict) and "transports" in found:
+                return record_of(found)
         except ValueError:
             continue
-        if isinstance(found, dict) and "transports" in found:
-            return record_of(found)
     return None
 
 

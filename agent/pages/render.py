@@ -28,7 +28,7 @@ from agent.checks.verdict import View, judge
 from agent.cluster.gate import Places, checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
 from agent.jobs import search
-from agent.pages.report import Row, by_name, digest, gpu_text, lines, make_environment, rendered, rows
+from agent.pages.report import Row, by_name, digest, lines, make_environment, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
@@ -234,7 +234,7 @@ def _kinds(fleet: Fleet, records: Iterable[NodeRecord]) -> dict[str, str]:
     sizes, first = Counter(of.values()), {of[record.name]: record for record in records}
     for key, _ in sizes.most_common():
         if key is not None:
-            words = f"{gpu_text(first[key])}, {first[key].links or 'no links'}".replace("NVIDIA ", "")
+            words = f"{first[key].gpu_text}, {first[key].links or 'no links'}".replace("NVIDIA ", "")
             same = sum(known == words or known.startswith(f"{words} #") for known in named.values())
             named[key] = f"{words} #{same + 1}" if same else words
     return {name: named[key] for name, key in of.items()}

@@ -275,8 +275,8 @@ def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: b
     version = f"driver {driver or 'unknown'}" + (f", agent {record.agent_version or 'unknown'}" if agents else "")
     return Row(
         name=record.name, word="unknown" if record.silent(now) else record.verdict, version=version,
-        worst=found[0] if found else None, more=max(0, len(found) - 1), codes=tuple(codes), gpus=gpu_text(record),
-        links=record.links or "unknown", rdma=record.rdma or ("none" if record.hcas == 0 else "unknown"), since=since,
+        worst=found[0] if found else None, more=max(0, len(found) - 1), codes=tuple(codes), gpus=record.gpu_text,
+        links=record.links or "unknown", rdma=record.rdma_text, since=since,
         memlock=record.memlock or "unknown", age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
     )  # fmt: skip
 
@@ -292,13 +292,6 @@ def lines(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
         key = (row.name,) if row.word == "fail" else (row.worst and row.worst.message, *astuple(same))
         found.setdefault(key, []).append(row)
     return tuple(map(tuple, found.values()))
-
-
-def gpu_text(record: NodeRecord) -> str:
-    """Format the GPUs as in a record."""
-    if not record.gpus:
-        return "unknown" if record.gpus is None else "none"
-    return f"{record.gpus} × {record.product or 'unknown model'}"
 
 
 def by_name(text: str) -> list[tuple[int, str]]:

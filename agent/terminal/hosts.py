@@ -23,6 +23,7 @@ from probes.hostinfo.probe import HostinfoFacts
 from probes.imex.probe import ImexFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
+from probes.limits.probe import size as limit_words
 from probes.rdma.facts import RdmaFacts
 from topology.graph import NodeTopology
 
@@ -91,12 +92,8 @@ def facts_lines(facts: object) -> list[str]:
     if isinstance(facts, InterfacesFacts):
         return _interface_lines(facts)
     if isinstance(facts, LimitsFacts):
-        soft = (
-            "unlimited"
-            if facts.memlock_soft_bytes is None and facts.memlock_known
-            else units.size(facts.memlock_soft_bytes)
-        )
-        return [f"memlock {soft}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
+        memlock = limit_words(facts.memlock_soft_bytes) if facts.memlock_known else "unknown"
+        return [f"memlock {memlock}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
     if isinstance(facts, ImexFacts):
         return [f"{units.count(len(facts.channels), 'IMEX channel')}, {len(facts.usable)} usable"]
     devices = getattr(facts, "devices", None)

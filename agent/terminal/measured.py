@@ -159,11 +159,10 @@ LEAST_STEPS = 3  # a median of fewer values is one of them, or the mean of two: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One bar of a comparison: the run and its value."""
+    """One bar of a comparison."""
 
     label: str  # "RDMA", "TCP on net1"
-    value: float  # seconds
-    shown: str  # the value formatted for people
+    step_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +174,16 @@ class Bars:
 
     def rows(self) -> list[tuple[str, float, str]]:
         """Return for each run its label, its share of the longest bar, and its value with the factor to the best."""
-        values = [run.value for run in self.runs]
-        full = max(values, default=1.0) or 1.0
-        best = min(values, default=0.0)
+        values = [run.step_seconds for run in self.runs]
+        full, best = max(values), min(values)
         return [
-            (run.label, run.value / full,
-             run.shown + ("" if run.value == best or not best else f" ({run.value / best:.2f} x)"))
-            for run in self.runs
-        ]  # fmt: skip
+            (
+                run.label,
+                step / full,
+                f"{units.seconds(step)} a step" + (f" ({step / best:.2f} x)" if step > best else ""),
+            )
+            for run, step in zip(self.runs, values, strict=True)
+        ]
 
 
 def division(record: RunRecord) -> str:
@@ -235,11 +236,11 @@ def by_network(records: Iterable[RunRecord]) -> tuple[Bars, ...]:
     for record in records:
         step = record.measured.step_seconds
         if step and not why_not_drawn(record):
-            run = Run(label=transport_of(record), value=step, shown=f"{units.seconds(step)} a step")
+            run = Run(label=transport_of(record), step_seconds=step)
             newest.setdefault(_job(record), {}).setdefault(run.label, run)
     return tuple(
         Bars(title=f"{job}: step time by network, measured",
-             runs=tuple(sorted(runs.values(), key=lambda run: -run.value)))
+             runs=tuple(sorted(runs.values(), key=lambda run: -run.step_seconds)))
         for job, runs in newest.items() if len(runs) > 1
     )  # fmt: skip
 

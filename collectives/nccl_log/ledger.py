@@ -72,7 +72,7 @@ def host_name(name: bytes) -> str:
 
 
 class Proofs(Firsts[str, list[ProofLine]]):
-    """The lines that prove each fact: the first few, and the first of each further host."""
+    """The lines that prove each fact: the first few, and the first of each further host or device."""
 
     def add(self, fact: str, line: ProofLine) -> None:
         """Store the line if the fact has few."""
@@ -80,7 +80,7 @@ class Proofs(Firsts[str, list[ProofLine]]):
         rows = self.get(fact)
         if rows is None or len(rows) >= MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
             return
-        if len(rows) < MAX_PROOF_PER_FACT or all(line.host != other.host for other in rows):
+        if len(rows) < MAX_PROOF_PER_FACT or all(line.origin != other.origin for other in rows):
             rows.append(line)
 
     def merge(self, other: Mapping[str, list[ProofLine]]) -> None:

@@ -188,9 +188,9 @@ class _Findings:
         return tuple(dict.fromkeys(self.names.get(host, host) for host in hosts if host))
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: Collection[str]) -> tuple[ProofLine, ...]:
-        """Return a line of each of the first four of these hosts, or two of a single one; any if none is theirs."""
+        """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""
         mine = tuple(row for row in rows if set(self._named([row.host])) & set(hosts)) or rows
-        firsts = tuple(row for at, row in enumerate(mine) if all(row.host != other.host for other in mine[:at]))
+        firsts = tuple(row for at, row in enumerate(mine) if all(row.origin != other.origin for other in mine[:at]))
         return firsts[:4] if len(firsts) > 1 else mine[:2]
 
     def proof(self, *starts: str) -> tuple[ProofLine, ...]:

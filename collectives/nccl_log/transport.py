@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,12 @@ class ProofLine:
     proves: str
     file: str = ""  # if several were read
     host: str = ""  # that wrote the line; empty if the line does not name it
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """Return the host that wrote the line, and the PCI address that it names."""
+        address = re.search(r"\b[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\b", self.text)
+        return self.host, address[0] if address else ""
 
     @property
     def place(self) -> str:

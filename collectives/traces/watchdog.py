@@ -190,7 +190,8 @@ class _Reader:
                 self.own.setdefault((one.rank, group), one.own)
             numels = ((one.numels[0],),) if one.numels else ()
             heard, p2p = calls.setdefault(one.rank, {}), one.op in ("send", "recv")
-            if group not in heard or one.number < heard[group].number:  # of several, a rank waits in the first
+            # Of several, a rank waits in the first. A line that was cut before the sizes says less.
+            if group not in heard or (one.number, not numels) < (heard[group].number, not heard[group].sizes):
                 heard[group] = Call(group=group, number=one.number, op=_op(one), sizes=numels, p2p=p2p)
             if group and (size := _members(one)):
                 sizes[group] = size
@@ -216,8 +217,9 @@ class _Reader:
 
 def read(lines: Iterable[str]) -> LogFacts:
     """What the lines say, nothing where no rank spoke."""
-    reader = _Reader()
-    for line in map(str.strip, lines):
+    reader, before = _Reader(), ""
+    for text in map(str.strip, lines):
+        line = before = before + text if _TEXTS["wrapped"].search(before) and "ank" not in text else text
         if any(needle in line for needle in _NEEDLES):
             reader.line(line)
         else:

@@ -247,6 +247,7 @@ def layer_cost(
         kernels += constants.kernels_routing
         if engine.fused:
             each = constants.kernels_expert + (constants.kernels_quantize if rates.quantized_bytes else 0.0)
+            each *= not engine.groups_experts
             if model.family == "gpt_oss":  # divided by 3, because the factor of 3 adds the backward pass
                 each += constants.kernels_expert_bias
                 biased = (

@@ -57,13 +57,16 @@ def fullest_stage(model: ModelSpec, layout: Layout) -> float:
 
 
 def uneven_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Give the last stage (with the head), then the first (with the embedding) fewer layers if possible; () if even."""
+    """Give the last stage (with the head), then the first (with the embedding) fewer layers if possible; () if even.
+
+    With one or two more stages than layers, these have no layer.
+    """
     if layers % stages == 0:
         return ()
     most = -(-layers // stages)
     missing = most * stages - layers
     first, last = most - missing // 2, most - (missing + 1) // 2
-    if min(first, last) >= 1:
+    if min(first, last) >= (1 if stages <= layers else 0):
         return (first, *(most,) * (stages - 2), last)
     low, extra = divmod(layers, stages)
     return tuple(low + (1 if i < extra else 0) for i in range(stages))
@@ -194,6 +197,7 @@ class Engine:
     offloads: tuple[Offload, ...] = ()
     eight_bits: tuple[Precision, ...] = ()
     interleaved: bool = True
+    empty_ends: bool = False  # the first and the last chunk of an interleaved pipeline may have no layer
     fused_cross_entropy: bool = True
     compile: bool = False
     reshard: bool = True  # may keep the gathered weights between forward and backward
@@ -201,6 +205,7 @@ class Engine:
     copies_kv_heads: bool = False  # if there are fewer of them than tensor-parallel ranks
     # kernels
     fused: bool = False  # Transformer Engine: fused norms, activations, RoPE and bias; separate kernels per expert
+    groups_experts: bool = False  # but one kernel multiplies all of a rank's experts
     liger: bool = False  # if the loss is fused, so are norms, RoPE and gates: transformers' Liger patch
     attention: AttentionKernel = "flash2"
     # memory
@@ -314,9 +319,10 @@ class Engine:
         hidden, inner = self.stored_tensors(share)
         split = layout.tp if layout.sequence_parallel else 1
         stored = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp
-        # The input of each expert, and its output before the outputs for a token are summed.
+        # The input of each expert. Its output too, unless fused kernels multiply by the router's weights before it.
         mixtures = (model.layers - model.dense_layers) / model.layers
-        stored += 2.0 * model.experts_per_token * mixtures * h / (layout.tp if layout.ep > 1 else split)
+        copies = model.experts_per_token * (1.0 if self.fused else 2.0)
+        stored += copies * mixtures * h / (layout.tp if layout.ep > 1 else split)
         if self.fused and layout.precision in EIGHT_BITS:
             # Transformer Engine keeps the inputs of products in one byte: of two norms, and of the MLP.
             stored -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)

@@ -341,7 +341,7 @@ class TrainSpec:
     length_histogram: tuple[tuple[int, int], ...] = ()  # (tokens, samples): determines padding of micro-batches
     packing: bool = False
     steps: int | None = None
-    engine: str = "topoflight"  # stack that must support the layout: or "trl", "deepspeed", "torchtitan", "megatron"
+    engine: str = "topoflight"  # stack that must support the layout: a name in planner.stacks
     attention: str = "sdpa"  # "eager", "sdpa", "flash"
     dtype: str = "auto"  # type in which TRL's trainer loads the model; auto: type of computation
     fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine supports

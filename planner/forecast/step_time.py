@@ -361,8 +361,8 @@ def _time_launches(step: _StepInputs, forward: float, recompute: float, backward
     forward_host, backward_host = step.cost.host * (slower or 1.0) + step.hooks, 1.7 * step.cost.host + step.hooks
     again = forward_host if full or slower else 0.0
     if not step.on_cpu:
-        # The host reads the token counts per expert from the GPU, and launches nothing until then.
-        waits = 0.0 if step.job.model.experts and step.layout.ep > 1 else forward
+        # After a unit's hooks, the host launches nothing until the GPU has sent it the token counts per expert.
+        waits = min(step.hooks, forward) if step.job.model.experts and step.layout.ep > 1 else forward
         again = max(0.0, again - (waits if full else recompute))
         forward_host, backward_host = max(0.0, forward_host - waits), max(0.0, backward_host - backward)
     return forward_host + again + backward_host

@@ -14,6 +14,7 @@ ENGINE = Engine(
     methods=frozenset({"full", "lora"}),  # adapters: NeMo and Megatron-Bridge, whose published runs it forecasts
     eight_bits=("fp8", "mxfp8"),
     copies_kv_heads=True,
+    empty_ends=True,  # E||L in --pipeline-model-parallel-layout
     fused=True,
     attention="flash3",
     # The arguments below include --grad-reduce-in-bf16, as NVIDIA's performance recipes do (ddp.grad_reduce_in_fp32 =
@@ -53,8 +54,6 @@ def megatron_arguments(request: ExportRequest) -> str:
             model.mlp_bias or (model.attention_bias and model.family not in own_biases),
         "a gated shared expert, or experts in some of the layers only, are not exported":
             model.shared_expert_ffn or model.dense_layers,
-        f"stages of {layout.stage_layers}: only the first and the last may differ":
-            len(set(layout.stage_layers[1:-1])) > 1,
     })  # fmt: skip
     return from_template("megatron.txt", request, engine=ENGINE)
 

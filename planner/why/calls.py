@@ -237,7 +237,8 @@ class BlockedCalls:
                 if call.group == group and call.number == number and not call.p2p and call.op != UNNAMED
                 and tuple(trace.groups.get(group, ())) == members
             }  # fmt: skip
-            if len({signature(call) for call in rows.values()}) < 2:
+            kinds = {signature(call) for call in rows.values() if call.sizes}  # a line may be cut before its sizes
+            if len(kinds) < 2 and len({call.op for call in rows.values()}) < 2:
                 continue
             sizes = [size for rank in rows if rank in self.waits and (size := self.waits[rank].size)]
             known = max(sizes, default=len(members) or self.facts.world or len(rows))
@@ -269,8 +270,7 @@ _ALIKE = ("all_reduce", "allreduce", "_allgather_base", "_all_gather_base", "all
 
 def signature(call: Call) -> tuple[object, ...]:
     """Return the properties of a call that must be equal on all ranks of a group."""
-    alike = call.op.lower() in _ALIKE
-    return (call.op, *((tuple(prod(one) for one in call.sizes), call.dtypes) if alike else ()))
+    return (call.op, *(_lengths(call) if call.op.lower() in _ALIKE else ()))
 
 
 def odd_of_all(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:

@@ -16,7 +16,7 @@ from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from agent.base import units
-from agent.base.recordings import distinct_names
+from agent.base.hosts import distinct_names
 from agent.checks.verdict import judge
 from agent.cluster.client import Client, path_of
 from agent.cluster.gate import Places, places_by

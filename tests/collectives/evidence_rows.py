@@ -1,4 +1,4 @@
-"""What the tests of the log reader share: rows of evidence_rows.toml, the prefix of NCCL's lines, codes of a log."""
+"""What the tests of the log reader share: rows of evidence_rows.toml and the prefix of NCCL's lines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from rigs.logs import read
 
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "
@@ -23,11 +21,6 @@ def _tables() -> dict[str, list[Any]]:
 def rows(name: str) -> list[Any]:
     """Rows of one table: tuples, or single lines."""
     return [tuple(row) if isinstance(row, list) else row for row in _tables()[name]]
-
-
-def codes(*lines: str, **options: list[str]) -> list[str]:
-    """Codes of the problems that a log of these lines has."""
-    return sorted(problem.code for problem in read(list(lines), **options).problems)
 
 
 def dressed(form: str, number: int, line: str, **more: object) -> str:

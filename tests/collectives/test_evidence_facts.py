@@ -1,4 +1,4 @@
-"""What a log says of its GPUs, hosts, providers and NVLink decides what its channel lines mean."""
+"""Several runs, several files, packed files, texts of other programs: which of them a log is of, what is missing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import bz2
 import gzip
 import io
 import lzma
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from evidence_rows import HEAD, INFO, codes, rows
+from evidence_rows import rows
 from rigs.command import topoflight
 from rigs.logs import read
 from rigs.tables import each_row
@@ -19,22 +20,7 @@ from agent.cli.evidence import evidence as verb
 from collectives.nccl_log import evidence
 from collectives.nccl_log.messages import gpus_before_ampere
 from collectives.nccl_log.reader import BLOCK_BYTES, WORDS, LogFileError
-
-SEND = f"{INFO}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0"
-RECEIVE = f"{INFO}Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0/GDRDMA"
-P2P = f"{INFO}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
-
-
-# --- sends without GPUDirect RDMA
-
-
-@each_row("fact", rows("against_old_gpus"))
-def test_the_rule_for_old_gpus_excuses_no_newer_one(fact: str) -> None:
-    """Any fact of the log that speaks against such a GPU takes the excuse away, wherever it stands."""
-    for lines in ([fact, SEND, RECEIVE], [SEND, RECEIVE, fact]):
-        verdict = read(lines)
-        assert [problem.code for problem in verdict.problems] == ["gdr_partial"]
-        assert evidence.exit_code(verdict) == evidence.FAILED
+from collectives.nccl_log.transport import rank_words
 
 
 def test_generations_by_name() -> None:
@@ -45,45 +31,6 @@ def test_generations_by_name() -> None:
     assert gpus_before_ampere([]) is None
     assert gpus_before_ampere(["V100-PCIE-16GB", "H100 PCIe"]) is False
 
-
-# --- libfabric's providers
-
-
-@each_row(("provider", "code", "word"), rows("provider_advice"))
-def test_each_provider_has_its_own_advice(provider: str, code: str, word: str) -> None:
-    """The same plugin drives EFA, Slingshot and TCP."""
-    chosen = f"{INFO}NET/OFI Selected Provider is {provider} (found 4 nics)"
-    verdict = read([chosen, SEND.replace("NET/IB", "NET/AWS Libfabric")])
-    assert [problem.code for problem in verdict.problems] == [code]
-    assert word in verdict.problems[0].action
-    assert ("EFA" in verdict.problems[0].message) == provider.startswith("efa")
-
-
-@each_row(("efa", "cxi", "line"), rows("providers"))
-def test_a_failure_in_the_words_of_its_provider(line: str, efa: str, cxi: str) -> None:
-    """EFA's advice helps nobody on Slingshot."""
-    warning = f"{HEAD}ofi_process_cq:120 NCCL WARN {line}"
-    assert codes(warning) == [efa]
-    assert codes(f"{INFO}NET/OFI Selected Provider is cxi (found 4 nics)", warning) == [cxi]
-
-
-# --- NCCL's own diagnostics
-
-
-@each_row(("code", "text"), rows("diagnostics"))
-def test_lines_of_nccl_run_diagnostics(text: str, code: str) -> None:
-    """What NCCL_RUN_DIAGNOSTICS and NCCL_RUN_RAS_DIAGNOSTICS report, on stdout and without NCCL's usual header."""
-    for line in (f"node0:24563 NCCL DIAG {text}", f"NCCL DIAG {text}"):
-        assert codes(P2P, line) == [code]
-
-
-@each_row("text", rows("diagnostics_mention"))
-def test_what_the_diagnostics_only_mention_is_no_problem(text: str) -> None:
-    """Texts of libnccl.so.2 2.32.3 that accuse nothing."""
-    assert codes(P2P, f"node0:24563 NCCL DIAG [INFO] {text}") == []
-
-
-# --- several runs, several files, packed files
 
 FIRST = [
     "node-1:100:100 [0] NCCL INFO Using network Socket",
@@ -202,8 +149,36 @@ def test_words_hold_no_digit() -> None:
     assert [word for word in WORDS if any(48 <= byte < 58 for byte in word)] == []
 
 
-@each_row("line", rows("rccl_lines"))
-def test_rccl_is_known_without_its_version(line: str) -> None:
-    """It prints NCCL's prefix; ROCm's libraries and the end of a channel line give it away."""
-    assert read([line]).library == "rccl"
-    assert read([SEND]).library == "nccl"
+def test_ranks_in_words() -> None:
+    assert rank_words([5, 0, 1, 2]) == "ranks 0 to 2, 5"
+
+
+@each_row("pack", [bytes, gzip.compress])
+@each_row(("name", "text", "code", "word", "hosts", "exit_code"), rows("other_texts"))
+def test_other_texts_get_an_answer_of_their_own(
+    pack: Callable[[bytes], bytes], name: str, text: str, code: str, word: str, hosts: list[str], exit_code: int
+) -> None:
+    """Saved RAS, ibstat, rdma link and kernel logs; none of them proves a channel."""
+    verdict = evidence.read_files([io.BytesIO(pack(text.encode()))])
+    first = verdict.problems[0]
+    assert (first.code, list(first.hosts), evidence.exit_code(verdict)) == (code, hosts, exit_code), name
+    assert word in first.message, name
+
+
+def _logs_of(nodes: Iterable[int], ranks: int) -> list[str]:
+    """Logs of nodes with eight ranks each, all channels over GPUDirect RDMA."""
+    return [
+        f"node{rank // 8}:40:41 [0] NCCL INFO {text}"
+        for rank in (8 * node + gpu for node in nodes for gpu in range(8))
+        for text in (f"comm 0x5 rank {rank} nranks {ranks} cudaDev 0 nvmlDev 0 busId 1b000 commId 0x8 - Init START",
+                     f"Channel 00/0 : {rank}[0] -> {(rank + 8) % ranks}[0] [send] via NET/IB/0/GDRDMA",
+                     f"Channel 00/0 : {(rank - 8) % ranks}[0] -> {rank}[0] [receive] via NET/IB/0/GDRDMA")
+    ]  # fmt: skip
+
+
+def test_where_not_every_channel_is_remembered_no_rank_is_called_missing() -> None:
+    """Most ranks wrote only channels, which are more than are kept; or there are more ranks than are remembered."""
+    lines = [line for line in _logs_of(range(200), 1600) if "Init START" not in line or "rank 7 " in line]
+    assert read(lines[: len(lines) // 4]).missing_ranks[:1] == (400,)
+    assert read(lines).missing_ranks == ()
+    assert "ranks_missing" not in {problem.code for problem in read(_logs_of(range(520), 4160)).problems}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,27 +91,15 @@ def test_what_is_no_answer_of_ras_is_refused(raw: bytes, words: str) -> None:
         ras.read(raw)
 
 
-def told(record: Any) -> Any:
-    """A record as plain data: every member that is not its type's default."""
-    if is_dataclass(record):
-        bare = {one.name: getattr(record, one.name) for one in fields(record)}
-        usual = {one.name: one.default if one.default_factory is MISSING else one.default_factory()
-                 for one in fields(record)}  # fmt: skip
-        return {name: told(value) for name, value in bare.items() if value != usual[name]}
-    if isinstance(record, Mapping):
-        return {str(name): told(value) for name, value in record.items()}
-    return [told(one) for one in record] if isinstance(record, tuple | list) else record
-
-
 def of_ras(text: str) -> Any:
     """The answer, and of each communicator who is behind."""
     report = ras.read(text.encode())
-    return [told(report), *(told(ras.behind(comm)) for comm in report.comms)]
+    return [report, *map(ras.behind, report.comms)]
 
 
 READERS: dict[str, Callable[[str], Any]] = {
-    "calls": lambda text: told(calls.read(text.encode(), rank=0)), "ras": of_ras,
-    "watchdog": lambda text: told(watchdog.read(text.splitlines())),
+    "calls": lambda text: calls.read(text.encode(), rank=0), "ras": of_ras,
+    "watchdog": lambda text: watchdog.read(text.splitlines()),
 }  # fmt: skip
 
 

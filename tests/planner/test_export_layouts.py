@@ -160,6 +160,11 @@ def test_megatron_arguments() -> None:
         "--num-layers-per-virtual-pipeline-stage 4",  # 32 layers / (4 stages x 2 chunks)
         "--tp-comm-overlap",  # the forecast has part of it hidden
     }  # fmt: skip
+    uneven = dataclasses.replace(PIPELINE, stage_layers=(4, 5, 4, 4, 4, 4, 4, 3))
+    words = export("megatron", request(uneven, engine="megatron")).splitlines()
+    layout = "Etttt|ttttt|tttt|tttt|tttt|tttt|tttt|tttL"
+    assert f"--pipeline-model-parallel-layout '{layout}'" in words
+    assert not [word for word in words if word.startswith("--num-layers-per-virtual")]
 
 
 @each_row(("form", "train", "steps", "has", "has_not"), rows("run_length"))

@@ -131,10 +131,25 @@ def test_uneven_stages_hold_every_layer_once(layers: int, pp: int) -> None:
     assert min(stages) >= 1
 
 
+def test_megatron_may_leave_the_first_and_the_last_chunk_without_layers() -> None:
+    """Llama 3 405B (arXiv 2407.21783, 3.3.2): 126 layers in 16 x 8 chunks, one of them the embedding, one the head."""
+    stages = uneven_stages(126, 128)
+    assert stages == (0, *(1,) * 126, 0)
+    asked = question("megatron", "Llama-3.1-405B")
+    layout = Layout(world_size=16, pp=16, virtual_stages=8, schedule="interleaved", stage_layers=stages,
+                    gradient_accumulation=16)  # fmt: skip
+    assert first_broken(asked, layout) is None
+    assert first_broken(replace(asked, engine=ENGINES["torchtitan"]), layout) == (
+        "enough-layers", "PP=16 x 8 chunks need more layers than the model's 126"
+    )  # fmt: skip
+
+
 def test_a_layout_that_cannot_exist_is_never_built() -> None:
     """Degrees that do not multiply to the world size are an error that names them."""
-    with pytest.raises(LayoutError, match="world_size is 8"):
+    with pytest.raises(LayoutError, match=r"world_size is 8$"):
         Layout(world_size=8, tp=3)
+    with pytest.raises(LayoutError, match="ep is no factor, its groups lie inside dp_shard x cp x tp: name dp_shard=4"):
+        Layout(world_size=8, tp=2, ep=8)
 
 
 def test_offloading_needs_host_memory_that_is_known_and_enough() -> None:

@@ -91,36 +91,6 @@ def pod() -> Network:
     return network
 
 
-def links_by_name(host: DictHost) -> dict[str, Interface]:
-    return {interface.name: interface for interface in read_interfaces(host).interfaces}
-
-
-def found(host: DictHost) -> list[tuple[str, Status, str]]:
-    return [(f.code, f.status, f.subject) for f in interfaces.check(read_interfaces(host))]
-
-
-def test_a_host_with_a_fast_card_behind_docker() -> None:
-    host = (
-        Network()
-        .add("lo", "127.0.0.1")
-        .add("eno1", "10.0.0.5", pci="0000:01:00.0", speed=1000, default=True)
-        .add("ens1", "192.168.1.5", pci="0000:1a:00.0", rdma="mlx5_0", speed=400000)
-        .add("docker0", "172.17.0.1", kind="bridge")
-        .add("br-0123456789ab", "172.18.0.1", kind="bridge")
-        .add("virbr0", "192.168.122.1", kind="bridge")
-        .add("vethabc", kind="veth", link=99, netnsid=1)
-        .host()
-    )
-    names = links_by_name(host)
-    docker = dict.fromkeys(("docker0", "br-0123456789ab", "virbr0"), "docker")
-    roles = {"lo": "loopback", "eno1": "host", "ens1": "host", "vethabc": "virtual", **docker}
-    assert {name: i.role for name, i in names.items()} == roles
-    ens1 = names["ens1"]
-    assert (ens1.rdma_device, ens1.speed_bytes_per_second, ens1.numa_node) == ("mlx5_0", 50e9, 1)
-    assert (ens1.bus_id, ens1.driver) == ("0000:1a:00.0", "mlx5_core")
-    assert found(host) == [("interfaces.choice.wrong", Status.INFO, "eno1")]
-
-
 def annotated(entries: Any) -> dict[str, Content]:
     return {"/etc/podinfo/network-status": entries if isinstance(entries, str) else json.dumps(entries)}
 
@@ -198,14 +168,6 @@ def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(
     facts = replace(read_interfaces(pod().host(environment=environment)), backend=backend, of_agent=agent)
     assert ("interfaces.choice.wrong" in [each.code for each in interfaces.check(facts)]) is wrong
     assert ("interfaces.choice.wrong" in interfaces.unjudged(facts)) is agent
-
-
-def test_a_bond_carries_the_rdma_device_of_its_members() -> None:
-    network = Network().add("bond0", "10.0.0.1", kind="bond", speed=200000, default=True)
-    network.add("ens1", pci="0000:1a:00.0", rdma="mlx5_bond_0", speed=100000, master=1)
-    names = links_by_name(network.add("vlan7", "10.7.0.1", kind="vlan", link=1).host())
-    assert (names["bond0"].rdma_device, names["vlan7"].rdma_device) == ("mlx5_bond_0", "mlx5_bond_0")
-    assert (names["ens1"].master, names["vlan7"].parent, names["vlan7"].role) == ("bond0", "bond0", "host")
 
 
 def test_nothing_to_list_is_absent_and_a_refusal_is_a_failure() -> None:

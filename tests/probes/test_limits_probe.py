@@ -12,7 +12,7 @@ from rigs.tables import each_row
 from probes.limits import probe as limits
 from probes.limits.read import read as read_limits
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 UNPRIVILEGED = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t2\n"
 TABLES = yaml.safe_load(Path(__file__).with_name("limits_rows.yaml").read_text(encoding="utf-8"))
 
@@ -37,33 +37,6 @@ def test_what_is_wrong_with_the_limits(
     found = next((finding for finding in limits.check(read) if finding.code == f"limits.{code}"), None)
     assert (found.status if found else None) == severity
     assert not found or words in f"{found.message} {found.evidence} {found.remedy}"
-
-
-def test_cgroup_limits_are_the_tightest_on_the_way_to_the_root() -> None:
-    v2 = read_limits(
-        host(
-            files={
-                "/proc/self/cgroup": "0::/kubepods/pod1/job\n",
-                "/sys/fs/cgroup/kubepods/pod1/job/memory.max": "max\n",
-                "/sys/fs/cgroup/kubepods/pod1/memory.max": "1073741824\n",
-                "/sys/fs/cgroup/kubepods/pod1/job/cpu.max": "400000 100000\n",
-                "/sys/fs/cgroup/kubepods/cpu.max": "max 100000\n",
-            }
-        )
-    )
-    assert (v2.cgroup_memory_max_bytes, v2.cgroup_cpus, v2.container) == (GIB, 4.0, "kubernetes")
-    v1 = read_limits(
-        host(
-            files={
-                "/proc/self/cgroup": "5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n",
-                "/sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "9223372036854771712\n",
-                "/sys/fs/cgroup/memory/docker/memory.limit_in_bytes": "2147483648\n",
-                "/sys/fs/cgroup/cpu/docker/x/cpu.cfs_quota_us": "-1\n",
-                "/sys/fs/cgroup/cpu/docker/x/cpu.cfs_period_us": "100000\n",
-            }
-        )
-    )
-    assert (v1.cgroup_memory_max_bytes, v1.cgroup_cpus, v1.container) == (2 * GIB, None, "docker")
 
 
 def test_unlimited_is_exported_as_infinity_and_unknown_not_at_all() -> None:

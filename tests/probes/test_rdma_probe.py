@@ -229,29 +229,6 @@ def test_congestion_marks_prove_ecn_and_a_bond_is_named() -> None:
     assert (found.ports[0].ecn, found.ports[0].traffic_class, found.bond) == (True, 106, "bond0")
 
 
-def test_netlink_where_sysfs_is_not_mounted() -> None:
-    answers = {
-        "devices": [
-            {"name": "mlx5_1", "firmware": "28.39.1002", "node_type": 1},
-            {"name": "rxe0", "node_type": 1},
-        ],
-        "ports": [
-            {"name": "mlx5_1", "port": 1, "state": 4, "physical_state": 5, "netdev": "eth1"},
-            {"name": "rxe0", "port": 1, "state": 1, "physical_state": 3, "netdev": "net1"},
-        ],
-        "system": [{"netns_mode": 1}],
-    }
-    facts = read_rdma(DictHost(rdma_netlink=answers))
-    assert (facts.source, facts.netns_mode) == ("netlink", "shared")
-    assert [(d.name, d.kind, d.ports[0].state, d.ports[0].physical_state) for d in facts.devices] == [
-        ("mlx5_1", "other", "ACTIVE", "LinkUp"),
-        ("rxe0", "rxe", "DOWN", "Disabled"),
-    ]
-    found = {f.code: f.status for f in rdma.check(facts)}
-    assert found["rdma.port.down"] is Status.WARN
-    assert "rdma.gid.missing_rocev2" not in found, "netlink says nothing of GIDs, and nothing is no fault"
-
-
 def counted(**counters: int) -> rdma.RdmaFacts:
     port = RdmaPort(port=1, counters=counters)
     return rdma.RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
