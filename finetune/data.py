@@ -131,13 +131,13 @@ class Loader:
 
     def order(self, epoch: int) -> list[int]:
         """Return the row indices of the epoch, in the order of the global batches; by length as transformers groups."""
-        import torch
-        from transformers.trainer_pt_utils import get_length_grouped_indices
-
         order = list(range(len(self.examples)))
         if not self.shuffle:
             return order
         if self.by_length:
+            import torch
+            from transformers.trainer_pt_utils import get_length_grouped_indices
+
             draw = torch.Generator().manual_seed(self.seed + epoch)
             lengths = [len(e.tokens) for e in self.examples]
             return list(get_length_grouped_indices(lengths, self.global_batch, generator=draw))
