@@ -321,6 +321,11 @@ class FailedRank(NamedTuple):
         """Name of the signal that killed the rank, such as "SIGKILL"; "" if it was not killed."""
         return signal.Signals(-self.exit_code).name if self.exit_code and -self.exit_code in set(signal.Signals) else ""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it ended by itself: NCCL's watchdog aborts waiting ranks, and launchers terminate the others."""
+        return self.exit_code not in (-signal.SIGABRT, -signal.SIGTERM)
+
 
 def failed_ranks(log: str) -> list[FailedRank]:
     """Return the ranks listed in torchrun's failure report at the end of its log."""

@@ -45,6 +45,7 @@ from urllib.parse import urlsplit
 
 RANKS_FOLDER, STATE, TRACE, ASK = "ranks", "state_rank_{rank}.json", "trace_rank_{rank}.json", "dump"
 NODE_STATE = "state_node_{rank}.json"  # of torchrun on a node, until its ranks start
+FIRST = "first.json"  # by torchrun of one node: the rank that failed first
 VERDICT = "why.json"  # of an earlier start
 INTERVAL_SECONDS = 1.0
 WRITE_EVERY = 10  # samples
@@ -78,6 +79,7 @@ _LIBRARIES: tuple[tuple[str, re.Pattern[str]], ...] = (
         "save",
         re.compile(r"/torch/(?:serialization\.py|distributed/checkpoint/)|/safetensors/|/finetune/checkpoint\.py"),
     ),
+    ("workers", re.compile(r"/torch/utils/data/dataloader\.py:_(?:try_)?get_data$")),
     ("data", re.compile(r"/torch/utils/data/|/datasets/|/webdataset/|/finetune/(?:data|rows)\.py")),
     ("collective", re.compile(r"/torch/distributed/(?:distributed_c10d|_functional_collectives|nn/functional)\.py")),
 )
@@ -86,21 +88,27 @@ _FUNCTIONS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("save", re.compile(r"^_?(?:save|write)_(?:checkpoint|model|state|pretrained)|^(?:on_)?save$")),
     ("evaluate", re.compile(r"^(?!_?maybe_).*?(?<![a-z])(?:eval|evaluate|evaluation|validate|validation)(?:_|$)")),
 )
+_JOIN = re.compile(
+    r"/torch/distributed/algorithms/join\.py:__exit__$"
+)  # its batches are used up: it answers collectives
 _SERVER = re.compile(
     r"/(?:ssl|socket)\.py:|/http/client\.py:|/urllib/request\.py:|/(?:urllib3|requests|httpx|httpcore|botocore|s3transfer"
     r"|boto3|aiohttp|grpc|paramiko|google/(?:cloud|resumable_media|auth)|huggingface_hub|fsspec|s3fs|gcsfs)/"
 )
+_WAITS_FOR_THREAD = re.compile(r"/(?:threading|queue)\.py$")
 _INPUT = re.compile(r"(?<![\w.])input\(")  # input() adds no Python frame
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120 - compared with names of files as Python has them
 
 
 def phase_of(frames: list[tuple[str, str]]) -> str:
     """What a stack does: (file, function), innermost first. A library's frame tells more than a function's name."""
+    if any(_JOIN.search(f"/{file}:{function}") for file, function in frames):
+        return "join"
     named = next((phase for _, name in frames for phase, pattern in _FUNCTIONS if pattern.search(name)), "compute")
     for file, function in frames:
         for phase, pattern in _LIBRARIES:
             if pattern.search(f"/{file}:{function}"):
-                return named if phase == "data" and named == "evaluate" else phase
+                return named if phase in ("data", "workers") and named == "evaluate" else phase
     libraries = itertools.takewhile(lambda frame: not _is_own(frame[0]), frames)
     if named == "compute" and any(_SERVER.search(f"/{file}:{function}") for file, function in libraries):
         return "server"
@@ -143,14 +151,11 @@ class RankMonitor(threading.Thread):
     def run(self) -> None:
         """Sample until the end; what cannot be read or written is left out, and the job continues."""
         written, has_met = 0.0, False
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_own_files()
         # at uneven times: samples in step with the steps of the job would always see the same phase
         while not self.over.wait(self.interval_seconds * self.random.uniform(0.5, 1.5)):
             if self.file != STATE.format(rank=self.rank) and self._effort()[3]:  # torchrun has started its ranks
                 self.over.set()
-                self._remove_own_files()
+                self.remove_own_files()
                 return
             self.sample()
             now = time.monotonic()
@@ -171,9 +176,10 @@ class RankMonitor(threading.Thread):
                 self.write()
                 written = now
 
-    def _remove_own_files(self) -> None:
+    def remove_own_files(self) -> None:
         """Remove what an earlier start of this rank has left."""
         with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
             for old in (self.file, TRACE.format(rank=self.rank), f"../{VERDICT}"):
                 (self.folder / old).unlink(missing_ok=True)
 
@@ -208,6 +214,8 @@ class RankMonitor(threading.Thread):
             phase = "prompt"
         if in_call is not None and phase in ("compute", "evaluate") and self._waits(stack, in_call):
             phase = "collective"
+        elif phase == "compute" and stack and _WAITS_FOR_THREAD.search(stack[0][0]):
+            phase = _work_of_threads() or phase
         if phase != self.phase:
             self.phase, self.since = phase, time.time()
         self.samples[phase] += 1
@@ -251,7 +259,10 @@ class RankMonitor(threading.Thread):
     def dump(self) -> None:
         """Write the recorder's calls, as JSON."""
         self.dumped = time.monotonic()
-        with contextlib.suppress(Exception):  # no call yet, another torch, a full disk: the verdict does without it
+        with (
+            self.writing,
+            contextlib.suppress(Exception),
+        ):  # no call yet, another torch, a full disk: the verdict does without it
             if not self.asked:
                 self._replace(TRACE.format(rank=self.rank), _recorder()[0]())
 
@@ -301,8 +312,8 @@ class RankMonitor(threading.Thread):
             return
         self.over.set()
         self.write(ended=True)  # first, as a launcher that ends the ranks may leave no time for more
-        self.join(timeout=2 * self.interval_seconds)
         self.dump()
+        self.join(timeout=2 * self.interval_seconds)
 
     def _replace(self, name: str, text: bytes) -> None:
         draft = self.folder / f".{name}.draft"
@@ -361,7 +372,10 @@ def starting(function: Any, folder: Path) -> Any:
 
 
 def launching(function: Any, folder: Path) -> Any:
-    """torchrun's launch_agent: until its ranks start, the file of this node tells which rendezvous it asks."""
+    """torchrun's launch_agent: until its ranks start, the file of this node tells which rendezvous it asks.
+
+    At the end torchrun of a job on one node writes which rank failed first, as its log may be lost.
+    """
 
     @functools.wraps(function)
     def launch_agent(config: Any, *arguments: Any, **options: Any) -> Any:
@@ -369,12 +383,23 @@ def launching(function: Any, folder: Path) -> Any:
             node = config.rdzv_configs.get("rank", _UNNUMBERED + os.getpid() % _UNNUMBERED)
             asked = config.rdzv_endpoint or "the rendezvous"
             _watch(RankMonitor(folder, node, config.max_nodes, asked=asked, file=NODE_STATE))
-        return function(config, *arguments, **options)
+        first = folder / RANKS_FOLDER / FIRST
+        with contextlib.suppress(OSError):
+            first.unlink(missing_ok=True)
+        try:
+            return function(config, *arguments, **options)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # not every error is of a rank
+                rank, failure = error.get_first_failure()  # type: ignore[attr-defined]
+                if config.max_nodes == 1:
+                    first.write_text(json.dumps({"rank": rank, "exit_code": failure.exitcode}))
+            raise
 
     return launch_agent
 
 
 def _watch(monitor: RankMonitor) -> RankMonitor:
+    monitor.remove_own_files()  # before the thread runs, which may be after the rank has failed
     monitor.start()
     atexit.register(monitor.end)
     return monitor
@@ -389,13 +414,15 @@ def _place(known: dict[str, Any]) -> str:
 
 
 def _answer_of(place: str, before: str) -> str:
-    """ "connected" to the port, or where none is known; "unresolved" where the name is not known; else empty."""
+    """ "connected" to the port, or where none is known; "closed" where it was; "unresolved" by name; else empty."""
     host, _, port = place.rpartition(":")
     peers = (_address(fd, _LIBC.getpeername) for fd, _ in _connections())
     if not port.isdecimal() or any(peer and str(peer[1]) == port for peer in peers):
         return "connected"
+    if before in ("connected", "closed"):
+        return "closed"
     try:
-        return "" if before == "connected" or socket.getaddrinfo(host.strip("[]"), None) else before
+        return "" if socket.getaddrinfo(host.strip("[]"), None) else before
     except OSError:
         return "unresolved"
 
@@ -406,6 +433,12 @@ def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
         found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))  # None between two lines
         frame = frame.f_back
     return found
+
+
+def _work_of_threads() -> str:
+    """The long work of another thread, for which the main thread may wait: "server" or "save"; else empty."""
+    phases = {phase_of([(file, name) for file, _, name in _stack(one)]) for one in sys._current_frames().values()}
+    return next((phase for phase in ("server", "save") if phase in phases), "")
 
 
 def _shown(frame: tuple[str, int, str]) -> str:

@@ -51,14 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.getsignal(signal.SIGTERM)
     if torch.cuda.is_available():
         channels.begin(Path(config.output_dir) / "nccl")
-    device = join_ranks()
+    device = join_ranks(Path(config.output_dir))
     recorder: Recorder | None = None
     ended: EndedError | None = None
     try:
         layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
         plan = dataclasses.replace(plan, layout=layout)
-        if dist.get_world_size() > 1:
-            rank_monitor.start(Path(config.output_dir))
         load_libraries(config)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = hub.pin(config, recorder.note)
@@ -101,9 +99,11 @@ def _report(error: EndedError) -> int:
     return error.code
 
 
-def join_ranks() -> torch.device:
-    """The process group, and this rank's device. Alone, without torchrun, a group of one."""
-    rank_monitor.prepare()
+def join_ranks(folder: Path) -> torch.device:
+    """The process group, and this rank's device. Alone, without torchrun, a group of one.
+
+    The monitor, which writes into `folder`, starts before the ranks meet.
+    """
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -112,7 +112,8 @@ def join_ranks() -> torch.device:
         device, backend = torch.device("cpu"), "gloo"
     bound = device if device.type == "cuda" else None  # NCCL connects at once, and no barrier has to guess a GPU
     if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=bound, timeout=checkpoint.WAIT)
+        join = rank_monitor.starting(dist.init_process_group, folder)
+        join(backend, device_id=bound, timeout=checkpoint.WAIT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device

@@ -210,8 +210,9 @@ class _Search:
     scale: float
     named: Mapping[str, object]
     found: Found = field(default_factory=Found)
-    best: dict[tuple[str, bool, bool], Candidate] = field(default_factory=dict)  # by family, and by whether it is tight
-    fastest: dict[tuple[str, bool, bool], float] = field(default_factory=dict)
+    # by family, and by whether a layout is tight, needs too much memory, or offloads
+    best: dict[tuple[str, bool, bool, bool], Candidate] = field(default_factory=dict)
+    fastest: dict[tuple[str, bool, bool, bool], float] = field(default_factory=dict)
     over: dict[str, float] = field(default_factory=dict)  # by family: bytes that its lightest layout exceeds the memory
     uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, ordered
     forbidden: dict[str, Rejected] = field(default_factory=dict)
@@ -314,7 +315,7 @@ class _Search:
         seconds = parts.total * self.scale
         capacity = self.capacity or math.inf
         tight, over = memory.total > TIGHT_SHARE * capacity, memory.total > capacity
-        slot = key, tight, over
+        slot = key, tight, over, layout.offload != "none"
         self.fastest[slot] = min(seconds, self.fastest.get(slot, seconds))
         held = self.best.get(slot)
         if (

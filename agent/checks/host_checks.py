@@ -17,8 +17,6 @@ from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from contracts.tables import read_table
 from hardware.nics import fastest
-from planner.lint.environment import lint
-from planner.lint.machine import machine_of
 from planner.lint.values import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
@@ -342,11 +340,12 @@ def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding,
     if host is None or host.nccl_environment is None:
         why = "the environment of this host was not read"
         return tuple(_unknown(snapshot.hostname, dict.fromkeys(ENVIRONMENT_CODES, why)))
-    machine = machine_of(snapshot, node)
-    read = {"process": host.nccl_environment, "nccl.conf": host.nccl_conf or {}}
-    findings = [
-        finding
-        for source, environment in read.items()
-        for finding in lint(environment, machine=machine, source=f"{snapshot.hostname} {source}")
-    ]
+    findings: list[Finding] = []
+    for source, environment in {"process": host.nccl_environment, "nccl.conf": host.nccl_conf}.items():
+        if environment:
+            from planner.lint.environment import lint  # not needed on most hosts
+            from planner.lint.machine import machine_of
+
+            machine = machine_of(snapshot, node)
+            findings += lint(environment, machine=machine, source=f"{snapshot.hostname} {source}")
     return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)

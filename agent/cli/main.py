@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import importlib
 import re
+import shutil
 import sys
+import textwrap
 
 import click
 
@@ -119,16 +121,14 @@ def explain(code: str | None, listed: bool) -> None:
 
 def _show_entry(text: str) -> None:
     """Print an entry of the findings or alerts page: one point below the other, commands highlighted."""
-    from rich.markup import escape
-
-    from agent.base.lines import console, indented
-
-    out = console()
     title, _, points = text.partition("\n\n")
-    out.print(f"[bold]{escape(title)}[/bold]\n")
+    click.secho(f"{title}\n", bold=True)
     for point in re.split(r"^- ", points, flags=re.MULTILINE)[1:]:
-        words = re.sub(r"\*\*([^*]+)\*\*", r"[bold]\1[/bold]", escape(" ".join(point.split())))
-        indented(out, re.sub(r"`([^`]+)`", r"[cyan]\1[/cyan]" if out.is_terminal else r"`\1`", words), 2)
+        label = re.match(r"\*\*([^*]+)\*\*", point)
+        words = " ".join(point.replace("**", "").split())
+        width = shutil.get_terminal_size().columns
+        words = textwrap.fill(words, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        click.echo(words.replace(label[1], click.style(label[1], bold=True), 1) if label else words)
 
 
 def main(arguments: list[str] | None = None) -> None:

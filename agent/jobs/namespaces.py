@@ -158,7 +158,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _join(rig: Rig, network: Shaped) -> None:
     """Create a veth pair between the hosts, shaped at both ends."""
-    from pyroute2 import NetNS
+    from pyroute2.iproute.linux import NetNS
     from pyroute2.netlink.exceptions import NetlinkError
 
     burst = max(LEAST_BURST_BYTES, int(network.bits_per_second / 8 * BURST_SECONDS))

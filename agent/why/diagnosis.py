@@ -87,7 +87,7 @@ def answer(sources: WhySources) -> Verdict:
     request = sources.request
     snapshots = replay(request.hosts, ALL) if request.hosts else sources.published
     if found is not None:
-        verdict = with_log(verdict, found)
+        verdict = with_log(verdict, found, seen)
         verdict = with_sockets(verdict, found, request, sources.layout, snapshots, sources.manifest)
     if request.hosts or sources.checks:
         checks = (*sources.checks, *(checks_of_scans(snapshots) if request.hosts else ()))
@@ -146,8 +146,8 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     worlds = [*filter(None, (seen.world, listed, found.ranks if found else None)), *members]
     reached = [max(rows) + 1 for rows in (seen.traces, seen.states, log.traces) if rows]
     seen = replace(
-        seen, log=log, first=_first_ended(tails), hosts=hosts, limit=sources.limit, stacks=stacks, unranked=unranked,
-        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
+        seen, log=log, first=_first_ended(tails, seen.first), hosts=hosts, limit=sources.limit, stacks=stacks,
+        unranked=unranked, in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
         world=max([*worlds, *reached]) if worlds else None,
     )  # fmt: skip
     return seen, found, wrong
@@ -234,18 +234,16 @@ def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, .
     return found, unranked
 
 
-def _first_ended(tails: Sequence[str]) -> int | None:
-    """Return the rank that ended first according to torchrun, from the ends of logs."""
+def _first_ended(tails: Sequence[str], by_file: int | None) -> int | None:
+    """Return the rank that ended first according to torchrun, from the ends of logs, else from the run's folder."""
     for text in tails:
-        # NCCL's watchdog aborts waiting ranks, so the order in which they end is random; schedulers and launchers end
-        # ranks with SIGTERM
         first = run_record.first_failed_rank(text)
         # in a report that is cut before the code of the first, the others show whether waiting ranks were aborted
         aborted = any(one.exit_code == -signal.SIGABRT for one in run_record.failed_ranks(text))
         unclear = first is not None and first.exit_code is None and aborted
-        if first and not unclear and first.exit_code not in (-signal.SIGABRT, -signal.SIGTERM):
+        if first and not unclear and first.is_own:
             return first.rank
-    return None
+    return by_file
 
 
 def _ras(source: str) -> ras.RasReport:
@@ -379,13 +377,19 @@ def _cause_of(problem: LogProblem) -> Cause:
     return replace(cause, message=message, action=action)
 
 
-def with_log(verdict: Verdict, found: Evidence) -> Verdict:
-    """Add the log's problems: reasons of a failure, and of a transport that is slower than possible."""
+def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
+    """Add the log's problems: reasons of a failure, and of a transport that is slower than possible.
+
+    torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
+    after a signal have not failed.
+    """
     lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines) for p in found.problems}
     verdict = replace(
         verdict, causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes)
     )
     known = (*_ENDS, *(cause.code for cause in verdict.causes))
+    if facts.is_over or (facts.log.terminated and not facts.log.stopped):
+        known = (*known, "job_stopped")
     rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]
     diagnosed = any(p.code.startswith("diag_") for p in rows)
     rows = [p for p in rows if not diagnosed or p.code != "no_transport_evidence"]  # these do not need a channel
@@ -398,7 +402,7 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     none_of = f", none of {why.ranks_of(found.missing_ranks)}" if found.missing_ranks else ""
     read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, read))
-    if verdict.state == "fine" and found.outcome == "failed":
+    if verdict.state == "fine" and found.outcome == "failed" and (causes or not facts.is_over):
         causes = causes or tuple(_cause_of(p) for p in found.problems if p.code in _ENDS)[:1]
         first = causes[0].message if causes else "the log says so"
         return replace(verdict, state="failed", line=f"failed: {first}", causes=causes)

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from collectives.traces import calls
-from collectives.traces.states import ASK, NAME, NODE, RANKS_FOLDER, RankState, read_state
-from contracts import run_record
+from collectives.traces.states import ASK, FIRST, MOST_BYTES, NAME, NODE, RANKS_FOLDER, RankState, read_state
+from contracts import bounded, plain, run_record
 from contracts.redaction import without_secrets
 from planner import why
 from planner.why import RunFacts, Verdict
@@ -151,10 +151,19 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
         silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else at - last
         is_running = silence < SILENT_RUN_SECONDS
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied,
-                     starting=starting(states, alive),
+                     starting=starting(states, alive), first=_first_failed(ranks / FIRST),
                      silence=silence, world=newest_state.world_size or None,
                      now=at if is_running else newest_state.written or newest(traces))  # fmt: skip
     return facts, wrong + bad
+
+
+def _first_failed(path: Path) -> int | None:
+    """Return the rank that torchrun saw fail first; None if it was aborted or terminated because of another rank."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = plain.loads(bounded.read_text(path, MOST_BYTES))
+        failed = run_record.FailedRank(int(found["rank"]), int(found["exit_code"]))
+        return failed.rank if failed.is_own else None
+    return None
 
 
 def _modified(path: Path) -> float:

@@ -294,9 +294,10 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
     note = problem_of("several_runs", str(len(rows)), lines=begins[:3], count=len(rows))
     apart = any(one.is_of_another_job(other) for one, other in combinations(runs.ledgers, 2))
     jobs = (problem_of("several_jobs", " and ".join(dict.fromkeys(row.file for row in begins))),) if apart else ()
+    joining = [*dict.fromkeys(one.inter_node_transport for one in each if one.inter_node_transport)]
     verdict = replace(
         judge(whole, ports=ports),
-        inter_node_transport=_of_all([one.inter_node_transport for one in each]),
+        inter_node_transport=mixed(joining) if joining else None,
         problems=_joined([jobs, *(one.problems for one in each)]),
         notes=(note, *_joined([one.notes for one in each])),
         missing_ranks=tuple(sorted({rank for one in each for rank in one.missing_ranks})),
@@ -316,11 +317,6 @@ def _with_texts(verdict: Evidence, others: list[LogProblem]) -> Evidence:
     if not (problems or faults):
         faults = others
     return replace(verdict, problems=by_severity((*problems, *faults)))
-
-
-def _of_all(names: list[str | None]) -> str | None:
-    known = list(dict.fromkeys(name for name in names if name is not None))
-    return mixed(known) if known else None
 
 
 def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:

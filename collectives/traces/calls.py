@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
-import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -227,19 +227,17 @@ def read_ranks(paths: Iterable[Path], read_rank: Callable[[Path], R]) -> tuple[d
 # Pickles of plain values: numbers, texts, lists, tuples and dicts. No name is imported and nothing is called.
 #
 # Specification: Lib/pickletools.py of CPython; PyTorch's flight recorder writes protocol 2
-# (torch/csrc/jit/serialization/pickler.cpp). Python's own reader is given only the opcodes that plain values need, and
-# a budget of opcodes, open marks and seconds, because a few bytes of a pickle can ask for much time and memory.
+# (torch/csrc/jit/serialization/pickler.cpp). Every opcode is looked at before Python's own reader is given the bytes,
+# because a few bytes of a pickle can ask for much time and memory.
 
 MOST_OPCODES = 2_000_000  # 2,000 calls with stacks take some 200,000; the dearest, an empty dict, takes 72 bytes
-MOST_MARKS = 10_000  # open at once, each a list of its own; plain values nest a few levels deep
+MOST_TUPLES = MOST_CALLS  # hashing one inside another, without end, overflows the stack of the process
 MOST_SECONDS = 20.0  # of CPU; what is allowed above takes some 4
-LONGEST_NUMBER = 9  # bytes; 64 bits and a sign
 _LOOK = 4096  # opcodes between two looks at the clock
-_ALLOWED = (  # noqa: SIM905 - a list of 40 quoted words takes three times the lines
+_PLAIN = (  # noqa: SIM905 - a list of 40 quoted words takes three times the lines
     "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE"
     " SHORT_BINUNICODE BINUNICODE8 BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES EMPTY_LIST EMPTY_DICT EMPTY_TUPLE"
     " TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE"
-    " GLOBAL STACK_GLOBAL INST"  # these three end in find_class, which says why they are refused
 ).split()
 
 
@@ -247,92 +245,32 @@ class PickleError(ValueError):
     """The bytes are no pickle, hold more than plain values, or take too much time or memory."""
 
 
-class _Budget:
-    """The table in which the reader looks up each opcode: it counts them."""
-
-    def __init__(self) -> None:
-        self._count, self._until = 0, time.thread_time() + MOST_SECONDS
-
-    def __getitem__(self, code: int) -> Callable[[Any], None]:
-        self._count += 1
-        if self._count % _LOOK == 0:
-            if self._count > MOST_OPCODES:
-                raise PickleError(f"more than {MOST_OPCODES} values")
-            if time.thread_time() > self._until:
-                raise PickleError(f"reading it takes more than {MOST_SECONDS:.0f} s of CPU")
-        try:
-            return _STEPS[code]
-        except KeyError:
-            raise PickleError(f"an opcode {bytes([code])!r} that plain values do not take") from None
-
-
-class _PlainUnpickler(pickle._Unpickler):
-    """Python's reader, without what imports, calls, or allocates by a number in the file."""
-
-    stack: list[Any]  # of the base class, which has no types
-    metastack: list[Any]
-    append: Callable[[Any], None]
-    read: Callable[[int], bytes]
-
-    def __init__(self, raw: bytes) -> None:
-        super().__init__(io.BytesIO(raw), encoding="utf-8", errors="replace")
-        self.dispatch = _Budget()  # type: ignore[assignment,misc]
-
+class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, _module: str, _name: str) -> Any:
         """Refuse every name."""
         raise PickleError("names a class or a function")
 
-    def load_mark(self) -> None:
-        """Begin the members of a list, a tuple or a dict."""
-        if len(self.metastack) >= MOST_MARKS:
-            raise PickleError(f"more than {MOST_MARKS} levels deep")
-        super().load_mark()  # type: ignore[misc]
 
-    def load_text(self, form: str) -> None:
-        """Push a text; Python's own reader ends at a byte that is not UTF-8."""
-        self.append(self._take(form).decode("utf-8", errors="replace"))
-
-    def load_number(self, form: str) -> None:
-        """Push a whole number of at most 64 bits; larger ones cannot be printed."""
-        raw = self._take(form)
-        if len(raw) > LONGEST_NUMBER:
-            raise PickleError("a whole number of more than 64 bits")
-        self.append(int.from_bytes(raw, "little", signed=True))
-
-    def _take(self, form: str) -> bytes:
-        return self.read(struct.unpack(form, self.read(struct.calcsize(form)))[0])
-
-    def load_pairs(self) -> None:
-        """Add pairs to a dict."""
-        self._check_keys(self.stack[::2])
-        super().load_setitems()  # type: ignore[misc]
-
-    def load_pair(self) -> None:
-        """Add one pair to a dict."""
-        self._check_keys(self.stack[-2:-1])
-        super().load_setitem()  # type: ignore[misc]
-
-    def _check_keys(self, keys: list[Any]) -> None:
-        """Refuse keys that are no texts and numbers: hashing a deep tuple overflows the stack of the process."""
-        if not all(isinstance(key, str | int) for key in keys):
-            raise PickleError("a dict whose keys are not texts and numbers")
-
-
-_STEPS: dict[int, Callable[[Any], None]] = {
-    **{code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _ALLOWED)},
-    pickle.MARK[0]: _PlainUnpickler.load_mark,
-    pickle.SETITEMS[0]: _PlainUnpickler.load_pairs, pickle.SETITEM[0]: _PlainUnpickler.load_pair,
-    pickle.BINUNICODE[0]: lambda reader: reader.load_text("<I"),
-    pickle.SHORT_BINUNICODE[0]: lambda reader: reader.load_text("<B"),
-    pickle.BINUNICODE8[0]: lambda reader: reader.load_text("<Q"),
-    pickle.LONG1[0]: lambda reader: reader.load_number("<B"), pickle.LONG4[0]: lambda reader: reader.load_number("<I"),
-}  # fmt: skip
+def _check(raw: bytes) -> None:
+    """Raises PickleError where the bytes ask for more than plain values, or for too much."""
+    until, tuples = time.thread_time() + MOST_SECONDS, 0
+    for number, (opcode, value, _) in enumerate(pickletools.genops(raw)):
+        tuples += "TUPLE" in opcode.name
+        if opcode.name not in _PLAIN:
+            raise PickleError(f"an opcode {opcode.name} that plain values do not take")
+        if number >= MOST_OPCODES or tuples > MOST_TUPLES:
+            raise PickleError(f"more than {MOST_OPCODES} values, or {MOST_TUPLES} tuples")
+        if isinstance(value, int) and (value.bit_length() > 64 or ("BINPUT" in opcode.name and value > number)):
+            raise PickleError("a whole number of more than 64 bits, or a place for a value beyond all values")
+        if number % _LOOK == 0 and time.thread_time() > until:
+            raise PickleError(f"reading it takes more than {MOST_SECONDS:.0f} s of CPU")
 
 
 def unpickle(raw: bytes) -> Any:
     """Return the value. Raises PickleError; nothing that the pickle names is ever run."""
     try:
-        return _PlainUnpickler(raw).load()
+        _check(raw)
+        return _PlainUnpickler(io.BytesIO(raw), encoding="utf-8", errors="replace").load()
     except PickleError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever Python's reader makes of bytes that are no pickle

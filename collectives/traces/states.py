@@ -17,6 +17,7 @@ from contracts.tables import read_patterns
 RANKS_FOLDER = "ranks"  # of a run's folder
 NAME = "state_rank_{rank}.json"
 NODE = "state_node_{rank}.json"  # of torchrun on a node, until its ranks start
+FIRST = "first.json"  # of torchrun on the one node of a job: the rank that failed first
 TRACE = "trace_rank_{rank}.json"  # the flight recorder's dump
 ASK = "dump"  # touching this file requests a dump
 MOST_BYTES = 1 << 20
@@ -52,7 +53,7 @@ class RankState:
     pid_namespace: str | None = None  # that `pid` is of, as /proc/self/ns/pid names it
     written: float = 0.0  # Unix seconds
     asked: str = ""  # address of the rendezvous, while the rank has not met the others there
-    answer: str = ""  # "connected" to its port, "unresolved" where its name is not known
+    answer: str = ""  # "connected" to its port, "closed": no longer, "unresolved" where its name is not known
     phase: str | None = None  # by the main thread's stack: collective, compute, data, save, evaluate, compile
     since: float | None = None  # Unix seconds: in this phase without a break
     where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"

@@ -319,9 +319,10 @@ class Engine:
         hidden, inner = self.stored_tensors(share)
         split = layout.tp if layout.sequence_parallel else 1
         stored = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp
-        # The input of each expert, and its output before the outputs for a token are summed.
+        # The input of each expert. Its output too, unless fused kernels multiply by the router's weights before it.
         mixtures = (model.layers - model.dense_layers) / model.layers
-        stored += 2.0 * model.experts_per_token * mixtures * h / (layout.tp if layout.ep > 1 else split)
+        copies = model.experts_per_token * (1.0 if self.fused else 2.0)
+        stored += copies * mixtures * h / (layout.tp if layout.ep > 1 else split)
         if self.fused and layout.precision in EIGHT_BITS:
             # Transformer Engine keeps the inputs of products in one byte: of two norms, and of the MLP.
             stored -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)

@@ -1,4 +1,4 @@
-"""Read the variables that a Dockerfile sets: ENV of its stages, and texts that RUN and COPY write into files.
+"""Read the variables that a Dockerfile sets: ENV of its stages, and texts that RUN writes into files.
 
 Specification: Dockerfile reference (both forms of ENV, ARG, stages, `# escape=`); for here-documents BuildKit's
 frontend/dockerfile/parser: each unquoted word of RUN, COPY and ADD that begins with `<<`.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planner.lint.script import NAMED, OPEN, Assigned, Inner, Script, Unread, words
+from planner.lint.script import NAMED, OPEN, Assigned, Script, Unread, words
 from planner.lint.shell import read_assignment, read_shell
 
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
@@ -21,8 +21,7 @@ _INSTRUCTIONS = words()["documents"]["instructions"]
 class _Instruction(NamedTuple):
     line: int
     name: str
-    rest: str  # arguments, with continued lines joined
-    documents: tuple[tuple[int, str], ...]  # here-documents: number of the first line, and text
+    rest: str  # arguments, with continued lines joined and without here-documents
 
 
 class _Stage(NamedTuple):
@@ -48,8 +47,6 @@ def read_dockerfile(text: str) -> Script:
             script.unread.append(Unread(line=each.line, why=f"a variable in {each.name}"))
         elif each.name == "RUN":
             _run(each, stage.known, script)
-        else:
-            script.inner += [Inner(text=body, target=each.rest.split()[-1], line=line) for line, body in each.documents]
     script.always.update({each.name: each for each in stage.assigned})
     return script
 
@@ -75,13 +72,7 @@ def _variables(each: _Instruction, stage: _Stage) -> None:
 def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:
     """Take the files that RUN writes. Variables that it exports do not outlive the instruction."""
     rest = re.sub(r"^(?:--\w+\S*\s+)+", "", each.rest)
-    if each.documents and rest.startswith("<<"):
-        found = read_shell(each.documents[0][1], known=known, line=each.documents[0][0])
-    else:
-        words = [word for word in _WORD.findall(rest) if _HEREDOC.match(word)]
-        ends = [match[3] for word in words if (match := _HEREDOC.match(word))]
-        bodies = "".join(f"\n{body}\n{end}" for (_, body), end in zip(each.documents, ends, strict=False))
-        found = read_shell(rest + bodies + "\n", known=known, line=each.line)
+    found = read_shell(rest + "\n", known=known, line=each.line)
     script.inner += [one for one in found.inner if one.target != "python" or one.text not in rest]
     if NAMED.search(rest):
         script.unread += found.unread
@@ -111,16 +102,16 @@ def _instructions(text: str, script: Script) -> Iterator[_Instruction]:
                 body.append(rows[at])
                 at += 1
         rest, name = " ".join(body).strip(), match[1].upper()
-        documents = []
         for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
             here = _HEREDOC.match(word)
             end = here and next((n for n in range(at, len(rows)) if _is_end(rows[n], here)), None)
             if here and end is None:
                 script.unread.append(Unread(line=first + 1, why=f"the here-document {here[3]} has no end"))
             elif here and end is not None:
-                documents.append((at + 1, "\n".join(row.lstrip("\t") if here[1] else row for row in rows[at:end])))
-                at = end + 1
-        yield _Instruction(first + 1, name, rest, tuple(documents))
+                if NAMED.search("\n".join(rows[at:end])):
+                    script.unread.append(Unread(line=at + 1, why="a here-document"))
+                at, rest = end + 1, rest.replace(word, "")
+        yield _Instruction(first + 1, name, rest)
 
 
 def _is_end(row: str, here: re.Match[str]) -> bool:

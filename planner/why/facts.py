@@ -39,7 +39,7 @@ LOST_PEER, TIMED_OUT, IN_CALL = (
 )
 _OWN_ERRORS = {name: re.compile(text) for name, text in _WORDS["own_error"].items()}
 # phases that may take long: others wait for them up to the limit
-LONG_PHASES = ("save", "evaluate", "compile", "server", "prompt")
+LONG_PHASES = ("save", "evaluate", "compile", "server", "prompt", "join")
 _ON_HOST = ("rank.idle", "rank.io", "rank.server", "rank.prompt", "rank.stopped")  # the rank's GPU has no part in it
 DOING, ACTIONS, CODES = (_WORDS[part] for part in ("doing", "action", "code"))
 
@@ -262,7 +262,7 @@ class RunFacts:
         """
         now = self.activity(rank)
         state = self.states.get(rank)
-        if state is None or now.kind not in ("data", "compute", "idle", "io") or not begun:
+        if state is None or now.kind not in ("data", "workers", "compute", "idle", "io") or not begun:
             return now
         old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=state.written))
         looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}

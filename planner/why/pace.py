@@ -20,6 +20,7 @@ from collectives.traces.calls import Call, RankTrace
 from collectives.traces.states import Mark, RankState
 from planner.why.facts import (
     ACTIONS,
+    CODES,
     CONFIDENCE,
     DOING,
     EXPLAINS,
@@ -99,7 +100,8 @@ def _quantile(ranks: int) -> float:
 def _late(facts: RunFacts) -> Verdict | None:
     windows = WINDOWS[:1] if facts.is_over else WINDOWS  # nothing is recent in a run that has ended
     by_looks = [row for since in windows for row in _by_samples(facts, since)]
-    rows = [row for since in windows for row in _by_calls(facts, since)]
+    has_joined = any("join" in state.samples for state in facts.states.values())  # such a rank makes calls at once
+    rows = [row for since in windows for row in _by_calls(facts, since) if not has_joined]
     refuted = {one.rank for one in by_looks if one.usual < 1 - MATTERS and one.work <= one.usual}
     rows = [one for one in rows if one.rank not in refuted] + by_looks
     late = sorted((one for one in rows if one.excess > 0), key=lambda one: -one.excess)
@@ -109,7 +111,7 @@ def _late(facts: RunFacts) -> Verdict | None:
     causes, not_at_fault = [], []
     for one in sorted(proven.values(), key=lambda one: -one.excess):
         what = habits[one.rank]
-        if what.kind in LONG_PHASES:
+        if what.kind in (*LONG_PHASES, "turns"):
             not_at_fault.append(f"rank {one.rank} {what.words}; {one.wait}")
         else:
             cost = min(1.0, one.work - one.usual)
@@ -277,6 +279,10 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     theirs = max(1, sum(rest.values()))
     more = {kind: mine.get(kind, 0) / total - rest.get(kind, 0) / theirs for kind in DOING if kind != "collective"}
     kind = max(more, key=lambda one: more[one])
+    workers = [mine.get("workers", 0) / total, rest.get("workers", 0) / theirs]
+    if min(workers) > MATTERS / 2 and (kind == "workers" or more[kind] <= MATTERS):
+        shares = f"{workers[0]:.0%} of its samples, {workers[1]:.0%} of those of the others"
+        return Activity("turns", f"{DOING['workers']} in {shares}: equally fast loaders take turns in being last")
     # a difference within the sampling error is not a difference
     if more[kind] <= 2 * sqrt(0.25 / total + 0.25 / theirs):
         return AS_OTHERS
@@ -388,8 +394,10 @@ def _slower(facts: RunFacts) -> Verdict | None:
             key = "all_collective" if cause.code == "network" else "all_collective_here"
             return facts.named(key, times=times, evidence=(timing,), **cost)
     else:
-        cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
-                      evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip
+        message = f"all ranks alike: each {DOING[kind]} longer"
+        action = f"Expected if the batches or the sequences have become larger. Else: {ACTIONS.get(kind, '')}"
+        cause = Cause(code=CODES[kind].replace("rank.", "all."), message=message, share=share, evidence=(timing,),
+                      action=action)  # fmt: skip
     return facts.verdict("slow", replace(cause, **cost))
 
 

@@ -16,6 +16,7 @@ from planner.why.facts import (
     LONG_PHASES,
     LOST_PEER,
     MOST_RANKS,
+    ORDER_SECONDS,
     SILENT_RUN_SECONDS,
     STALL_SECONDS,
     TIMED_OUT,
@@ -29,7 +30,8 @@ from planner.why.facts import (
     ranks_of,
 )
 
-_ANSWERS = {"": "and has no connection", "connected": "and is connected", "unresolved": "whose name is not known"}
+_ANSWERS = {"": "and has no connection", "connected": "and is connected", "closed": "and was connected",
+            "unresolved": "whose name is not known"}  # fmt: skip
 
 
 def by_clash(facts: RunFacts) -> Verdict | None:
@@ -89,7 +91,13 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
     world = max(state.world_size or 0 for state in here.values())
     absent = tuple(one for one in range(min(world, MOST_RANKS)) if one not in here) if max(here) < world else ()
     missing = ranks_of(absent).replace("rank", kind) if absent else f"{world - len(here)} of {world} {kind}s"
-    lost = [state for state in here.values() if state.answer != "connected"]
+    gave_up = [facts.ages.get(one, 0.0) for one, state in here.items() if state.answer == "connected" and state.ended]
+    # those that were connected may have held the place: it proves nothing for who came when one had given up
+    reached = ("connected", *(["closed"] if gave_up else []))
+    apart = {one: state for one, state in here.items() if state.answer not in reached}
+    late = [one for one, state in apart.items() if gave_up and state.written - (state.since or 0.0)
+            <= max(gave_up) - facts.ages.get(one, 0.0) + ORDER_SECONDS]  # fmt: skip
+    lost = [state for one, state in apart.items() if one not in late]
     unresolved = [state for state in lost if state.answer == "unresolved"]
     place = (unresolved or lost or [*here.values()])[0].asked
     rows = tuple(f"{kind} {one}{f' on {state.host}' if state.host else ''}: asks {state.asked} since "
@@ -97,7 +105,7 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
                  for one, state in here.items())  # fmt: skip
     places = {state.asked for state in here.values()}
     key = ("unresolved" if unresolved else "places" if len(places) > 1 else "unreached" if lost
-           else "absent" if len(here) < world else "unmet")  # fmt: skip
+           else "absent" if len(here) < world else "late" if late else "unmet")  # fmt: skip
     limit = IDLE_SECONDS
     if key == "absent" and kind == "rank" and absent and facts.starting.keys() >= set(absent):
         key, limit = "starting", facts.limit
@@ -105,6 +113,7 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
         key, state="failed" if over else "stuck", kind=kind, name=place.rpartition(":")[0], place=place,
         missing=missing, who=ranks_of([*here]).replace("rank", kind), seconds=round(age), each="; ".join(rows[:4]),
         verb="waits" if len(here) == 1 else "wait", pids=", ".join(str(facts.starting.get(one)) for one in absent[:8]),
+        late=ranks_of(late).replace("rank", kind),
         evidence=(*rows[:8], *errors[:1]), waiting=tuple(here) if kind == "rank" else (),
         ranks=absent if key in ("absent", "starting") and kind == "rank" else (),
     )  # fmt: skip

@@ -11,6 +11,7 @@ with names).
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
@@ -18,6 +19,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 from contracts.tables import read_table
@@ -42,8 +44,8 @@ def ask_route(what: str) -> tuple[dict[str, Json], ...]:
     """
     if what not in _TABLE["lists"]:
         raise ValueError(f"netlink answers {sorted(_TABLE['lists'])}, not {what!r}")
-    import asyncio
-
+    if "pyroute2" not in sys.modules and (package := find_spec("pyroute2")):
+        sys.modules["pyroute2"] = module_from_spec(package)  # without its __init__, which imports every socket (0.3 s)
     from pyroute2.netlink.exceptions import NetlinkDecodeError, NetlinkError
 
     try:
@@ -57,9 +59,7 @@ def ask_route(what: str) -> tuple[dict[str, Json], ...]:
 
 
 async def _list(what: str) -> tuple[dict[str, Json], ...]:
-    import asyncio
-
-    from pyroute2 import AsyncIPRoute
+    from pyroute2.iproute.linux import AsyncIPRoute
     from pyroute2.netlink.exceptions import NetlinkDumpInterrupted
 
     about = _TABLE["lists"][what]

@@ -57,15 +57,11 @@ def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
         list(submission.create(client, documents("trainjob")))
 
 
-def test_the_verb_creates_what_the_dry_run_prints(kubeconfig: ApiServer) -> None:
-    """ConfigMap with the plan, runtime, job."""
-    done = CliRunner().invoke(launch, [*WORDS, "--api", "trainjob", "--name", "sft"])
-    assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[-1] == "trainjob/sft created"
-    (config,) = kubeconfig.of_kind("ConfigMap")
-    assert "plan.json" in config["data"]
-    (job,) = kubeconfig.of_kind("TrainJob")
-    assert job["spec"]["trainer"]["numNodes"] == 2
+def offer(api: ApiServer, **nodes: dict[str, str]) -> None:
+    """Nodes by their names, with what each has to give away."""
+    for name, allocatable in nodes.items():
+        node = {"kind": "Node", "metadata": {"name": name}, "status": {"allocatable": allocatable}}
+        api.put("/api/v1/nodes", "", node)
 
 
 def test_a_refusal_is_told_in_the_servers_words(kubeconfig: ApiServer) -> None:
@@ -201,10 +197,8 @@ def limits(*words: str) -> dict[str, str]:
 @pytest.mark.parametrize(("offers", "taken"), rows("own_device")())
 def test_the_nodes_own_device_is_taken(kubeconfig: ApiServer, offers: tuple[str, ...], taken: str) -> None:
     """By the name that both nodes have to give away; what one has, or none is left of, does not count."""
-    for name in ("a", "b"):
-        allocatable = {"cpu": "64", "rdma/used_up": "0", "ephemeral-storage": "1", **dict.fromkeys(offers, "1k")}
-        status = {"allocatable": {**allocatable, **({"rdma/on_a_only": "1"} if name == "a" else {})}}
-        kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
+    both = {"cpu": "64", "rdma/used_up": "0", "ephemeral-storage": "1", **dict.fromkeys(offers, "1k")}
+    offer(kubeconfig, a={**both, "rdma/on_a_only": "1"}, b=both)
     assert limits()[taken] == "1"
     assert limits("--resource", "rdma/mine=1").keys() == {"rdma/mine", "nvidia.com/gpu"}  # the user's word comes first
     assert limits("--resource", "rdma/a=1", "--resource", "rdma/b=1").keys() == {"rdma/a", "rdma/b", "nvidia.com/gpu"}
@@ -216,16 +210,13 @@ def test_a_device_that_no_node_offers_is_warned_of(kubeconfig: ApiServer) -> Non
     words = [*efa, "--api", "job", "--dry-run"]
     warning = "vpc.amazonaws.com/efa is needed on 2 nodes, and fewer nodes offer it"
     for name, count in (("a", "4"), ("b", "0")):
-        status = {"allocatable": {"vpc.amazonaws.com/efa": count, "nvidia.com/gpu": "8"}}
-        kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
+        offer(kubeconfig, **{name: {"vpc.amazonaws.com/efa": count, "nvidia.com/gpu": "8"}})
         done = CliRunner().invoke(launch, words)
         assert done.exit_code == 0 and warning in done.stderr
     for more in ((), ("--resource", "vpc.amazonaws.com/efa=2")):
         assert "vpc.amazonaws.com/efa" in CliRunner().invoke(launch, [*words, *more]).stdout
     assert warning not in CliRunner().invoke(launch, [*words, "--resource", "vpc.amazonaws.com/efa=2"]).stderr
-    kubeconfig.put("/api/v1/nodes", "", {
-        "kind": "Node", "metadata": {"name": "c"}, "status": {"allocatable": {"vpc.amazonaws.com/efa": "4"}},
-    })  # fmt: skip
+    offer(kubeconfig, c={"vpc.amazonaws.com/efa": "4"})
     assert warning not in CliRunner().invoke(launch, words).stderr
     nobody = CliRunner(env={"KUBECONFIG": None}).invoke(launch, words)
     assert nobody.exit_code == 0 and warning not in nobody.stderr
@@ -235,9 +226,8 @@ def test_devices_that_cannot_be_chosen_are_named(kubeconfig: ApiServer) -> None:
     """None at all, or several; without a cluster, that none was asked."""
     words = [*ROCE, "--api", "job", "--dry-run"]
     assert "the nodes offer none" in CliRunner().invoke(launch, words).output
-    for name in ("a", "b"):
-        status = {"allocatable": {"rdma/x": "1", "rdma/y": "1"}}
-        kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
+    both = {"rdma/x": "1", "rdma/y": "1"}
+    offer(kubeconfig, a=both, b=both)
     assert "the nodes offer rdma/x, rdma/y" in CliRunner().invoke(launch, words).output
     asked_nobody = CliRunner(env={"KUBECONFIG": None}).invoke(launch, words)
     assert asked_nobody.exit_code == 2 and "the cluster was not asked" in asked_nobody.output

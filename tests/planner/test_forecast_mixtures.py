@@ -148,6 +148,13 @@ def test_experts_of_a_token_lie_in_all_groups_at_most() -> None:
         assert model_from_config({**config, **groups}).expert_groups == share, groups
 
 
+def test_fused_kernels_keep_no_output_of_the_experts() -> None:
+    """Norms, attention, three MLP tensors and the input of the experts, of four copies of a token."""
+    share = share_of(GPT_OSS, FULL, Layout(world_size=8, dp_shard=8, ep=8))
+    by_hand = 5 * 2880 + (2 * 4096 + 2 * 512) + 3 * 4 * 2880 + 4 * 2880
+    assert engine_named("automodel").layer_activations(share) == pytest.approx(4096 * 2 * by_hand)
+
+
 def test_experts_merged_with_adapters_get_a_gradient_of_their_own() -> None:
     """PEFT's ParamWrapper multiplies with W + BA: its gradient is as large a product as W's in a full fine-tune."""
     model = replace(GPT_OSS, layers=4)

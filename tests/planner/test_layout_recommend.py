@@ -312,3 +312,11 @@ def test_a_layout_that_probably_runs_out_of_memory_is_chosen_only_where_no_other
     )
     answer = recommend(machines.cluster("dgx-h100", 2), (), model_named("Llama-2-70B"), train)
     assert answer.chosen.forecast.memory_bytes.mid < (answer.chosen.forecast.capacity_bytes or 0)
+
+
+def test_offloading_needs_a_gain_beyond_the_error() -> None:
+    """Eight rows at a time fit an RTX 3090 with weights on the host only, and gain less than two forecasts err."""
+    train = TrainSpec(method="qlora", sequence_length=1024, global_batch=64)
+    planned = plan(machines.cluster("8xrtx3090"), (), model_named("Llama-3.1-70B"), train)
+    assert search_planned(planned).best[0].layout.offload == "none"
+    assert search_planned(planned, {"offload": "all", "dp_shard": 8}).best[0].layout.micro_batch == 8

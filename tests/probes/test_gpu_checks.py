@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from gpu_machines import H100, changed, facts_of, gpu_with, recorded
+from gpu_machines import H100, facts_of, gpu_with, recorded
 from hypothesis import given
 from hypothesis import strategies as st
 from rigs.recorded import with_facts
@@ -176,26 +176,10 @@ def test_gpus_that_slurm_gave_are_compared_with_those_that_are_there(
     assert all(word in f"{f.message} {f.evidence}" for f in found for word in wanted or ()), found
 
 
-@each_row(("question", "answer", "code"), rows("impossible"))
-def test_a_number_that_is_impossible_is_unknown_and_claims_nothing(question: str, answer: Any, code: str) -> None:
-    found = list(PROBE.check(facts_of(changed(gpu3=(question, answer)))))
-    unknown = {f.code for f in found if f.status is Status.UNKNOWN}
-    assert code in unknown and unknown == {f.code for f in found}, found
-
-
 def test_the_table_of_questions_is_whole() -> None:
     questions = read_table(gpu_facts.__file__, "questions.toml")
     assert all(set(row) <= {"codes", "range", "items", "fields", "source"} for row in questions.values())
     assert {code for row in questions.values() for code in row.get("codes", ())} <= set(PROBE.codes)
-
-
-@each_row(
-    ("remapped", "field", "pending"), [([0, 0, 0, 0], None, False), ([0, 1, 1, 0], None, True), ([0, 1, 0, 0], 1, True)]
-)
-def test_no_remapping_pending_is_known_by_either_word(remapped: list[int], field: int | None, pending: bool) -> None:
-    content = changed(gpu0=("nvmlDeviceGetRemappedRows", remapped))
-    content["answers"]["nvml"]["nvmlDeviceGetFieldValues"]["gpu0,230,306,307,91"] = [0, None, field, 18]
-    assert facts_of(content).gpus[0].remapping_pending is pending
 
 
 @each_row(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from typing import Any
 
 from gpu_machines import GB200, H100, changed, facts_of, recorded
 from rigs.found import findings
 from rigs.recorded import with_facts
-from rigs.tables import each_row, rows_of
+from rigs.tables import each_row, golden_rows, rows_of
 from scanned import scan
 
 from contracts.finding import Finding, Status
@@ -18,7 +19,7 @@ from probes.gpu import health as xid
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.health import xids_of
 from probes.gpu.probe import PROBE
-from probes.gpu.read import fabric_degraded, fabric_faults, xid_of_line
+from probes.gpu.read import xid_of_line
 from probes.host.recording import RecordedHost
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
@@ -30,56 +31,39 @@ from topology.graph import NodeTopology
 
 rows = rows_of(__file__)
 
+
+def said(row: dict[str, Any]) -> Any:
+    """What is found of a recording that is changed so, and of each GPU the facts that are not the recording's own."""
+    content = changed(row["machine"], **row.get("answers", {}))
+    for (*way, last), value in row.get("set", ()):
+        reduce(getitem, way, content["answers"])[last] = value
+    for name in row.get("drop", ()):
+        del content["answers"][name]
+    own, facts = facts_of(recorded(row["machine"])), facts_of(content)
+    known = {(f.code, f.subject) for f in PROBE.check(own)}
+    differ = {
+        f"GPU{gpu.index}": {
+            name: value for name in gpu.__slots__ if (value := getattr(gpu, name)) != getattr(old, name)
+        }
+        for gpu, old in zip(facts.gpus, own.gpus, strict=True)
+    }
+    found = [[f.code, f.status, f.subject, f.message] for f in PROBE.check(facts) if (f.code, f.subject) not in known]
+    return {"facts": {name: each for name, each in differ.items() if each}, "findings": found}
+
+
+def test_golden_changes() -> None:
+    """tests/golden/gpu.jsonl: answers of the driver, of which a row says what they show."""
+    golden_rows("gpu.jsonl", "says", said)
+
+
 # The fabric -------------------------------------------------------------------------------------------------------
 
-# nvml.h, NVML_GPU_FABRIC_HEALTH_MASK_*: every field at its value that is well.
-FABRIC = "nvmlDeviceGetGpuFabricInfoV"
-WELL = 2 << 0 | 2 << 2 | 2 << 4 | 2 << 6 | 1 << 8 | 1 << 12 | 1 << 14
-FAULTS = [
-    (0, 1, 2, None), (2, 1, 2, "route_recovery"), (4, 1, 2, "route_unhealthy"), (6, 1, 2, "access_timeout_recovery"),
-    *((8, value, 1, name) for value, name in enumerate(
-        ("incorrect_system_guid", "incorrect_chassis_serial", "no_partition", "insufficient_nvlinks",
-         "incompatible_gpu_firmware", "invalid_location", "gpu_state_invalid", "incorrect_configuration_9"), 2)),
-    (12, 2, 1, "partition_not_assigned"), (14, 2, 1, "fabric_manager_disconnected"),
-]  # fmt: skip
 
-
-def test_a_fabric_that_is_well_has_no_fault() -> None:
-    """And of a mask that tells nothing nothing is known."""
-    assert fabric_faults(WELL) == ()
-    assert fabric_degraded(WELL) is False
-    assert fabric_faults(0) is None and fabric_faults(None) is None and fabric_degraded(0) is None
-    assert fabric_faults(2) == (), "a driver that knows the first field only"
-
-
-@each_row(("shift", "bad", "good", "name"), FAULTS)
-def test_each_field_of_the_fabrics_health_is_a_finding_of_its_own(
-    shift: int, bad: int, good: int, name: str | None
-) -> None:
-    """Through the answer of the driver, on one GPU of four."""
-    facts = facts_of(changed(GB200, gpu1=(FABRIC, {"healthMask": WELL & ~(good << shift) | bad << shift})))
-    assert facts.gpus[1].fabric_faults == ((name,) if name else ())
-    found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
-    assert [(f.code, f.subject) for f in found] == [("gpu.fabric.unhealthy" if name else "gpu.fabric.degraded", "GPU1")]
-
-
-@each_row(("status", "word"), [(0, None), (999, "UNKNOWN"), (10, "TIMEOUT"), (4242, "CODE_4242")])
-def test_a_fabric_probe_that_ended_with_an_error_has_not_taken_the_gpu_in(status: int, word: str | None) -> None:
-    """The status counts where the state is completed, and there only."""
-    facts = facts_of(changed(GB200, gpu0=(FABRIC, {"status": status}), gpu1=(FABRIC, {"status": status, "state": 0})))
-    assert (facts.gpus[0].fabric_status, facts.gpus[1].fabric_status) == (word, None)
-    assert (facts.gpus[0].fabric_clique is None) == bool(word)
-    codes = [f.code for f in PROBE.check(facts) if f.subject == "GPU0"]
-    assert ("gpu.fabric.incomplete" in codes) == bool(word)
-
-
-def test_the_fabrics_summary_comes_with_the_newer_structure(scanner_of: Callable[..., Scanner]) -> None:
-    """Through the driver library: version 3 where the driver knows it, else version 2 without the summary."""
+def test_a_driver_without_the_newer_structures_is_read_as_it_is(scanner_of: Callable[..., Scanner]) -> None:
+    """Through its library: the fabric without its summary, and a field with an error of its own."""
     with scanner_of(GB200) as scanner:
-        assert scanner.scan().facts(GpuFacts).gpus[0].fabric_summary is None  # type: ignore[union-attr]
-    facts = facts_of(changed(GB200, gpu0=(FABRIC, {"healthSummary": 2})))
-    assert [gpu.fabric_summary for gpu in facts.gpus] == ["unhealthy", None, None, None]
-    assert [f.code for f in PROBE.check(facts)] == ["gpu.fabric.unhealthy"]
+        facts = scanner.scan().facts(GpuFacts)
+    assert facts is not None and not facts.gpus[0].unread and facts.gpus[0].fabric_summary is None
 
 
 # Xids -------------------------------------------------------------------------------------------------------------
@@ -122,19 +106,6 @@ def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: i
     assert "gpu.device.missing" not in {f.code for f in gone}
 
 
-def test_xids_come_as_nvml_events_where_no_log_is_readable() -> None:
-    """The driver reports each once; what came since the first scan is kept."""
-    content = changed(H100)
-    events = content["answers"]["nvml"]["nvmlEventSetWait"]["8"]
-    events["xids"] = [[3, 79], [5, 31], [3, 79]]
-    del content["answers"]["kernel_log"]
-    facts = facts_of(content)
-    assert [gpu.xids for gpu in facts.gpus] == [None] * 8
-    assert (facts.gpus[3].xid_events, facts.gpus[5].xid_events, facts.gpus[0].xid_events) == ((79, 79), (31,), ())
-    found = [(f.code, f.subject) for f in PROBE.check(facts)]
-    assert found == [("gpu.xid.hardware", "GPU3"), ("gpu.xid.application", "GPU5")]
-
-
 def test_events_pass_through_the_driver_library_and_are_kept(scanner_of: Callable[..., Scanner]) -> None:
     """Taken out of the driver's queue once, told in every scan after; a GPU that cannot be watched is unknown."""
     queue = {"nvmlEventSetWait": {"8": {"watched": [*range(8)], "xids": [[3, 79], [5, 31]]}}}
@@ -150,25 +121,6 @@ def test_an_xid_that_stands_in_the_log_and_came_as_an_event_counts_once() -> Non
     gpu = Gpu(index=0, bus_id="0000:1b:00.0", xids=(79, 31), xid_events=(79, 79))
     assert sorted(xids_of(gpu) or ()) == [31, 79, 79]
     assert xids_of(dataclasses.replace(gpu, xids=None, xid_events=None)) is None
-
-
-# What is unread elsewhere -----------------------------------------------------------------------------------------
-
-
-@each_row(("question", "change", "code"), rows("elsewhere"))
-def test_errors_that_nvml_tells_in_other_places_are_read(question: str, change: Any, code: str) -> None:
-    """One finding of that GPU, and nothing else."""
-    assert [(f.code, f.subject) for f in PROBE.check(facts_of(changed(gpu3=(question, change))))] == [(code, "GPU3")]
-
-
-def test_a_field_with_an_error_of_its_own_is_unread_and_the_others_stand(scanner_of: Callable[..., Scanner]) -> None:
-    """nvmlDeviceGetFieldValues succeeds, each field has a return code."""
-    with scanner_of(GB200) as scanner:
-        facts = scanner.scan().facts(GpuFacts)
-    assert facts is not None and not facts.gpus[0].unread
-    refused = ("nvmlDeviceGetFieldValues,230,306,307,91", ["TIMEOUT", None, None, 18])
-    gpu = facts_of(changed(GB200, gpu1=refused)).gpus[1]
-    assert (gpu.recovery_action, gpu.unread) == (None, ("nvmlDeviceGetFieldValues(230) = TIMEOUT",))
 
 
 @each_row(
@@ -225,16 +177,6 @@ def test_p2p_that_is_switched_off_is_a_fault_on_a_mesh_too() -> None:
     assert {f.code for f in found} == {"gpu.p2p.refused"}
     assert {f.status for f in found} == {Status.FAIL, Status.WARN}, "joined by NVLink, and through the CPU"
     assert not any("IOMMU" in f.remedy for f in found)
-
-
-@each_row("text", ["", "0\n", "255\n", "Unknown\n"])
-def test_a_width_that_sysfs_does_not_tell_is_judged_by_nvml(text: str) -> None:
-    """The file is there and says nothing, as in some virtual machines."""
-    content = changed(H100)
-    bus_id = facts_of(content).gpus[0].bus_id
-    content["answers"]["read_text"][f"/sys/bus/pci/devices/{bus_id}/current_link_width"] = text
-    content["answers"]["nvml"]["nvmlDeviceGetCurrPcieLinkWidth"]["gpu0"] = 8
-    assert [f.code for f in PROBE.check(facts_of(content))] == ["gpu.pcie.width"]
 
 
 def test_a_gpu_that_nvml_lists_has_its_driver() -> None:

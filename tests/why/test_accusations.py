@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import http.client
 import json
 import os
 import random
@@ -242,6 +244,39 @@ def test_a_late_rank_is_named_only_beyond_the_sampling_error(
     assert words in found.line + " ".join(row for cause in found.causes for row in cause.evidence)
 
 
+@each_row(
+    ("workers", "named", "words"),
+    [
+        (
+            (90, 30, 30),
+            (),
+            "no fault: rank 0 waits for the workers of its data loader in 45% of its samples, 15% of those",
+        ),
+        ((90, 2, 2), (0,), "waits for the workers of its data loader in 45%"),  # the others' loaders are never empty
+    ],
+)
+def test_loaders_that_take_turns_in_being_last_accuse_nobody(
+    workers: tuple[int, ...], named: tuple[int, ...], words: str
+) -> None:
+    looks = [{"compute": 400, "workers": 5 * n, "collective": 5 * (120 - n)} for n in workers]
+    states = {r: RankState(rank=r, written=START + 1000, samples=row, moving=row, calls=1000, marks=(Mark(at=START),))
+              for r, row in enumerate(looks)}  # fmt: skip
+    found = judge(RunFacts(states=states, world=3, now=START + 1000))
+    assert found.ranks == named and words in found.line, found.line
+
+
+def test_ranks_that_have_used_up_their_batches_do_not_make_the_last_one_late() -> None:
+    """Rank 0 has more batches: the others answer its collectives, at once (DDP's Join)."""
+    traces = arrivals(late=0.08)
+    looks = {0: {"compute": 180, "collective": 20}, 1: {"compute": 90, "collective": 10, "join": 100}}
+    states = {
+        r: RankState(rank=r, host="h", boot="b", written=START + 200, samples=row, moving=row, marks=(Mark(at=START),),
+                     calls=sum(traces[r].enqueued.values()))
+        for r, row in looks.items()
+    }  # fmt: skip
+    assert judge(RunFacts(traces=traces, states=states, world=2, now=START + 200)).state == "fine"
+
+
 def test_the_time_until_a_late_rank_is_distinguishable_is_that_of_the_looks_that_show_it() -> None:
     """The same forty seconds, alone and at the end of a run whose older marks have been thinned out."""
     rows = enumerate([(32, 8), (22, 18), (22, 18)])
@@ -439,9 +474,37 @@ def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
         if rank != 2:
             os.utime(folder / NAME.format(rank=rank), (time.time() - 3600,) * 2)
     monitor = rank_monitor.RankMonitor(tmp_path, 0, 3)
-    monitor._remove_own_files()
+    monitor.remove_own_files()
     monitor._remove_files_of_others()
     assert [path.name for path in folder.glob("state*")] == [NAME.format(rank=2)]
+
+
+def test_an_upload_in_a_thread_that_the_main_thread_waits_for_is_one(tmp_path: Path) -> None:
+    """The server answers only when the monitor has looked."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = http.client.HTTPConnection(*server.getsockname())
+        client.request("GET", "/")
+        worker = threading.Thread(target=upload, args=(client,))
+        worker.start()
+        monitor = rank_monitor.RankMonitor(tmp_path, 0, 2)
+        looker = threading.Thread(target=look_until, args=(monitor, "server", server))
+        looker.start()
+        worker.join()
+        looker.join()
+    assert monitor.phase == "server"
+
+
+def upload(client: http.client.HTTPConnection) -> None:
+    with contextlib.suppress(http.client.HTTPException, OSError):
+        client.getresponse()
+
+
+def look_until(monitor: rank_monitor.RankMonitor, phase: str, server: socket.socket) -> None:
+    until = time.monotonic() + 30
+    while monitor.phase != phase and time.monotonic() < until:
+        monitor.sample()
+        time.sleep(0.05)
+    server.accept()[0].close()
 
 
 def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
@@ -533,7 +596,7 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                  "finetune_job.py"]  # fmt: skip
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-                              timeout=120)  # fmt: skip
+                              timeout=300)  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
     facts, wrong = ranks.of_run(tmp_path / "run")

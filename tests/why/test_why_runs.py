@@ -71,7 +71,7 @@ def test_ranks_that_never_meet_are_diagnosed_and_those_that_wait_are_not_named(t
     jobs += [start("name", [script], RANK="1", WORLD_SIZE="2", MASTER_ADDR="no.invalid", MASTER_PORT=str(ports[2])),
              start("port", nodes)]  # fmt: skip
     for job in jobs:
-        assert job.wait(timeout=200) != 0
+        assert job.wait(timeout=400) != 0
     found = {run: diagnosis.answer(diagnosis.WhySources(run=tmp_path / run)) for run in ("absent", "name", "port")}
     assert {run: (one.state, one.ranks, one.causes[0].code) for run, one in found.items()} == {
         "absent": ("failed", (1,), "rendezvous_timeout"), "name": ("failed", (), "rendezvous.name"),
@@ -124,7 +124,7 @@ def test_a_rank_that_restores_before_the_rendezvous_is_seen_by_its_process(tmp_p
              "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d",
              "--rdzv-endpoint", "127.0.0.1:0", str(tmp_path / "train.py")]  # fmt: skip
     with subprocess.Popen(words, env={**os.environ, "RESTORES": "600"}, stderr=subprocess.DEVNULL) as job:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 400
         while not (facts := of_run(tmp_path / "run")[0]).starting and time.monotonic() < until:
             time.sleep(0.5)
         job.terminate()
@@ -174,3 +174,42 @@ def test_the_rank_that_differs_is_named_with_and_without_the_log(
     assert (found.state, found.ranks, found.causes[0].code) == ("failed", (1,), code) and words in found.line
     if fault == "gathers":
         assert diagnosis.answer(diagnosis.WhySources(run=run)).ranks == (1,)
+
+
+@each_row(
+    ("seconds", "answer", "words"),
+    [
+        (6.0, "", "rank 1 came to a:1 when others had"), (6.0, "closed", "connected to"),
+        (300.0, "", "a:1 could not be reached"),
+    ],
+)  # fmt: skip
+def test_an_address_is_unreachable_only_while_somebody_may_hold_it(seconds: float, answer: str, words: str) -> None:
+    """Rank 0, which was connected, has given up 9 s before rank 1 did."""
+    waits = {"world_size": 2, "phase": "rendezvous", "asked": "a:1", "ended": True, "written": 1070.0,
+             "error": "DistStoreError: Timed out"}  # fmt: skip
+    rows = {0: RankState(rank=0, answer="connected", since=1000.0, **waits),
+            1: RankState(rank=1, answer=answer, since=1070.0 - seconds, **waits)}  # fmt: skip
+    found = judge(RunFacts(states=rows, world=2, now=1070.0, ages={0: 9.0, 1: 0.0}))
+    assert (found.state, found.ranks) == ("failed", ()) and words in found.line, found.line
+
+
+KILLED = """
+import os, signal, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(100):
+    dist.all_reduce(torch.ones(3))
+    time.sleep(0.02)
+    if step == 60 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_first_rank_that_torchrun_lost_is_known_without_its_log(tmp_path: Path) -> None:
+    """The others end with SIGTERM or with an error, as the kernel and torchrun happen to be quick."""
+    (tmp_path / "train.py").write_text(KILLED, encoding="utf-8")
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
+    subprocess.run(
+        job, env=monitored(os.environ, tmp_path / "run"), cwd=tmp_path, stderr=subprocess.DEVNULL, check=False
+    )
+    found = diagnosis.answer(diagnosis.WhySources(run=tmp_path / "run"))
+    assert (found.state, found.ranks, found.causes[0].code) == ("failed", (1,), "rank.gone"), found
