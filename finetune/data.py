@@ -16,8 +16,6 @@ import numpy as np
 from contracts.job_config import ConfigError, JobConfig
 from finetune.rows import IGNORED, Example, encode_row, load_rows
 
-LENGTH_POOL = 50  # global batches sorted by length together; the order is random beyond them
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
@@ -132,20 +130,18 @@ class Loader:
         return max(1, math.ceil(len(self.examples) / self.global_batch))
 
     def order(self, epoch: int) -> list[int]:
-        """Return the row indices of the epoch, in the order of the global batches."""
+        """Return the row indices of the epoch, in the order of the global batches; by length as transformers groups."""
         order = list(range(len(self.examples)))
         if not self.shuffle:
             return order
-        draw = random.Random(f"{self.seed} {epoch}")  # noqa: S311
-        draw.shuffle(order)
         if self.by_length:
-            size = self.global_batch
-            pools = [order[i : i + size * LENGTH_POOL] for i in range(0, len(order), size * LENGTH_POOL)]
-            pools = [sorted(pool, key=lambda i: len(self.examples[i].tokens)) for pool in pools]
-            batches = [pool[i : i + size] for pool in pools for i in range(0, len(pool), size)]
-            whole = [b for b in batches if len(b) == size]
-            draw.shuffle(whole)
-            order = [i for b in [*whole, *(b for b in batches if len(b) < size)] for i in b]
+            import torch
+            from transformers.trainer_pt_utils import get_length_grouped_indices
+
+            draw = torch.Generator().manual_seed(self.seed + epoch)
+            lengths = [len(e.tokens) for e in self.examples]
+            return list(get_length_grouped_indices(lengths, self.global_batch, generator=draw))
+        random.Random(f"{self.seed} {epoch}").shuffle(order)  # noqa: S311
         return order
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Share]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import math
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import get_scheduler
 
 from contracts.job_config import EndedError, JobConfig
 from contracts.job_plan import JobPlan
@@ -143,6 +145,7 @@ class Trainer:
             self.data_rank = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
         self.loader, self.test = self._loaders(examples, test)
         self.steps = config.max_steps or math.ceil(config.num_train_epochs * self.loader.steps)
+        self.share_at = build_schedule(self.optimizer, config, self.steps)
         self.store = checkpoint.Checkpoints(Path(config.output_dir), config.save_total_limit)
         self.base = checkpoint.base_of(config)
         self.stop_requested = False
@@ -205,7 +208,7 @@ class Trainer:
         # Dropout repeats after a resume; ranks of one data share use the same seed, as TP requires.
         alike = self.data_rank * self.layout.cp + self.part
         torch.manual_seed(self.config.seed + 1_000_003 * (number + 1) + alike)
-        rate = learning_rate(self.config, number, self.steps)
+        rate = self.config.learning_rate * self.share_at(number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.engine.train_step(share.batches, share.counted)
@@ -288,9 +291,8 @@ class Trainer:
         path = found[0]
         if path is None:
             return Place()
-        about = checkpoint.read_about(path)
-        for text in checkpoint.check_identity(path, about["identity"], self.identity()):
-            self.recorder.note(text)
+        about = json.loads((path / "trainer.json").read_text())
+        checkpoint.check_identity(path, about["identity"], self.identity())
         checkpoint.start_moments(self.named, self.optimizer, about["step"])
         self.store.load(path, checkpoint.training_state(self.named, self.optimizer))
         self.recorder.note(f"resumed from {path.name}, written under {about['layout']}")
@@ -300,7 +302,7 @@ class Trainer:
 
 # AdamW, its schedules, and a gradient norm that is correct for every sharding.
 #
-# Surface: `torch.optim.AdamW`; schedule shapes as in transformers' `SchedulerType`.
+# Surface: `torch.optim.AdamW`; `transformers.get_scheduler`.
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: JobConfig) -> torch.optim.AdamW:
@@ -318,21 +320,12 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: JobConfig) -> to
     )
 
 
-def learning_rate(config: JobConfig, step: int, steps: int) -> float:
-    """Return the learning rate of the zero-based step."""
+def build_schedule(optimizer: torch.optim.Optimizer, config: JobConfig, steps: int) -> Callable[[int], float]:
+    """Return transformers' schedule: the share of the learning rate in a step, counted from zero."""
     warmup = math.ceil(config.warmup_steps * steps) if config.warmup_steps < 1 else int(config.warmup_steps)
-    peak, kind = config.learning_rate, config.lr_scheduler_type
-    if step < warmup and kind != "constant":
-        return peak * step / warmup  # 0 for the first step, as in transformers
-    left = (step - warmup) / max(1, steps - warmup)
-    if kind == "linear":
-        return peak * max(0.0, 1 - left)
-    if kind == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, left)))
-    if kind == "inverse_sqrt":
-        scale = warmup or 10_000  # transformers' timescale without warm-up
-        return peak * math.sqrt(scale / (step - warmup + scale))
-    return peak
+    made = get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    share: Callable[[int], float] = made.lr_lambdas[0]
+    return share
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, pipeline: dist.ProcessGroup | None) -> float:

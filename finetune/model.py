@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -189,25 +189,6 @@ def causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-class Layers(nn.Module):  # type: ignore[misc, unused-ignore]
-    """Some of a model's layers, under the numbers that they have in the whole model."""
-
-    def __init__(self, numbered: Sequence[tuple[int, nn.Module]]) -> None:
-        super().__init__()
-        for number, layer in numbered:
-            self.add_module(str(number), layer)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        layers: Iterator[nn.Module] = iter(self._modules.values())
-        return layers
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __getitem__(self, index: slice) -> list[nn.Module]:
-        return list(self)[index]
-
-
 class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
     """A run of layers with what stands before and after: the whole model, or one pipeline stage.
 
@@ -224,7 +205,9 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         # flash attention tells packed rows apart by their positions in a batch of one row only
         self.one_row = lm.config._attn_implementation == "flash_attention_2"
         every = list(lm.model.layers)
-        lm.model.layers = Layers([(n, every[n]) for n in numbers])
+        lm.model.layers = nn.ModuleList()
+        for n in numbers:  # under the numbers that they have in the whole model
+            lm.model.layers.add_module(str(n), every[n])
         # The layers keep the model's own config; only the loop over them reads this one.
         lm.model.config = copy.copy(lm.model.config)
         lm.model.config.num_hidden_layers = len(numbers)
@@ -236,9 +219,9 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
             lm.model.norm, lm.lm_head = nn.Identity(), None
 
     @property
-    def layers(self) -> Layers:
+    def layers(self) -> nn.ModuleList:
         """This chunk's layers."""
-        layers: Layers = causal_lm(self.net).model.layers
+        layers: nn.ModuleList = causal_lm(self.net).model.layers
         return layers
 
     def forward(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from finetune.plan import refusals
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
+Fill = Callable[..., None]  # gives values to the parameters of a chunk, or of a module of it: weights.fill
 # What selective checkpointing keeps: results of matrix products and of attention; the rest is made again.
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}  # the last two arguments are the factors
 KEPT = {
@@ -59,15 +60,8 @@ KEPT_NAMED = {
 }  # fmt: skip
 
 
-class Fill(Protocol):
-    """Gives the parameters of a chunk that have none their values; of one of its modules, where that is named."""
-
-    def __call__(self, chunk: nn.Module, device: torch.device, within: nn.Module | None = None, /) -> None:
-        """Leaves parameters that have values as they are."""
-
-
-def keep_values(_chunk: nn.Module, _device: torch.device, _within: nn.Module | None = None, /) -> None:
-    """Parameters as they are."""
+def keep_values(*_chunk_device_module: Any) -> None:
+    """Leave parameters as they are."""
 
 
 def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
@@ -176,20 +170,10 @@ def _side(ranks: int, p: nn.Parameter) -> Shard | None:
 
 def check_compiler(device: torch.device) -> None:
     """torch.compile writes C++ on a CPU; on a GPU Triton builds its launchers with a C compiler."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    if device.type == "cuda":
-        found = any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang") if name)
-        wanted = "a C compiler: install gcc or set CC"
-    else:
-        try:
-            found = shutil.which(get_cpp_compiler()) is not None
-        except (InvalidCxxCompiler, OSError):
-            found = False
-        wanted = "a C++ compiler: install g++ or set CXX"
-    if not found:
-        raise ConfigError(f"compile=true: torch.compile needs {wanted}; or set compile: false")
+    kind, variable, names = ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++",))
+    if not any(shutil.which(name) for name in (os.environ.get(variable), *names) if name):
+        raise ConfigError(f"compile=true: torch.compile needs a {kind} compiler: install {names[0]} or set {variable}; "
+                          "or set compile: false")  # fmt: skip
 
 
 def _checkpointed(forward: Any, kind: str) -> Any:
@@ -294,6 +278,7 @@ class Engine:
         self.chunks = cut(model, bounds, self.numbers, layout.fused_cross_entropy)
         self.modules = [parallelize(chunk, layout, mesh, device, fill) for chunk in self.chunks]
         self.counts_loss = self.chunks[-1].last and (mesh is None or mesh.get_local_rank("tp") == 0)
+        self.split_loss: Callable[[], Any] = loss_parallel if layout.tp > 1 else contextlib.nullcontext
         self.scale = 1.0
         self.schedule = self._build_schedule() if layout.pp > 1 else None
         self.shape: torch.Size | None = None  # of the micro-batches that the schedule is built for
@@ -335,21 +320,18 @@ class Engine:
         """
         for module in self.modules:
             module.train()
-        with self._split_loss():
-            return self._passes(batches, counted)
-
-    def _passes(self, batches: Sequence[Batch], counted: int) -> torch.Tensor:
         ranks = self.layout.data_parallel * self.layout.cp
         self.scale = ranks / max(1, counted)
-        if self.schedule is not None:
-            return self._run_pipeline(batches, "step") / ranks
-        total = torch.zeros((), device=self.device)
-        for number, batch in enumerate(batches):
-            with self._sync(last=number == len(batches) - 1):
-                on = batch.to(self.device)
-                loss = self.modules[0](on.tokens, on.positions, on.labels, on.ends).sum()
-                (loss * self.scale).backward()
-            total += loss.detach() / max(1, counted)
+        with self.split_loss():
+            if self.schedule is not None:
+                return self._run_pipeline(batches, "step") / ranks
+            total = torch.zeros((), device=self.device)
+            for number, batch in enumerate(batches):
+                with self._sync(last=number == len(batches) - 1):
+                    on = batch.to(self.device)
+                    loss = self.modules[0](on.tokens, on.positions, on.labels, on.ends).sum()
+                    (loss * self.scale).backward()
+                total += loss.detach() / max(1, counted)
         return total if self.counts_loss else total * 0
 
     @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
@@ -358,19 +340,12 @@ class Engine:
         for module in self.modules:
             module.eval()
         self.scale = 1.0
-        with self._split_loss():
+        with self.split_loss():
             if self.schedule is not None:
                 return self._run_pipeline(batches, "eval")
             moved = [batch.to(self.device) for batch in batches]
             total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels, b.ends).sum() for b in moved]).sum()
         return total if self.counts_loss else total * 0
-
-    def _split_loss(self) -> contextlib.AbstractContextManager[None]:
-        """Where the loss of a split vocabulary is computed, and its gradient."""
-        split: contextlib.AbstractContextManager[None] = (
-            loss_parallel() if self.layout.tp > 1 else contextlib.nullcontext()
-        )
-        return split
 
     def _passed(self, tokens: torch.Tensor) -> torch.Tensor:
         """What one stage hands to the next: hidden states, split where sequence parallelism splits them."""

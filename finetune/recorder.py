@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from contracts import job_plan, run_record
+from contracts.finding import Interval
 from contracts.job_config import EndedError
-from contracts.job_plan import JobPlan, RunForecast
+from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import Loss, Measured, RunLayout, RunRecord
 from finetune import parts
@@ -100,7 +101,7 @@ def return_freed(threshold: int) -> None:
 
 # Out of memory: how it is recognised, and what it reports.
 #
-# Surface: torch.OutOfMemoryError, torch.cuda's counts; on a CPU RLIMIT_DATA (getrlimit(2)) and MemTotal (proc(5)).
+# Surface: torch.OutOfMemoryError, torch.cuda's counts.
 
 # Texts of errors by torch and NCCL that are not an OutOfMemoryError.
 FAILURES = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "Cuda failure 2 'out of memory'")
@@ -126,41 +127,17 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in FAILURES)
 
 
-def capacity_of(device: torch.device, taken: int) -> int:
-    """Bytes that a rank may use: those of the GPU, or of the host beyond `taken`, which it used without a model."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local
-    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if limit == resource.RLIM_INFINITY:
-        return max(0, total - taken)
-    return max(0, min(total - taken, limit - _data_bytes(taken)))
-
-
-def _data_bytes(taken: int) -> int:
-    """Bytes that count for RLIMIT_DATA without a model: resident ones, and those that libraries only reserve."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    sizes = {
-        line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("VmData", "RssAnon"))
-    }
-    return taken + max(0, sizes["VmData"] - sizes["RssAnon"])
-
-
-def memory_words(device: torch.device, capacity: int, taken: int, rss: int) -> str:
-    """Describe the memory of this rank when an allocation failed."""
-    if device.type == "cuda":
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        return f"{allocated / GIB:.2f} GiB allocated, {reserved / GIB:.2f} GiB reserved of {capacity / GIB:.2f} GiB"
-    return f"{(rss - taken) / GIB:.2f} GiB resident besides the program, of {capacity / GIB:.2f} GiB"
-
-
-def forecast_words(forecast: RunForecast) -> str:
-    """Describe the memory that the plan forecast for this layout."""
-    due = forecast.memory_bytes
-    if due is None:
-        return "no plan has a forecast of its memory"
-    return f"the plan's forecast is {due.mid / GIB:.2f} GiB ({due.low / GIB:.2f}-{due.high / GIB:.2f})"
+def memory_words(device: torch.device, baseline_bytes: int, due: Interval | None) -> str:
+    """Describe the memory of this rank when an allocation failed, and what the plan's forecast was."""
+    forecast = "no plan has a forecast of its memory"
+    if due is not None:
+        forecast = f"the plan's forecast is {due.mid / GIB:.2f} GiB ({due.low / GIB:.2f}-{due.high / GIB:.2f})"
+    if device.type != "cuda":
+        return f"{(rss_bytes() - baseline_bytes) / GIB:.2f} GiB resident besides the program; {forecast}"
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    capacity = torch.cuda.get_device_properties(device).total_memory
+    taken = f"{allocated / GIB:.2f} GiB allocated, {reserved / GIB:.2f} GiB reserved of {capacity / GIB:.2f} GiB"
+    return f"{taken}; {forecast}"
 
 
 class Peak(NamedTuple):
@@ -190,7 +167,6 @@ class Recorder:
         self.ranks = layout.world_size
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
-        self.capacity = capacity_of(device, self.baseline_rss)
         self.fullest = Peak(0, 0)  # of the fullest rank, once the ranks have exchanged theirs
         self.found: Profiled | None = None  # once the profiler has ended
         self.started = False  # the model is there
@@ -294,8 +270,8 @@ class Recorder:
         where = f"rank {os.environ.get('RANK', '0')}, " + (
             f"step {len(self.losses) + 1}" if self.started else "loading"
         )
-        memory = memory_words(self.device, self.capacity, self.baseline_rss, rss_bytes())
-        return f"{where}: {error.splitlines()[0][:200]}; {memory}; {forecast_words(self.record.forecast)}. {LIGHTER}"
+        memory = memory_words(self.device, self.baseline_rss, self.record.forecast.memory_bytes)
+        return f"{where}: {error.splitlines()[0][:200]}; {memory}. {LIGHTER}"
 
     def measured(self) -> Measured:
         """The numbers that a forecast can be held against."""

@@ -411,7 +411,7 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
     if not counts:
         raise RowsError(f"dataset_name={config.dataset_name!r}: no row has a token that counts")
     count = len(rows) * sum(counts.values()) // len(picked)
-    return {"rows": count, "measured": len(picked), "histogram": sorted(_scaled(counts, count).items())}
+    return {"rows": count, "measured": len(picked), "histogram": sorted(counts.items())}
 
 
 def _here(config: JobConfig) -> list[Row] | None:
@@ -422,18 +422,6 @@ def _here(config: JobConfig) -> list[Row] | None:
         return load_rows(config, config.dataset_train_split)
     except ConfigError as error:
         raise RowsError(str(error)) from None
-
-
-def _scaled(counts: Counter[int], rows: int) -> dict[int, int]:
-    """The same shape with so many rows: each length's share, the roundings carried on so that they add up."""
-    measured, seen, assigned, found = sum(counts.values()), 0, 0, {}
-    for length, count in sorted(counts.items()):
-        seen += count
-        upto = rows * seen // measured
-        if upto > assigned:
-            found[length] = upto - assigned
-        assigned = upto
-    return found
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,16 +30,6 @@ _FACTOR = re.compile(r"\.lora_(embedding_)?([AB])\.default")
 Box = tuple[Sequence[int], Sequence[int]]  # where it begins, and its size, by dimension
 
 
-class Source(Protocol):
-    """Weights by the names that transformers' model gives them."""
-
-    plain: Any  # the model without values
-    dtype: torch.dtype | None  # that they are stored in; None: in none
-
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A part of one weight, or all of it, on the CPU."""
-
-
 def source_of(config: JobConfig) -> Source:
     """The weights of the model that the settings name, as they are before adapters and 4 bits."""
     plain = build_model(dataclasses.replace(config, use_peft=False, load_in_4bit=False), "fp32")
@@ -47,7 +37,7 @@ def source_of(config: JobConfig) -> Source:
 
 
 class Stored:
-    """Weights in safetensors files."""
+    """Weights in safetensors files, by the names that transformers' model gives them."""
 
     def __init__(self, config: JobConfig, plain: Any) -> None:
         self.config, self.plain = config, plain
@@ -136,6 +126,9 @@ class Drawn:
             torch.default_generator.manual_seed(_seed(self.seed, f"{path}.{key}"))
             self.plain._init_weights(module)
         return module.get_parameter(key).detach()[_slices(box)]
+
+
+Source = Stored | Drawn
 
 
 def stored_as(plain: Any, name: str, value: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

@@ -209,7 +209,7 @@ def test_the_rows_of_a_file_are_counted_and_measured_with_the_tokenizer(rows: Pa
     request = of_rows(rows, "builtin:bytes", model="Llama-3.1-8B")
     assert request.rows == 5000 and request.unmeasured == ""
     (short, many), (long, few) = request.train.length_histogram
-    assert (many, few) == (4000, 1000) and long - short == 180
+    assert (many, few) == (2000, 500) and long - short == 180
     lengths = ",".join(f"{tokens}:{count}" for tokens, count in request.train.length_histogram)
     forecast, blind = (ask(nodes=2, epochs=2, lengths=told, rows=5000) for told in (lengths, None))
     assert forecast.total_steps == blind.total_steps == 2 * math.ceil(5000 / 64)

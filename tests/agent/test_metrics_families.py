@@ -23,6 +23,7 @@ from agent.http.cluster import samples as tallies
 from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS
 from collectives.bench.results import Bar, BenchResult, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
+from contracts.plain import MisfitError
 from contracts.run_record import record_of
 from probes.api import Metric
 from probes.gpu.facts import GpuFacts
@@ -200,19 +201,11 @@ def test_run_stands_beside_its_forecast(full: View) -> None:
     assert len(found["topoflight_run_communication_seconds"]) == 16
 
 
-def test_a_spoiled_run_record_spoils_no_scrape() -> None:
-    """run.json is a file that anybody may have written: wrong kinds are left out."""
-    record = {
-        "status": 7,
-        "plan": {"forecast": []},
-        "loss": {"first": "x"},
-        "measured": None,
-        "communication": 3,
-        "ended_at": 5,
-    }
-    found = samples(build_view((snapshot(),), runs=(record_of(record),)))
-    assert found["topoflight_run_success"] == [({}, 0.0)]
-    assert "topoflight_run_loss" not in found
+@each_row("member", [{"status": 7}, {"loss": {"first": "x"}}, {"communication": 3}, {"ended_at": 5}])
+def test_a_spoiled_run_record_is_refused(member: dict[str, Any]) -> None:
+    """run.json is a file that anybody may have written: no page or scrape meets a member of the wrong kind."""
+    with pytest.raises(MisfitError, match="no RunRecord"):
+        record_of({**RUN, **member})
 
 
 def test_facts_keep_the_time_at_which_they_were_read(full: View) -> None:
