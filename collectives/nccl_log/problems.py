@@ -274,8 +274,7 @@ class _Findings:
             self.add("mixed_networks", detail, hosts=odd)
         if self.inter and len(layers_in_use(self.ledger)) > 1:
             self.add("mixed_link_layers", ", ".join(self.evidence.hcas))
-        if self.inter:
-            self._find_interface()
+        self._find_interface()
 
     def _find_interface(self) -> None:
         """Find an interface that does not lead to other nodes; within a node the loopback interface does.
@@ -288,11 +287,14 @@ class _Findings:
         suspects = dict.fromkeys(
             name for name in used if name.startswith(WORDS_OF["bridges"]) or (apart and name == "lo")
         )
-        if suspects:
+        if self.inter and suspects:
             named = ", ".join(list(suspects)[:3]) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
             others = [name for name in sockets if name not in suspects]
             more = f" (other interfaces: {', '.join(others[:4])})" if others else ""
-            self.add("docker_interface_used", named + more)
+            local = others and any(name.startswith(WORDS_OF["local"]) for name in suspects)
+            stops = local and self.inter == "Socket" and not self._if_several()[1] and not self.facts.finished
+            self.add("docker_interface_used", named + more, severity="fail" if stops else "")
+            self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
     def _if_several(self) -> tuple[str, str]:
         """Return a reservation and a severity if no channel used the sockets, and nothing shows a second node."""
