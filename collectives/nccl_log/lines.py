@@ -201,7 +201,7 @@ class LineReader:
         if cause and text.strip():
             body, self.cause_lines = before + text, 1
         unclear = _TEXTS["error_level"].search(body) is not None
-        self._message(body, warn=unclear, foreign=b"NCCL" not in body and not self.cause_lines)
+        self._message(body, warn=unclear, shown=body, foreign=b"NCCL" not in body and not self.cause_lines)
 
     def _exception(self, body: bytes, line: bytes) -> None:
         """A traceback and the exception below it, at the start of a line, prove that a program ended."""
@@ -216,14 +216,11 @@ class LineReader:
                 self.ledger.blame("python_traceback", line)
             self._traceback = 0
 
-    def _message(
-        self, message: bytes, *, warn: bool, host: str = "", shown: bytes | None = None, foreign: bool = False
-    ) -> None:
+    def _message(self, message: bytes, *, warn: bool, shown: bytes, host: str = "", foreign: bool = False) -> None:
         if message in self._dull or (not warn and message.startswith(DULL_STARTS + _ORDERS)):
             return
         ledger = self.ledger
         message = message[:MAX_MESSAGE_BYTES]
-        shown = message if shown is None else shown
         facts = ledger.facts.take(message, host)
         for fact in facts:
             ledger.prove(fact, shown)

@@ -233,7 +233,8 @@ class _Findings:
                     self.demote(code)
         if not self.has_failure("remote_failed") and not self.facts.finished:
             for code in self.problems.keys() & codes_with("alone"):
-                self.problems[code] = replace(self.problems[code], severity="fail", action=CODES[code].alone)
+                action = self._action(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
+                self.problems[code] = replace(self.problems[code], severity="fail", action=action)
         for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
             if code in self.problems and self.has_failure(code):
                 self.demote(code)
