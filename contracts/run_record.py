@@ -34,6 +34,7 @@ PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_pa
 # Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FAILED_RANK = re.compile(r"^.*?rank +: (\d{1,7}) [^\n]*(?:\n.*?exitcode +: (-?\d{1,7}) |\s*\Z)", re.MULTILINE)
 # Matches the last line of a rank's Python traceback; torchrun's own error only says that a rank failed.
+_TIME_OF_FAILURE = re.compile(r"^.*?time +: (\d{4}-\S{1,20})$", re.MULTILINE)
 _RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+(?:Error|Exception)\b(?<!ChildFailedError).*)$", re.MULTILINE)
 
 
@@ -333,8 +334,13 @@ def failed_ranks(log: str) -> list[FailedRank]:
 
 
 def first_failed_rank(log: str) -> FailedRank | None:
-    """Return the rank that torchrun reports as the first to fail; None if its log does not name it."""
-    return next(iter(failed_ranks(log.partition("Root Cause")[2])), None)
+    """Return the rank that torchrun reports as the first to fail; None if its log does not name it.
+
+    A log of several nodes has a report of each; the earliest failure is the first.
+    """
+    reports = [report for report in log.split("Root Cause")[1:] if failed_ranks(report)]
+    earliest = min(reports, key=lambda report: _TIME_OF_FAILURE.findall(report)[:1], default="")
+    return next(iter(failed_ranks(earliest)), None)
 
 
 def raised(log: str) -> str:

@@ -436,8 +436,13 @@ def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
 
 
 def _work_of_threads() -> str:
-    """The long work of another thread, for which the main thread may wait: "server" or "save"; else empty."""
-    phases = {phase_of([(file, name) for file, _, name in _stack(one)]) for one in sys._current_frames().values()}
+    """The long work of another thread, for which the main thread may wait: "server" or "save"; else empty.
+
+    Daemon threads serve something in the background, as a logger or a page of metrics does, and nobody waits for them.
+    """
+    work = {thread.ident for thread in threading.enumerate() if not thread.daemon}
+    stacks = [_stack(one) for ident, one in sys._current_frames().items() if ident in work]
+    phases = {phase_of([(file, name) for file, _, name in stack]) for stack in stacks}
     return next((phase for phase in ("server", "save") if phase in phases), "")
 
 

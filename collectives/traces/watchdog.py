@@ -20,6 +20,7 @@ _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
 _CUT_SHORT = "preamble.length"  # gloo/transport/tcp/pair.cc, of a message longer than the call expects
 _NEEDLES = tuple(read_table(__file__, "texts.toml")["needles"])
+_NAMES = "Parameters which"  # of DDP's parameters; the line after it has their indices
 _MEETING = ("clients", "unresolved", "taken", "unreached")  # of ranks that do not meet
 MOST = 1 << 16  # ranks, or calls, that are kept
 MOST_ATTEMPTS = 4
@@ -92,16 +93,17 @@ class _Reader:
             self.own[rank, name] = here[2]
             if group[2] == "default_pg" or (not group[2] and name == "0"):
                 self.default.add(name)
+        place = here or (None if named else self.before)  # the rest of a line that a terminal has wrapped has no prefix
         if work := _TEXTS["work"].search(line):
             self.work(work, here, named)
-        elif here and (status := _TEXTS["status"].search(line)):
-            key = here[0], here[1]
+        elif place and (status := _TEXTS["status"].search(line)):
+            key = place[0], place[1]
             self.enqueued[key] = max(int(status[1]), self.enqueued.get(key, 0))  # -1: none yet
             at, done = _TEXTS["at"].search(line), _TEXTS["done"].search(line)
             if at:
-                self.at.setdefault((here[0], int(at[1])), here[1])
+                self.at.setdefault((place[0], int(at[1])), place[1])
             elif done and 0 <= int(done[1]) < int(status[1]):  # its calls end in their order: it is in the next
-                self.at.setdefault((here[0], int(done[1]) + 1), here[1])
+                self.at.setdefault((place[0], int(done[1]) + 1), place[1])
         elif "CollectiveFingerPrint(" in line and "Detected mismatch" in line:
             self.clash(line)
         else:
@@ -111,7 +113,6 @@ class _Reader:
             self.report.rendezvous.clear()
             self.report.attempts.clear()
         self.meeting(line)
-        place = here or self.before
         rank_of = int(named[1]) if named else place[0] if place else None
         if rank_of is not None:
             for name, facts in self.of_ranks.items():
@@ -134,7 +135,7 @@ class _Reader:
         """Lines on what ended all ranks alike: a signal to torchrun, the program, or a call that gloo refused."""
         if ended := _TEXTS["terminated"].search(line):
             self.report.terminated.add(int(ended[1]))
-        if unused := _TEXTS["unused"].search(line):
+        if (unused := _TEXTS["unused"].search(line)) and not self.report.unused.startswith(_NAMES):
             self.report.unused = unused[0]
         if stopped := _TEXTS["stopped"].search(line):
             self.report.stopped = stopped[1]

@@ -134,6 +134,8 @@ def by_rendezvous(facts: RunFacts) -> Verdict | None:
         return facts.named("too_few", joined=joined, world=world, which=which, evidence=evidence)
     if "unreached" in met:
         host, port = met["unreached"]
+        if host in ("0.0.0.0", "::", "localhost") or host.startswith("127."):  # noqa: S104 - compared, not bound
+            return facts.named("nowhere", place=f"{host}:{port}", evidence=evidence)
         return facts.named("unreached", place=f"{host}:{port}", nodes=(host,), evidence=evidence)
     return None
 
