@@ -60,6 +60,7 @@ _LIBC = ctypes.CDLL(None)
 _MOST_SOCKETS = 4096
 _ESTABLISHED = 1  # first byte of tcp_info; the third counts what is sent again in vain
 _SHOWN = 6
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL: a host without them has no GPU for a rank
 _UNNUMBERED = 500_000  # from which on the number of a node is none that torchrun was given
 
 # Of "/FILE:FUNCTION". First match from the innermost frame outward wins: a data loader's queue inside an evaluation is
@@ -88,9 +89,8 @@ _FUNCTIONS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("save", re.compile(r"^_?(?:save|write)_(?:checkpoint|model|state|pretrained)|^(?:on_)?save$")),
     ("evaluate", re.compile(r"^(?!_?maybe_).*?(?<![a-z])(?:eval|evaluate|evaluation|validate|validation)(?:_|$)")),
 )
-_JOIN = re.compile(
-    r"/torch/distributed/algorithms/join\.py:__exit__$"
-)  # its batches are used up: it answers collectives
+# Its batches are used up: it answers the collectives of the others.
+_JOIN = re.compile(r"/torch/distributed/algorithms/join\.py:__exit__$")
 _SERVER = re.compile(
     r"/(?:ssl|socket)\.py:|/http/client\.py:|/urllib/request\.py:|/(?:urllib3|requests|httpx|httpcore|botocore|s3transfer"
     r"|boto3|aiohttp|grpc|paramiko|google/(?:cloud|resumable_media|auth)|huggingface_hub|fsspec|s3fs|gcsfs)/"
@@ -259,10 +259,8 @@ class RankMonitor(threading.Thread):
     def dump(self) -> None:
         """Write the recorder's calls, as JSON."""
         self.dumped = time.monotonic()
-        with (
-            self.writing,
-            contextlib.suppress(Exception),
-        ):  # no call yet, another torch, a full disk: the verdict does without it
+        # no call yet, another torch, a full disk: the verdict does without it
+        with self.writing, contextlib.suppress(Exception):
             if not self.asked:
                 self._replace(TRACE.format(rank=self.rank), _recorder()[0]())
 
@@ -504,7 +502,8 @@ def _identity() -> dict[str, Any]:
     """What does not change: host, process, addresses."""
     host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename  # NodeName of slurm.conf may differ from it
     found: dict[str, Any] = {"host": host, "pid": os.getpid()}
-    if (gpu := os.environ.get("LOCAL_RANK")) is not None and gpu.isdecimal():
+    gpu = os.environ.get("LOCAL_RANK", "")
+    if gpu.isdecimal() and any(map(os.path.exists, _DRIVERS)):
         found["gpu"] = int(gpu)
     with contextlib.suppress(OSError, ValueError, IndexError):
         found["started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

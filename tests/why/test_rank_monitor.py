@@ -7,6 +7,8 @@ import sys
 import pytest
 from rigs.netns import missing
 
+from finetune import rank_monitor
+
 TALK = """
 import json, socket, sys
 from finetune import rank_monitor
@@ -65,3 +67,11 @@ def test_bytes_that_wait_are_seen_on_the_jobs_own_sockets():
     done = subprocess.run([*words, sys.executable, "-c", TALK], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[["10.9.9.9", False, False]], [["10.9.9.9", True, False]], True]
+
+
+def test_only_a_host_with_a_driver_gives_its_ranks_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(rank_monitor, "_DRIVERS", (str(tmp_path / "nvidiactl"), str(tmp_path / "kfd")))
+    assert "gpu" not in rank_monitor._identity()
+    (tmp_path / "kfd").touch()
+    assert rank_monitor._identity()["gpu"] == 3
