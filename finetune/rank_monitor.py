@@ -153,7 +153,7 @@ class RankMonitor(threading.Thread):
         written, has_met = 0.0, False
         # at uneven times: samples in step with the steps of the job would always see the same phase
         while not self.over.wait(self.interval_seconds * self.random.uniform(0.5, 1.5)):
-            if self.file != STATE.format(rank=self.rank) and self._effort()[3]:  # torchrun has started its ranks
+            if self.file != STATE.format(rank=self.rank) and self._has_started_ranks():
                 self.over.set()
                 self.remove_own_files()
                 return
@@ -303,6 +303,13 @@ class RankMonitor(threading.Thread):
             ticks = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids)
             children = sum(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
         return time.monotonic(), cpu, moved, children
+
+    def _has_started_ranks(self) -> bool:
+        """Whether torchrun has a child with the variable that it gives its ranks; other children are not ranks."""
+        with contextlib.suppress(OSError):
+            pids = Path(f"/proc/self/task/{self.native}/children").read_text().split()
+            return any(b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes() for pid in pids)
+        return False
 
     def end(self) -> None:
         """The process is done: the recorder's calls, the last state, and the error that ended it, if one did."""
