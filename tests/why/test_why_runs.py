@@ -46,6 +46,8 @@ def check(name: str) -> None:
     assert result.right, result.verdict
 
 
+PYTHON = str(Path(sys.prefix) / "bin/python")  # not the interpreter of `forked_ranks`, which has imported torch before
+
 MEETING = """
 import datetime, torch.distributed
 torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
@@ -61,7 +63,7 @@ def test_ranks_that_never_meet_are_diagnosed_and_those_that_wait_are_not_named(t
         one.close()
 
     def start(run: str, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "agent.cli", "run", "--folder", str(tmp_path / run), sys.executable, *command]
+        words = [PYTHON, "-m", "agent.cli", "run", "--folder", str(tmp_path / run), PYTHON, *command]
         return subprocess.Popen(words, env={**os.environ, **variables}, stderr=subprocess.DEVNULL)
 
     script, host = str(tmp_path / "train.py"), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
@@ -120,7 +122,7 @@ dist.init_process_group("gloo")
 def test_a_rank_that_restores_before_the_rendezvous_is_seen_by_its_process(tmp_path: Path) -> None:
     """Rank 0 runs beside the rank that waits for it: no fault before the limit. A rank without a process is one."""
     (tmp_path / "train.py").write_text(RESTORING, encoding="utf-8")
-    words = [sys.executable, "-m", "agent.cli", "run", "--folder", str(tmp_path / "run"), sys.executable, "-m",
+    words = [PYTHON, "-m", "agent.cli", "run", "--folder", str(tmp_path / "run"), PYTHON, "-m",
              "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d",
              "--rdzv-endpoint", "127.0.0.1:0", str(tmp_path / "train.py")]  # fmt: skip
     with subprocess.Popen(words, env={**os.environ, "RESTORES": "600"}, stderr=subprocess.DEVNULL) as job:
@@ -167,7 +169,7 @@ def test_the_rank_that_differs_is_named_with_and_without_the_log(
     """Rank 1 of three leaves its loop first, or gathers another size. The table of torchrun names another rank."""
     (tmp_path / "train.py").write_text(LOOP, encoding="utf-8")
     run, log = tmp_path / "run", tmp_path / "log"
-    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py", fault]
+    job = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py", fault]
     with log.open("wb") as stream:
         subprocess.run(job, env=monitored(os.environ, run), cwd=tmp_path, stdout=stream, stderr=stream, check=False)
     found = diagnosis.answer(diagnosis.WhySources(run=run, logs=(str(log),)))
@@ -207,7 +209,7 @@ for step in range(100):
 def test_the_first_rank_that_torchrun_lost_is_known_without_its_log(tmp_path: Path) -> None:
     """The others end with SIGTERM or with an error, as the kernel and torchrun happen to be quick."""
     (tmp_path / "train.py").write_text(KILLED, encoding="utf-8")
-    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
+    job = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
     subprocess.run(
         job, env=monitored(os.environ, tmp_path / "run"), cwd=tmp_path, stderr=subprocess.DEVNULL, check=False
     )
