@@ -305,6 +305,6 @@ def ask_trainer(module: str, *words: str, text: str = "") -> str:
     if done.returncode == WRONG_DATA:
         raise InputError(done.stderr.strip()[-600:])
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-    if done.returncode:
+    if done.returncode or not lines:
         raise LookupError(lines[-1][:300] if lines else f"exit code {done.returncode}")
     return lines[-1]

@@ -120,7 +120,7 @@ def explain(code: str | None, listed: bool) -> None:
 
 
 def _show_entry(text: str) -> None:
-    """Print an entry of the findings or alerts page: one point below the other, commands highlighted."""
+    """Print an entry of the findings or alerts page: one point below the other."""
     title, _, points = text.partition("\n\n")
     click.secho(f"{title}\n", bold=True)
     for point in re.split(r"^- ", points, flags=re.MULTILINE)[1:]:
