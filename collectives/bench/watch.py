@@ -251,9 +251,6 @@ def run_ranks(
     # Temporary files of torchrun, which leaves them when it is killed, go with the run's folder; the 1 is what torchrun
     # would set itself, with a banner that is no news of the run.
     inherited = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": plan.directory, **environment}
-    inherited["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).resolve().parents[2]), *filter(None, [inherited.get("PYTHONPATH")])]
-    )
     watch = Watch(plan, spec, on_event)
     stop = stop or threading.Event()
     with (directory / "launcher.log").open("wb") as log:
