@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from operator import itemgetter
@@ -20,7 +20,7 @@ from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES, PATHS, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
-from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problem_of_text
+from collectives.nccl_log.other_texts import KINDS, kind_of
 from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, looks_like_text
 from collectives.nccl_log.transport import (
     ChannelCount,
@@ -215,7 +215,7 @@ def _mnnvl_use(ledger: Ledger) -> str:
     return "unknown" if ledger.facts.mnnvl is None else "off"
 
 
-def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
+def judge(ledger: Ledger) -> Evidence:
     """Return the verdict on everything that was counted."""
     facts = ledger.facts
     version = version_of(ledger)
@@ -261,7 +261,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         hosts=ledger.host_count() or None,
         missing_ranks=facts.unread_ranks(),
     )
-    problems, notes = evidence_problems.find(ledger, evidence, ports=ports)
+    problems, notes = evidence_problems.find(ledger, evidence)
     return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, evidence, facts.finished))
 
 
@@ -273,13 +273,12 @@ def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: boo
     return "finished" if finished else "unknown"
 
 
-def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
+def judge_runs(runs: Runs) -> Evidence:
     """Return the verdict on all runs: counts of all, and problems of each run."""
-    others = [problem_of_text(kind, bytes(text), file) for kind, file, text in runs.texts]
     if len(runs.ledgers) < 2:
         ledger = runs.ledgers[0] if runs.ledgers else Ledger()
-        return _with_texts(replace(judge(ledger, ports=ports), lines_read=runs.lines), others)
-    each = [judge(ledger, ports=ports) for ledger in runs.ledgers]
+        return _with_texts(replace(judge(ledger), lines_read=runs.lines), runs.texts)
+    each = [judge(ledger) for ledger in runs.ledgers]
     rows = tuple(
         RunEvidence(
             first=ledger.first, inter_node_transport=one.inter_node_transport,
@@ -296,7 +295,7 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
     jobs = (problem_of("several_jobs", " and ".join(dict.fromkeys(row.file for row in begins))),) if apart else ()
     joining = [*dict.fromkeys(one.inter_node_transport for one in each if one.inter_node_transport)]
     verdict = replace(
-        judge(whole, ports=ports),
+        judge(whole),
         inter_node_transport=mixed(joining) if joining else None,
         problems=_joined([jobs, *(one.problems for one in each)]),
         notes=(note, *_joined([one.notes for one in each])),
@@ -305,18 +304,16 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
         runs=rows,
         lines_read=runs.lines,
     )
-    return _with_texts(verdict, others)
+    return _with_texts(verdict, runs.texts)
 
 
-def _with_texts(verdict: Evidence, others: list[LogProblem]) -> Evidence:
-    """Add problems from ibstat, rdma link and the kernel log; these texts need no channels."""
+def _with_texts(verdict: Evidence, kinds: Iterable[str]) -> Evidence:
+    """Say what a text without a fault is if it is no log; such texts need no channels."""
+    others = tuple(problem_of("other_text", KINDS[kind]) for kind in dict.fromkeys(kinds))
     if not others:
         return verdict
-    problems = [problem for problem in verdict.problems if problem.code != "no_transport_evidence"]
-    faults = [problem for problem in others if problem.code != "other_text"]
-    if not (problems or faults):
-        faults = others
-    return replace(verdict, problems=by_severity((*problems, *faults)))
+    problems = tuple(problem for problem in verdict.problems if problem.code != "no_transport_evidence")
+    return replace(verdict, problems=problems or others)
 
 
 def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
@@ -344,12 +341,10 @@ def proven(evidence: Evidence) -> bool:
 PASS, FAILED, WARNED, NO_EVIDENCE = 0, 3, 4, 5
 
 
-def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str] | None = None) -> Evidence:
+def read_files(paths: Iterable[str | Path | BinaryIO]) -> Evidence:
     """Return one verdict on several files or folders, such as the logs of a run's processes; "-" is stdin.
 
-    ``ports`` names the RDMA ports that should be in use ("mlx5_0:1" or "mlx5_0"). A port that NCCL does not list is
-    down, because NCCL lists only active ports. Files compressed with gzip, bzip2 or xz are supported. Raises
-    ``LogFileError`` if decompression fails.
+    Files compressed with gzip, bzip2 or xz are supported. Raises ``LogFileError`` if decompression fails.
     """
     runs = Runs()
     found = list(files_of(paths))
@@ -367,7 +362,7 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
         runs.join(own)
-    evidence: Evidence = without_secrets(judge_runs(runs, ports=ports))
+    evidence: Evidence = without_secrets(judge_runs(runs))
     return evidence
 
 
@@ -391,13 +386,9 @@ def _holds_text(file: Path) -> bool:
 def _take(runs: Runs, file: BinaryIO, name: str) -> None:
     reader = Reader(runs, file=name)
     rest = b""
-    buffer: bytearray | None = None
     for number, chunk in enumerate(utf8_chunks(Unpacked(file))):
         if number == 0 and (kind := kind_of(chunk)):
-            buffer = bytearray()
-            runs.texts.append((kind, name, buffer))
-        if buffer is not None and len(buffer) < MAX_TEXT_BYTES:
-            buffer += chunk
+            runs.texts.append(kind)
         block, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)

@@ -272,7 +272,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.ledgers: list[Ledger] = []
-        self.texts: list[tuple[str, str, bytearray]] = []  # (kind, file, text) of files that are no log
+        self.texts: list[str] = []  # kinds of the files that are no log
         self.lines = 0
 
     def add(self, ledger: Ledger) -> None:
