@@ -93,8 +93,8 @@ def selected_network(ledger: Ledger) -> str | None:
 def _inter(ledger: Ledger) -> str | None:
     provider, single = ledger.facts.provider, evidence_problems.single_node(ledger)
     names = _network_names(ledger)
-    torn = [key.partition("/")[2] for key in ledger.torn_transports if key.startswith("NET/")]
-    carrying = ledger.transports.keys() | ledger.torn_transports.keys()
+    torn = [key.partition("/")[2] for key in ledger.count_transports(cut=True) if key.startswith("NET/")]
+    carrying = {channel.transport for _, channel in ledger.channels}
     alone = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in carrying]
     joined = [] if single is True else alone or [f"COLLNET ({name})" for name in names]
     if _nvlink_joins_nodes(ledger):
@@ -116,7 +116,7 @@ def mixed(names: list[str]) -> str:
 
 def _nvlink_joins_nodes(ledger: Ledger) -> bool:
     """Return whether MNNVL channels cross operating systems; NCCL prints MNNVL within one too (transport/p2p.cc)."""
-    return not _cliques_end_at_hosts(ledger) and any(key.startswith("P2P/MNNVL") for key in ledger.transports)
+    return not _cliques_end_at_hosts(ledger) and any(key.startswith("P2P/MNNVL") for key in ledger.count_transports())
 
 
 def _cliques_end_at_hosts(ledger: Ledger) -> bool:
@@ -137,8 +137,8 @@ def _network_names(ledger: Ledger) -> list[str]:
 
 
 def _intra_keys(ledger: Ledger) -> list[str]:
-    table = {key: n for key, n in ledger.transports.items() if key.startswith(("P2P/", "SHM"))}
-    table = table or {key: n for key, n in ledger.torn_transports.items() if key.startswith("P2P/")}
+    table = {key: n for key, n in ledger.count_transports().items() if key.startswith(("P2P/", "SHM"))}
+    table = table or {key: n for key, n in ledger.count_transports(cut=True).items() if key.startswith("P2P/")}
     # "P2P/IPC" can be a fragment of "P2P/IPC/read" in a torn line: below 1 % it is not a second transport.
     cut = {key for key in table for whole in table if whole.startswith(f"{key}/") and table[key] * 100 < table[whole]}
     return sorted(table.keys() - cut, key=lambda key: (key == "SHM", -table[key], key))
@@ -147,7 +147,7 @@ def _intra_keys(ledger: Ledger) -> list[str]:
 def _intra(ledger: Ledger) -> str | None:
     keys, facts = _intra_keys(ledger), ledger.facts
     if evidence_problems.single_node(ledger) is True:
-        keys += [key for key in ledger.transports if key.startswith("NET/")]
+        keys += [key for key in ledger.count_transports() if key.startswith("NET/")]
     if keys:
         return mixed(keys)
     if ledger.codes["shm_too_small"]:
@@ -156,18 +156,19 @@ def _intra(ledger: Ledger) -> str | None:
         return "none (init failed)"
     if facts.local_ranks == 1 or facts.ranks == 1:
         return None
-    return None if facts.local_ranks == 0 and (ledger.wires or ledger.counts["torn channels"]) else "unknown"
+    carried = any(channel.network for _, channel in ledger.channels)
+    return None if facts.local_ranks == 0 and carried else "unknown"
 
 
 def _gdrdma(ledger: Ledger, inter: str | None) -> str:
-    total = sum(ledger.wires.values())
-    on = sum(times for wire, times in ledger.wires.items() if wire.gdrdma)
+    count = ledger.count_wires().get((), ChannelCount())
+    total, on = count.total, count.gdrdma
     # Tags that were found at the start of lines belong to as many channels that seem to have none.
     if total and total - on <= ledger.counts["orphan tags"]:
         return "on"
     if total:
         return "on" if on == total else "off" if not on else "partial"
-    if ledger.counts["torn channels"]:
+    if ledger.cut_wires():
         return "off" if inter == "Socket" else "none"
     if inter == "Socket":  # only selected: it carries nothing in a single-node job
         return "off" if evidence_problems.single_node(ledger) is False else "none"
@@ -223,7 +224,7 @@ def judge(ledger: Ledger) -> Evidence:
     directions = ledger.count_wires("direction")
     send, receive, other = (directions.get((name,), ChannelCount()) for name in ("send", "receive", None))
     total = send.total + receive.total + other.total
-    proxied = {wire.proxied for wire in ledger.wires if wire.direction == "send"}
+    proxied = {channel.proxied for _, channel in ledger.channels if channel.direction == "send" and not channel.is_cut}
     layers = evidence_problems.layers_in_use(ledger)
     # "Multicast available" means hardware support; NVLS is used only if a communicator set it up.
     nvls = {None: "unknown", True: "available", False: "not available"}[facts.nvls]
@@ -236,7 +237,7 @@ def judge(ledger: Ledger) -> Evidence:
         send=send,
         receive=receive,
         undirected=other,
-        transports=dict(ledger.transports.most_common()),
+        transports=dict(ledger.count_transports().most_common()),
         proof=_proof(ledger),
         environment=dict(facts.environment),
         network=selected_network(ledger) if facts.networks or facts.assigned else None,
@@ -247,7 +248,7 @@ def judge(ledger: Ledger) -> Evidence:
         nodes=facts.nodes or None,
         pxn=True in proxied if proxied else None,
         lines_read=ledger.lines,
-        torn_lines=ledger.counts["torn channels"],
+        torn_lines=ledger.cut_wires(),
         gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
         devices=_devices(ledger),
         by_host=_by_host(ledger),
