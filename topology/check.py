@@ -12,7 +12,7 @@ from hardware.gpus import is_of, most_links, without_gdr
 from hardware.machines import Machine
 from probes.api import codes_of, finding
 from topology.derive import reference_of
-from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
+from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
 
 TEXTS = read_table(__file__, "findings.toml")
@@ -75,15 +75,11 @@ def _format_pairs(pairs: Iterable[Pair]) -> tuple[str, ...]:
 def _count_switch_links(node: NodeTopology) -> int:
     """Return the NVLinks per GPU if the counts are only possible with an NVSwitch, else 0."""
     linked = [pair for pair in node.gpu_pairs() if pair.nvlinks]
-    most = max((0, *(pair.nvlinks for pair in linked), *map(_to_switches, node.gpus)))  # a pair has the lower count
-    ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
+    ends = max((gpu.switch_links for gpu in node.gpus), default=0)
+    most = max((ends, *(pair.nvlinks for pair in linked)))  # a pair has the lower count
     if not ends and len({name for pair in linked for name in (pair.a, pair.b)}) == 2 * len(linked):
         return 0  # bridges connect pairs of PCIe cards; a card without a bridge is normal
     return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
-
-
-def _to_switches(gpu: GpuNode) -> int:
-    return sum(link.count for link in gpu.nvlinks if link.kind == "nvswitch")
 
 
 def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
@@ -105,7 +101,7 @@ def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
     for gpu in node.gpus:
         mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
         linked = [pair for pair in mine if pair.nvlinks]
-        if linked and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in linked)) < full:
+        if linked and max(gpu.switch_links, *(pair.nvlinks + pair.nvlinks_unread for pair in linked)) < full:
             most = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
             seen = (*_format_pairs(mine[:2]), *warnings[:2])

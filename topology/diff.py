@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from contracts.finding import Status
 from probes.api import Snapshot
@@ -13,7 +14,6 @@ from probes.gpu.facts import GpuFacts
 from topology.traits import WORST_FIRST, Trait, traits
 
 _MISSING = "missing"
-_LISTED = 12  # nodes listed on one line of the fleet text
 
 Traits = dict[tuple[str, str], Trait]
 
@@ -248,21 +248,9 @@ def diff_text(differences: Sequence[Difference]) -> str:
 
 def fleet_text(view: Fleet) -> str:
     """Format each family: the common group, then the other groups with their differences."""
-    return "\n\n".join(_format_family(family) for family in view.families)
+    from jinja2 import Environment, FileSystemLoader
 
-
-def _format_family(family: FleetFamily) -> str:
-    alike = f"{len(family.common.nodes)} alike: {_shorten(family.common.nodes)}"
-    lines = [f"{family.total} {'node' if family.total == 1 else 'nodes'} with {family.kind}, {alike}"]
-    lines += [f"! {warning}" for warning in family.warnings]
-    if family.odd:
-        lines += [f"  {difference.status:<7} {difference.message}" for difference in family.common.differences]
-    for group in family.odd:
-        lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_shorten(group.nodes)}"]
-        lines += [f"  {difference.status:<7} {difference.message}" for difference in group.differences]
-    return "\n".join(lines)
-
-
-def _shorten(nodes: tuple[str, ...]) -> str:
-    more = f" and {len(nodes) - _LISTED} more" if len(nodes) > _LISTED else ""
-    return ", ".join(nodes[:_LISTED]) + more
+    templates = Environment(  # noqa: S701 - plain text, not HTML
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
+    )
+    return templates.get_template("fleet.j2").render(families=view.families)

@@ -81,6 +81,11 @@ class GpuNode:
     bridge_lanes: tuple[str, int] | None = None  # (bus id, lanes) of the bridge above; only from NCCL's XML
     gdr_refused: str = ""  # evidence that NCCL found no GPUDirect RDMA support; empty if none
 
+    @property
+    def switch_links(self) -> int:
+        """Number of its active NVLinks to NVSwitches."""
+        return sum(link.count for link in self.nvlinks if link.kind == "nvswitch")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicNode:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice, ancestors, is_bridge, is_network
@@ -30,6 +30,8 @@ from topology.graph import (
     pcie_bytes_per_second,
     pcie_generation,
 )
+
+T = TypeVar("T", int, float)
 
 
 def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
@@ -222,36 +224,6 @@ class PciTree:
             return "NODE" if not nodes else "SYS"
         return "NODE" if a.numa_node == b.numa_node else "SYS"
 
-    def _get_possible(self, bus_id: str) -> tuple[float | None, int | None]:
-        """Return the speed and width that both the device and the port above it support."""
-        device = self.devices.get(bus_id)
-        if device is None:
-            return None, None
-        speed, width = _get_maximum(device)
-        port = self.devices.get(device.parent or "")
-        if port is not None and not self._own_links:
-            port_speed, port_width = _get_maximum(port)
-            speed = min(filter(None, (speed, port_speed)), default=None)
-            width = min(filter(None, (width, port_width)), default=None)
-        return speed, width
-
-    def _get_running(self, bus_id: str) -> tuple[float | None, int | None]:
-        """Return the current speed and width of the link, limited to what is possible.
-
-        GPUs, and switches above them, lower their link speed when idle, so only their width is used. Ports inside a
-        switch have no link. Below a root port both ends of one link are known. A virtual function has no link.
-        """
-        speed, width = self._get_possible(bus_id)
-        device = self.devices.get(bus_id)
-        if device is None or device.physical_function is not None:
-            return speed, width
-        port = self.devices.get(device.parent or "")
-        if is_bridge(device.class_code) and (port is None or port.parent is not None):
-            return speed, width
-        if is_network(device.class_code):
-            speed = min(filter(None, (speed, device.link_transfers_per_second)), default=None)
-        return speed, min(filter(None, (width, device.link_width)), default=None)
-
     def link(self, bus_id: str | None) -> tuple[float | None, float | None, str | None]:
         """Return NCCL's planned rate of the device's link, its current rate, and a description: "Gen4 x4 of x16".
 
@@ -259,15 +231,34 @@ class PciTree:
         is not lower.
         """
         if bus_id not in self._links:
-            (speed, width), (fastest, widest) = self._get_running(bus_id or ""), self._get_possible(bus_id or "")
-            slot, now = pcie_bytes_per_second(fastest, widest), pcie_bytes_per_second(speed, width)
-            words = None
-            running, best = pcie_generation(speed), pcie_generation(fastest)
-            if running and best and width and widest:
-                words = f"Gen{running}" + f" of Gen{best}" * (running != best)
-                words += f" x{width}" + f" of x{widest}" * (width != widest)
-            self._links[bus_id] = slot, now if now and slot and now < slot else None, words
+            self._links[bus_id] = self._read_link(self.devices.get(bus_id or ""))
         return self._links[bus_id]
+
+    def _read_link(self, device: PciDevice | None) -> tuple[float | None, float | None, str | None]:
+        """Read the values of `link`.
+
+        GPUs, and switches above them, lower their link speed when idle, so only their width is used. Ports inside a
+        switch have no link. Below a root port both ends of one link are known. A virtual function has no link.
+        """
+        if device is None:
+            return None, None, None
+        fastest, widest = _get_maximum(device)
+        port = self.devices.get(device.parent or "")
+        if port is not None and not self._own_links:
+            port_speed, port_width = _get_maximum(port)
+            fastest, widest = _lower(fastest, port_speed), _lower(widest, port_width)
+        speed, width = fastest, widest
+        inside_switch = is_bridge(device.class_code) and (port is None or port.parent is not None)
+        if device.physical_function is None and not inside_switch:
+            speed = _lower(fastest, device.link_transfers_per_second) if is_network(device.class_code) else fastest
+            width = _lower(widest, device.link_width)
+        slot, now = pcie_bytes_per_second(fastest, widest), pcie_bytes_per_second(speed, width)
+        words = None
+        running, best = pcie_generation(speed), pcie_generation(fastest)
+        if running and best and width and widest:
+            words = f"Gen{running}" + f" of Gen{best}" * (running != best)
+            words += f" x{width}" + f" of x{widest}" * (width != widest)
+        return slot, now if now and slot and now < slot else None, words
 
     def links_of(self, bus_id: str | None) -> dict[str, Any]:
         """Return the fields of a GPU or NIC that describe its own link."""
@@ -282,6 +273,11 @@ class PciTree:
         links = [(running and now) or slot for slot, now, _ in map(self.link, between)]
         known = self.link(first)[0] is not None and self.link(second)[0] is not None
         return min((link for link in links if link is not None), default=None) if known else None
+
+
+def _lower(*values: T | None) -> T | None:
+    """Return the lowest known value; None if there is none."""
+    return min(filter(None, values), default=None)
 
 
 def _get_maximum(device: PciDevice) -> tuple[float | None, int | None]:
