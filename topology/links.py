@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from contracts.tables import read_texts
 from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice, ancestors, is_bridge, is_network
 from topology.graph import (
@@ -32,20 +33,15 @@ from topology.graph import (
 )
 
 T = TypeVar("T", int, float)
+_text = read_texts(__file__, "texts.toml")
 
 
 def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
     """Count a GPU's active links by end, ((kind, bus id), count), in order of first appearance."""
-    ends = Counter(
-        (_drop_unread_end(link.remote_kind) or "unknown", _drop_unread_end(link.remote_bus_id))
-        for link in gpu.nvlinks
-        if link.active
-    )
-    return tuple(ends.items())
-
-
-def _drop_unread_end(end: str | None) -> str | None:
-    return None if end == UNREAD else end
+    ends = ((link.remote_kind, link.remote_bus_id) for link in gpu.nvlinks if link.active)
+    unknown = (None, UNREAD)
+    known = (("unknown" if kind in unknown else kind, None if end == UNREAD else end) for kind, end in ends)
+    return tuple(Counter(known).items())
 
 
 def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0) -> Pair:
@@ -72,13 +68,9 @@ class NvLinks:
         self._pairs = {(pair.a, pair.b): pair for pair in facts.pairs} if facts else {}
         self.warnings: list[str] = []
 
-    def _get_pair(self, a: int, b: int) -> GpuPair | None:
+    def pair(self, a: int, b: int) -> GpuPair | None:
+        """Return what NVML reports of two GPUs, None if unknown."""
         return self._pairs.get((min(a, b), max(a, b)))
-
-    def ancestor(self, a: int, b: int) -> str | None:
-        """Return NVML's common ancestor of two GPUs as a label of nvidia-smi, None if unknown."""
-        pair = self._get_pair(a, b)
-        return pair.ancestor if pair else None
 
     def between(self, a: int, b: int) -> tuple[int | None, str]:
         """Return (number of links that work in both directions, evidence); None if the driver did not report enough.
@@ -105,7 +97,7 @@ class NvLinks:
         if all(hidden):
             return self._count_hidden(a, b, *hidden)
         if (self.unread(a) or self.unread(b)) and self._may_link(first) and self._may_link(second):
-            pair = self._get_pair(a, b)
+            pair = self.pair(a, b)
             if pair is None or pair.p2p_nvlink in (None, "ok", "unknown"):
                 return None, "nvml did not report all NVLinks"
         return 0, ""
@@ -129,9 +121,7 @@ class NvLinks:
 
     def _choose_lower(self, a: int, b: int, first: int, second: int) -> int:
         if first != second:
-            self.warnings.append(
-                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower number counts"
-            )
+            self.warnings.append(_text("unequal_links", a=a, b=b, first=first, second=second))
         return min(first, second)
 
     def _note_short(self, a: int, b: int, first: int, second: int) -> None:
@@ -152,20 +142,17 @@ class NvLinks:
             how = "a switch, or all links to the one peer"
             return self._choose_lower(a, b, first, second), f"nvml: far ends hidden, P2P over NVLink is ok: {how}"
         share = min(first, second) // len(peers)
-        self.warnings.append(
-            f"GPU{a} to GPU{b}: far ends of the NVLinks are hidden and GPU{a} has {len(peers)} peers: "
-            f"the count of {share} is an even share, not a reading"
-        )
+        self.warnings.append(_text("even_share", a=a, b=b, peers=len(peers), share=share))
         return share, "nvml: far ends hidden, even share of the links"
 
     def peer_access(self, a: int, b: int) -> bool | None:
         """Whether the driver allows one GPU to read the other's memory; None if unknown."""
-        pair = self._get_pair(a, b)
+        pair = self.pair(a, b)
         status = pair.p2p_read if pair else None
         return None if status in (None, "unknown") else status == "ok"
 
     def _are_joined(self, a: int, b: int) -> bool:
-        pair = self._get_pair(a, b)
+        pair = self.pair(a, b)
         if pair and pair.p2p_nvlink is not None:
             return pair.p2p_nvlink == "ok"
         first, second = self._gpus[a], self._gpus[b]

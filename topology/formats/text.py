@@ -274,10 +274,8 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     nics = _build_nics([name for name in matrix.devices if name not in names and name not in others], legend)
     # A GPU whose memory is a NUMA node is attached to a Grace CPU by C2C.
     coherent = {gpu.name for gpu in gpus if gpu.c2c}
-    pairs = tuple(
-        replace(pair, path=path_class(pair.label, c2c=pair.a in coherent and pair.b not in names))
-        for pair in _build_pairs(matrix, rows, {nic.label or nic.name: nic.name for nic in nics}, others)
-    )
+    nic_names = {nic.label or nic.name: nic.name for nic in nics}
+    pairs = _build_pairs(matrix, rows, nic_names, coherent, others)
     kind = _guess_kind([line for _, line in lines[: matrix.end]], below, pairs)
     if kind == "-mp":
         matrix.warnings.append(_text("hidden_nvlink"))
@@ -383,8 +381,10 @@ def _build_nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ..
     )
 
 
-def _build_pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others: list[str]) -> tuple[Pair, ...]:
-    """Return every pair with at least one cell, with NIC names from the legend."""
+def _build_pairs(
+    matrix: _Matrix, rows: dict[str, _Row], nics: dict[str, str], coherent: set[str], others: list[str]
+) -> tuple[Pair, ...]:
+    """Return every pair with at least one cell, with NIC names from the legend; `coherent`: GPUs with C2C."""
     devices = matrix.devices
     missing = [device for device in devices if device not in rows and device not in others]
     if missing:
@@ -396,13 +396,17 @@ def _build_pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], 
             seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
             if seen and a not in others and b not in others:
                 row, label = _choose_label(a, b, seen, matrix)
-                made.append(_build_pair(names.get(a, a), names.get(b, b), label, f"line {row.line} of {matrix.source}"))
+                made.append(
+                    Pair(
+                        a=nics.get(a, a),
+                        b=nics.get(b, b),
+                        label=label,
+                        path=path_class(label, c2c=a in coherent and b in nics),
+                        nvlinks=nvlinks(label),
+                        evidence=f"line {row.line} of {matrix.source}",
+                    )
+                )
     return tuple(made)
-
-
-def _build_pair(a: str, b: str, label: str, evidence: str) -> Pair:
-    """Return the pair of two devices for this label of nvidia-smi."""
-    return Pair(a=a, b=b, label=label, path=path_class(label), nvlinks=nvlinks(label), evidence=evidence)
 
 
 def lower(first: str, second: str) -> str:

@@ -206,15 +206,12 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
             for gpu in gpus or [Element("gpu", {}, element.line)]
         ]
     if nets or (base is not None and base >> 8 == 0x02):
-        found.nics.append((min(map(_get_net_dev, nets), default=_LAST), _build_nic(node, nets, numa)))
+        devs = (_parse_number(net.attributes.get("dev")) for net in nets)
+        first = min((dev for dev in devs if dev is not None), default=_LAST)
+        found.nics.append((first, _build_nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
         found.without_class += 1
     walk(element, cpu, bus_id, found)
-
-
-def _get_net_dev(net: Element) -> int:
-    dev = _parse_number(net.attributes.get("dev"))
-    return dev if dev is not None else _LAST
 
 
 def _build_gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
