@@ -145,7 +145,7 @@ def _make_expectations(
 ) -> Iterator[Expectation]:
     """Yield NCCL's plan for each operation, and the expected bandwidth of healthy machines on these paths."""
     value, steps = plan
-    nvls = any((gpu.compute_capability or (0, 0)) >= (9, 0) and gpu.switch_links for gpu in node.gpus)
+    nvls = any((gpu.compute_capability or (0, 0)) >= (9, 0) and gpu.count_nvlinks("nvswitch") for gpu in node.gpus)
     for op in OPS:
         notes = [_text("small_sizes")] if value is not None else []
         if op == "all_reduce" and notes:
@@ -181,7 +181,7 @@ def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: D
         whole = Island(gpus=names, all_to_all=True, nvlinks_per_pair=())
         counts = [links_into(gpu, whole, known) for gpu in gpus]
         pick = max(counts) if bar == "as it should be" else min(counts)
-        switched = any(gpu.switch_links for gpu in gpus) or "switch" in pick[1]
+        switched = any(gpu.count_nvlinks("nvswitch") for gpu in gpus) or "switch" in pick[1]
         which = "most" if bar == "as it should be" else "fewest"
         return _nvlink(gpus, pick[0], switched=switched, words=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
     return _describe_pcie(node, gpus, known, bar)

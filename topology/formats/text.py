@@ -201,7 +201,9 @@ def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
     """Return the exception if no header has rows. It names the first line that looks like a row."""
     number = next((number for number, line in lines[:1024] if _NAME.search(line)), 1)
     amd = any(re.search(r"\b(?:XGMI|PCIE)\b|ROCm System|^(?:LINK TYPE|HOPS|WEIGHT) TABLE", line) for _, line in lines)
-    return TopologyFileError(source, number, _text("amd_matrix" if amd else "no_matrix"))
+    joined = any(re.match(r"\s*GPU0(?:GPU1|CPU|NIC0)", line) for _, line in lines)
+    key = "joined_matrix" if joined else "amd_matrix" if amd else "no_matrix"
+    return TopologyFileError(source, number, _text(key))
 
 
 def _parse_cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
@@ -389,7 +391,8 @@ def _build_pairs(
     missing = [device for device in devices if device not in rows and device not in others]
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        matrix.lacks(_text("missing_rows", rows=", ".join(missing[:8]) + more))
+        lacks = matrix.lacks if any(name.startswith("GPU") for name in missing) else matrix.warnings.append
+        lacks(_text("missing_rows", rows=", ".join(missing[:8]) + more))
     made = []
     for i, a in enumerate(devices):
         for j, b in enumerate(devices[i + 1 :], i + 1):

@@ -62,6 +62,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
     warnings += _list_warnings(found, gpus)
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
+    hidden = found.dumped and all(d.numa_node == -1 and not d.link_transfers_per_second for d in found.pci.values())
     node = complete(
         NodeTopology(
             hostname=source,
@@ -71,6 +72,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
             numa_nodes=len(cpus),
             source=SOURCE,
             nvlink_known=found.dumped,
+            virtual="no PCI device has a NUMA node or a link speed: a hypervisor hides both" if hidden else None,
             warnings=tuple(warnings),
         )
     )
@@ -79,12 +81,14 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
 
 
 def _list_warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
-    warnings = []
-    if lines := found.stray_net_lines:
-        warnings.append(_text("stray_net", line=lines[0]))
+    warnings = found.strays[:1]
     if found.without_class:
         warnings.append(_text("without_class", count=found.without_class))
     own = [gpu.name for gpu in gpus if any(link.bus_id == gpu.bus_id for link in gpu.nvlinks)]
+    for a, b in combinations(gpus, 2):
+        there, back = a.count_nvlinks("gpu", b.bus_id), b.count_nvlinks("gpu", a.bus_id)
+        if there and back and there != back:
+            warnings.append(_text("unequal_nvlinks", a=a.name, b=b.name, there=there, back=back))
     if own:
         warnings.append(_text("own_nvlinks", gpus=", ".join(own)))
     if not gpus or not found.dumped:
@@ -105,10 +109,8 @@ def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: 
 
 
 def _count_nvlinks(a: GpuNode, b: GpuNode) -> int:
-    def towards(gpu: GpuNode, other: GpuNode) -> int:
-        return sum(link.count for link in gpu.nvlinks if link.kind == "gpu" and link.bus_id == other.bus_id)
-
-    return max(min(towards(a, b), towards(b, a)), min(a.switch_links, b.switch_links))
+    direct = min(a.count_nvlinks("gpu", b.bus_id), b.count_nvlinks("gpu", a.bus_id))
+    return max(direct, min(a.count_nvlinks("nvswitch"), b.count_nvlinks("nvswitch")))
 
 
 def _find_label(first: str, second: str, found: Found, tree: PciTree) -> str:
@@ -140,7 +142,7 @@ class Found:
     virtual_nets: int = 0
     merged_nets: list[str] = field(default_factory=list)  # several ports merged by NCCL, below `<cpu>`
     without_class: int = 0
-    stray_net_lines: list[int] = field(default_factory=list)  # lines of `<net>` elements directly below `<pci>`
+    strays: list[str] = field(default_factory=list)  # warnings about elements that NCCL does not read
     dumped: bool = False  # True after a `<gpu>`: NCCL wrote this file, so it includes NVLinks
     cpu_of: dict[str, int] = field(default_factory=dict)  # bus id -> position of its <cpu>
 
@@ -194,8 +196,9 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
     found.cpu_of[bus_id] = cpu
     gpus, nets = element.named("gpu"), [net for nic in element.named("nic") for net in nic.named("net")]
     if stray := element.named("net"):
-        found.stray_net_lines.append(stray[0].line)
+        found.strays.append(_text("stray_net", line=stray[0].line))
         nets = nets or stray
+    found.strays += [_text("empty_nic", line=nic.line) for nic in element.named("nic") if not nic.children]
     if any("gcn" in gpu.attributes or gpu.named("xgmi") for gpu in gpus):
         raise TopologyFileError(found.source, gpus[0].line, _text("rccl"))
     base = class_code >> 8 if class_code is not None else None
@@ -206,9 +209,8 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
             for gpu in gpus or [Element("gpu", {}, element.line)]
         ]
     if nets or (base is not None and base >> 8 == 0x02):
-        devs = (_parse_number(net.attributes.get("dev")) for net in nets)
-        first = min((dev for dev in devs if dev is not None), default=_LAST)
-        found.nics.append((first, _build_nic(node, nets, numa)))
+        devs = [dev for net in nets if (dev := _parse_number(net.attributes.get("dev"))) is not None]
+        found.nics.append((min(devs, default=_LAST), _build_nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
         found.without_class += 1
     walk(element, cpu, bus_id, found)
@@ -217,6 +219,7 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
 def _build_gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
     sm = _parse_number(element.attributes.get("sm"))
     model, capability = model_of(node.vendor_id, node.device_id)
+    model = model or ("GB10" if sm == 121 else None)  # the only GPU with this capability
     links = tuple(_parse_link(link, found) for link in element.named("nvlink"))
     above = found.pci.get(node.parent or "")
     return GpuNode(
