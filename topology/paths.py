@@ -103,8 +103,7 @@ def joined(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Paths:
     slowest = min(hosts, key=lambda each: each.wire.low if each.wire else 0.0)
     kinds = {each.between for each in hosts}
     between = next(kind for kind in ("sockets", "RDMA without GPUDirect", "RDMA") if kind in kinds)
-    words = tuple(dict.fromkeys((*words, *slowest.words)))
-    return replace(paths, between=between, wire=slowest.wire, words=words)
+    return replace(paths, between=between, wire=slowest.wire, words=tuple(dict.fromkeys((*words, *slowest.words))))
 
 
 _LARGE_BYTES = 1 << 30  # per rank; large enough to neglect latency

@@ -202,8 +202,7 @@ def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
     number = next((number for number, line in lines[:1024] if _NAME.search(line)), 1)
     amd = any(re.search(r"\b(?:XGMI|PCIE)\b|ROCm System|^(?:LINK TYPE|HOPS|WEIGHT) TABLE", line) for _, line in lines)
     joined = any(re.match(r"\s*GPU0(?:GPU1|CPU|NIC0)", line) for _, line in lines)
-    key = "joined_matrix" if joined else "amd_matrix" if amd else "no_matrix"
-    return TopologyFileError(source, number, _text(key))
+    return TopologyFileError(source, number, _text("joined_matrix" if joined else "amd_matrix" if amd else "no_matrix"))
 
 
 def _parse_cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
