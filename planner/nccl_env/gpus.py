@@ -86,7 +86,8 @@ def topo_file(case: Situation) -> Setting | Note | None:
     """NCCL_TOPO_FILE: a VM that hides the PCIe tree needs the file of its provider."""
     topic = "NCCL_TOPO_FILE"
     for node in case.nodes:
-        why = (node.topology.virtual if node.topology else None) or _get_virtual_tree(node)
+        pci = node.pci()
+        why = (node.topology.virtual if node.topology else None) or (pci.virtual_tree if pci else None)
         if why is None or node.gpu_count() < 2:
             continue
         info = node.hostinfo()
@@ -116,11 +117,6 @@ def _find_azure_file(node: NodeView) -> str | None:
     wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
     there = _list_topology_files(node)
     return next((path for path in wanted if path in there), None)
-
-
-def _get_virtual_tree(node: NodeView) -> str | None:
-    facts = node.pci()
-    return facts.virtual_tree if facts else None
 
 
 def p2p_level(case: Situation) -> Note | None:
