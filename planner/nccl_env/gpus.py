@@ -29,7 +29,8 @@ def nvlink_between_nodes(case: Situation) -> str | None:
     for node in case.nodes:
         facts = node.gpu()
         cliques.update({gpu.fabric_clique for gpu in facts.gpus if gpu.fabric_clique} if facts else ())
-    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or _has_tray(case)]
+    is_tray = all(0 < node.gpu_count() <= 4 for node in case.nodes)  # of an NVLink domain (GB200 NVL72); HGX has 8
+    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or is_tray]
     racks = [node.hostname for node in case.nodes if not node.snapshot and _is_of_rack(node)]
     if shared:
         return f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)"
@@ -48,11 +49,6 @@ def _is_of_rack(node: NodeView) -> bool:
     """Whether a catalogue machine has an NVLink domain of several nodes."""
     sku = node.topology.sku if node.topology else None
     return any(row.name == sku and row.nvlink_nodes > 1 for row in catalogue())
-
-
-def _has_tray(case: Situation) -> bool:
-    """Whether a node with a clique and at most 4 GPUs is a tray of an NVLink domain (GB200 NVL72), not an HGX board."""
-    return all(0 < node.gpu_count() <= 4 for node in case.nodes)
 
 
 def nvls(case: Situation) -> Note | None:
