@@ -262,7 +262,7 @@ class _Findings:
     # --- the network
 
     def find_network(self) -> None:
-        """Find problems of the network that was chosen."""
+        """Find problems of the network that was chosen. NCCL's own transport (IB) and its plugin (IBext) do not mix."""
         facts, over_sockets = self.facts, self._hosts_over("Socket")
         if self.inter == "Socket":
             unsure, severity = self._if_several()
@@ -272,7 +272,6 @@ class _Findings:
         if absent and not one_node and self.inter in ("", "Socket", "unknown"):
             self.add("no_ib_device", count=absent)
         chosen = facts.networks.keys() | self.ledger.networks().keys()
-        # NCCL's own transport and the plugin of the same devices do not understand each other.
         own = {*self._hosts_over("IB")} if "IB" in facts.networks else set()
         apart = own and any(own.isdisjoint(self._hosts_over(name)) for name in facts.networks if name[:5] == "IBext")
         if not one_node and ("Socket" in chosen and len(chosen) > 1 or apart):
