@@ -12,7 +12,7 @@ from hardware.gpus import is_of, most_links, without_gdr
 from hardware.machines import Machine
 from probes.api import codes_of, finding
 from topology.derive import reference_of
-from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
+from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
 
 TEXTS = read_table(__file__, "findings.toml")
@@ -75,15 +75,13 @@ def _format_pairs(pairs: Iterable[Pair]) -> tuple[str, ...]:
 def _count_switch_links(node: NodeTopology) -> int:
     """Return the NVLinks per GPU if the counts are only possible with an NVSwitch, else 0."""
     linked = [pair for pair in node.gpu_pairs() if pair.nvlinks]
-    most = max((0, *(pair.nvlinks for pair in linked), *map(_to_switches, node.gpus)))  # a pair has the lower count
+    most = max(
+        (0, *(pair.nvlinks for pair in linked), *(gpu.count_nvlinks("nvswitch") for gpu in node.gpus))
+    )  # a pair has the lower count
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
     if not ends and len({name for pair in linked for name in (pair.a, pair.b)}) == 2 * len(linked):
         return 0  # bridges connect pairs of PCIe cards; a card without a bridge is normal
     return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
-
-
-def _to_switches(gpu: GpuNode) -> int:
-    return sum(link.count for link in gpu.nvlinks if link.kind == "nvswitch")
 
 
 def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
@@ -105,7 +103,10 @@ def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
     for gpu in node.gpus:
         mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
         linked = [pair for pair in mine if pair.nvlinks]
-        if linked and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in linked)) < full:
+        if (
+            linked
+            and max(gpu.count_nvlinks("nvswitch"), *(pair.nvlinks + pair.nvlinks_unread for pair in linked)) < full
+        ):
             most = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
             seen = (*_format_pairs(mine[:2]), *warnings[:2])
@@ -256,15 +257,15 @@ def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _check_rails(node: NodeTopology) -> Iterator[Finding]:
-    sizes = {len(rail.gpus) for rail in node.rails}
-    without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
-    if len(node.rails) > 1 and (len(sizes) > 1 or len({len(rail.nics) for rail in node.rails}) > 1):
-        # A rail with more NICs than most costs nothing; a rail with fewer NICs slows every ring down to its rate.
-        loads = Counter(len(rail.gpus) / len(rail.nics) for rail in node.rails if rail.nics)
-        usual = min(loads, key=lambda load: (-loads[load], load))
-        lost = 1.0 - usual / max(loads)
-        if not lost:
-            return
+    """Report GPUs that share fewer NICs than others do. GPUs that are equally near to the same NICs share them all."""
+    shared = Counter(near.nics for near in node.nearest_nic if near.local and near.decidable and not near.why)
+    loads = Counter[float]()
+    for nics, gpus in shared.items():
+        loads[gpus / len(nics)] += min(gpus, len(nics))
+    # More NICs than most GPUs have cost nothing; fewer NICs slow every ring down to their rate.
+    usual = min(loads, key=lambda load: (-loads[load], load), default=0.0)
+    if lost := 1.0 - usual / max(loads, default=1.0) if loads else 0.0:
+        without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
         rails = "; ".join(f"rail {one.rail}: {', '.join(one.nics)} for {', '.join(one.gpus)}" for one in node.rails)
         seen = (f"no local NIC: {', '.join(without)}",) if without else ()
         yield finding(TEXTS, "topology.rail.uneven", by_loss(lost), "", seen, rails=rails + _describe_fewer_nics(node))
@@ -359,8 +360,10 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     # An adapter of unknown kind is not reported as a different one.
     kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
     nics = [nic for nic in node.nics if nic.kind in kinds]
-    # Slingshot NICs have no verbs device; HPE's host software gives their interfaces known names
-    slingshot = any(re.fullmatch(r"hsn\d+", nic.name) for nic in node.nics)
+    # Slingshot NICs have no verbs device; HPE's host software gives their interfaces known names. Of soldered NICs NCCL
+    # lists those with a cable.
+    drawn = node.source == "NCCL XML"
+    slingshot = any(re.fullmatch(r"hsn\d+", nic.name) or (drawn and row.nics_soldered) for nic in node.nics)
     if row.devices is not None and len(nics) < row.devices and not slingshot:
         found.append(f"{len(nics)} {row.nic_kind or 'RDMA'} devices, {row.called} has {row.devices}")
     elif (

@@ -81,6 +81,10 @@ class GpuNode:
     bridge_lanes: tuple[str, int] | None = None  # (bus id, lanes) of the bridge above; only from NCCL's XML
     gdr_refused: str = ""  # evidence that NCCL found no GPUDirect RDMA support; empty if none
 
+    def count_nvlinks(self, kind: str, bus_id: str | None = None) -> int:
+        """Count the active NVLinks to devices of this kind, or to one of them."""
+        return sum(link.count for link in self.nvlinks if link.kind == kind and bus_id in (None, link.bus_id))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicNode:

@@ -97,9 +97,7 @@ def one_direction(evidence: Evidence) -> bool:
     )
 
 
-def find(
-    ledger: Ledger, evidence: Evidence, *, ports: Collection[str] | None
-) -> tuple[tuple[LogProblem, ...], tuple[LogProblem, ...]]:
+def find(ledger: Ledger, evidence: Evidence) -> tuple[tuple[LogProblem, ...], tuple[LogProblem, ...]]:
     """Return the problems, and the notes: what was seen and is no problem here."""
     found = _Findings(ledger, evidence)
     for code in ledger.codes:
@@ -108,7 +106,7 @@ def find(
     found.find_network()
     found.find_gdrdma()
     found.find_within_node()
-    found.find_ports(ports)
+    found.find_ports()
     found.find_environment()
     found.find_missing_evidence()
     problems = found.problems
@@ -310,26 +308,17 @@ class _Findings:
             return "", ""
         return "if the job has several: the log shows one host and no channel", "warn"
 
-    def find_ports(self, ports: Collection[str] | None) -> None:
-        """Find ports that are down. NCCL lists active ports, which are compared with `ports`, or between hosts."""
-        facts = self.facts
-        listed = {host: {port for other, port in facts.ports if other == host} for host in facts.whole_lists}
-        missing: list[str] = []
-        if ports is not None:
-            wanted = {port if ":" in port else f"{port}:1" for port in ports}
-            # A plugin that lists no ports (EFA) says nothing about them.
-            none_found: dict[str, set[str]] = {"": set()} if facts.counts["no RDMA device"] else {}
-            for host, row in (listed or none_found).items():
-                seen = {f"{name}:{port.split(':')[1]}" for port in row for name in port.split(":")[0].split("+")}
-                missing += [f"{host or 'this host'}: {port} (which --port names)" for port in sorted(wanted - seen)]
-        elif len(listed) > 1:
-            whole = max(listed, key=lambda host: len(listed[host]))
-            for host, row in listed.items():
-                if row < listed[whole]:
-                    missing += [f"{host}: {port} (which {whole} lists)" for port in sorted(listed[whole] - row)]
+    def find_ports(self) -> None:
+        """Find ports that are down on some hosts: NCCL lists only active ports, and they are compared between hosts."""
+        listed = {host: {port for other, port in self.facts.ports if other == host} for host in self.facts.whole_lists}
+        whole = max(listed, key=lambda host: len(listed[host]), default="")
+        missing = [
+            f"{host}: {port} (which {whole} lists)"
+            for host, row in listed.items() if row < listed[whole] for port in sorted(listed[whole] - row)
+        ]  # fmt: skip
         if missing:
             shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-            hosts = dict.fromkeys(each.partition(": ")[0] for each in missing if not each.startswith("this host: "))
+            hosts = dict.fromkeys(each.partition(": ")[0] for each in missing)
             self.add("dead_port", shown, count=len(missing), hosts=tuple(hosts))
 
     # --- GPUDirect RDMA

@@ -49,14 +49,10 @@ def parse(text: str, kind: str) -> list[list[Any]]:
         if kind == "json":
             return [[json.loads(text)]]
         texts = _without_templates(text) if "{{" in text or "{%" in text else [text]
-        return [_parse_yaml(each) for each in texts]
+        filled = [pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, each)) for each in texts]
+        return [list(load_all(each, most_aliases=_LIMIT_ALIASES, texts=True)) for each in filled]
     except (YamlTextError, tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise EnvironmentTextError(str(error)) from None
-
-
-def _parse_yaml(text: str) -> list[Any]:
-    filled = pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, text))
-    return list(load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True))
 
 
 def _without_templates(text: str) -> list[str]:

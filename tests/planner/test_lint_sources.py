@@ -228,6 +228,35 @@ def test_one_gpu_per_pod_or_node_has_no_peer_access(text: str, gpus: int | None)
         assert {f.status.value for f in judged} == {"warn"}
 
 
+MASTER = """kind: PyTorchJob
+spec:
+  pytorchReplicaSpecs:
+    Master:
+      replicas: 1
+      template: {spec: {containers: [{name: a, env: [{name: NCCL_IB_DISABLE, value: "1"}]}]}}
+    Worker:
+      replicas: 1
+"""
+
+
+@each_row(
+    ("text", "nodes"),
+    [
+        ("export NCCL_IB_DISABLE=1\ntorchrun --standalone --nnodes=1 t.py\n", 1),
+        ("export NCCL_IB_DISABLE=1\ntorchrun --nnodes=1:4 t.py\n", 4),
+        ("export NCCL_IB_DISABLE=1\nsrun -N 1 -w $first hostname\nsrun torchrun t.py\n", None),  # of one step
+        ("#!/bin/bash\n#SBATCH --nodes=16  # adjust\nexport NCCL_IB_DISABLE=1\nsrun -N1 a\nsrun t\n", 16),
+        (MASTER, 2), (MASTER.replace("Master", "Launcher"), 1),
+    ],
+)  # fmt: skip
+def test_one_node_has_no_traffic_between_nodes(text: str, nodes: int | None) -> None:
+    """NCCL_IB_DISABLE costs nothing in a job of one node, and says so."""
+    found = read_text(text)
+    assert found.nodes == nodes
+    (judged,) = lint(found.environments[0].environment, nodes=found.nodes)
+    assert (judged.status == "info", "the job has one node" in judged.message) == (nodes == 1,) * 2
+
+
 INNER = "kind: Pod\nmetadata: {name: p}\nspec:\n  containers:\n" + "".join(
     f"  - {{name: {name}, env: [{{name: NCCL_NET, value: IB}}]}}\n" for name in ("one", "two")
 )

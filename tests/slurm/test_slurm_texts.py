@@ -128,6 +128,15 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     )
     own = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "no second check of the nodes" in own.stderr and "+srun" not in own.stdout and "+export" in own.stdout
+    for option, gpus in (
+        ("--gres=gpu:1", 2),
+        ("--gres=gpu:h100:4,tmpdisk:9", 8),
+        ("--gpus-per-node=2", 4),
+        ("-c 4", 16),
+    ):
+        path.write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH {option}\nsrun train\n")
+        done = topoflight("wrap", path, "--machine", "h100")
+        assert f"({gpus} CUDA GPUs" in done.stdout, (option, done.output)
     path.write_text(script.replace("export", "#SBATCH --time=1\nexport"))
     late = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "line 6: sbatch ignores this option" in late.output, late.output

@@ -201,7 +201,9 @@ def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
     """Return the exception if no header has rows. It names the first line that looks like a row."""
     number = next((number for number, line in lines[:1024] if _NAME.search(line)), 1)
     amd = any(re.search(r"\b(?:XGMI|PCIE)\b|ROCm System|^(?:LINK TYPE|HOPS|WEIGHT) TABLE", line) for _, line in lines)
+    joined = any(re.match(r"\s*GPU0(?:GPU1|CPU|NIC0)", line) for _, line in lines)
     what = "a matrix of `rocm-smi` or `amd-smi` is not read" if amd else "no header line with GPU0 and rows below it"
+    what = "the blanks between the cells are lost" if joined else what
     message = f"{what}: expected the output of `nvidia-smi topo -m`, NCCL's XML or the file of `topoflight capture`"
     return TopologyFileError(source, number, message)
 
@@ -404,7 +406,8 @@ def _build_pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], 
     missing = [device for device in devices if device not in rows and device not in others]
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        matrix.lacks(f"missing rows: {', '.join(missing[:8])}{more}; their pairs are known from the other rows only")
+        lacks = matrix.lacks if any(name.startswith("GPU") for name in missing) else matrix.warnings.append
+        lacks(f"missing rows: {', '.join(missing[:8])}{more}; their pairs are known from the other rows only")
     made = []
     for i, a in enumerate(devices):
         for j, b in enumerate(devices[i + 1 :], i + 1):

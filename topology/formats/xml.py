@@ -33,14 +33,10 @@ SAME_CPU = "PHB/NODE"
 def parse(text: str, source: str = "xml") -> NodeTopology:
     """Parse a topology file. Raises TopologyFileError."""
     root = read_tree(text, source)
-    if root.tag == "graphs":
-        raise TopologyFileError(
-            source,
-            root.line,
-            "these are rings and trees (NCCL_GRAPH_DUMP_FILE), expected <system> (NCCL_TOPO_DUMP_FILE)",
-        )
     if root.tag != "system":
-        raise TopologyFileError(source, root.line, f"the root is <{root.tag[:40]}>, expected <system>")
+        graphs = root.tag == "graphs"
+        what = "these are rings and trees (NCCL_GRAPH_DUMP_FILE)" if graphs else f"the root is <{root.tag[:40]}>"
+        raise TopologyFileError(source, root.line, f"{what}, expected <system> (NCCL_TOPO_DUMP_FILE)")
     if root.attributes.get("version") == "2":
         raise TopologyFileError(
             source, root.line, "version 2 is a file of AMD's RCCL, expected version 1 of NCCL: NVIDIA GPUs only"
@@ -66,6 +62,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
     warnings += _list_warnings(found, gpus)
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
+    hidden = found.dumped and all(d.numa_node == -1 and not d.link_transfers_per_second for d in found.pci.values())
     node = complete(
         NodeTopology(
             hostname=source,
@@ -75,6 +72,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
             numa_nodes=len(cpus),
             source=SOURCE,
             nvlink_known=found.dumped,
+            virtual="no PCI device has a NUMA node or a link speed: a hypervisor hides both" if hidden else None,
             warnings=tuple(warnings),
         )
     )
@@ -83,15 +81,18 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
 
 
 def _list_warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
-    warnings = []
-    if lines := found.stray_net_lines:
-        warnings.append(f"line {lines[0]}: <net> stands directly below <pci>: NCCL reads it below <nic> only")
+    warnings = found.strays[:1]
     if found.without_class:
         warnings.append(
             f"{found.without_class} PCI devices have no class: a static file that NCCL completes on the host; "
             "which of them are GPUs or NICs is not known"
         )
     own = [gpu.name for gpu in gpus if any(link.bus_id == gpu.bus_id for link in gpu.nvlinks)]
+    for a, b in combinations(gpus, 2):
+        there, back = a.count_nvlinks("gpu", b.bus_id), b.count_nvlinks("gpu", a.bus_id)
+        if there and back and there != back:
+            counts = f"NVLinks of {a.name} to {b.name}: {there}, of {b.name} to {a.name}: {back}"
+            warnings.append(f"{counts}. Links are down, or the file was edited; the lower number is taken")
     if own:
         warnings.append(f"NVLinks of {', '.join(own)} lead to the same GPU: which GPUs they join is not known")
     if not gpus:
@@ -117,13 +118,8 @@ def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: 
 
 
 def _count_nvlinks(a: GpuNode, b: GpuNode) -> int:
-    def towards(gpu: GpuNode, other: GpuNode) -> int:
-        return sum(link.count for link in gpu.nvlinks if link.kind == "gpu" and link.bus_id == other.bus_id)
-
-    def switched(gpu: GpuNode) -> int:
-        return sum(link.count for link in gpu.nvlinks if link.kind == "nvswitch")
-
-    return max(min(towards(a, b), towards(b, a)), min(switched(a), switched(b)))
+    direct = min(a.count_nvlinks("gpu", b.bus_id), b.count_nvlinks("gpu", a.bus_id))
+    return max(direct, min(a.count_nvlinks("nvswitch"), b.count_nvlinks("nvswitch")))
 
 
 def _find_label(first: str, second: str, found: Found, tree: PciTree) -> str:
@@ -155,7 +151,7 @@ class Found:
     virtual_nets: int = 0
     merged_nets: list[str] = field(default_factory=list)  # several ports merged by NCCL, below `<cpu>`
     without_class: int = 0
-    stray_net_lines: list[int] = field(default_factory=list)  # lines of `<net>` elements directly below `<pci>`
+    strays: list[str] = field(default_factory=list)  # warnings about elements that NCCL does not read
     dumped: bool = False  # True after a `<gpu>`: NCCL wrote this file, so it includes NVLinks
     cpu_of: dict[str, int] = field(default_factory=dict)  # bus id -> position of its <cpu>
 
@@ -214,8 +210,10 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
     found.cpu_of[bus_id] = cpu
     gpus, nets = element.named("gpu"), [net for nic in element.named("nic") for net in nic.named("net")]
     if stray := element.named("net"):
-        found.stray_net_lines.append(stray[0].line)
+        found.strays.append(f"line {stray[0].line}: <net> stands directly below <pci>: NCCL reads it below <nic> only")
         nets = nets or stray
+    found.strays += [f"line {nic.line}: <nic> without <net> is no NIC to NCCL" for nic in element.named("nic")
+                     if not nic.children]  # fmt: skip
     if any("gcn" in gpu.attributes or gpu.named("xgmi") for gpu in gpus):
         raise TopologyFileError(
             found.source, gpus[0].line, "a file of AMD's RCCL (gcn, xgmi), expected one of NCCL: NVIDIA GPUs only"
@@ -228,20 +226,17 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
             for gpu in gpus or [Element("gpu", {}, element.line)]
         ]
     if nets or (base is not None and base >> 8 == 0x02):
-        found.nics.append((min(map(_get_net_dev, nets), default=_LAST), _build_nic(node, nets, numa)))
+        devs = [dev for net in nets if (dev := _parse_decimal(net.attributes.get("dev"))) is not None]
+        found.nics.append((min(devs, default=_LAST), _build_nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
         found.without_class += 1
     walk(element, cpu, bus_id, found)
 
 
-def _get_net_dev(net: Element) -> int:
-    dev = _parse_decimal(net.attributes.get("dev"))
-    return dev if dev is not None else _LAST
-
-
 def _build_gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
     sm = _parse_decimal(element.attributes.get("sm"))
     model, capability = model_of(node.vendor_id, node.device_id)
+    model = model or ("GB10" if sm == 121 else None)  # the only GPU with this capability
     links = tuple(_parse_link(link, found) for link in element.named("nvlink"))
     above = found.pci.get(node.parent or "")
     return GpuNode(
