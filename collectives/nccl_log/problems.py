@@ -272,7 +272,7 @@ class _Findings:
         chosen = facts.networks.keys() | self.ledger.networks().keys()
         own = {*self._hosts_over("IB")} if "IB" in facts.networks else set()
         apart = own and any(own.isdisjoint(self._hosts_over(name)) for name in facts.networks if name[:5] == "IBext")
-        if not one_node and ("Socket" in chosen and len(chosen) > 1 or apart):
+        if not one_node and (("Socket" in chosen and len(chosen) > 1) or apart):
             on = {name: sorted(self._hosts_over(name)) for name in sorted(chosen)[:16]}
             detail = "; ".join(f"{name} on {', '.join(hosts[:4])}" if hosts else name for name, hosts in on.items())
             self.add("mixed_networks", detail, hosts=over_sockets)
