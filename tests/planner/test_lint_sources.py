@@ -98,6 +98,7 @@ def test_what_a_scan_saw() -> None:
     [
         ("A=1\0B=2\0", "process"), ("h:1:2 [0] NCCL INFO x", "log"), (JOB, "yaml"), ("export A=1", "shell"),
         ("mpirun -x A_B=1 x", "shell"), ("NCCL_NET=IB\n", "env"), ('{"kind": "Pod"}', "json"), ("", "env"),
+        ("\x7fELF\2\1\0A=1\0", "env"), ("BASH_FUNC_a%%=() { :\n}\0B=2\0", "process"),
     ],
 )  # fmt: skip
 def test_kinds_are_recognised(text: str, kind: str) -> None:
