@@ -258,6 +258,30 @@ def test_one_node_has_no_traffic_between_nodes(text: str, nodes: int | None) -> 
     assert (judged.status == "info", "the job has one node" in judged.message) == (nodes == 1,) * 2
 
 
+@each_row(
+    ("change", "differs"),
+    [
+        (("NCCL_IB_DISABLE", "NCCL_IB_DISABLE"), ["NCCL_IB_DISABLE"]),
+        (("NCCL_IB_DISABLE", "NCCL_ALGO"), ["NCCL_ALGO"]),
+        (('value: "1"', 'value: "0"'), []),  # the default
+        (("NCCL_IB_DISABLE", "NCCL_DEBUG"), []),
+        (("{name: b}", '{name: b, env: [{name: NCCL_IB_DISABLE, value: "1"}]}'), []),
+        (("{name: b}", "{name: b, env: [{name: NCCL_IB_DISABLE, value: '0'}]}"), ["NCCL_IB_DISABLE"]),
+        (("{name: b}", "{name: b, envFrom: [{configMapRef: {name: c}}]}"), []),  # may set it
+        (("{name: b}", '{name: b}, {name: c, env: [{name: NCCL_IB_DISABLE, value: "1"}]}'), []),
+    ],
+)  # fmt: skip
+def test_master_and_workers_share_what_every_rank_must(change: tuple[str, str], differs: list[str]) -> None:
+    """Ranks that choose another algorithm or network hang; a container without env counts too."""
+    text = MASTER.replace("kind: PyTorchJob", "kind: PyTorchJob\nmetadata: {name: j}")
+    text += "      template: {spec: {containers: [{name: b}]}}\n"
+    found = read_text(text.replace(*change))
+    noted = [note for each in found.environments for note in each.findings]
+    assert [(note.code, note.subject, note.status) for note in noted] == [
+        ("env.pair.differs", name, "fail") for name in differs
+    ]
+
+
 INNER = "kind: Pod\nmetadata: {name: p}\nspec:\n  containers:\n" + "".join(
     f"  - {{name: {name}, env: [{{name: NCCL_NET, value: IB}}]}}\n" for name in ("one", "two")
 )
