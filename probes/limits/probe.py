@@ -48,7 +48,7 @@ def unjudged(facts: LimitsFacts) -> dict[str, str]:
     """
     if not facts.of_agent:
         return {"limits.memlock.low": facts.elsewhere} if facts.elsewhere else {}
-    why = "not judged: this is the agent's own container, and a job's pod gets what its own manifest says"
+    why = "not judged: these limits are the agent's own, and a job gets those of its manifest or its shell"
     return dict.fromkeys(
         ("limits.shm.small", "limits.shm.full", "limits.shm.unknown", "limits.numa_policy.denied"), why
     )

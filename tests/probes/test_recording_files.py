@@ -136,7 +136,7 @@ def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @each_row(
     ("content", "words"),
     [
-        (b"", "not JSON"),
+        (b"", "it is empty"),
         (b"{", "not JSON"),
         (b"[]", KIND),
         (b'{"kind": "pod"}', KIND),
