@@ -131,8 +131,7 @@ def _find_script(line: Sequence[str]) -> int | None:
 
 def _parse_options(words: Sequence[str]) -> dict[str, Any]:
     """Parse `--name value`, `--name=value`, `--flag`, `--name a b`; values as in YAML, names with underscores."""
-    found: dict[str, list[str]] = {}
-    name = ""
+    found, name = dict[str, list[str]](), ""
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
@@ -140,6 +139,7 @@ def _parse_options(words: Sequence[str]) -> dict[str, Any]:
             found[name] = [value] if equals else []
         elif name:
             found[name].append(word)
+    found.pop("", None)  # of a bare `--`, after which no word is an option's value
     made: dict[str, Any] = {}
     for name, values in found.items():
         if name.startswith("no_") and not values:

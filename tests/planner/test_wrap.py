@@ -189,6 +189,8 @@ def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name(
     said = read_command(["torchrun", "sft.py", "--config", "gone.yaml", "--my_own", "3"], FILES.get)
     assert said.unknown == ["gone.yaml: what the file says, which is not here"]
     assert "my_own" in said.notes[0] and "my_own" not in said.settings
+    other = read_command(["torchrun", "sft.py", "--my_own", "3", "--", "data"], FILES.get)
+    assert "ignores: my_own" in other.notes[0], "a bare -- is no setting"
     assert read_command(["bash", "-c", "./start.sh"], FILES.get).unknown
     trl = ["trl", "sft", "--model_name_or_path", "m"]
     assert as_run(read_command(trl, FILES.get))["dtype"] == "float32"
