@@ -13,14 +13,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
-from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SpecError, Work
+from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
 from collectives.bench.results import BenchResult, Measurement, Straggler, spread_ratio
 from collectives.bench.watch import Outcome
 from collectives.nccl_log.transport import Evidence
@@ -46,48 +46,35 @@ def run(
     a local rank: "start", "joined", "progress", "measured", "skipped", "error", "end".
     """
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
-    backend = spec.backend or visible_backend()
+    spec = replace(spec, backend=spec.backend or visible_backend(), cases=spec.all_cases())
     with (
         processes.lock_host(Path(spec.lock_path) if spec.lock_path else None),
         processes.run_folder() as directory,
     ):
-        return _run_in(directory, spec, backend, on_event or (lambda _event: None), stop)
-
-
-def plan_of(spec: BenchSpec, directory: Path, backend: str) -> Plan:
-    """Create the plan that every rank reads; the ranks write their events to `directory`."""
-    work = {one.name: getattr(spec, one.name) for one in fields(Work)} | {"cases": spec.all_cases()}
-    limit_seconds = spec.startup_seconds + spec.budget_seconds + spec.silence_seconds
-    return Plan(directory=str(directory), host=spec.host_name, backend=backend, limit_seconds=limit_seconds, **work)
+        return _run_in(directory, spec, on_event or (lambda _event: None), stop)
 
 
 def _run_in(
-    directory: Path,
-    spec: BenchSpec,
-    backend: str,
-    on_event: Callable[[dict[str, Any]], None],
-    stop: threading.Event | None,
+    directory: Path, spec: BenchSpec, on_event: Callable[[dict[str, Any]], None], stop: threading.Event | None
 ) -> BenchResult:
-    plan = plan_of(spec, directory, backend)
     debug = directory / "nccl"
     debug.mkdir()
     from collectives.nccl_log import evidence  # not needed to read results
 
-    environment = {**(evidence.environment(debug) if backend == "nccl" else {}), **spec.environment}
+    environment = {**(evidence.environment(debug) if spec.backend == "nccl" else {}), **spec.environment}
     started, clock = time.time(), time.monotonic()
-    outcome = watch.run_ranks(plan, spec, environment, on_event, stop)
+    outcome = watch.run_ranks(spec, directory, environment, on_event, stop)
     seconds = time.monotonic() - clock
     logs = sorted(path for path in debug.iterdir() if path.is_file())  # one per process; gloo writes none
-    return assemble(spec, backend, outcome, started, seconds, evidence.read_files(logs) if logs else None)
+    return assemble(spec, outcome, started, seconds, evidence.read_files(logs) if logs else None)
 
 
 # Convert the events of the ranks to a result: bandwidths, and all problems.
 
 
-def assemble(
-    spec: BenchSpec, backend: str, outcome: Outcome, started: float, seconds: float, proof: Evidence | None
-) -> BenchResult:
+def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, proof: Evidence | None) -> BenchResult:
     """Build the result of a run, whole or partial."""
+    backend = spec.backend or ""
     events: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for event in outcome.events:
         events[event["event"]].append(event)

@@ -12,7 +12,6 @@ from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 
-_LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may continue after it
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
@@ -418,10 +417,6 @@ class _Findings:
                 self.add("ib_disabled_by_env", env["NCCL_IB_DISABLE"], severity=severity)
             if env.get("NCCL_NET") == "Socket":
                 self.add("socket_forced_by_env", severity=severity)
-        names = CODES["unknown_level_value"].variables
-        odd = [f"{name}={env[name]}" for name in names if name in env and not _LEVEL.match(env[name])]
-        if odd:
-            self.add("unknown_level_value", ", ".join(odd))
         set_by_plugin = WORDS_OF["set_by_ofi"] if "Libfabric" in self.inter else ()
         tuned = [
             name for name in env if name in WORDS_OF["tuning"] and name not in set_by_plugin

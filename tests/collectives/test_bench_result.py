@@ -88,7 +88,7 @@ def measured(**changes):
 
 def result(*events, problems=(), backend="nccl"):
     outcome = Outcome(events=list(events), problems=list(problems))
-    return assemble(BenchSpec(ranks_per_host=4), backend, outcome, 0.0, 1.0, None)
+    return assemble(BenchSpec(ranks_per_host=4, backend=backend), outcome, 0.0, 1.0, None)
 
 
 def test_ranks_that_are_alike_leave_no_problem():
