@@ -112,10 +112,6 @@ class BenchSpec(Work):
         """Return the number of ranks of the whole job."""
         return self.ranks_per_host * self.hosts
 
-    def all_cases(self) -> tuple[Case, ...]:
-        """Return the cases to measure: explicit ones, or each op at each size."""
-        return self.cases or tuple(Case(op=op, bytes=size) for op in self.ops for size in self.sizes_bytes)
-
 
 def _check(setting: str, value: object, fine: bool, allowed: str) -> None:
     if not fine:

@@ -90,7 +90,15 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
         if _enough(me.plan, times, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
             break
     if speaks():
-        _write_measured(me, op, case, times)
+        me.journal.write(
+            "measured",
+            op=op.name,
+            bytes=ops.moved_bytes(op, case.bytes, me.world),
+            iteration_seconds=slowest_of_iteration(times),
+            wait_seconds=times.waits,
+            rounds=times.rounds,
+            wrong=sorted(times.wrong),
+        )
     return first
 
 
@@ -181,18 +189,6 @@ def _enough(plan: Work, times: Times, spent: float, budget_seconds: float) -> bo
         return False
     spread = spread_ratio(slowest_of_iteration(times))
     return spread is not None and spread <= plan.precision
-
-
-def _write_measured(me: Rank, op: ops.Op, case: Case, times: Times) -> None:
-    me.journal.write(
-        "measured",
-        op=op.name,
-        bytes=ops.moved_bytes(op, case.bytes, me.world),
-        iteration_seconds=slowest_of_iteration(times),
-        wait_seconds=times.waits,
-        rounds=times.rounds,
-        wrong=sorted(times.wrong),
-    )
 
 
 def speaks() -> bool:

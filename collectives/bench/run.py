@@ -12,7 +12,7 @@ import platform
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from collectives.bench.ops import OPS
 from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
 from collectives.bench.results import BenchResult, Measurement, Straggler, spread_ratio
 from collectives.bench.watch import Outcome
-from collectives.nccl_log.transport import Evidence
+from collectives.nccl_log.transport import Evidence, rank_words
 from contracts import plain
 
 __all__ = ["BenchSpec", "Case", "SpecError", "run"]
@@ -46,7 +46,8 @@ def run(
     a local rank: "start", "joined", "progress", "measured", "skipped", "error", "end".
     """
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
-    spec = replace(spec, backend=spec.backend or visible_backend(), cases=spec.all_cases())
+    cases = spec.cases or tuple(Case(op=op, bytes=size) for op in spec.ops for size in spec.sizes_bytes)
+    spec = replace(spec, backend=spec.backend or visible_backend(), cases=cases)
     with (
         processes.lock_host(Path(spec.lock_path) if spec.lock_path else None),
         processes.run_folder() as directory,
@@ -84,7 +85,7 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
     wrong = _wrong_data(events["measured"], hosts)
-    problems = (*outcome.problems, *skipped, *wrong, *_odd_versions(hello))
+    problems = (*outcome.problems, *skipped, *wrong)
     # Of all sizes together, because a late rank is late at every size.
     waits = [
         [wait for event in events["measured"] for wait in event["wait_seconds"][rank]] for rank in range(len(hosts))
@@ -137,33 +138,12 @@ def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
             sources.setdefault(source, set()).add(seer)
         what = f"{event['op']} of {event['bytes']} bytes is not verified"
         for source, seers in sources.items():
+            seen = rank_words(seers)
             if source >= 0:
-                problems.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {_ranks(seers)}")
+                problems.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {seen}")
             else:
-                problems.append(
-                    f"{what}: the sum is wrong on {_ranks(seers)}; all_gather shows which rank's data is wrong"
-                )
+                problems.append(f"{what}: the sum is wrong on {seen}; all_gather shows which rank's data is wrong")
     return problems
-
-
-def _odd_versions(hello: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say where ranks have different versions of a library."""
-    problems = []
-    names = sorted({name for row in hello for name in row["versions"]})
-    for name in names:
-        by_version: dict[str, list[int]] = {}
-        for row in hello:
-            by_version.setdefault(row["versions"].get(name, "none"), []).append(row["rank"])
-        if len(by_version) > 1:
-            listed = "; ".join(f"{version} on {_ranks(ranks, hello)}" for version, ranks in by_version.items())
-            problems.append(f"different versions of {name}: {listed}")
-    return problems
-
-
-def _ranks(ranks: Iterable[int], hello: Sequence[Mapping[str, Any]] = ()) -> str:
-    hosts = {row["rank"]: f" ({row['host']})" for row in hello}
-    listed = sorted(ranks)
-    return ", ".join(f"rank {rank}{hosts.get(rank, '')}" for rank in listed[:8]) + (" ..." if len(listed) > 8 else "")
 
 
 # Who is slow: named from how long each rank waits for the others to arrive.

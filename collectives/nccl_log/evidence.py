@@ -252,7 +252,6 @@ def judge(ledger: Ledger) -> Evidence:
         devices=_devices(ledger),
         by_host=_by_host(ledger),
         gdr_paths=gdr_paths(ledger, version),
-        nvls=facts.nvls,
         fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
         nvls_use="used" if facts.nvls_made else nvls,
         mnnvl_use=_mnnvl_use(ledger),

@@ -28,7 +28,7 @@ def single_node(ledger: Ledger) -> bool | None:
     elsewhere = bool(listed and ledger.hosts) and listed.isdisjoint(ledger.hosts)
     if ledger.host_count() > 1 or len(listed) > 1 or elsewhere:
         return False
-    if facts.test_on_one_host or facts.all_on_one_host():
+    if facts.all_on_one_host():
         return True
     return False if _more_ranks_than_a_node(ledger) else None
 
@@ -259,7 +259,7 @@ class _Findings:
         if self.inter == "Socket":
             unsure, severity = self._if_several()
             self.add("socket_fallback", unsure, severity=severity, hosts=over_sockets)
-        one_node = facts.nodes == 1 or facts.test_on_one_host or facts.all_on_one_host()
+        one_node = facts.nodes == 1 or facts.all_on_one_host()
         absent = facts.counts["no RDMA device"]
         if absent and not one_node and self.inter in ("", "Socket", "unknown"):
             self.add("no_ib_device", count=absent)
@@ -486,8 +486,7 @@ def _code_of_partial(evidence: Evidence, facts: Facts) -> str:
         (gpus_before_ampere(evidence.gpus) is False
          and not (_older_than(evidence, 19) and gpus_are("card", evidence.gpus)))
         or facts.local_ranks == 1  # the rule does not apply to a GPU that is alone on its node in every communicator
-        or evidence.nvls  # Hopper and later
-        or evidence.nvls_use == "used"
+        or evidence.nvls_use in ("available", "used")  # Hopper and later
         or facts.mnnvl or facts.mnnvl_fabric
         or facts.gdr_read_allowed  # "Enabled ... (distance 4 <= 4), read 1"
         or any(not enabled for enabled, _, _ in facts.gdr_paths)  # too far, which is another reason
