@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.host_list import compress_host_list, slurm_name
+from contracts.tables import read_texts
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.interfaces.facts import InterfacesFacts
@@ -52,11 +53,7 @@ def groups_of(placements: Sequence[Placement]) -> dict[str, tuple[str, ...]]:
     return {min(leaves): tuple(sorted(nodes)) for leaves, nodes in sorted(groups, key=lambda group: min(group[0]))}
 
 
-_HEAD = {
-    False: "# For TopologyPlugin=topology/tree. LLDP names the switch at the other end of a wire, and nothing above:\n"
-    "# one switch that joins all leaves is assumed. Leaves that share nodes (rails) are one line.",
-    True: "# For TopologyPlugin=topology/block (Slurm 23.11 and newer). A block is an NVLink domain.",
-}
+_text = read_texts(__file__, "texts.toml")
 
 
 def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) -> str:
@@ -65,10 +62,7 @@ def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) 
     if has_blocks:
         cliques = {one.clique for one in placements if one.clique}
         groups = {key: [one.node for one in placements if one.clique == key] for key in cliques}
-    lines = [
-        f"# topology.conf, written by `topoflight topo` from {len(placements)} scanned node(s).",
-        _HEAD[has_blocks],
-    ]
+    lines = [_text("slurm_blocks" if has_blocks else "slurm_tree", nodes=len(placements))]
     for number, (name, nodes) in enumerate(sorted(groups.items()), 1):
         head = f"BlockName=block{number}" if has_blocks else f"SwitchName={_format_switch_name(name)}"
         lines.append(f"{head} Nodes={compress_host_list(nodes)}" + f" # {name}" * has_blocks)

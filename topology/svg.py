@@ -28,10 +28,6 @@ Status = Callable[[Iterable[str | None]], str]
 """Returns the worst status of the findings about a device, given its names: "fail", "warn" or ""."""
 
 
-def _no_status(_: Iterable[str | None]) -> str:
-    return ""
-
-
 CELL, GAP = 100, 20  # width of a device's column, and space between columns; svg.j2 has the heights
 
 
@@ -76,11 +72,11 @@ def _get_template() -> Template:
 
 def svg(node: NodeTopology) -> str:
     """Return the node as a standalone `<svg>` document."""
-    return _draw(node, _list_devices(node, _no_status), {}, summary(node), alone=True) + "\n"
+    return _draw(node, _list_devices(node), {}, summary(node), alone=True) + "\n"
 
 
 def picture(
-    node: NodeTopology, *, status: Status = _no_status, measured: Mapping[tuple[str, ...], str] | None = None,
+    node: NodeTopology, *, status: Status | None = None, measured: Mapping[tuple[str, ...], str] | None = None,
     more: str = "",
 ) -> str:  # fmt: skip
     """Return the node as an inline `<svg>`, coloured by the page; empty if there is nothing to connect.
@@ -125,19 +121,19 @@ def summary(node: NodeTopology) -> str:
     return "; ".join(parts) + "."
 
 
-def _list_devices(node: NodeTopology, worst: Status) -> list[Device]:
-    labels, made = columns(node), []
+def _list_devices(node: NodeTopology, status: Status | None = None) -> list[Device]:
+    labels, made, worst = columns(node), [], status or (lambda _: "")
     for gpu in node.gpus:
         model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+|\s+HBM\w*$", "", gpu.model or "GPU")
-        status = "fail" if not gpu.usable else worst((gpu.name, gpu.bus_id, gpu.uuid))
+        wrong = "fail" if not gpu.usable else worst((gpu.name, gpu.bus_id, gpu.uuid))
         about = f"{gpu.name}: {gpu.model or 'model unknown'} at {gpu.bus_id or 'an unknown address'}"
-        made.append(Device(part=gpu, label=gpu.name, line=_cut(model), about=about, numa=gpu.numa_node, status=status))
+        made.append(Device(part=gpu, label=gpu.name, line=_cut(model), about=about, numa=gpu.numa_node, status=wrong))
     for nic in node.nics:
-        status = worst((nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
+        wrong = worst((nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
         speed = "down" if nic.active is False else bits(nic.rate_bytes_per_second)
         about = f"{nic.name} ({labels[nic.name]}): {nic.kind} {nic.link_layer or ''} at {nic.bus_id or '?'}, {speed}"
         line, numa = _nic_line(nic, speed), _guess_numa(nic, node)
-        made.append(Device(part=nic, label=_cut(nic.name), line=line, about=about, numa=numa, status=status))
+        made.append(Device(part=nic, label=_cut(nic.name), line=line, about=about, numa=numa, status=wrong))
     return made
 
 

@@ -199,11 +199,10 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
-    if form == "brief":
-        _in_brief(advice)
     for line in plan.notes:
         print_text(f"note: {line}", err=True)
     if form == "brief":
+        _in_brief(advice)
         return
     print_text(render(plain.write(plan), "json" if form == "json" else "yaml"), nl=False)
     print_text("# " + " ".join(words), err=form == "json")  # JSON has no comments
@@ -217,17 +216,15 @@ def _pass_gate(
     Exits if a check fails.
     """
     from agent.jobs.child import measure, sigterm
-    from probes.registry import ALL
 
     if options["no_preflight"]:
         return
     progress.step("preflight: checking this host")
-    here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
-    _gate(here, options, settings)
+    _gate(found, options, settings)
     if options["measure"]:
         with sigterm() as stop:
-            result = measure(here[0], ranks, progress, stop, quick=True, environment=settings)
-        _gate(here, options, settings, result)
+            result = measure(found[0], ranks, progress, stop, quick=True, environment=settings)
+        _gate(found, options, settings, result)
 
 
 def _gate(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from collectives.nccl_log import problems as evidence_problems
-from collectives.nccl_log.codes import CODES, PATHS, codes_with, problem_of
+from collectives.nccl_log.codes import CODES, LOGGING, PATHS, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
 from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, looks_like_text
@@ -394,14 +394,7 @@ def _take(runs: Runs, file: BinaryIO, name: str) -> None:
 
 def environment(debug_dir: str | Path) -> dict[str, str]:
     """Return the variables with which NCCL logs evidence: one file per process in ``debug_dir``, for ``read_files``."""
-    return {
-        "NCCL_DEBUG": "INFO",
-        # These subsystems print channel lines, network selection, variables and the distance of GPU and NIC.
-        "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM",
-        "NCCL_DEBUG_FILE": str(Path(debug_dir) / "nccl.%h.%p.log"),
-        # Since 2.22 connections are created and printed at the first collective, unless this is 0.
-        "NCCL_RUNTIME_CONNECT": "0",
-    }
+    return {**LOGGING, "NCCL_DEBUG_FILE": str(Path(debug_dir) / "nccl.%h.%p.log")}
 
 
 def to_json(evidence: Evidence) -> dict[str, Any]:

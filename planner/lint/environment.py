@@ -118,7 +118,13 @@ def lint(
     if one_gpu:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
     found += check_torch(environment)
-    found += check_pairs(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
+    found += [
+        *_shadowed(environment),
+        *_bounds(environment),
+        *_through_the_network(environment),
+        *_sockets(environment),
+    ]
+    found += _missing(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
     if machine is None:
         found += check_job(environment, nodes) if nodes != 1 else ()
     else:
@@ -286,15 +292,6 @@ def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
 # -- combinations of settings, and checks without a known machine
 
 
-def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
-    """Check combinations: settings that override or need each other. `named` are all names set, with any value."""
-    yield from _shadowed(environment)
-    yield from _bounds(environment)
-    yield from _through_the_network(environment)
-    yield from _sockets(environment)
-    yield from _missing(environment, named)
-
-
 def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Report a minimum that is larger than its maximum."""
     for row in settings()["bounds"]:
@@ -332,6 +329,7 @@ def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
+    """Report settings that need another one. `named` are all names set, with any value."""
     for name, row in settings()["needs"].items():
         if environment.get(name) and row["other"] not in named:
             yield finding("env.pair.missing", name, environment[name], why=row["why"], other=row["other"])

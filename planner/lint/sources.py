@@ -292,7 +292,7 @@ def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[
 
 def guess_kind(text: str, name: str = "") -> str:
     """Return the format of a text, recognised from the file name first, then from the text."""
-    if "\0" in text:
+    if re.match(r"[A-Za-z_][^\s\0=]*=[^\0]*\0", text):  # /proc/PID/environ; another file with a NUL is binary
         return "process"
     by_name = _first(_PATTERNS["by_name"], name)
     if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):
