@@ -103,7 +103,7 @@ def test_a_wrong_sum_that_nobody_owns_up_to_is_told_so():
     found = result(hello(), measured(wrong=[[0, -1], [1, -1]]))
     assert not found.complete and not found.measurements[0].verified
     assert found.problems == (
-        "all_gather of 4096 bytes is not verified: the sum is wrong on rank 0, rank 1; "
+        "all_gather of 4096 bytes is not verified: the sum is wrong on ranks 0 to 1; "
         "all_gather shows which rank's data is wrong",
     )
 
