@@ -15,7 +15,7 @@ from typing import Any
 from contracts.layout import Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.units import GIB
 from planner.advice import Rejected
-from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, widths
+from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, memory_interval, widths
 from planner.forecast.engine import Question, uneven_stages
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
@@ -47,11 +47,12 @@ class Candidate:
     seconds: float  # per step
     tight: bool = False  # uses more of the memory than TIGHT_SHARE
     over: bool = False  # needs more memory than there is, if the forecast is right
+    may_be_tight: bool = False  # uses more than TIGHT_SHARE if it needs as much as its interval allows
 
     @property
-    def risk(self) -> tuple[float, float]:
-        """What decides between equal forecasts: the share of communication, which is forecast worst; then memory."""
-        return self.parts.communication / self.parts.total, self.memory.total
+    def risk(self) -> tuple[bool, float, float]:
+        """What decides between equal forecasts: tight memory, communication (forecast worst), and bytes."""
+        return self.may_be_tight, self.parts.communication, self.memory.total
 
     @property
     def complications(self) -> tuple[str, ...]:
@@ -134,8 +135,7 @@ def _list_degrees(question: Question, world: int, found: Found) -> Iterator[tupl
     seen: set[str] = set()
 
     def refuse(what: str, layout: Layout) -> bool:
-        broken = first_broken(question, layout, RULES_OF_DEGREES)
-        if broken is None:
+        if (broken := first_broken(question, layout, RULES_OF_DEGREES)) is None:
             return False
         if what not in seen:
             seen.add(what)
@@ -302,8 +302,7 @@ class _Search:
     def attempt(self, base: Layout) -> float | None:
         """Forecast one layout, and keep it if it is the best of its family. Returns its seconds, or None if invalid."""
         key = base.family
-        broken = first_broken(self.job, base)
-        if broken is not None:
+        if broken := first_broken(self.job, base):
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
             return None
         self.found.tried += 1
@@ -321,7 +320,10 @@ class _Search:
         slot = key, tight, over, layout.offload != "none"
         self.fastest[slot] = min(seconds, self.fastest.get(slot, seconds))
         held = self.best.get(slot)
-        made = Candidate(layout=layout, parts=parts, memory=memory, seconds=seconds, tight=tight, over=over)
+        made = Candidate(
+            layout=layout, parts=parts, memory=memory, seconds=seconds, tight=tight, over=over,
+            may_be_tight=memory_interval(self.job, memory.total).high > TIGHT_SHARE * capacity,
+        )  # fmt: skip
         is_equal = seconds <= TIE * self.fastest[slot]
         if held is None or seconds < held.seconds / TIE or (is_equal and made.risk < held.risk):
             self.best[slot] = made

@@ -122,8 +122,7 @@ class Links:
         """Return the seconds of one all-reduce: reduce-scatter and all-gather; for many nodes a tree with few steps."""
         whole = 2.0 * self.ring_seconds(total_bytes, size, stride, 0.0)
         steps = min(size - 1, 64)
-        reach = (size - 1) * stride + 1
-        alpha = self.alpha_intra_seconds if reach <= self.ranks_per_node else self.alpha_inter_seconds
+        alpha = self.alpha_intra_seconds if (size - 1) * stride < self.ranks_per_node else self.alpha_inter_seconds
         return whole + 2.0 * messages * steps * alpha
 
     def send_seconds(self, size_bytes: float, stride: int, stages: int = 2) -> float:
@@ -185,10 +184,8 @@ def _measure_alpha(measurements: Sequence[Measurement]) -> float | None:
 
 
 def _find_expected(node: NodeTopology, scope: str) -> float | None:
-    for expectation in node.expectations:
-        if expectation.scope == scope and expectation.op in _RING_OPS and expectation.busbw_bytes_per_second:
-            return expectation.busbw_bytes_per_second
-    return None
+    rates = (each.busbw_bytes_per_second for each in node.expectations if each.scope == scope and each.op in _RING_OPS)
+    return next(filter(None, rates), None)
 
 
 def _find_island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
@@ -321,10 +318,9 @@ def links_of(
         size, island = _find_island(first, gpu)
         node = _find_node_speed(cluster, gpu, island, size)
     if inside:
-        speed = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
-        node = speed
+        node = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
         if size >= per_node:
-            island = speed
+            island = node
     network = None
     # the slowest link determines the backend: without a measurement, the type of gloo or NCCL
     slowest = across or inside
