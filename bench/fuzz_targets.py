@@ -62,7 +62,6 @@ from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_matrix
 from topology.formats.xml import parse as parse_xml
 from topology.render import json_document, render_matrix
-from topology.slurm_conf import Placement, SlurmConfError, compare_gres, compare_topology
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINES = ROOT / "tests" / "machines"
@@ -284,16 +283,6 @@ def topo_text(data: bytes) -> object:
 def topo_xml(data: bytes) -> object:
     """NCCL's topology XML."""
     return json.dumps(json_document(parse_xml(_text(data))), allow_nan=False)
-
-
-@reads(
-    b"SwitchName=s1 Nodes=n[01-04,7] # x\nBlockName=b Nodes=n[5-6]", b"NodeName=n[1-2] Name=gpu File=/dev/nvidia[0-7]",
-    errors=(SlurmConfError,),
-)  # fmt: skip
-def slurm_conf(data: bytes) -> object:
-    """topology.conf and gres.conf, compared with two nodes."""
-    nodes = tuple(Placement(node=f"n{n}", leaves=frozenset({f"s{n}"}), gpus=8) for n in (1, 2))
-    return [compare(lambda _: _text(data), nodes) for compare in (compare_topology, compare_gres)]
 
 
 @reads(b"#!/bin/bash\n#SBATCH -N 2\nexport A=1\nif x; then\n  srun torchrun t.py\nfi\n", errors=(ScriptError,))

@@ -122,10 +122,12 @@ def check_options(text: str) -> list[str]:
     return late
 
 
-def nodes_of(text: str) -> int | None:
-    """Return the number of nodes in a script's options, the minimum of a range; None if there is no such option."""
-    found = re.findall(r"^#SBATCH\s(?:[^\n#]*\s)?(?:-N\s*|--nodes[= ]\s*)(\d{1,6})\b", text, re.MULTILINE)
-    return int(found[-1]) or None if found else None
+def size_of(text: str) -> tuple[int | None, int | None]:
+    """Return the nodes (the minimum of a range) and the GPUs of each in a script's options; None without an option."""
+    options = r"-N\s*|--nodes[= ]\s*", r"--(?:gres[= ]gpu:|gpus-per-node[= ])(?:[A-Za-z][\w.-]*:)?"
+    found = (re.findall(rf"^#SBATCH\s(?:[^\n#]*\s)?(?:{each})(\d{{1,6}})\b", text, re.MULTILINE) for each in options)
+    nodes, gpus = (int(each[-1]) or None if each else None for each in found)
+    return nodes, gpus
 
 
 def _check_option(number: int, rest: str) -> None:

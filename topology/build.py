@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
+from contracts.tables import read_texts
 from hardware.gpus import NVIDIA, gpu_named, model_of
 from probes.api import Snapshot, Source
 from probes.gpu import facts as gpu_facts
@@ -31,6 +32,7 @@ SOURCES: tuple[Source[Any], ...] = (
 )  # fmt: skip
 """Types of facts that `build` reads from a snapshot."""
 
+_text = read_texts(__file__, "texts.toml")
 _GPU_CLASSES = (0x0300, 0x0302)  # VGA and 3D controller
 
 
@@ -67,9 +69,7 @@ def _build_gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> t
     seen = sorted(on_bus, key=lambda device: device.bus_id)
     if seen:
         why = f" ({facts.driver_error})" if facts is not None else ""
-        warnings.append(
-            f"NVML does not answer{why}: {len(seen)} NVIDIA GPUs are known from PCI alone, NVLink is unknown"
-        )
+        warnings.append(_text("pci_alone", why=why, gpus=len(seen)))
     return tuple(
         GpuNode(
             name=f"GPU{index}",
@@ -137,7 +137,8 @@ def _build_gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: 
         return joined(a, b, count, evidence, unread=links.unread_between(a.index, b.index))
     if count is None and not (_has_no_nvlink(a.model) and _has_no_nvlink(b.model)):
         return Pair(a=a.name, b=b.name, label=UNKNOWN, path=None, evidence=evidence)
-    ancestor = links.ancestor(a.index, b.index)
+    pair = links.pair(a.index, b.index)
+    ancestor = pair.ancestor if pair else None
     if ancestor == "INTERNAL":  # both GPUs are on one board, so the path crosses at most the bridge between them
         ancestor = "PIX"
     label = ancestor or tree.label(a.bus_id, b.bus_id) or UNKNOWN

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from contracts.finding import Finding, Status, by_loss
-from contracts.tables import read_table
+from contracts.tables import read_table, read_texts
 from hardware.gpus import is_of, most_links, without_gdr
 from hardware.machines import Machine
 from probes.api import codes_of, finding
 from topology.derive import reference_of
-from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
+from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
 
 TEXTS = read_table(__file__, "findings.toml")
@@ -22,13 +23,7 @@ RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL assumes 48; th
 _RDMA = ("hca", "efa")
 _NO_ADAPTER = ("ethernet", "rxe", "siw")  # TCP sockets, and RDMA in software
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
-_NODE_IS_PHB = (
-    " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
-)
-_HIDDEN = " A board with NVSwitches has a NIC for one or two GPUs: check that driver and container show all of them."
-_NO_PXN = (
-    " NCCL cannot take the way through another GPU (PXN), because no NVLink leads to a GPU with a NIC at PXB or nearer."
-)
+_text = read_texts(__file__, "texts.toml")
 
 
 def check(
@@ -39,13 +34,13 @@ def check(
     `gpus_on_bus`: number of GPUs on the PCI bus of the host (`probes.pci.probe.bare_metal_gpus`); None in a container
     or VM, or if not read. `in_container`: devices of the host may be hidden.
     """
-    farthest = farthest_gdr(gdr_level)
-    return (
-        *(finding for rule in _BEFORE for finding in rule(node)),
-        *_check_gpu_nic(node, farthest),
-        *(finding for rule in _AFTER for finding in rule(node)),
-        *_check_reference(node, gpus_on_bus, in_container),
-    )
+    found = (
+        _check_nvlink_missing(node), _check_nvlink_asymmetric(node), _check_nvlink_board(node),
+        _check_gpu_nic(node, farthest_gdr(gdr_level)), _check_undecidable(node), _check_virtual(node),
+        _check_gdr_refused(node), _check_rails(node), _check_nic_pcie(node), _check_gpu_pcie(node),
+        _check_reference(node, gpus_on_bus, in_container),
+    )  # fmt: skip
+    return tuple(chain.from_iterable(found))
 
 
 def farthest_gdr(level: str | None) -> PathClass | None:
@@ -75,15 +70,11 @@ def _format_pairs(pairs: Iterable[Pair]) -> tuple[str, ...]:
 def _count_switch_links(node: NodeTopology) -> int:
     """Return the NVLinks per GPU if the counts are only possible with an NVSwitch, else 0."""
     linked = [pair for pair in node.gpu_pairs() if pair.nvlinks]
-    most = max((0, *(pair.nvlinks for pair in linked), *map(_to_switches, node.gpus)))  # a pair has the lower count
-    ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
+    ends = max((gpu.count_nvlinks("nvswitch") for gpu in node.gpus), default=0)
+    most = max((ends, *(pair.nvlinks for pair in linked)))  # a pair has the lower count
     if not ends and len({name for pair in linked for name in (pair.a, pair.b)}) == 2 * len(linked):
         return 0  # bridges connect pairs of PCIe cards; a card without a bridge is normal
     return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
-
-
-def _to_switches(gpu: GpuNode) -> int:
-    return sum(link.count for link in gpu.nvlinks if link.kind == "nvswitch")
 
 
 def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
@@ -105,7 +96,8 @@ def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
     for gpu in node.gpus:
         mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
         linked = [pair for pair in mine if pair.nvlinks]
-        if linked and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in linked)) < full:
+        whole = max((pair.nvlinks + pair.nvlinks_unread for pair in linked), default=0)
+        if linked and max(gpu.count_nvlinks("nvswitch"), whole) < full:
             most = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
             seen = (*_format_pairs(mine[:2]), *warnings[:2])
@@ -150,7 +142,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
     direct = {nic for near in node.nearest_nic if near.decidable and by_gdr(near, farthest) for nic in near.nics}
     lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
-    hidden = _HIDDEN * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
+    hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
     for near in node.nearest_nic:
         if not near.decidable:
             continue
@@ -171,7 +163,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
                 TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
                 _judge_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
                 near.gpu, (*_cite_pairs(node, near), *relay), where=where, nics=", ".join(near.nics[:4]), near=near,
-                closed=_NO_PXN * node.nvlink_known + hidden,
+                closed=_text("no_pxn") * node.nvlink_known + hidden,
             )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
             designed = _judge_by_design(node, near)
@@ -180,7 +172,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
                 designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
                 near.gpu, _cite_pairs(node, near), nics=", ".join(near.nics[:4]), near=near,
                 beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
-                phb=_NODE_IS_PHB * (near.label == "NODE") + hidden,
+                phb=_text("node_is_phb") * (near.label == "NODE") + hidden,
             )  # fmt: skip
 
 
@@ -256,15 +248,15 @@ def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _check_rails(node: NodeTopology) -> Iterator[Finding]:
-    sizes = {len(rail.gpus) for rail in node.rails}
-    without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
-    if len(node.rails) > 1 and (len(sizes) > 1 or len({len(rail.nics) for rail in node.rails}) > 1):
-        # A rail with more NICs than most costs nothing; a rail with fewer NICs slows every ring down to its rate.
-        loads = Counter(len(rail.gpus) / len(rail.nics) for rail in node.rails if rail.nics)
-        usual = min(loads, key=lambda load: (-loads[load], load))
-        lost = 1.0 - usual / max(loads)
-        if not lost:
-            return
+    """Report GPUs that share fewer NICs than others do. GPUs that are equally near to the same NICs share them all."""
+    shared = Counter(near.nics for near in node.nearest_nic if near.local and near.decidable and not near.why)
+    loads = Counter[float]()
+    for nics, gpus in shared.items():
+        loads[gpus / len(nics)] += min(gpus, len(nics))
+    # More NICs than most GPUs have cost nothing; fewer NICs slow every ring down to their rate.
+    usual = min(loads, key=lambda load: (-loads[load], load), default=0.0)
+    if lost := 1.0 - usual / max(loads, default=1.0) if loads else 0.0:
+        without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
         rails = "; ".join(f"rail {one.rail}: {', '.join(one.nics)} for {', '.join(one.gpus)}" for one in node.rails)
         seen = (f"no local NIC: {', '.join(without)}",) if without else ()
         yield finding(TEXTS, "topology.rail.uneven", by_loss(lost), "", seen, rails=rails + _describe_fewer_nics(node))
@@ -359,8 +351,10 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     # An adapter of unknown kind is not reported as a different one.
     kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
     nics = [nic for nic in node.nics if nic.kind in kinds]
-    # Slingshot NICs have no verbs device; HPE's host software gives their interfaces known names
-    slingshot = any(re.fullmatch(r"hsn\d+", nic.name) for nic in node.nics)
+    # Slingshot NICs have no verbs device; HPE's host software gives their interfaces known names. Of soldered NICs NCCL
+    # lists those with a cable.
+    drawn = node.source == "NCCL XML"
+    slingshot = any(re.fullmatch(r"hsn\d+", nic.name) or (drawn and row.nics_soldered) for nic in node.nics)
     if row.devices is not None and len(nics) < row.devices and not slingshot:
         found.append(f"{len(nics)} {row.nic_kind or 'RDMA'} devices, {row.called} has {row.devices}")
     elif (
@@ -369,14 +363,11 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
         found.append(f"no RDMA adapter, {row.called} has them")
     if row.gpu_nic and not node.virtual and nics:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
-        decided = [near for near in node.nearest_nic if near.gpu not in lost]
         farthest = row.gpu_nic_farthest or row.gpu_nic
+        decided = [near for near in node.nearest_nic if near.gpu not in lost]
         far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" in XML
         if far:
-            lacking = ", ".join(far)
-            found.append(
-                f"nearest usable NIC of {lacking} is beyond {farthest}; {row.called} has one within {farthest}"
-            )
+            found.append(_text("far_nic", gpus=", ".join(far), farthest=farthest, machine=row.called))
     return tuple(found)
 
 
@@ -420,10 +411,3 @@ def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: 
         status = Status.FAIL if gone else by_loss(1.0 - share)
         seen = (f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else ()
         yield finding(TEXTS, key, status, "", seen, departure=departure)
-
-
-_Rules = tuple[Callable[[NodeTopology], Iterator[Finding]], ...]
-_BEFORE: _Rules = (_check_nvlink_missing, _check_nvlink_asymmetric, _check_nvlink_board)
-_AFTER: _Rules = (
-    _check_undecidable, _check_virtual, _check_gdr_refused, _check_rails, _check_nic_pcie, _check_gpu_pcie,
-)  # fmt: skip

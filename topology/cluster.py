@@ -6,49 +6,42 @@ rate of the slowest node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
-from typing import TypeVar
 
 from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology
 from topology.paths import with_expectations
 from topology.plan import node_plan, rail_plan, usable_rate
 
-T = TypeVar("T")
 _OF_GPU = attrgetter(*(field.name for field in fields(GpuNode) if field.name != "uuid"))
 _TRANSPORTS = (("efa", "efa"), ("hca", "rdma"), ("rxe", "rdma"), ("siw", "rdma"), ("ethernet", "tcp"))
 
 
 def join(nodes: tuple[NodeTopology, ...] | list[NodeTopology]) -> ClusterTopology:
     """Join nodes into a cluster with expectations for each node. A single node has no inter-node transport."""
-    models = _map_trait(_map_models(nodes), with_expectations)
-    nodes = tuple(
-        node if node.expectations is model.expectations else replace(node, expectations=model.expectations)
-        for node, model in zip(nodes, models, strict=True)
-    )
+    models = _map_models(nodes)
+    distinct = {id(model): model for model in models}
+    planned = {number: with_expectations(model) for number, model in distinct.items()}
+    made = []
+    for node, model in zip(nodes, models, strict=True):
+        found = planned[id(model)].expectations
+        made.append(node if node.expectations is found else replace(node, expectations=found))
     if len(nodes) < 2:
-        return ClusterTopology(nodes=nodes)
-    transport = _choose_transport(models)
-    return ClusterTopology(
-        nodes=nodes,
-        inter_node_bytes_per_second=_find_rate_between(models, transport),
-        inter_node_transport=transport,
-    )
-
-
-def _list_kinds(node: NodeTopology) -> list[str]:
-    kinds = {nic.kind for nic in node.nics if nic.active is not False}
-    return [transport for kind, transport in _TRANSPORTS if kind in kinds]
+        return ClusterTopology(nodes=tuple(made))
+    different = list(planned.values())
+    transport = _choose_transport(different)
+    rate = _find_rate_between(different, transport)
+    return ClusterTopology(nodes=tuple(made), inter_node_bytes_per_second=rate, inter_node_transport=transport)
 
 
 def _choose_transport(models: Sequence[NodeTopology]) -> str | None:
     """Return the best network that every node has."""
-    distinct = {id(model): model for model in models}.values()
-    domains = {gpu.nvlink_domain for model in distinct for gpu in model.gpus}
-    if len(domains) == 1 and None not in domains and all(model.gpus for model in distinct):
+    domains = {gpu.nvlink_domain for model in models for gpu in model.gpus}
+    if len(domains) == 1 and None not in domains and all(model.gpus for model in models):
         return "nvlink"
-    offers = _map_trait(models, _list_kinds)
+    kinds = [{nic.kind for nic in model.nics if nic.active is not False} for model in models]
+    offers = [[transport for kind, transport in _TRANSPORTS if kind in found] for found in kinds]
     common = [kind for kind in offers[0] if all(kind in other for other in offers)]
     if not common and all(offers):
         return "tcp"  # RDMA devices of different kinds; their interfaces support IP
@@ -68,9 +61,8 @@ def _find_rate_between(models: Sequence[NodeTopology], transport: str | None) ->
     """Return the rate of the node with the weakest network; None if that of a node is not known."""
     if transport is None:
         return None
-    rates = _map_trait(
-        models, lambda node: node_plan(node)[0] if transport == "nvlink" else _compute_node_rate(node, transport)
-    )
+    by_nvlink = transport == "nvlink"
+    rates = [node_plan(node)[0] if by_nvlink else _compute_node_rate(node, transport) for node in models]
     known = [rate for rate in rates if rate is not None]
     return min(known) if len(known) == len(rates) else None
 
@@ -101,10 +93,3 @@ def _map_models(nodes: Sequence[NodeTopology]) -> list[NodeTopology]:
             model = by_id[known] = by_content.setdefault((tuple(map(_OF_GPU, node.gpus)), *parts[1:]), node)
         models.append(model)
     return models
-
-
-def _map_trait(models: Sequence[NodeTopology], trait: Callable[[NodeTopology], T]) -> list[T]:
-    """Return `trait` of every node, computed once per hardware model."""
-    known = {id(model): model for model in models}
-    values = {number: trait(model) for number, model in known.items()}
-    return [values[id(model)] for model in models]

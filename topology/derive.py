@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, pairwise
 
+from contracts.tables import read_texts
 from hardware.machines import Machine, machine_of_host
 from topology.graph import (
     FARTHEST,
@@ -61,6 +62,7 @@ def reference_of(node: NodeTopology) -> Machine | None:
 
 
 SYS_RANK = rank("SYS")
+_text = read_texts(__file__, "texts.toml")
 
 
 def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, ...]:
@@ -113,8 +115,7 @@ def explain_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs:
     affinities = {gpu.numa_affinity for gpu in gpus if gpu.numa_affinity and gpu.numa_affinity != UNKNOWN}
     if label == "PHB" and len(gpus) > 2:
         span = f"NUMA affinity {', '.join(sorted(affinities))} for all" if affinities else "no NUMA affinity known"
-        why = "a hypervisor hides the PCIe tree, or one host bridge carries them all"
-        return f"every pair without NVLink is PHB ({span}): {why}"
+        return _text("all_phb", span=span)
     # A GPU with its own NUMA node is attached to a Grace CPU by C2C; those machines show SYS to every NIC.
     coherent = any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
     # NICs that are closer to each other than SYS prove a tree; then they are on another socket than every GPU.

@@ -6,14 +6,15 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from contracts.finding import Status
+from contracts.tables import read_texts
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.traits import WORST_FIRST, Trait, traits
 
-_MISSING = "missing"
-_LISTED = 12  # nodes listed on one line of the fleet text
+_text = read_texts(__file__, "texts.toml")
 
 Traits = dict[tuple[str, str], Trait]
 
@@ -100,16 +101,9 @@ def _make_difference(
         status = status if second.size < first.size else Status.INFO
     if same_host and first is None:
         status = Status.INFO if trait.what in ("device", "state", "interface") else status
-    return Difference(
-        status=status,
-        subject=trait.subject,
-        what=trait.what,
-        message=_describe_change(
-            trait, first.value if first else None, second.value if second else None, None if same_host else names
-        ),
-        a=first.value if first else None,
-        b=second.value if second else None,
-    )
+    a, b = (one.value if one else None for one in (first, second))
+    message = _describe_change(trait, a, b, None if same_host else names)
+    return Difference(status=status, subject=trait.subject, what=trait.what, message=message, a=a, b=b)
 
 
 def _describe_change(trait: Trait, a: str | None, b: str | None, names: tuple[str, str] | None) -> str:
@@ -125,8 +119,8 @@ def _describe_change(trait: Trait, a: str | None, b: str | None, names: tuple[st
     name = f"{subject} {what}".strip()
     if what in ("device", "state", "interface") and (a is None or b is None):
         if names is None:
-            return f"{subject} {_MISSING if b is None else 'new'}"
-        return f"{subject} {_MISSING} {there if b is None else here}"
+            return f"{subject} {'missing' if b is None else 'new'}"
+        return f"{subject} missing {there if b is None else here}"
     before, after = a if a is not None else "unset", b if b is not None else "unset"
     return f"{name} {before} -> {after}" if names is None else f"{name} {before} {here}, {after} {there}"
 
@@ -202,10 +196,7 @@ def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> Fl
     odd.sort(key=lambda group: (*_rank_severity(group), len(group.nodes)))
     warnings = []
     if len(common.nodes) * 2 <= total and odd:
-        warnings.append(
-            f"no common configuration: the largest group holds {len(common.nodes)} of {total} nodes; differences "
-            "are shown relative to the most frequent values"
-        )
+        warnings.append(_text("no_common", nodes=len(common.nodes), total=total))
     return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
 
 
@@ -248,21 +239,9 @@ def diff_text(differences: Sequence[Difference]) -> str:
 
 def fleet_text(view: Fleet) -> str:
     """Format each family: the common group, then the other groups with their differences."""
-    return "\n\n".join(_format_family(family) for family in view.families)
+    from jinja2 import Environment, FileSystemLoader
 
-
-def _format_family(family: FleetFamily) -> str:
-    alike = f"{len(family.common.nodes)} alike: {_shorten(family.common.nodes)}"
-    lines = [f"{family.total} {'node' if family.total == 1 else 'nodes'} with {family.kind}, {alike}"]
-    lines += [f"! {warning}" for warning in family.warnings]
-    if family.odd:
-        lines += [f"  {difference.status:<7} {difference.message}" for difference in family.common.differences]
-    for group in family.odd:
-        lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_shorten(group.nodes)}"]
-        lines += [f"  {difference.status:<7} {difference.message}" for difference in group.differences]
-    return "\n".join(lines)
-
-
-def _shorten(nodes: tuple[str, ...]) -> str:
-    more = f" and {len(nodes) - _LISTED} more" if len(nodes) > _LISTED else ""
-    return ", ".join(nodes[:_LISTED]) + more
+    templates = Environment(  # noqa: S701 - plain text, not HTML
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
+    )
+    return templates.get_template("fleet.j2").render(families=view.families)

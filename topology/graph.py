@@ -16,8 +16,6 @@ from contracts.tables import read_table
 from hardware.gpus import nvlink
 from hardware.units import GIGA
 
-SCHEMA_VERSION = 1
-
 
 class PathClass(IntEnum):
     """NCCL's path types, best first, with the numbers of NCCL 2.27.5 and later."""
@@ -80,6 +78,10 @@ class GpuNode:
     pcie_lanes: int | None = None  # lanes of its link; only from NCCL's XML
     bridge_lanes: tuple[str, int] | None = None  # (bus id, lanes) of the bridge above; only from NCCL's XML
     gdr_refused: str = ""  # evidence that NCCL found no GPUDirect RDMA support; empty if none
+
+    def count_nvlinks(self, kind: str, bus_id: str | None = None) -> int:
+        """Count the active NVLinks to devices of this kind, or to one of them."""
+        return sum(link.count for link in self.nvlinks if link.kind == kind and bus_id in (None, link.bus_id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +197,7 @@ class NodeTopology:
     nvlink_known: bool = True  # False: the source has no NVLink information
     topology_files: tuple[str, ...] = ()  # NCCL topology XML files installed by the cloud provider
     product: str | None = None  # DMI product name: "p4d.24xlarge"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
 
     @property
     def devices(self) -> tuple[GpuNode | NicNode, ...]:
@@ -290,9 +292,7 @@ INTEL_P2P_OVERHEAD = 6 / 5  # INTEL_P2P_OVERHEAD: GPU to GPU through an Intel CP
 
 def nvlink_bytes_per_second(compute_capability: tuple[int, int] | None) -> float | None:
     """Return the rate of one NVLink per direction, None if the capability is unknown or has no NVLink constant."""
-    if compute_capability is None:
-        return None
-    link = nvlink(compute_capability)
+    link = nvlink(compute_capability) if compute_capability is not None else None
     return link.nccl_bytes_per_second if link else None
 
 

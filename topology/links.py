@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
+from contracts.tables import read_texts
 from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice, ancestors, is_bridge, is_network
 from topology.graph import (
@@ -31,19 +32,16 @@ from topology.graph import (
     pcie_generation,
 )
 
+T = TypeVar("T", int, float)
+_text = read_texts(__file__, "texts.toml")
+
 
 def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
     """Count a GPU's active links by end, ((kind, bus id), count), in order of first appearance."""
-    ends = Counter(
-        (_drop_unread_end(link.remote_kind) or "unknown", _drop_unread_end(link.remote_bus_id))
-        for link in gpu.nvlinks
-        if link.active
-    )
-    return tuple(ends.items())
-
-
-def _drop_unread_end(end: str | None) -> str | None:
-    return None if end == UNREAD else end
+    ends = ((link.remote_kind, link.remote_bus_id) for link in gpu.nvlinks if link.active)
+    unknown = (None, UNREAD)
+    known = (("unknown" if kind in unknown else kind, None if end == UNREAD else end) for kind, end in ends)
+    return tuple(Counter(known).items())
 
 
 def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0) -> Pair:
@@ -70,13 +68,9 @@ class NvLinks:
         self._pairs = {(pair.a, pair.b): pair for pair in facts.pairs} if facts else {}
         self.warnings: list[str] = []
 
-    def _get_pair(self, a: int, b: int) -> GpuPair | None:
+    def pair(self, a: int, b: int) -> GpuPair | None:
+        """Return what NVML reports of two GPUs, None if unknown."""
         return self._pairs.get((min(a, b), max(a, b)))
-
-    def ancestor(self, a: int, b: int) -> str | None:
-        """Return NVML's common ancestor of two GPUs as a label of nvidia-smi, None if unknown."""
-        pair = self._get_pair(a, b)
-        return pair.ancestor if pair else None
 
     def between(self, a: int, b: int) -> tuple[int | None, str]:
         """Return (number of links that work in both directions, evidence); None if the driver did not report enough.
@@ -103,7 +97,7 @@ class NvLinks:
         if all(hidden):
             return self._count_hidden(a, b, *hidden)
         if (self.unread(a) or self.unread(b)) and self._may_link(first) and self._may_link(second):
-            pair = self._get_pair(a, b)
+            pair = self.pair(a, b)
             if pair is None or pair.p2p_nvlink in (None, "ok", "unknown"):
                 return None, "nvml did not report all NVLinks"
         return 0, ""
@@ -127,9 +121,7 @@ class NvLinks:
 
     def _choose_lower(self, a: int, b: int, first: int, second: int) -> int:
         if first != second:
-            self.warnings.append(
-                f"GPU{a} has {first} NVLinks towards GPU{b}, GPU{b} has {second} back: the lower number counts"
-            )
+            self.warnings.append(_text("unequal_links", a=a, b=b, first=first, second=second))
         return min(first, second)
 
     def _note_short(self, a: int, b: int, first: int, second: int) -> None:
@@ -150,20 +142,17 @@ class NvLinks:
             how = "a switch, or all links to the one peer"
             return self._choose_lower(a, b, first, second), f"nvml: far ends hidden, P2P over NVLink is ok: {how}"
         share = min(first, second) // len(peers)
-        self.warnings.append(
-            f"GPU{a} to GPU{b}: far ends of the NVLinks are hidden and GPU{a} has {len(peers)} peers: "
-            f"the count of {share} is an even share, not a reading"
-        )
+        self.warnings.append(_text("even_share", a=a, b=b, peers=len(peers), share=share))
         return share, "nvml: far ends hidden, even share of the links"
 
     def peer_access(self, a: int, b: int) -> bool | None:
         """Whether the driver allows one GPU to read the other's memory; None if unknown."""
-        pair = self._get_pair(a, b)
+        pair = self.pair(a, b)
         status = pair.p2p_read if pair else None
         return None if status in (None, "unknown") else status == "ok"
 
     def _are_joined(self, a: int, b: int) -> bool:
-        pair = self._get_pair(a, b)
+        pair = self.pair(a, b)
         if pair and pair.p2p_nvlink is not None:
             return pair.p2p_nvlink == "ok"
         first, second = self._gpus[a], self._gpus[b]
@@ -222,36 +211,6 @@ class PciTree:
             return "NODE" if not nodes else "SYS"
         return "NODE" if a.numa_node == b.numa_node else "SYS"
 
-    def _get_possible(self, bus_id: str) -> tuple[float | None, int | None]:
-        """Return the speed and width that both the device and the port above it support."""
-        device = self.devices.get(bus_id)
-        if device is None:
-            return None, None
-        speed, width = _get_maximum(device)
-        port = self.devices.get(device.parent or "")
-        if port is not None and not self._own_links:
-            port_speed, port_width = _get_maximum(port)
-            speed = min(filter(None, (speed, port_speed)), default=None)
-            width = min(filter(None, (width, port_width)), default=None)
-        return speed, width
-
-    def _get_running(self, bus_id: str) -> tuple[float | None, int | None]:
-        """Return the current speed and width of the link, limited to what is possible.
-
-        GPUs, and switches above them, lower their link speed when idle, so only their width is used. Ports inside a
-        switch have no link. Below a root port both ends of one link are known. A virtual function has no link.
-        """
-        speed, width = self._get_possible(bus_id)
-        device = self.devices.get(bus_id)
-        if device is None or device.physical_function is not None:
-            return speed, width
-        port = self.devices.get(device.parent or "")
-        if is_bridge(device.class_code) and (port is None or port.parent is not None):
-            return speed, width
-        if is_network(device.class_code):
-            speed = min(filter(None, (speed, device.link_transfers_per_second)), default=None)
-        return speed, min(filter(None, (width, device.link_width)), default=None)
-
     def link(self, bus_id: str | None) -> tuple[float | None, float | None, str | None]:
         """Return NCCL's planned rate of the device's link, its current rate, and a description: "Gen4 x4 of x16".
 
@@ -259,15 +218,34 @@ class PciTree:
         is not lower.
         """
         if bus_id not in self._links:
-            (speed, width), (fastest, widest) = self._get_running(bus_id or ""), self._get_possible(bus_id or "")
-            slot, now = pcie_bytes_per_second(fastest, widest), pcie_bytes_per_second(speed, width)
-            words = None
-            running, best = pcie_generation(speed), pcie_generation(fastest)
-            if running and best and width and widest:
-                words = f"Gen{running}" + f" of Gen{best}" * (running != best)
-                words += f" x{width}" + f" of x{widest}" * (width != widest)
-            self._links[bus_id] = slot, now if now and slot and now < slot else None, words
+            self._links[bus_id] = self._read_link(self.devices.get(bus_id or ""))
         return self._links[bus_id]
+
+    def _read_link(self, device: PciDevice | None) -> tuple[float | None, float | None, str | None]:
+        """Read the values of `link`.
+
+        GPUs, and switches above them, lower their link speed when idle, so only their width is used. Ports inside a
+        switch have no link. Below a root port both ends of one link are known. A virtual function has no link.
+        """
+        if device is None:
+            return None, None, None
+        fastest, widest = _get_maximum(device)
+        port = self.devices.get(device.parent or "")
+        if port is not None and not self._own_links:
+            port_speed, port_width = _get_maximum(port)
+            fastest, widest = _lower(fastest, port_speed), _lower(widest, port_width)
+        speed, width = fastest, widest
+        inside_switch = is_bridge(device.class_code) and (port is None or port.parent is not None)
+        if device.physical_function is None and not inside_switch:
+            speed = _lower(fastest, device.link_transfers_per_second) if is_network(device.class_code) else fastest
+            width = _lower(widest, device.link_width)
+        slot, now = pcie_bytes_per_second(fastest, widest), pcie_bytes_per_second(speed, width)
+        words = None
+        running, best = pcie_generation(speed), pcie_generation(fastest)
+        if running and best and width and widest:
+            words = f"Gen{running}" + f" of Gen{best}" * (running != best)
+            words += f" x{width}" + f" of x{widest}" * (width != widest)
+        return slot, now if now and slot and now < slot else None, words
 
     def links_of(self, bus_id: str | None) -> dict[str, Any]:
         """Return the fields of a GPU or NIC that describe its own link."""
@@ -282,6 +260,11 @@ class PciTree:
         links = [(running and now) or slot for slot, now, _ in map(self.link, between)]
         known = self.link(first)[0] is not None and self.link(second)[0] is not None
         return min((link for link in links if link is not None), default=None) if known else None
+
+
+def _lower(*values: T | None) -> T | None:
+    """Return the lowest known value; None if there is none."""
+    return min(filter(None, values), default=None)
 
 
 def _get_maximum(device: PciDevice) -> tuple[float | None, int | None]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Literal
 
 from contracts.finding import Interval
+from contracts.tables import read_texts
 from hardware.gpus import gpu_named, link_named, most_links, refuses_peers
 from hardware.units import GIGA
 from topology.derive import reference_of
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
 from topology.graph import (
+    UNKNOWN,
     Expectation,
     GpuNode,
     Island,
@@ -37,6 +40,7 @@ from topology.plan import (
     usable_rate,
 )
 
+_text = read_texts(__file__, "texts.toml")
 Bar = Literal["as it is", "as it should be"]
 _X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
 Carried = tuple[str | None, Interval | None, tuple[str, ...]]  # (kind of link, bytes per second per direction, reasons)
@@ -61,8 +65,7 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
     gpus = tuple(usable[place] for place in places if place < len(usable))
     among: Carried = None, None, ()
     if len(gpus) < len(places) > 1:
-        why = f"{len(places)} ranks on {len(gpus)} GPUs: two ranks on one GPU have no link between them"
-        among = None, None, (why,)
+        among = None, None, (_text("shared_gpu", ranks=len(places), gpus=len(gpus)),)
     elif len(places) > 1:
         among = _find_inside(node, gpus, bar, due)
     out = _find_network(node, gpus, bar)
@@ -100,19 +103,7 @@ def joined(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Paths:
     slowest = min(hosts, key=lambda each: each.wire.low if each.wire else 0.0)
     kinds = {each.between for each in hosts}
     between = next(kind for kind in ("sockets", "RDMA without GPUDirect", "RDMA") if kind in kinds)
-    words = tuple(dict.fromkeys((*words, *slowest.words)))
-    return replace(paths, between=between, wire=slowest.wire, words=words)
-
-
-SMALL_SIZES = (
-    "holds for messages of about 1 GiB and more: at 64 MiB a healthy 4-node p6-b200 reaches 41 % of its 16 GiB value "
-    "(stas00/ml-engineering network/README)"
-)
-_NVLS = (
-    "all_reduce may exceed this where NVSwitch reduces in the switch (NVLS, compute capability 9.0 and later); "
-    "all_gather and reduce_scatter do not"
-)
-_TWO_NODES = "on two nodes all_reduce by tree may exceed this: the wire carries about half of its bus bandwidth"
+    return replace(paths, between=between, wire=slowest.wire, words=tuple(dict.fromkeys((*words, *slowest.words))))
 
 
 _LARGE_BYTES = 1 << 30  # per rank; large enough to neglect latency
@@ -153,14 +144,11 @@ def _make_expectations(
 ) -> Iterator[Expectation]:
     """Yield NCCL's plan for each operation, and the expected bandwidth of healthy machines on these paths."""
     value, steps = plan
-    nvls = any(
-        (gpu.compute_capability or (0, 0)) >= (9, 0) and any(link.kind == "nvswitch" for link in gpu.nvlinks)
-        for gpu in node.gpus
-    )
+    nvls = any((gpu.compute_capability or (0, 0)) >= (9, 0) and gpu.count_nvlinks("nvswitch") for gpu in node.gpus)
     for op in OPS:
-        notes = [SMALL_SIZES] if value is not None else []
+        notes = [_text("small_sizes")] if value is not None else []
         if op == "all_reduce" and notes:
-            notes += [_NVLS] * (nvls and scope in ("island", "node")) + [_TWO_NODES] * (scope == "rail")
+            notes += [_text("nvls")] * (nvls and scope in ("island", "node")) + [_text("two_nodes")] * (scope == "rail")
         found = expected(paths, op, _LARGE_BYTES * ranks, ranks) if paths else Unknown(why="")
         known = found.interval if isinstance(found, Expected) else found.range
         yield Expectation(
@@ -192,7 +180,7 @@ def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: D
         whole = Island(gpus=names, all_to_all=True, nvlinks_per_pair=())
         counts = [links_into(gpu, whole, known) for gpu in gpus]
         pick = max(counts) if bar == "as it should be" else min(counts)
-        switched = any(link.kind == "nvswitch" for gpu in gpus for link in gpu.nvlinks) or "switch" in pick[1]
+        switched = any(gpu.count_nvlinks("nvswitch") for gpu in gpus) or "switch" in pick[1]
         which = "most" if bar == "as it should be" else "fewest"
         return _nvlink(gpus, pick[0], switched=switched, words=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
     return _describe_pcie(node, gpus, known, bar)
@@ -225,7 +213,8 @@ def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, 
     running = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
     slots = [gpu.pcie_bytes_per_second for gpu in gpus]
     rates = [rate for rate in (slots if bar == "as it should be" else running) if rate is not None]
-    labels = sorted({known.label(a.name, b.name) for i, a in enumerate(gpus) for b in gpus[i + 1 :]})
+    peers = [known.get(a.name, b.name) for a, b in combinations(gpus, 2)]
+    labels = sorted({pair.label if pair else UNKNOWN for pair in peers})
     words = [f"no ring of NVLinks joins these GPUs: {', '.join(labels)}"]
     if len(rates) == len(gpus):
         link = span(min(rates))
@@ -234,7 +223,6 @@ def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, 
         least, most = pcie_generations(gpus[0].compute_capability)
         link = between(_X16[least], _X16[most])
         words.append(f"the speed of their PCIe links is not known: 16 lanes of generation {least} to {most}")
-    peers = [known.get(a.name, b.name) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
     refused = any(pair is not None and pair.peer_access is False for pair in peers)
     if refused or any(refuses_peers(gpu.model or "") for gpu in gpus):
         return "shared memory", link, (*words, "no peer access over PCIe: data goes through the host's memory")

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from contracts.tables import read_texts
 from hardware.gpus import most_links
 from hardware.units import GIGA
 from topology.graph import GpuNode, Island, NicNode, NodeTopology, Pair, Pairs, Rail, nvlink_bytes_per_second
 
+_text = read_texts(__file__, "texts.toml")
 Plan = tuple[float | None, tuple[str, ...]]  # (bytes per second per direction, derivation); None: not derivable
 _LARGEST_RING = 16  # GPUs; limits the search for an NVLink ring, and no node on the market has more
 
@@ -92,11 +94,10 @@ def node_plan(node: NodeTopology) -> Plan:
         return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
     slowed = [gpu for gpu in node.gpus if gpu.name in (pair.a, pair.b) and gpu.pcie_running_bytes_per_second]
     return _get_rate(pair), (
-        f"no NVLink island holds all {len(names)} GPUs, so every ring crosses PCIe or the CPUs",
-        f"the best ring still crosses {pair.label} ({pair.a} to {pair.b}): {gigabytes(_get_rate(pair))} each way "
-        "(NCCL src/graph/topo.h: PCIe lanes, CPU to CPU)",
-        *(f"{gpu.name} runs at {gpu.pcie_link}: NCCL plans by the slot, the data goes by the link" for gpu in slowed),
-        "upper bound: ranks that share one PCIe uplink or one CPU link share this too",
+        _text("no_island", gpus=len(names)),
+        _text("crossed", pair=pair, rate=gigabytes(_get_rate(pair))),
+        *(_text("slowed", gpu=gpu) for gpu in slowed),
+        _text("shared_uplink"),
     )
 
 

@@ -2,7 +2,7 @@
 
 Devices behind one PCIe switch form a column. The CSS class of each line is its `nvidia-smi topo -m` class, so that a
 page can colour it for light and dark mode; a standalone picture has its own colours. A device with a finding shows the
-glyph of its status. NICs on the PCIe bus without an RDMA device, which NCCL cannot use, are dashed.
+glyph of its status.
 
 Specification: SVG 1.1. All text from a host is escaped; there are no scripts, and no external fonts or links.
 """
@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardware.units import bits, rate
-from probes.pci.facts import PciFacts, ancestors
-from topology.graph import COLOURS, Island, NicNode, NodeTopology, Pairs, level, rank
+from topology.graph import COLOURS, GpuNode, Island, NicNode, NodeTopology, Pairs, level, rank
 from topology.render import columns, printable
 
 if TYPE_CHECKING:
@@ -28,37 +28,29 @@ Status = Callable[[Iterable[str | None]], str]
 """Returns the worst status of the findings about a device, given its names: "fail", "warn" or ""."""
 
 
-def _no_status(_: Iterable[str | None]) -> str:
-    return ""
-
-
 CELL, GAP = 100, 20  # width of a device's column, and space between columns; svg.j2 has the heights
-_ETHERNET, _INFINIBAND = 0x0200, 0x0207  # PCI class codes without programming interface
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One box: a GPU, a NIC, or a NIC that NCCL cannot use."""
+    """The box of a GPU or NIC."""
 
-    name: str
+    part: GpuNode | NicNode
     label: str
     line: str  # below the label
     about: str
-    kind: str  # "gpu", "nic", "ghost"
     numa: int | None
     status: str  # worst of its findings: "fail", "warn", ""
-    bandwidth: float | None  # rate of its PCIe slot in NCCL's plan
-    link: str | None = None  # current PCIe link: "Gen4 x4 of x16"
-    running: float | None = None  # current rate, if lower than the slot's
 
     @property
-    def speed(self) -> str:
-        """Describe the PCIe link: its current state, and the slot's rate, which NCCL plans with."""
-        if not self.bandwidth:
-            return "bandwidth unknown"
-        now = f"{self.link}, {rate(self.running)} each way as it runs, " if self.running else ""
-        now = now or (f"{self.link}, " if self.link else "")
-        return f"{now}{rate(self.bandwidth)} planned each way"
+    def name(self) -> str:
+        """Name of the GPU or NIC."""
+        return self.part.name
+
+    @property
+    def kind(self) -> str:
+        """Its CSS class."""
+        return "gpu" if isinstance(self.part, GpuNode) else "nic"
 
 
 Drawn = dict[str, Any]
@@ -74,33 +66,32 @@ def _get_template() -> Template:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, finalize=lambda value: printable(value) if type(value) is str else value,
     )  # fmt: skip
-    environment.filters["px"] = lambda number: f"{number:.1f}"
+    environment.filters |= {"px": "{:.1f}".format, "rate": rate}
     return environment.get_template("svg.j2")
 
 
 def svg(node: NodeTopology) -> str:
     """Return the node as a standalone `<svg>` document."""
-    return _draw(node, _list_devices(node, _no_status), None, {}, summary(node), alone=True) + "\n"
+    return _draw(node, _list_devices(node), {}, summary(node), alone=True) + "\n"
 
 
 def picture(
-    node: NodeTopology, *, pci: PciFacts | None = None, status: Status = _no_status,
-    measured: Mapping[tuple[str, ...], str] | None = None, more: str = "",
+    node: NodeTopology, *, status: Status | None = None, measured: Mapping[tuple[str, ...], str] | None = None,
+    more: str = "",
 ) -> str:  # fmt: skip
     """Return the node as an inline `<svg>`, coloured by the page; empty if there is nothing to connect.
 
-    `pci` adds NICs that NCCL cannot use. `measured` has benchmark results of islands, by their GPUs. `more` is added to
-    the summary for screen readers.
+    `measured` has benchmark results of islands, by their GPUs. `more` is added to the summary for screen readers.
     """
-    devices = [*_list_devices(node, status), *_list_ghosts(node, pci, status)]
-    return _draw(node, devices, pci, measured or {}, summary(node) + more) if devices else ""
+    devices = _list_devices(node, status)
+    return _draw(node, devices, measured or {}, summary(node) + more) if devices else ""
 
 
 def _draw(
-    node: NodeTopology, devices: Sequence[Device], pci: PciFacts | None, measured: Mapping[tuple[str, ...], str],
-    about: str, *, alone: bool = False,
+    node: NodeTopology, devices: Sequence[Device], measured: Mapping[tuple[str, ...], str], about: str, *,
+    alone: bool = False,
 ) -> str:  # fmt: skip
-    blocks = _group_blocks(node, devices, pci)
+    blocks = _group_blocks(node, devices)
     frames: list[Drawn] = []
     spots: dict[str, float] = {}
     left = float(GAP)
@@ -130,24 +121,19 @@ def summary(node: NodeTopology) -> str:
     return "; ".join(parts) + "."
 
 
-def _list_devices(node: NodeTopology, worst: Status) -> list[Device]:
-    labels, made = columns(node), []
+def _list_devices(node: NodeTopology, status: Status | None = None) -> list[Device]:
+    labels, made, worst = columns(node), [], status or (lambda _: "")
     for gpu in node.gpus:
         model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+|\s+HBM\w*$", "", gpu.model or "GPU")
-        names = (gpu.name, gpu.bus_id, gpu.uuid)
-        status = "fail" if not gpu.usable else worst(names)
+        wrong = "fail" if not gpu.usable else worst((gpu.name, gpu.bus_id, gpu.uuid))
         about = f"{gpu.name}: {gpu.model or 'model unknown'} at {gpu.bus_id or 'an unknown address'}"
-        made.append(Device(name=gpu.name, label=gpu.name, line=_cut(model), about=about, kind="gpu",
-                           numa=gpu.numa_node, status=status, bandwidth=gpu.pcie_bytes_per_second, link=gpu.pcie_link,
-                           running=gpu.pcie_running_bytes_per_second))  # fmt: skip
-    places = _guess_nic_numa(node)
+        made.append(Device(part=gpu, label=gpu.name, line=_cut(model), about=about, numa=gpu.numa_node, status=wrong))
     for nic in node.nics:
-        status = worst((nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
+        wrong = worst((nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
         speed = "down" if nic.active is False else bits(nic.rate_bytes_per_second)
         about = f"{nic.name} ({labels[nic.name]}): {nic.kind} {nic.link_layer or ''} at {nic.bus_id or '?'}, {speed}"
-        made.append(Device(name=nic.name, label=_cut(nic.name), line=_nic_line(nic, speed), about=about, kind="nic",
-                           numa=places[nic.name], status=status, bandwidth=nic.pcie_bytes_per_second,
-                           link=nic.pcie_link, running=nic.pcie_running_bytes_per_second))  # fmt: skip
+        line, numa = _nic_line(nic, speed), _guess_numa(nic, node)
+        made.append(Device(part=nic, label=_cut(nic.name), line=line, about=about, numa=numa, status=wrong))
     return made
 
 
@@ -156,67 +142,22 @@ def _nic_line(nic: NicNode, speed: str) -> str:
     return f"{layer or {'ethernet': 'eth'}.get(nic.kind, nic.kind)} {speed}"[:17]
 
 
-def _guess_nic_numa(node: NodeTopology) -> dict[str, int | None]:
-    """Guess the NUMA node of NICs from a text matrix: that of a GPU with a path shorter than SYS."""
+def _guess_numa(nic: NicNode, node: NodeTopology) -> int | None:
+    """Guess the NUMA node of a NIC in a text matrix: that of the first GPU with a path shorter than SYS."""
     known = Pairs(node.pairs)
-    found = {}
-    for nic in node.nics:
-        near = [g.numa_node for g in node.gpus if rank(known.label(g.name, nic.name)) < rank("SYS")]
-        found[nic.name] = nic.numa_node if nic.numa_node is not None or not near else near[0]
-    return found
+    near = (gpu.numa_node for gpu in node.gpus if rank(known.label(gpu.name, nic.name)) < rank("SYS"))
+    return nic.numa_node if nic.numa_node is not None else next(near, None)
 
 
-def _list_ghosts(node: NodeTopology, pci: PciFacts | None, worst: Status) -> list[Device]:
-    """Return network functions that have a finding and that NCCL cannot use."""
-    if pci is None:
-        return []
-    known = {nic.bus_id for nic in node.nics}
-    made = []
-    for device in pci.devices:
-        network = device.class_code >> 8 in (_ETHERNET, _INFINIBAND) and device.rdma is False
-        status = worst((device.bus_id,))
-        if network and status and device.bus_id not in known:
-            about = f"{device.bus_id}: a NIC without an RDMA device, driver {device.driver or 'none'}"
-            label = device.bus_id.removeprefix("0000:")
-            made.append(Device(name=device.bus_id, label=label, line="no RDMA", about=about, kind="ghost",
-                               numa=device.numa_node, status=status, bandwidth=None))  # fmt: skip
-    return made
-
-
-def _group_blocks(node: NodeTopology, devices: Sequence[Device], pci: PciFacts | None) -> list[list[Device]]:
+def _group_blocks(node: NodeTopology, devices: Sequence[Device]) -> list[list[Device]]:
     """Group devices that share a PCIe switch, in matrix order; other devices are alone."""
-    known, groups = Pairs(node.pairs), {device.name: [device] for device in devices}
-    tops = _find_roots(node, pci)
-
-    def together(a: Device, b: Device) -> bool:
-        if {a.kind, b.kind} == {"gpu", "ghost"}:
-            return tops.get(a.name, a.name) == tops.get(b.name, b.name)
-        return known.label(a.name, b.name) in ("PIX", "PXB")
-
-    for i, a in enumerate(devices):
-        for b in devices[i + 1 :]:
-            if groups[a.name] is not groups[b.name] and together(a, b):
-                joined = groups[a.name] + groups[b.name]
-                for device in joined:
-                    groups[device.name] = joined
-    found: list[list[Device]] = []
+    known = Pairs(node.pairs)
+    blocks: list[list[Device]] = []
     for device in devices:
-        if not any(device in block for block in found):
-            found.append(groups[device.name])
-    return found
-
-
-def _find_roots(node: NodeTopology, pci: PciFacts | None) -> dict[str, str]:
-    """Return the root port above each device, by device name, if there is a switch in between."""
-    if pci is None:
-        return {}
-    parents = {device.bus_id: device.parent for device in pci.devices}
-    found = {}
-    for name, bus_id in [(gpu.name, gpu.bus_id) for gpu in node.gpus] + [(b, b) for b in parents]:
-        above = [bridge for bridge in ancestors(parents, bus_id or "") if bridge in parents]
-        if len(above) > 1:  # a root port and at least one switch port
-            found[name] = above[-1]
-    return found
+        labels = [{known.label(device.name, other.name) for other in block} for block in blocks]
+        near = [block for block, found in zip(blocks, labels, strict=True) if found & {"PIX", "PXB"}]
+        blocks = [block for block in blocks if block not in near] + [[*chain.from_iterable(near), device]]
+    return sorted(blocks, key=lambda block: devices.index(block[0]))
 
 
 def _get_numa(block: Sequence[Device]) -> int | None:
@@ -243,7 +184,7 @@ def _place_block(node: NodeTopology, block: Sequence[Device], left: float, spots
             x = spots[device.name] = left + wide / len(row) * (index + 0.5)
             pairs = (known.get(device.name, other.name) for other in block if other is not device)
             others = [pair.label for pair in pairs if pair and not pair.nvlinks]  # a line shows PCIe, not NVLink
-            kind = "gone" if device.kind == "ghost" else _kind(min(others, key=rank)) if others and shared else "host"
+            kind = _kind(min(others, key=rank)) if others and shared else "host"
             places.append({"device": device, "x": x, "end": middle if shared else x, "kind": kind})
     words = {known.label(a.name, b.name) for a in nics for b in gpus}
     switch = ("switches" if words == {"PXB"} else "switch") if shared else ""

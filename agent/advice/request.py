@@ -144,7 +144,7 @@ def prices_of(text: str, *, files: bool) -> float | dict[str, float]:
     if not files:
         raise RequestError(f"price={text[:40]!r}: must be a number, of a node-hour")
     try:
-        raw = read_mapping(Path(text))
+        raw = read_mapping(Path(text), once=True)
     except ConfigError as error:
         raise RequestError(f"--price {error}") from None
     found = {}

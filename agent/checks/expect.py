@@ -152,7 +152,7 @@ def read_file(path: Path) -> Expectation:
 
     where = f"--expect-file {path}"
     try:
-        documents = load_all(bounded.read(path, MOST_BYTES).decode("utf-8"), most_aliases=0)
+        documents = load_all(bounded.read(path, MOST_BYTES).decode("utf-8"), most_aliases=0, once=True)
     except OSError as error:
         raise GateError(f"{where}: {error.strerror or error}") from None
     except UnicodeDecodeError:

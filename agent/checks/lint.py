@@ -60,9 +60,8 @@ def lint_text(
         reading = read_text(text, None if kind == "auto" else kind, name)
     except EnvironmentTextError as error:
         raise InputError(f"{name or 'the text'}: {error}") from None
-    if reading.form == "NCCL log" and found_version is None:
-        printed = re.search(r"\bNCCL version (\d+\.\d+\.\d+)", text)
-        found_version = parse_version(printed[1]) if printed else None
+    printed = re.search(r"\bNCCL version (\d+\.\d+\.\d+)", text) if reading.form == "NCCL log" else None
+    found_version = found_version or (parse_version(printed[1]) if printed else None)
     if not reading.names() and not reading.unreached and reading.form != "process":
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
         raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="[FILE|DIR|-]...", nargs=-1)
 def evidence(
     source: tuple[str, ...],
-    ports: tuple[str, ...],
     fail_on: Literal["fail", "warn"],
     require_gdrdma: bool,
     form: str,
@@ -33,7 +32,7 @@ def evidence(
     from collectives.nccl_log import evidence as reader
 
     try:
-        found = reader.read_files(source or ("-",), ports=ports or None)
+        found = reader.read_files(source or ("-",))
     except OSError as error:
         raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
     emit(reader.to_json(found), form, lambda out: show(out, found, verbose=verbose))

@@ -217,17 +217,15 @@ def _pass_gate(
     Exits if a check fails.
     """
     from agent.jobs.child import measure, sigterm
-    from probes.registry import ALL
 
     if options["no_preflight"]:
         return
     progress.step("preflight: checking this host")
-    here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
-    _gate(here, options, settings)
+    _gate(found, options, settings)
     if options["measure"]:
         with sigterm() as stop:
-            result = measure(here[0], ranks, progress, stop, quick=True, environment=settings)
-        _gate(here, options, settings, result)
+            result = measure(found[0], ranks, progress, stop, quick=True, environment=settings)
+        _gate(found, options, settings, result)
 
 
 def _gate(

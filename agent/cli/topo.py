@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agent.base import EXIT_FAILED, EXIT_UNKNOWN
+from agent.base import EXIT_UNKNOWN
 from agent.base.hosts import snapshots
 from agent.base.options import InputError, command, name_of, read_input
 from agent.base.output import emit, print_text
-from agent.base.units import count
 from contracts import bounded
 from contracts.host_list import slurm_name
 
@@ -33,14 +32,12 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
 
 
 @command("topo")
-def topo(
-    hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool, slurm_conf: Path | None
-) -> None:
+def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool) -> None:
     """Read the topology and print it in the requested format."""
     from topology.paths import with_expectations
 
-    if slurm_conf is not None or form.startswith("slurm"):
-        _slurm(hosts, root, source, form, slurm_conf)
+    if form.startswith("slurm"):
+        _slurm(hosts, root, source, form)
         return
     nodes = [with_expectations(node) for node in ([read_topology(source)] if source else _nodes(hosts, root))]
     if form == "svg":
@@ -82,37 +79,17 @@ def topo(
         sys.exit(EXIT_UNKNOWN)
 
 
-def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str, folder: Path | None) -> None:
-    """Print topology.conf for the nodes, or how that file and gres.conf in `folder` differ from the nodes."""
+def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> None:
+    """Print topology.conf for the nodes."""
     from topology import slurm_conf as slurm
     from topology.build import SOURCES
 
     if source is not None:
         raise click.UsageError(f"-o {form} and --from cannot be combined.")
-    if folder is not None and form != "table":
-        raise click.UsageError(f"-o {form} and --slurm-conf cannot be combined: the comparison has only a text form.")
     found = sorted(snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
     newest = {slurm_name(snapshot.hostname): snapshot for snapshot in found}  # of two recordings of a node
     placements = [slurm.placement_of(snapshot) for snapshot in newest.values()]
-    if folder is None:
-        print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
-        return
-    compared = {"topology.conf": slurm.compare_topology, "gres.conf": slurm.compare_gres}
-    there = [name for name in compared if (folder / name).is_file()]
-    if not there:
-        raise InputError(f"--slurm-conf {folder}: neither topology.conf nor gres.conf is in it")
-
-    def read(name: str) -> str:
-        return read_input(str(folder / name), _LIMIT_BYTES, hint="").decode(errors="replace")
-
-    results = [compared[name](read, placements) for name in there]
-    wrong = [line for result in results for line in result.differences]
-    unknown = [f"not compared: {line}" for result in results for line in result.unknown]
-    print_text(
-        "\n".join((*wrong, *unknown))
-        or f"{' and '.join(there)}: no difference from {count(len(placements), 'scanned node')}"
-    )
-    sys.exit(EXIT_FAILED if wrong else EXIT_UNKNOWN if unknown else 0)
+    print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
 
 
 def _nodes(hosts: Sequence[Path], root: str = "/") -> list[NodeTopology]:

@@ -27,6 +27,7 @@ from agent.checks.groups import worst_first
 from agent.checks.measured import ALL_CODES, HOST_CODES
 from agent.checks.verdict import (
     FailOn,
+    GateError,
     Verdict,
     View,
     build_view,
@@ -241,7 +242,10 @@ def expectation_of(words: Sequence[str], path: Path | None) -> Expectation | Non
         return None
     from agent.checks.expect import expectation
 
-    return expectation(words, path)
+    found = expectation(words, path)
+    if found is not None and not found.model_fields_set:  # an agent's ConfigMap may be empty, a gate may not
+        raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: states nothing that a node must have")
+    return found
 
 
 def due_of(expected: Expectation | None) -> Due | None:

@@ -28,7 +28,7 @@ from contracts.job_plan import RunForecast, dumps
 from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
-from planner.slurm import ScriptError, batch_script, check_options, check_word, nodes_of, wrap_script
+from planner.slurm import ScriptError, batch_script, check_options, check_word, size_of, wrap_script
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
@@ -135,8 +135,9 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
     try:
         check_options(text)
         unchecked = _check_syntax(text)
-        nodes = nodes_of(text)
-        request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes)
+        nodes, gpus = size_of(text)
+        request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
+                          ranks_per_node=gpus)  # fmt: skip
         advice = advise(request, lambda: found)
         made, notes = wrap_script(
             text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl",

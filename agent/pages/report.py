@@ -44,7 +44,6 @@ from contracts.host_list import list_names
 from planner.advice import RankedLayout, Recommendation
 from planner.nccl_env.environment import render_k8s, render_shell
 from probes.api import Absent, Failed, Ok, Snapshot
-from probes.pci.facts import PciFacts
 from topology import svg
 from topology.check import departures
 from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
@@ -192,16 +191,12 @@ def _outcome(outcome: Ok[object] | Absent | Failed) -> Markup:
 # The drawing of a node: the topology, with glyphs for findings and the results of a benchmark.
 
 
-def picture(
-    node: NodeTopology, *, snapshot: Snapshot | None = None, checks: Iterable[Finding] = (),
-    bench: BenchResult | None = None,
-) -> Markup:  # fmt: skip
+def picture(node: NodeTopology, *, checks: Iterable[Finding] = (), bench: BenchResult | None = None) -> Markup:
     """Draw the node as one inline `<svg>`; empty if there are no links to draw."""
     mine = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
     drawn = svg.picture(
-        node, pci=snapshot.facts(PciFacts) if snapshot else None, status=partial(_status, mine),
-        measured=_measured(node, bench), more=" The table below says the same.",
-    )  # fmt: skip
+        node, status=partial(_status, mine), measured=_measured(node, bench), more=" The table below says the same."
+    )
     return Markup(drawn)  # noqa: S704 - every text from a host is escaped there
 
 

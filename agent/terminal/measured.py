@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import SHOWN
 from agent.base.tables import Grid, grid, table_of
 from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
@@ -44,13 +43,6 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     out.print(_verdict(result, sum(not m.verified for m in result.measurements)))
     out.print(escape(where + (f"; {left} smaller sizes: -v" if left else "")))
     out.print(table_of(results_grid(shown)))
-    if len(set(result.hosts)) > 1 and result.carried:
-        over: dict[str, int] = {}
-        for row in result.carried:
-            name = f"{row.interface or 'an unknown interface'} on {result.hosts[row.rank]}"
-            over[name] = over.get(name, 0) + row.bytes
-        most = sorted(over.items(), key=lambda item: -item[1])[:SHOWN]
-        out.print("over TCP: " + escape(", ".join(f"{units.size(count)} by {name}" for name, count in most)))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
     if result.evidence is not None:

@@ -111,26 +111,26 @@ def listen(
     """
     require_program()
     stop = stop or threading.Event()
+    served: list[str] = []
+    problems: list[str] = []
+    until = time.monotonic() + wait_seconds
     with processes.run_folder() as folder:
-        outputs = [folder / str(place) for place, _ in enumerate(ports)]
-        running = {place: _start(command(port, TCP_PORT + place), outputs[place]) for place, port in enumerate(ports)}
-        served: list[str] = []
-        problems: list[str] = []
-        until = time.monotonic() + wait_seconds
+        trees = [_start(command(port, TCP_PORT + place), folder / str(place)) for place, port in enumerate(ports)]
         try:
-            while running and time.monotonic() < until and not stop.wait(processes.POLL_SECONDS):
-                for place in [place for place, tree in running.items() if tree.process.poll() is not None]:
+            for place, (port, tree) in enumerate(zip(ports, trees, strict=True)):  # in the order of the writes
+                late = tree.wait(until, stop)
+                if late == "stopped":
+                    problems.append(f"{port}: stopped")
+                elif late:
+                    problems.append(f"{port}: no host wrote to it within {wait_seconds:g} s")
+                elif code := tree.process.returncode:
+                    problems.append(f"{port}: {_words((folder / str(place)).read_text(errors='replace'), code)}")
+                else:
+                    served.append(str(port))
                     until = time.monotonic() + wait_seconds
-                    code = running.pop(place).process.returncode
-                    if code == 0:
-                        served.append(str(ports[place]))
-                    else:
-                        problems.append(f"{ports[place]}: {_words(outputs[place].read_text(errors='replace'), code)}")
         finally:
-            for tree in running.values():
+            for tree in trees:
                 tree.end(END_SECONDS)
-        waited = "stopped" if stop.is_set() else f"no host wrote to it within {wait_seconds:g} s"
-        problems += [f"{ports[place]}: {waited}" for place in running]
     return tuple(served), tuple(problems)
 
 

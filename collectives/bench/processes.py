@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RUN_VARIABLE = "TOPOFLIGHT_PROCESS_TREE"  # marks every process of one run, so that orphans are found at the end
-PARENT_VARIABLE = "TOPOFLIGHT_PARENT"  # pid of the process that started the run
 # For each Python process that we start, and its children: since 3.11, torch.py in the current folder is not imported.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 KILL_SECONDS = 5.0  # for the kernel to remove a killed process
@@ -49,12 +48,15 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def _of_the_run(parent: int) -> bool:
-    """Return whether the parent has this run's marker, or is the process that started a run without a marker."""
-    mark, starter = os.environ.get(RUN_VARIABLE), os.environ.get(PARENT_VARIABLE)
-    if not mark:
-        return starter in (None, str(parent))
+    """Return whether the parent has this run's marker; a run of another launcher has none."""
+    mark = os.environ.get(RUN_VARIABLE)
+    return not mark or _has(parent, RUN_VARIABLE, mark)
+
+
+def _has(pid: int, variable: str, value: str) -> bool:
+    """Return whether a process was started with variable=value; False if it has ended or is of another user."""
     try:
-        return f"{RUN_VARIABLE}={mark}".encode() in Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+        return f"{variable}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 
@@ -69,53 +71,10 @@ def tethered(argv: Sequence[str], parent: int | None = None) -> list[str]:
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:
-    """Find every process whose environment holds variable=value."""
+    """Find every living process whose environment holds variable=value; that of a zombie is empty."""
     import psutil
 
-    wanted = f"{variable}={value}".encode()
-    found = []
-    for process in psutil.process_iter():
-        try:
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-        except OSError:  # it has ended, or belongs to another user
-            continue
-        if process.pid != os.getpid() and wanted in environment.split(b"\0"):
-            found.append(process)
-    return found
-
-
-def end_all(processes: Iterable[psutil.Process], grace_seconds: float) -> list[int]:
-    """End processes with SIGTERM, then SIGKILL after the grace period; return the pids that needed SIGKILL.
-
-    A stopped process reacts only to SIGKILL.
-    """
-    listed = list(processes)
-    for process in listed:
-        _signal(process, signal.SIGTERM)
-    left = _wait_gone(listed, grace_seconds)
-    for process in left:
-        _signal(process, signal.SIGKILL)
-    _wait_gone(left, KILL_SECONDS)
-    return [process.pid for process in left]
-
-
-def _wait_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait until all have ended (zombies count as ended); return those that have not."""
-    deadline = time.monotonic() + seconds
-    left = [process for process in processes if _lives(process)]
-    while left and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        left = [process for process in left if _lives(process)]
-    return left
-
-
-def _lives(process: psutil.Process) -> bool:
-    import psutil
-
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return [one for one in psutil.process_iter() if one.pid != os.getpid() and _has(one.pid, variable, value)]
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
@@ -133,7 +92,7 @@ class Tree:
         self._mark = os.urandom(16).hex()
         self.process = subprocess.Popen(
             tethered(argv),
-            env={**environment, **SAFE_PATH, RUN_VARIABLE: self._mark, PARENT_VARIABLE: str(os.getpid())},
+            env={**environment, **SAFE_PATH, RUN_VARIABLE: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -173,16 +132,21 @@ class Tree:
             self.process.wait(grace_seconds)
         return self.process.poll() is not None
 
-    def end(self, grace_seconds: float) -> list[int]:
-        """End the whole tree like `end_all`, and reap the command; return the pids that needed SIGKILL."""
-        killed: list[int] = []
-        for _ in range(3):  # the command may start a process while they are listed
-            if not (left := self.members()):
-                break
-            killed += end_all(left, grace_seconds)
+    def end(self, grace_seconds: float) -> None:
+        """End the whole tree with SIGTERM, and after the grace period with SIGKILL, and reap the command.
+
+        A stopped process reacts only to SIGKILL. A process may start another one while the tree is listed.
+        """
+        for number, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, KILL_SECONDS)):
+            until, signalled = time.monotonic() + seconds, set[int]()
+            while (left := self.members()) and time.monotonic() < until:
+                for process in left:
+                    if process.pid not in signalled:
+                        _signal(process, number)
+                signalled.update(process.pid for process in left)
+                time.sleep(POLL_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in the kernel
             self.process.wait(KILL_SECONDS)
-        return killed
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from collectives.bench import ops
 from collectives.bench.plan import Case, Plan, read
 from collectives.bench.processes import die_with_parent
-from collectives.bench.pulse import Journal, Pulse, block_sigterm, carried, store_port
+from collectives.bench.pulse import Journal
 from collectives.bench.results import spread_ratio
 
 PREDICTS_UP_TO = 64  # times its own size: the time of a smaller size is mostly latency
@@ -40,7 +40,6 @@ class Rank:
     world: int
     plan: Plan
     journal: Journal
-    pulse: Pulse
     device: str
     control: Any = None  # process group of the control traffic
     group: Any = None  # process group to measure
@@ -99,7 +98,7 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side, count: int, name: str) -> tup
     """Run the collective `count` times; return seconds of the runs, and seconds waited for the last rank."""
     runs, waits = [], []
     for _ in range(count):
-        me.pulse.arrive(name)
+        me.journal.arrive(name)
         came = mark(me)
         meet(me, side)
         began = mark(me)
@@ -140,7 +139,7 @@ def between(me: Rank, first: Any, second: Any) -> float:
 def verified_round(me: Rank, op: ops.Op, side: ops.Side, name: str) -> tuple[int, ...]:
     """Run once on fresh data and compare every element; returns the global ranks whose data is wrong."""
     me.turn += 1
-    me.pulse.arrive(f"verified round of {name}")
+    me.journal.arrive(f"verified round of {name}")
     ops.fill(side, me.turn)
     op.run(side)
     return tuple(side.ranks[place] if place >= 0 else ops.UNKNOWN_SOURCE for place in op.wrong(side, me.turn))
@@ -204,22 +203,20 @@ def speaks() -> bool:
 def main(path: str) -> None:
     """Run the plan as the rank defined by the launcher's environment."""
     die_with_parent()
-    block_sigterm()
     plan = read(Path(path))
     number, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host = plan.host or socket.gethostname()
     journal = Journal(Path(plan.directory), number)
-    pulse = Pulse(journal)
     journal.write("start", rank=number, world=world, host=host, pid=os.getpid())
     if plan.distinct_hosts:
         os.environ["NCCL_HOSTID"] = f"topoflight-{number}"
-    pulse.start()
-    me = Rank(rank=number, world=world, plan=plan, journal=journal, pulse=pulse, device="cpu")
+    journal.start_beats()
+    me = Rank(rank=number, world=world, plan=plan, journal=journal, device="cpu")
     try:
         _join(me, host)
         _work(me)
     except BaseException as error:  # noqa: BLE001 - told in the journal and on stderr, and ends the process
-        journal.write("error", why=f"{type(error).__name__}: {error}"[:2000], arrived=pulse.arrived, where=pulse.where)
+        journal.write("error", why=f"{type(error).__name__}: {error}"[:2000])
         traceback.print_exc()
         _exit(1)
     journal.write("end")
@@ -272,9 +269,6 @@ def _work(me: Rank) -> None:
             skipped.append(case)
     if skipped and speaks():
         me.journal.write("skipped", cases=[[c.op, c.bytes] for c in skipped])
-    everyone = gather(me, carried(me.rank, store_port()))
-    if speaks():
-        me.journal.write("carried", rows=[asdict(row) for rows in everyone for row in rows])
     dist.barrier(group=me.control)
     dist.destroy_process_group()
 

@@ -65,16 +65,6 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
-    """Bytes that one rank's TCP connections moved over one of its addresses, without RDMA and shared memory."""
-
-    rank: int
-    interface: str  # "net1"; "" if no interface had the address
-    address: str
-    bytes: int  # sent and received
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """All results of one run of the benchmark, complete or partial."""
 
@@ -90,7 +80,6 @@ class BenchResult:
     evidence: Evidence | None = None
     complete: bool = True
     problems: tuple[str, ...] = ()  # "rank 1 on node-b: no answer for 30 s (killed)"
-    carried: tuple[Carried, ...] = ()  # what the ranks' TCP connections moved, by interface
     nvlink_domains: tuple[str, ...] = ()  # of the hosts, each once; "" for a host without shared NVLink
     stopped_by: str | None = None  # "SIGTERM", "its caller": stopped from outside, not a fault of the hardware
     schema_version: int = SCHEMA_VERSION

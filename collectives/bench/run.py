@@ -21,7 +21,7 @@ from typing import Any
 from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
 from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SpecError, Work
-from collectives.bench.results import BenchResult, Carried, Measurement, Straggler, spread_ratio
+from collectives.bench.results import BenchResult, Measurement, Straggler, spread_ratio
 from collectives.bench.watch import Outcome
 from collectives.nccl_log.transport import Evidence
 from contracts import plain
@@ -117,7 +117,6 @@ def assemble(
         complete=not outcome.problems and not skipped and all(m.verified for m in measurements) and bool(hello),
         problems=problems,
         stopped_by=outcome.stopped_by,
-        carried=tuple(Carried(**row) for event in events["carried"] for row in event["rows"]),
         nvlink_domains=tuple(sorted({str((row.get("links") or {}).get("nvlink_domain") or "") for row in hello})),
     )
 

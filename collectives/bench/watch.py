@@ -24,9 +24,9 @@ Event = dict[str, Any]
 GRACE_SECONDS = 9.0  # from the first dead rank to the end of all: time for the others' last word
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 _EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torchrun's report of a failed rank
-
-
 OVERRUN_SECONDS = 15.0  # of the budget, for one transfer that takes longer than predicted
+STILL_SECONDS = 4.0  # eight heartbeats
+FAILED = "a rank failed"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +37,11 @@ class RankState:
     host: str = ""
     pid: int | None = None
     arrived: int = 0
-    moved_bytes: int = 0  # over its TCP connections, as of its last beat
+    moved_bytes: int = 0  # over its TCP connections
     where: str = "starting"
     joined: bool = False
-    last: str | None = None  # "end", "error", "terminated"
+    beat_at_seconds: float = 0.0  # of its last sign of life, by this host's clock
+    last: str | None = None  # "end", "error"
     why: str = ""
     last_at_seconds: float = 0.0  # this host's clock
 
@@ -65,7 +66,7 @@ class Watch:
         self.outcome = Outcome()
         self._plan, self._spec, self._on_event = plan, spec, on_event
         self._offsets: dict[Path, int] = {}
-        self._started = self._progress_at = time.monotonic()
+        self._started = self._progress_at = self._arrived_at = time.monotonic()
         self._progress = (-1, 0)
         self._joined_at: float | None = None
         self._failed_at: float | None = None
@@ -82,6 +83,8 @@ class Watch:
             sum(state.arrived for state in self.states.values()) + (1 if joined else 0),
             sum(state.moved_bytes for state in self.states.values()),
         )
+        if progress[0] != self._progress[0]:
+            self._arrived_at = now
         if progress != self._progress:
             self._progress, self._progress_at = progress, now
         failed = any(state.last == "error" or _dead(state) for state in self.states.values())
@@ -90,7 +93,7 @@ class Watch:
             self.outcome.stopped_by = "its caller"
             return "stopped by its caller"
         if self._failed_at is not None and now - self._failed_at > GRACE_SECONDS:
-            return "a rank failed"
+            return FAILED
         if not joined and now - self._started > self._spec.startup_seconds:
             return f"the ranks did not join within {self._spec.startup_seconds:g} s"
         if joined and now - self._progress_at > self._plan.silence_seconds:
@@ -117,26 +120,24 @@ class Watch:
 
     def _take(self, state: RankState, event: Event) -> None:
         kind = event["event"]
-        state.arrived = event.get("arrived", state.arrived)
-        state.where = event.get("where", state.where)
+        state.arrived, state.where = event["arrived"], event["where"]
         if kind == "start":
             state.host, state.pid = event["host"], event["pid"]
         elif kind == "joined":
             state.joined = True
-        elif kind in ("end", "error", "terminated"):
+        elif kind in ("end", "error"):
             state.last, state.why, state.last_at_seconds = kind, event.get("why", ""), event["at_seconds"]
         elif kind == "beat":
-            state.moved_bytes = event["moved_bytes"]
+            state.moved_bytes, state.beat_at_seconds = event["moved_bytes"], event["at_seconds"]
         if kind != "beat":
             self.outcome.events.append(event)
             self._on_event({"rank": state.rank, "host": state.host, **event})
 
-    def explain(self, verdict: str | None, code: int, before: Mapping[int, str | None], log_tail: str) -> list[str]:
+    def explain(self, verdict: str | None, code: int, stuck: list[str], log_tail: str) -> list[str]:
         """Say what went wrong, the first rank first; nothing if all ranks finished."""
         if verdict is None and code == 0 and self.states and all(s.last == "end" for s in self.states.values()):
             return []
-        killed = verdict is not None and not verdict.startswith("a rank failed")
-        problems = self._stuck_ranks(before) if killed else self._dead_ranks(log_tail)
+        problems = self._dead_ranks(log_tail) if verdict in (None, FAILED) else stuck
         failed = sorted((s for s in self.states.values() if s.last == "error"), key=lambda s: s.last_at_seconds)
         problems += [f"{s}: {s.why} (in {s.where})" for s in failed]  # the first one is the likelier cause
         if self._spec.hosts > 1 and any(state.joined for state in self.states.values()):
@@ -148,24 +149,28 @@ class Watch:
         return problems or [f"torchrun ended with exit code {code} before the ranks were done: {log_tail[-400:]}"]
 
     def _dead_ranks(self, log_tail: str) -> list[str]:
+        """Name the ranks that died; torchrun ended the others, which its report does not list."""
         codes = {int(pid): int(code) for code, pid in _EXIT_CODE.findall(log_tail)}
-        return [
-            f"{s}: died silently in {s.where} ({_exit_words(codes.get(s.pid or -1))})"
-            for s in self.states.values()
-            if s.last is None and s.pid is not None
-        ]
+        dead = [s for s in self.states.values() if s.last is None and s.pid is not None]
+        listed = [s for s in dead if s.pid in codes] or dead
+        return [f"{s}: died silently in {s.where} ({_exit_words(codes.get(s.pid or -1))})" for s in listed]
 
-    def _stuck_ranks(self, before: Mapping[int, str | None]) -> list[str]:
-        """Name who is behind the others; SIGTERM leaves no word of a rank that was stopped."""
-        going = [s for s in self.states.values() if before.get(s.rank) is None]
-        silent = [f"{s}: gave no answer, not even to SIGTERM, in {s.where} (killed)" for s in going if s.last is None]
+    def stuck_ranks(self) -> list[str]:
+        """Name the ranks that give no sign of life, and those behind the others; none while they come further."""
+        if time.monotonic() - self._arrived_at < STILL_SECONDS:
+            return []
+        going = [state for state in self.states.values() if state.last is None]
         far = max((state.arrived for state in going), default=0)
-        behind = [
-            f"{s}: has not reached the point where the others wait; last in {s.where} ({s.arrived} of {far} points)"
-            for s in going
-            if s.last is not None and s.arrived < far
-        ]
-        waiting = [f"{s}: waits in {s.where} (ended)" for s in going if s.last is not None and s.arrived == far]
+        silent, behind, waiting = [], [], []
+        for state in going:
+            seconds = time.time() - state.beat_at_seconds
+            if seconds > max(STILL_SECONDS, self._plan.silence_seconds / 3):
+                silent.append(f"{state}: no sign of life for {seconds:.0f} s, last in {state.where} (killed)")
+            elif state.arrived < far:
+                behind.append(f"{state}: has not reached the point where the others wait; last in {state.where} "
+                              f"({state.arrived} of {far} points)")  # fmt: skip
+            else:
+                waiting.append(f"{state}: waits in {state.where} (ended)")
         return silent + behind + waiting[:8]
 
     def _rendezvous(self, log_tail: str) -> list[str]:
@@ -246,9 +251,6 @@ def run_ranks(
     # Temporary files of torchrun, which leaves them when it is killed, go with the run's folder; the 1 is what torchrun
     # would set itself, with a banner that is no news of the run.
     inherited = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": plan.directory, **environment}
-    inherited["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).resolve().parents[2]), *filter(None, [inherited.get("PYTHONPATH")])]
-    )
     watch = Watch(plan, spec, on_event)
     stop = stop or threading.Event()
     with (directory / "launcher.log").open("wb") as log:
@@ -263,12 +265,12 @@ def run_ranks(
                 time.sleep(POLL_SECONDS)
         finally:
             watch.read()
-            before = {state.rank: state.last for state in watch.states.values()}
+            stuck = watch.stuck_ranks()
             tree.end(TERM_SECONDS)
             hanging = [process.pid for process in tree.members()]
             watch.outcome.problems += [f"could not be killed, it hangs in the kernel: pid {pid}" for pid in hanging]
     watch.read()
-    watch.outcome.problems += watch.explain(verdict, tree.process.returncode, before, _tail(directory / "launcher.log"))
+    watch.outcome.problems += watch.explain(verdict, tree.process.returncode, stuck, _tail(directory / "launcher.log"))
     return watch.outcome
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from operator import itemgetter
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from collectives.nccl_log import problems as evidence_problems
-from collectives.nccl_log.codes import CODES, PATHS, codes_with, problem_of
+from collectives.nccl_log.codes import CODES, LOGGING, PATHS, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
-from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problem_of_text
+from collectives.nccl_log.other_texts import KINDS, kind_of
 from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, looks_like_text
 from collectives.nccl_log.transport import (
     ChannelCount,
@@ -93,8 +93,8 @@ def selected_network(ledger: Ledger) -> str | None:
 def _inter(ledger: Ledger) -> str | None:
     provider, single = ledger.facts.provider, evidence_problems.single_node(ledger)
     names = _network_names(ledger)
-    torn = [key.partition("/")[2] for key in ledger.torn_transports if key.startswith("NET/")]
-    carrying = ledger.transports.keys() | ledger.torn_transports.keys()
+    torn = [key.partition("/")[2] for key in ledger.count_transports(cut=True) if key.startswith("NET/")]
+    carrying = {channel.transport for _, channel in ledger.channels}
     alone = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in carrying]
     joined = [] if single is True else alone or [f"COLLNET ({name})" for name in names]
     if _nvlink_joins_nodes(ledger):
@@ -116,7 +116,7 @@ def mixed(names: list[str]) -> str:
 
 def _nvlink_joins_nodes(ledger: Ledger) -> bool:
     """Return whether MNNVL channels cross operating systems; NCCL prints MNNVL within one too (transport/p2p.cc)."""
-    return not _cliques_end_at_hosts(ledger) and any(key.startswith("P2P/MNNVL") for key in ledger.transports)
+    return not _cliques_end_at_hosts(ledger) and any(key.startswith("P2P/MNNVL") for key in ledger.count_transports())
 
 
 def _cliques_end_at_hosts(ledger: Ledger) -> bool:
@@ -137,8 +137,8 @@ def _network_names(ledger: Ledger) -> list[str]:
 
 
 def _intra_keys(ledger: Ledger) -> list[str]:
-    table = {key: n for key, n in ledger.transports.items() if key.startswith(("P2P/", "SHM"))}
-    table = table or {key: n for key, n in ledger.torn_transports.items() if key.startswith("P2P/")}
+    table = {key: n for key, n in ledger.count_transports().items() if key.startswith(("P2P/", "SHM"))}
+    table = table or {key: n for key, n in ledger.count_transports(cut=True).items() if key.startswith("P2P/")}
     # "P2P/IPC" can be a fragment of "P2P/IPC/read" in a torn line: below 1 % it is not a second transport.
     cut = {key for key in table for whole in table if whole.startswith(f"{key}/") and table[key] * 100 < table[whole]}
     return sorted(table.keys() - cut, key=lambda key: (key == "SHM", -table[key], key))
@@ -147,7 +147,7 @@ def _intra_keys(ledger: Ledger) -> list[str]:
 def _intra(ledger: Ledger) -> str | None:
     keys, facts = _intra_keys(ledger), ledger.facts
     if evidence_problems.single_node(ledger) is True:
-        keys += [key for key in ledger.transports if key.startswith("NET/")]
+        keys += [key for key in ledger.count_transports() if key.startswith("NET/")]
     if keys:
         return mixed(keys)
     if ledger.codes["shm_too_small"]:
@@ -156,18 +156,19 @@ def _intra(ledger: Ledger) -> str | None:
         return "none (init failed)"
     if facts.local_ranks == 1 or facts.ranks == 1:
         return None
-    return None if facts.local_ranks == 0 and (ledger.wires or ledger.counts["torn channels"]) else "unknown"
+    carried = any(channel.network for _, channel in ledger.channels)
+    return None if facts.local_ranks == 0 and carried else "unknown"
 
 
 def _gdrdma(ledger: Ledger, inter: str | None) -> str:
-    total = sum(ledger.wires.values())
-    on = sum(times for wire, times in ledger.wires.items() if wire.gdrdma)
+    count = ledger.count_wires().get((), ChannelCount())
+    total, on = count.total, count.gdrdma
     # Tags that were found at the start of lines belong to as many channels that seem to have none.
     if total and total - on <= ledger.counts["orphan tags"]:
         return "on"
     if total:
         return "on" if on == total else "off" if not on else "partial"
-    if ledger.counts["torn channels"]:
+    if ledger.cut_wires():
         return "off" if inter == "Socket" else "none"
     if inter == "Socket":  # only selected: it carries nothing in a single-node job
         return "off" if evidence_problems.single_node(ledger) is False else "none"
@@ -215,7 +216,7 @@ def _mnnvl_use(ledger: Ledger) -> str:
     return "unknown" if ledger.facts.mnnvl is None else "off"
 
 
-def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
+def judge(ledger: Ledger) -> Evidence:
     """Return the verdict on everything that was counted."""
     facts = ledger.facts
     version = version_of(ledger)
@@ -223,7 +224,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
     directions = ledger.count_wires("direction")
     send, receive, other = (directions.get((name,), ChannelCount()) for name in ("send", "receive", None))
     total = send.total + receive.total + other.total
-    proxied = {wire.proxied for wire in ledger.wires if wire.direction == "send"}
+    proxied = {channel.proxied for _, channel in ledger.channels if channel.direction == "send" and not channel.is_cut}
     layers = evidence_problems.layers_in_use(ledger)
     # "Multicast available" means hardware support; NVLS is used only if a communicator set it up.
     nvls = {None: "unknown", True: "available", False: "not available"}[facts.nvls]
@@ -236,7 +237,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         send=send,
         receive=receive,
         undirected=other,
-        transports=dict(ledger.transports.most_common()),
+        transports=dict(ledger.count_transports().most_common()),
         proof=_proof(ledger),
         environment=dict(facts.environment),
         network=selected_network(ledger) if facts.networks or facts.assigned else None,
@@ -247,7 +248,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         nodes=facts.nodes or None,
         pxn=True in proxied if proxied else None,
         lines_read=ledger.lines,
-        torn_lines=ledger.counts["torn channels"],
+        torn_lines=ledger.cut_wires(),
         gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
         devices=_devices(ledger),
         by_host=_by_host(ledger),
@@ -261,7 +262,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         hosts=ledger.host_count() or None,
         missing_ranks=facts.unread_ranks(),
     )
-    problems, notes = evidence_problems.find(ledger, evidence, ports=ports)
+    problems, notes = evidence_problems.find(ledger, evidence)
     return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, evidence, facts.finished))
 
 
@@ -273,13 +274,12 @@ def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: boo
     return "finished" if finished else "unknown"
 
 
-def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
+def judge_runs(runs: Runs) -> Evidence:
     """Return the verdict on all runs: counts of all, and problems of each run."""
-    others = [problem_of_text(kind, bytes(text), file) for kind, file, text in runs.texts]
     if len(runs.ledgers) < 2:
         ledger = runs.ledgers[0] if runs.ledgers else Ledger()
-        return _with_texts(replace(judge(ledger, ports=ports), lines_read=runs.lines), others)
-    each = [judge(ledger, ports=ports) for ledger in runs.ledgers]
+        return _with_texts(replace(judge(ledger), lines_read=runs.lines), runs.texts)
+    each = [judge(ledger) for ledger in runs.ledgers]
     rows = tuple(
         RunEvidence(
             first=ledger.first, inter_node_transport=one.inter_node_transport,
@@ -296,7 +296,7 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
     jobs = (problem_of("several_jobs", " and ".join(dict.fromkeys(row.file for row in begins))),) if apart else ()
     joining = [*dict.fromkeys(one.inter_node_transport for one in each if one.inter_node_transport)]
     verdict = replace(
-        judge(whole, ports=ports),
+        judge(whole),
         inter_node_transport=mixed(joining) if joining else None,
         problems=_joined([jobs, *(one.problems for one in each)]),
         notes=(note, *_joined([one.notes for one in each])),
@@ -305,18 +305,16 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
         runs=rows,
         lines_read=runs.lines,
     )
-    return _with_texts(verdict, others)
+    return _with_texts(verdict, runs.texts)
 
 
-def _with_texts(verdict: Evidence, others: list[LogProblem]) -> Evidence:
-    """Add problems from ibstat, rdma link and the kernel log; these texts need no channels."""
+def _with_texts(verdict: Evidence, kinds: Iterable[str]) -> Evidence:
+    """Say what a text without a fault is if it is no log; such texts need no channels."""
+    others = tuple(problem_of("other_text", KINDS[kind]) for kind in dict.fromkeys(kinds))
     if not others:
         return verdict
-    problems = [problem for problem in verdict.problems if problem.code != "no_transport_evidence"]
-    faults = [problem for problem in others if problem.code != "other_text"]
-    if not (problems or faults):
-        faults = others
-    return replace(verdict, problems=by_severity((*problems, *faults)))
+    problems = tuple(problem for problem in verdict.problems if problem.code != "no_transport_evidence")
+    return replace(verdict, problems=problems or others)
 
 
 def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
@@ -344,12 +342,10 @@ def proven(evidence: Evidence) -> bool:
 PASS, FAILED, WARNED, NO_EVIDENCE = 0, 3, 4, 5
 
 
-def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str] | None = None) -> Evidence:
+def read_files(paths: Iterable[str | Path | BinaryIO]) -> Evidence:
     """Return one verdict on several files or folders, such as the logs of a run's processes; "-" is stdin.
 
-    ``ports`` names the RDMA ports that should be in use ("mlx5_0:1" or "mlx5_0"). A port that NCCL does not list is
-    down, because NCCL lists only active ports. Files compressed with gzip, bzip2 or xz are supported. Raises
-    ``LogFileError`` if decompression fails.
+    Files compressed with gzip, bzip2 or xz are supported. Raises ``LogFileError`` if decompression fails.
     """
     runs = Runs()
     found = list(files_of(paths))
@@ -367,7 +363,7 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
         runs.join(own)
-    evidence: Evidence = without_secrets(judge_runs(runs, ports=ports))
+    evidence: Evidence = without_secrets(judge_runs(runs))
     return evidence
 
 
@@ -391,13 +387,9 @@ def _holds_text(file: Path) -> bool:
 def _take(runs: Runs, file: BinaryIO, name: str) -> None:
     reader = Reader(runs, file=name)
     rest = b""
-    buffer: bytearray | None = None
     for number, chunk in enumerate(utf8_chunks(Unpacked(file))):
         if number == 0 and (kind := kind_of(chunk)):
-            buffer = bytearray()
-            runs.texts.append((kind, name, buffer))
-        if buffer is not None and len(buffer) < MAX_TEXT_BYTES:
-            buffer += chunk
+            runs.texts.append(kind)
         block, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)
@@ -416,14 +408,7 @@ def _take(runs: Runs, file: BinaryIO, name: str) -> None:
 
 def environment(debug_dir: str | Path) -> dict[str, str]:
     """Return the variables with which NCCL logs evidence: one file per process in ``debug_dir``, for ``read_files``."""
-    return {
-        "NCCL_DEBUG": "INFO",
-        # These subsystems print channel lines, network selection, variables and the distance of GPU and NIC.
-        "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM",
-        "NCCL_DEBUG_FILE": str(Path(debug_dir) / "nccl.%h.%p.log"),
-        # Since 2.22 connections are created and printed at the first collective, unless this is 0.
-        "NCCL_RUNTIME_CONNECT": "0",
-    }
+    return {**LOGGING, "NCCL_DEBUG_FILE": str(Path(debug_dir) / "nccl.%h.%p.log")}
 
 
 def to_json(evidence: Evidence) -> dict[str, Any]:

@@ -37,8 +37,7 @@ class Writer:
     rank: int | None = None  # as a launcher or PyTorch puts it before the line
 
 
-@dataclass(frozen=True, slots=True)
-class Channel:
+class Channel(NamedTuple):
     """One end of one channel."""
 
     transport: str  # "NET/IB", "COLLNET/SHARP", "P2P/CUMEM/read", "SHM"
@@ -54,16 +53,10 @@ class Channel:
         family, _, name = self.transport.partition("/")
         return name if family in ("NET", "COLLNET") else None
 
-
-class Wire(NamedTuple):
-    """The members of a network channel by which channels are counted."""
-
-    host: str  # empty if the line does not name it
-    network: str
-    device: int
-    direction: str | None
-    gdrdma: bool
-    proxied: bool
+    @property
+    def is_cut(self) -> bool:
+        """Return whether the line ends before it proves what the channel is."""
+        return self.gdrdma is None if self.network else self.torn
 
 
 def host_name(name: bytes) -> str:
@@ -99,10 +92,8 @@ class Ledger:
         self.lines = max(1, line)
         self.first = self._proof_line(text, "the first line of a run")
         self.lines = line  # number of the current line
-        self.transports: Tally[str] = Tally()
-        self.torn_transports: Tally[str] = Tally()
-        self.wires: Tally[Wire] = Tally(MAX_DEVICES)
-        self.counts: Tally[str] = Tally()  # "torn channels", "orphan tags" (of no channel of their line)
+        self.channels: Tally[tuple[str, Channel]] = Tally(MAX_DEVICES)  # (host, or empty; channel)
+        self.counts: Tally[str] = Tally()  # "orphan tags" (of no channel of their line)
         self.codes: Tally[str] = Tally()
         self.code_lines = Proofs()
         self.code_writers: Firsts[tuple[str, Writer], None] = Firsts(MAX_WRITERS)
@@ -197,28 +188,28 @@ class Ledger:
 
     # --- channels
 
-    def add_channel(self, channel: Channel, host: str, times: int = 1) -> None:
-        """Count the channel."""
-        name = channel.transport
-        if channel.network is None:
-            (self.torn_transports if channel.torn else self.transports).add(name, times)
-        elif channel.gdrdma is None:
-            self.counts.add("torn channels", times)
-            self.torn_transports.add(name, times)
-        else:
-            self.transports.add(name, times)
-            device, direction = channel.device or 0, channel.direction
-            self.wires.add(Wire(host, channel.network, device, direction, channel.gdrdma, channel.proxied), times)
+    def count_transports(self, *, cut: bool = False) -> Tally[str]:
+        """Count the channels of each transport: those whose lines are whole, or those whose lines are cut."""
+        found: Tally[str] = Tally()
+        for (_, channel), times in self.channels.items():
+            if channel.is_cut == cut:
+                found.add(channel.transport, times)
+        return found
 
     def count_wires(self, *members: str) -> dict[tuple[Any, ...], ChannelCount]:
-        """Count the network channels by these members of `Wire`. Hosts have their whole names."""
+        """Count the whole network channels by "host" and members of `Channel`. Hosts have their whole names."""
         names = self.whole_names()
         counts: dict[tuple[Any, ...], ChannelCount] = {}
-        for wire, times in self.wires.items():
-            named = wire._replace(host=names.get(wire.host, wire.host))
-            key = tuple(getattr(named, member) for member in members)
-            counts[key] = counts.get(key, ChannelCount()) + ChannelCount(total=times, gdrdma=times * wire.gdrdma)
+        for (host, channel), times in self.channels.items():
+            if channel.gdrdma is not None:
+                whole = names.get(host, host)
+                key = tuple(whole if member == "host" else getattr(channel, member) for member in members)
+                counts[key] = counts.get(key, ChannelCount()) + ChannelCount(total=times, gdrdma=times * channel.gdrdma)
         return counts
+
+    def cut_wires(self) -> int:
+        """Return the number of network channels that were cut before their tag."""
+        return sum(times for (_, channel), times in self.channels.items() if channel.network and channel.is_cut)
 
     def networks(self) -> dict[str, ChannelCount]:
         """Return the channels of each network."""
@@ -226,7 +217,7 @@ class Ledger:
 
     def prove_channel(self, channel: Channel, shown: bytes) -> None:
         """Store the line as proof of the channel's kind."""
-        if channel.network is None and not channel.torn:
+        if channel.network is None and not channel.is_cut:
             self.prove(f"transport {channel.transport}", shown, channel.transport)
         elif channel.gdrdma is not None:
             key = f"{channel.direction or 'a channel'} {'with' if channel.gdrdma else 'without'} GDRDMA"
@@ -272,7 +263,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.ledgers: list[Ledger] = []
-        self.texts: list[tuple[str, str, bytearray]] = []  # (kind, file, text) of files that are no log
+        self.texts: list[str] = []  # kinds of the files that are no log
         self.lines = 0
 
     def add(self, ledger: Ledger) -> None:

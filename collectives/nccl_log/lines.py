@@ -11,7 +11,6 @@ Most lines repeat each other: a channel line whose end is known is only counted.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -51,7 +50,6 @@ class LineReader:
         self._writers: Firsts[bytes, Writer] = Firsts(MAX_SEEN)  # by the prefix of a line
         self._processes: Firsts[str, None] = Firsts(MAX_SEEN)
         self._ends: Firsts[tuple[str | None, bytes], Channel] = Firsts(MAX_SEEN)  # by direction and text after "via "
-        self._repeated: Counter[tuple[str | None, bytes, str]] = Counter()  # (direction, end, host), not yet counted
         self._tags_read = 0  # tags of the current line that belong to a channel
         self._traceback = 0  # number of the line with the start of an open traceback, else 0
         self._ignored = 0  # number of the line that says that an exception is ignored
@@ -59,7 +57,6 @@ class LineReader:
 
     def finish(self) -> None:
         """Add what was read to the runs."""
-        self._count_repeated()
         self.runs.lines += self.ledger.lines
         self.runs.add(self.ledger)
 
@@ -73,10 +70,10 @@ class LineReader:
         # A longer head contains the message of another writer.
         if not via or writer is None or len(head) > 72 or not head.startswith(b"Channel "):
             return False
-        direction = direction_of(head)
-        if (direction, end) not in self._ends:
+        channel = self._ends.get((direction_of(head), end))
+        if channel is None:
             return False
-        self._repeated[direction, end, writer.host] += 1
+        self.ledger.channels.add((writer.host, channel))
         self.ledger.facts.channel_places.keep(head[8:], None)
         return True
 
@@ -110,7 +107,7 @@ class LineReader:
         if not writer.process:
             return
         if writer.process not in self._processes and len(self._processes) < MAX_SEEN:
-            if self.ledger.transports or self._repeated:
+            if self.ledger.count_transports():
                 self._begin_part(line)
             self._processes.keep(writer.process, None)
         if prefix not in self._writers:
@@ -142,7 +139,6 @@ class LineReader:
         self.ledger.facts.places.keep(place, None)
 
     def _begin_part(self, line: bytes) -> None:
-        self._count_repeated()
         self.runs.add(self.ledger)
         self.ledger = Ledger(file=self.file, line=self.ledger.lines, text=line)
         self._dull.clear()
@@ -153,7 +149,7 @@ class LineReader:
     def _channels(self, text: bytes) -> int:
         found = list(parse_channels(text, cut=self.cut))
         for channel in found:
-            self.ledger.add_channel(channel, self.ledger.writer.host)
+            self.ledger.channels.add((self.ledger.writer.host, channel))
             self.ledger.prove_channel(channel, text)
             self.ledger.facts.channel_places.keep(place_of(text), None)
             self._tags_read += channel.gdrdma is True
@@ -167,11 +163,6 @@ class LineReader:
             self.ledger.facts.rccl = True
         if not self.cut and len(end) < 120 and b"NCCL" not in end and text.count(b"via ") == 1:
             self._ends.keep((channel.direction, end), channel)
-
-    def _count_repeated(self) -> None:
-        for (direction, end, host), times in self._repeated.items():
-            self.ledger.add_channel(self._ends[direction, end], host, times)
-        self._repeated.clear()
 
     # --- messages
 

@@ -97,9 +97,7 @@ def one_direction(evidence: Evidence) -> bool:
     )
 
 
-def find(
-    ledger: Ledger, evidence: Evidence, *, ports: Collection[str] | None
-) -> tuple[tuple[LogProblem, ...], tuple[LogProblem, ...]]:
+def find(ledger: Ledger, evidence: Evidence) -> tuple[tuple[LogProblem, ...], tuple[LogProblem, ...]]:
     """Return the problems, and the notes: what was seen and is no problem here."""
     found = _Findings(ledger, evidence)
     for code in ledger.codes:
@@ -108,7 +106,7 @@ def find(
     found.find_network()
     found.find_gdrdma()
     found.find_within_node()
-    found.find_ports(ports)
+    found.find_ports()
     found.find_environment()
     found.find_missing_evidence()
     problems = found.problems
@@ -116,8 +114,9 @@ def find(
     if reasons and "socket_fallback" in problems:
         action = f"The log names the reason ({reasons[0].code}). {reasons[0].action}"
         problems["socket_fallback"] = replace(problems["socket_fallback"], action=action)
-    # A CUDA error or a missing tag says what is wrong; the problem that names the reason comes before it.
-    ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom))
+    # The problem that names the reason comes before a CUDA error or a missing tag, and a failure before a slow path.
+    slow = {code for code in codes_with("gdr") if code in problems and problems[code].severity == "fail"}
+    ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom + (each.code in slow)))
     return ranked, tuple(found.notes)
 
 
@@ -218,15 +217,19 @@ class _Findings:
         return tuple(host for host, count in rows.items() if host and not count.gdrdma)
 
     def _hosts_over(self, network: str) -> tuple[str, ...]:
-        """Return the hosts with channels over this network."""
-        return tuple(host for host, name in self.ledger.count_wires("host", "network") if host and name == network)
+        """Return the hosts with channels over this network; without such channels, those that chose it."""
+        over = tuple(host for host, name in self.ledger.count_wires("host", "network") if host and name == network)
+        return over or self._named(row.host for row in self.proof(f"network {network} "))
 
     # --- messages
 
     def explain_messages(self) -> None:
         """Make consequences and noise notes if the log has the first cause."""
-        if "libibverbs_missing" in self.problems and self.inter and self._if_several()[1]:
-            self.problems["libibverbs_missing"] = replace(self.problems["libibverbs_missing"], severity="warn")
+        refused = {writer.host for writer in self.ledger.writers_of("ibv_open_device_failed")}
+        others_work = self.inter.startswith("IB") and len(refused) >= self.ledger.host_count()
+        mild = {"libibverbs_missing": self.inter and self._if_several()[1], "ibv_open_device_failed": others_work}
+        for code in [code for code, holds in mild.items() if holds and code in self.problems]:
+            self.problems[code] = replace(self.problems[code], severity="warn")
         for condition in ("always", "one node", "another failure", "libfabric works", "finished", "earlier step"):
             for code in [code for code in self.problems if CODES[code].note == condition]:
                 if self._holds(condition, code):
@@ -257,7 +260,7 @@ class _Findings:
     # --- the network
 
     def find_network(self) -> None:
-        """Find problems of the network that was chosen."""
+        """Find problems of the network that was chosen. NCCL's own transport (IB) and its plugin (IBext) do not mix."""
         facts, over_sockets = self.facts, self._hosts_over("Socket")
         if self.inter == "Socket":
             unsure, severity = self._if_several()
@@ -267,11 +270,12 @@ class _Findings:
         if absent and not one_node and self.inter in ("", "Socket", "unknown"):
             self.add("no_ib_device", count=absent)
         chosen = facts.networks.keys() | self.ledger.networks().keys()
-        if "Socket" in chosen and len(chosen) > 1 and not one_node:
-            on = {name: ", ".join(sorted(self._hosts_over(name))[:4]) for name in sorted(chosen)}
-            detail = "; ".join(f"{name} on {hosts}" if hosts else name for name, hosts in on.items())
-            odd = over_sockets or self._named(row.host for row in self.proof("network Socket"))
-            self.add("mixed_networks", detail, hosts=odd)
+        own = {*self._hosts_over("IB")} if "IB" in facts.networks else set()
+        apart = own and any(own.isdisjoint(self._hosts_over(name)) for name in facts.networks if name[:5] == "IBext")
+        if not one_node and (("Socket" in chosen and len(chosen) > 1) or apart):
+            on = {name: sorted(self._hosts_over(name)) for name in sorted(chosen)[:16]}
+            detail = "; ".join(f"{name} on {', '.join(hosts[:4])}" if hosts else name for name, hosts in on.items())
+            self.add("mixed_networks", detail, hosts=over_sockets)
         if self.inter and len(layers_in_use(self.ledger)) > 1:
             self.add("mixed_link_layers", ", ".join(self.evidence.hcas))
         self._find_interface()
@@ -304,26 +308,17 @@ class _Findings:
             return "", ""
         return "if the job has several: the log shows one host and no channel", "warn"
 
-    def find_ports(self, ports: Collection[str] | None) -> None:
-        """Find ports that are down. NCCL lists active ports, which are compared with `ports`, or between hosts."""
-        facts = self.facts
-        listed = {host: {port for other, port in facts.ports if other == host} for host in facts.whole_lists}
-        missing: list[str] = []
-        if ports is not None:
-            wanted = {port if ":" in port else f"{port}:1" for port in ports}
-            # A plugin that lists no ports (EFA) says nothing about them.
-            none_found: dict[str, set[str]] = {"": set()} if facts.counts["no RDMA device"] else {}
-            for host, row in (listed or none_found).items():
-                seen = {f"{name}:{port.split(':')[1]}" for port in row for name in port.split(":")[0].split("+")}
-                missing += [f"{host or 'this host'}: {port} (which --port names)" for port in sorted(wanted - seen)]
-        elif len(listed) > 1:
-            whole = max(listed, key=lambda host: len(listed[host]))
-            for host, row in listed.items():
-                if row < listed[whole]:
-                    missing += [f"{host}: {port} (which {whole} lists)" for port in sorted(listed[whole] - row)]
+    def find_ports(self) -> None:
+        """Find ports that are down on some hosts: NCCL lists only active ports, and they are compared between hosts."""
+        listed = {host: {port for other, port in self.facts.ports if other == host} for host in self.facts.whole_lists}
+        whole = max(listed, key=lambda host: len(listed[host]), default="")
+        missing = [
+            f"{host}: {port} (which {whole} lists)"
+            for host, row in listed.items() if row < listed[whole] for port in sorted(listed[whole] - row)
+        ]  # fmt: skip
         if missing:
             shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-            hosts = dict.fromkeys(each.partition(": ")[0] for each in missing if not each.startswith("this host: "))
+            hosts = dict.fromkeys(each.partition(": ")[0] for each in missing)
             self.add("dead_port", shown, count=len(missing), hosts=tuple(hosts))
 
     # --- GPUDirect RDMA
@@ -452,7 +447,7 @@ class _Findings:
         is_silent = not evidence.transports and evidence.gdrdma == "none" and facts.ranks != 1
         unclear = ("call_failed", "remote_failed")
         if not self.has_failure(*unclear) and (is_silent or self.problems.keys() & unclear):
-            for unknown in [note for note in self.notes if note.code == "other_warnings"]:  # they say most
+            for unknown in [note for note in self.notes if note.code in ("other_warnings", "sharp_init_failed")]:
                 self.notes.remove(unknown)
                 self.problems[unknown.code] = replace(unknown, severity="warn")
         if self.has_failure() or evidence.torn_lines:

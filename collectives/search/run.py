@@ -71,16 +71,8 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
 
 
 def _start(module: str, settings: Place, output: Any, more: Mapping[str, str]) -> processes.Tree:
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     # NCCL: an init that does not finish must not block the process (PyTorch, "ProcessGroupNCCL environment").
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
-        **os.environ,
-        **more,
-        "PYTHONPATH": path,
-    }
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1", **os.environ, **more}
     words = [sys.executable, "-m", f"collectives.search.{module}", json.dumps(asdict(settings))]
     return processes.Tree(words, environment, output)
 

@@ -11,14 +11,14 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
 from planner.lint.script import NAME, OPEN, Assigned, EnvironmentTextError, Inner, Script, is_judged, pattern, words
 from planner.lint.shell import expand, read_shell
-from planner.lint.values import finding
+from planner.lint.values import finding, members
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
@@ -49,14 +49,10 @@ def parse(text: str, kind: str) -> list[list[Any]]:
         if kind == "json":
             return [[json.loads(text)]]
         texts = _without_templates(text) if "{{" in text or "{%" in text else [text]
-        return [_parse_yaml(each) for each in texts]
+        filled = [pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, each)) for each in texts]
+        return [list(load_all(each, most_aliases=_LIMIT_ALIASES, texts=True)) for each in filled]
     except (YamlTextError, tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise EnvironmentTextError(str(error)) from None
-
-
-def _parse_yaml(text: str) -> list[Any]:
-    filled = pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, text))
-    return list(load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True))
 
 
 def _without_templates(text: str) -> list[str]:
@@ -104,6 +100,7 @@ def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
         walk = _Walk(documents)
         for document in documents:
             walk.visit(document, title(document), 0)
+        _compare_replicas(walk.found)
         used = {name for names in walk.taken.values() for name in names}
         for source, script in walk.found.items():
             if walk.config_of.get(source) in used or not (any(script.settings()) or script.inner):
@@ -116,6 +113,21 @@ def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
                 before.inner += [each for each in script.inner if each not in before.inner]
                 before.findings += [each for each in script.findings if each not in before.findings]
     return first
+
+
+def _compare_replicas(found: Mapping[str, Script]) -> None:
+    """Add a finding for each variable that the Master and the Workers of a PyTorchJob must share, and do not."""
+    for place, script in found.items():
+        match = re.match(r"(PyTorchJob/\S+) (Master|Worker) ", place)
+        other = "Worker" if match and match[2] == "Master" else "Master"
+        theirs = [each for there, each in found.items() if match and there.startswith(f"{match[1]} {other} ")]
+        values = {name: each.value for one in theirs for name, each in one.always.items()}
+        for name in members("same_on_all_ranks") if theirs and not any(each.files for each in theirs) else ():
+            value, its = script.always[name].value if name in script.always else "0", values.get(name, "")
+            # 0 is the default; two values are reported at the Master
+            if value not in ("0", its) and OPEN not in value + its and (other == "Worker" or not its):
+                said = f"have {name}={its}" if its else "do not set it"
+                script.findings.append(finding("env.pair.differs", name, value, other=other, theirs=said))
 
 
 def form(documents: list[Any], kind: str) -> str:
@@ -160,7 +172,7 @@ class _Walk:
     def _mapping(self, node: dict[Any, Any], source: str, depth: int, key: str) -> None:
         if node.get("kind") == "ConfigMap" and isinstance(node.get("metadata"), dict):
             self.config_of[source] = str(node["metadata"].get("name"))
-        if self._kubernetes and key in _CONTAINERS and isinstance(node.get("env"), list):
+        if self._kubernetes and key in _CONTAINERS:
             self._container(node, source)
         here = bool(pattern("place").fullmatch(key))
         for name, value in node.items():
@@ -197,7 +209,8 @@ class _Walk:
 
     def _container(self, node: dict[Any, Any], source: str) -> None:
         """Check the `env` of a Kubernetes container: types that the API rejects, duplicates, order of references."""
-        entries = [each for each in node["env"] if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        notes, env = self._at(source).findings, node["env"] if isinstance(node.get("env"), list) else []
+        entries = [each for each in env if isinstance(each, dict) and isinstance(each.get("name"), str)]
         before: dict[str, str] = {}
         for entry in entries:
             name, value = entry["name"], entry.get("value")
@@ -210,12 +223,10 @@ class _Walk:
             gone = next((each for each in used if each not in before), None)
             if gone and not node.get("envFrom"):  # envFrom may set the variable and is evaluated before env
                 later = "is set after it" if any(each["name"] == gone for each in entries) else "is not set"
-                note = finding("env.value.kind/reference", name, text, other=gone, when=later)
-                self._at(source).findings.append(note)
+                notes.append(finding("env.value.kind/reference", name, text, other=gone, when=later))
             if name in before:
                 status = Status.WARN if before[name] != text else Status.INFO
-                note = finding("env.pair.shadowed/twice", name, before[name], status=status, last=text)
-                self._at(source).findings.append(note)
+                notes.append(finding("env.pair.shadowed/twice", name, before[name], status=status, last=text))
             before[name] = text
 
     def _text_wanted(self, source: str, name: str, value: Any) -> None:

@@ -70,7 +70,7 @@ class _Case(NamedTuple):
     plugin: bool  # aws-ofi-nccl is in use and may have set variables
     vendor: Platform | None  # platform whose network plugin the environment configures
     carrier: str  # setting of the network plugin that replaces NCCL's RDMA; or ""
-    one_gpu: bool  # each pod or node has one GPU
+    alone: tuple[str, ...]  # sections of settings.toml: "one_gpu" if each pod or node has one, "one_node" for the job
 
 
 def lint(
@@ -99,11 +99,13 @@ def lint(
         quoted = [each for name, value in environment.items() for each in check_quotes(name, value)]
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, machine, source)
+    one_gpu = gpus == 1 or (machine is not None and machine.has_one_gpu)
+    nodes = nodes if nodes is not None else nodes_of(environment)
     case = _Case(
         version=padded(nccl_version) if nccl_version is not None else None, machine=machine, source=source, own=own,
         plugin=plugin, vendor=platform_of_plugin(environment),
         carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
-        one_gpu=gpus == 1 or (machine is not None and machine.has_one_gpu),
+        alone=("one_gpu",) * one_gpu + ("one_node",) * (nodes == 1),
     )  # fmt: skip
     for name, value in environment.items():
         found += _judge_name(name, value, case)
@@ -113,12 +115,18 @@ def lint(
         entry = names().get(name)
         if name in torch_names() or (entry is not None and entry.status == "current"):
             found.append(finding("env.name.unexported", name, raw))
-    if case.one_gpu:
+    if one_gpu:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
     found += check_torch(environment)
-    found += check_pairs(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
+    found += [
+        *_shadowed(environment),
+        *_bounds(environment),
+        *_through_the_network(environment),
+        *_sockets(environment),
+    ]
+    found += _missing(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
     if machine is None:
-        found += check_job(environment, nodes if nodes is not None else nodes_of(environment))
+        found += check_job(environment, nodes) if nodes != 1 else ()
     else:
         found += check_efa(environment) if machine.has_efa else ()
         found += machine.check(environment, case.version)
@@ -184,8 +192,10 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
             yield finding("env.gid.needless", name, value, version=version_text(case.version))
     elif entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
-    elif case.one_gpu and name in settings()["one_gpu"]["names"]:
+    elif "one_gpu" in case.alone and name in settings()["one_gpu"]["names"]:
         yield finding("env.debug.leftover/one_gpu", name, value)
+    elif "one_node" in case.alone and name in settings()["one_node"]["names"]:
+        yield finding("env.debug.leftover/one_node", name, value)
     elif case.vendor is not None:
         yield from _compare_with_vendor(name, value, case.vendor)
     elif name == "NCCL_PXN_DISABLE" and case.machine is not None and case.machine.lacks_nvlink:
@@ -214,7 +224,8 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
         return number == 1
     if name in values()["level"]["names"]:
         return value in values()["level"]["known"] or value[0].isdigit()
-    if value.upper() == entry.default.upper() or (whole and entry.default == str(number)):
+    same = value.upper() == entry.default.upper() or (whole and entry.default == str(number))
+    if same or value in settings()["guards"].get(name, ()):
         return False
     return whole or not entry.default.lstrip("-").isdigit()
 
@@ -281,15 +292,6 @@ def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
 # -- combinations of settings, and checks without a known machine
 
 
-def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
-    """Check combinations: settings that override or need each other. `named` are all names set, with any value."""
-    yield from _shadowed(environment)
-    yield from _bounds(environment)
-    yield from _through_the_network(environment)
-    yield from _sockets(environment)
-    yield from _missing(environment, named)
-
-
 def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Report a minimum that is larger than its maximum."""
     for row in settings()["bounds"]:
@@ -299,20 +301,10 @@ def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield finding("env.pair.shadowed/bounds", low, environment[low], other=high, most=most, effect=effect)
 
 
-def _holds(value: str | None, wanted: str) -> bool:
-    """Whether a value of a variable is one with which it overrides others."""
-    number, whole = strtoll(value or "")
-    holds = {
-        "one": number == 1, "nonzero": number != 0, "positive": number > 0, "index": whole and number >= 0,
-        "socket": (value or "").lower() == "socket",
-    }  # fmt: skip
-    return holds[wanted]
-
-
 def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
     for row in settings()["shadows"]:
         cause = row["cause"]
-        for name in row["names"] if _holds(environment.get(cause), row["set"]) else ():
+        for name in row["names"] if re.fullmatch(row["set"], environment.get(cause, "")) else ():
             if name in environment:
                 first = f"{cause}={environment[cause]}"
                 yield finding("env.pair.shadowed", name, environment[name], cause=first, other=cause)
@@ -337,6 +329,7 @@ def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
+    """Report settings that need another one. `named` are all names set, with any value."""
     for name, row in settings()["needs"].items():
         if environment.get(name) and row["other"] not in named:
             yield finding("env.pair.missing", name, environment[name], why=row["why"], other=row["other"])
@@ -385,7 +378,7 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
         local = [
             entry for entry, _port in wanted.entries if re.fullmatch(r"lo|docker\d*|virbr\d*|cni\d*|br-\w*", entry)
         ]
-        if wanted.negated or not local or len(local) < len(wanted.entries) or nodes == 1:
+        if wanted.negated or not local or len(local) < len(wanted.entries):
             continue
         status, known = Status.INFO, "the job's size is not known"
         if nodes:

@@ -301,10 +301,14 @@ class Programs(Expander):
         """Follow the words of a command: launcher options, `env A=1`, scripts. Returns whether they set variables."""
         before, at, end = self._sets, 0, _own_script(words)
         settings = False
+        passes = end < len(words) and words[end].text.endswith(".sh")  # such as vLLM's run_cluster.sh, to docker
         while at < len(words):
             word = words[at]
             taken: int | None = 0
-            if (at <= end or pattern("dotted").match(word.text)) and (
+            passed = (
+                passes and word.text in ("-e", "--env") and any(_SETTING.match(w.text) for w in words[at + 1 : at + 2])
+            )
+            if (at <= end or passed or pattern("dotted").match(word.text)) and (
                 taken := self._launcher_option(words, at, line, outer)
             ) is None:
                 self._plain_word(words, at, line, settings=settings)

@@ -572,9 +572,6 @@ class _Reader(Programs):
             self.script.files.append(call.words[0].raw + f" (line {call.line})" * bool(call.line))
         return LIKELY
 
-    def _truth(self, call: Call) -> Outcome:
-        return Outcome(success=call.program != "false")
-
 
 def _redirects(node: Node) -> Iterator[Node]:
     """Yield the redirections of a statement, and nodes that the grammar puts inside a here-document redirection."""
@@ -608,7 +605,7 @@ _BUILTINS: Mapping[str, Callable[[_Reader, Call], Outcome | None]] = {
     **dict.fromkeys((".", "source"), _Reader._source), "set": _Reader.options_of_shell,
     **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._end_block),
     "setenv": lambda reader, call: reader.unread(call.line, "setenv belongs to the C shell, which is not supported"),
-    **dict.fromkeys((":", "true", "false"), _Reader._truth),
+    **dict.fromkeys((":", "true", "false"), lambda _reader, call: Outcome(success=call.program != "false")),
     **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader.assign_unknown),
     **dict.fromkeys(("eval", "trap"), _Reader.commands_in_words),
     **dict.fromkeys(_NAMES["declares"], lambda reader, call: reader.declare(call.program, call.words, call.line)),

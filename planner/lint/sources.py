@@ -130,7 +130,8 @@ def _own(text: str) -> frozenset[str]:
 
 def _nodes(text: str) -> int | None:
     """Return the largest number of nodes that the text requests; None if it contains none."""
-    found = [int(number) for match in pattern("nodes").findall(text) for number in match if number]
+    matches, master = pattern("nodes").finditer(text), "Master:" in text
+    found = [int(each[each.lastgroup]) + (each.lastgroup == "workers" and master) for each in matches if each.lastgroup]
     return max(found) if found else None
 
 
@@ -152,7 +153,8 @@ def why_nothing(text: str, reading: Reading) -> str:
         return f"NCCL's variables are named only in comments ({listed_lines(lines)}); it was read as: {reading.form}"
     looks = _first(_PATTERNS["foreign"], text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
-    like = f" It looks like {looks}." if looks else ""
+    like = f" It looks like {looks}." if looks and (looks != "Markdown" or not text.startswith("#!")) else ""
+    like += f" Not read: {', '.join(reading.files[:3])}." if reading.files else ""
     return (
         f"{count} NCCL's variables ({listed_lines(lines)}), and none sets one in a form that is read. It was read as: "
         f"{reading.form}.{like} Forms that are read: {', '.join(KINDS)} (--kind)"
@@ -262,7 +264,8 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
             found = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
         parts += [(f"{where} > {place}" if kind in _DOCUMENTS and place != "document" else where, each)
                   for place, each in found]  # fmt: skip
-        if not any(settings for _, each in found for settings in each.settings()):
+        read = any(settings for _, each in found for settings in each.settings())
+        if not read and not inner.target.endswith((".txt", ".log", ".out", ".err")):  # those are for a reader
             script.unread += _unfound(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
     return parts
 
@@ -289,7 +292,7 @@ def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[
 
 def guess_kind(text: str, name: str = "") -> str:
     """Return the format of a text, recognised from the file name first, then from the text."""
-    if "\0" in text:
+    if re.match(r"[A-Za-z_][^\s\0=]*=[^\0]*\0", text):  # /proc/PID/environ; another file with a NUL is binary
         return "process"
     by_name = _first(_PATTERNS["by_name"], name)
     if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):

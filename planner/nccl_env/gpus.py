@@ -29,7 +29,8 @@ def nvlink_between_nodes(case: Situation) -> str | None:
     for node in case.nodes:
         facts = node.gpu()
         cliques.update({gpu.fabric_clique for gpu in facts.gpus if gpu.fabric_clique} if facts else ())
-    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or _has_tray(case)]
+    is_tray = all(0 < node.gpu_count() <= 4 for node in case.nodes)  # of an NVLink domain (GB200 NVL72); HGX has 8
+    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or is_tray]
     racks = [node.hostname for node in case.nodes if not node.snapshot and _is_of_rack(node)]
     if shared:
         return f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)"
@@ -48,11 +49,6 @@ def _is_of_rack(node: NodeView) -> bool:
     """Whether a catalogue machine has an NVLink domain of several nodes."""
     sku = node.topology.sku if node.topology else None
     return any(row.name == sku and row.nvlink_nodes > 1 for row in catalogue())
-
-
-def _has_tray(case: Situation) -> bool:
-    """Whether a node with a clique and at most 4 GPUs is a tray of an NVLink domain (GB200 NVL72), not an HGX board."""
-    return all(0 < node.gpu_count() <= 4 for node in case.nodes)
 
 
 def nvls(case: Situation) -> Note | None:
@@ -86,7 +82,8 @@ def topo_file(case: Situation) -> Setting | Note | None:
     """NCCL_TOPO_FILE: a VM that hides the PCIe tree needs the file of its provider."""
     topic = "NCCL_TOPO_FILE"
     for node in case.nodes:
-        why = (node.topology.virtual if node.topology else None) or _get_virtual_tree(node)
+        pci = node.pci()
+        why = (node.topology.virtual if node.topology else None) or (pci.virtual_tree if pci else None)
         if why is None or node.gpu_count() < 2:
             continue
         info = node.hostinfo()
@@ -116,11 +113,6 @@ def _find_azure_file(node: NodeView) -> str | None:
     wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
     there = _list_topology_files(node)
     return next((path for path in wanted if path in there), None)
-
-
-def _get_virtual_tree(node: NodeView) -> str | None:
-    facts = node.pci()
-    return facts.virtual_tree if facts else None
 
 
 def p2p_level(case: Situation) -> Note | None:

@@ -272,7 +272,9 @@ def net_plugin(case: Situation) -> Setting | Note | None:
         return None
     if case.sockets:
         return setting("net.tcp_job", "Socket", "network between the nodes: TCP")
-    if case.cluster.inter_node_transport in ("rdma", "efa") and not (case.rdma_ports or _has_rdma_nic(case)):
+    seen = case.rdma_ports or case.efa or case.cxi
+    seen = seen or any(nic.kind in RDMA_KINDS for node in case.nodes for nic in _get_nics(node))
+    if case.cluster.inter_node_transport in ("rdma", "efa") and not seen:
         return note("net.assumed")
     if (unseen := _note_unseen_efa(case)) is not None:
         return unseen
@@ -282,10 +284,6 @@ def net_plugin(case: Situation) -> Setting | Note | None:
         nics = by_host((node.hostname, f"Cassini NICs {', '.join(node.cxi())}") for node in case.nodes if node.cxi())
         return setting("net.slingshot", "AWS Libfabric", nics)
     return setting("net.efa", "AWS Libfabric", _describe_efa(case), *([] if case.multi_node else ["net.efa_nodes"]))
-
-
-def _has_rdma_nic(case: Situation) -> bool:
-    return case.efa or case.cxi or any(nic.kind in RDMA_KINDS for node in case.nodes for nic in _get_nics(node))
 
 
 def _note_unseen_efa(case: Situation) -> Note | None:

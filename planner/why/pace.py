@@ -287,7 +287,7 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     if more[kind] <= 2 * sqrt(0.25 / total + 0.25 / theirs):
         return AS_OTHERS
     share = mine.get(kind, 0) / total
-    now = kind_of(state, kind) or kind
+    now = kind_of(replace(state, is_active=False), kind) or kind  # the collectives themselves read and write
     return Activity(now, f"{DOING[now]} in {share:.0%} of its samples, {rest.get(kind, 0) / theirs:.0%} of those "
                     "of the others")  # fmt: skip
 

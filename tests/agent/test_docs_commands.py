@@ -96,7 +96,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "job.env").write_text("NCCL_DEBUG=INFO\n")
     (made / "matrix.txt").write_text(MATRIX)
     (made / "nccl.conf").write_text("NCCL_DEBUG=INFO\n")
-    (made / "gres.conf").write_text("Name=gpu File=/dev/nvidia[0-7]\n")
     (made / "calibration.json").write_text("{}")
     pod = {"spec": {"containers": [{"name": "a", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}]}}
     (made / "trainjob.yaml").write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", **pod}))
@@ -107,7 +106,7 @@ def filled(line: str, folder: Path) -> list[str]:
     """The words with what a reader would put in place of those in capitals."""
     words = shlex.split(line)[1:]
     given = {**WORDS, "FILE": FILE_OF.get(words[0], "job.env")}
-    places = {"/etc/nccl.conf": folder / "nccl.conf", "/etc/slurm": folder, "eth0": "eno1", "eth1": "eno1"}
+    places = {"/etc/nccl.conf": folder / "nccl.conf", "eth0": "eno1", "eth1": "eno1"}
     return [str(places[word]) if word in places else given.get(word, word) for word in words]
 
 

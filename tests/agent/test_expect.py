@@ -115,7 +115,8 @@ def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
     path.write_text("# gpus: 8\n")
     assert read_file(path) == Expectation()
     assert judged(snapshot(), "") == {}
-    assert preflight(H100, "--expect-file", str(path)).exit_code == 0
+    empty = preflight(H100, "--expect-file", str(path))
+    assert (empty.exit_code, "states nothing that a node must" in empty.stderr) == (2, True), "a gate without teeth"
     path.write_text("gpus: 9\n")
     assert preflight(H100, "--expect-file", str(path)).exit_code == 3
 

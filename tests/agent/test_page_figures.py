@@ -38,7 +38,7 @@ def widths(svg: str, kind: str) -> list[float]:
 def picture(name: str) -> str:
     """The drawing of a recorded machine with what is wrong on it."""
     (node,) = view(name).topologies
-    return report.picture(node, snapshot=snapshot(name), checks=view(name).checks)
+    return report.picture(node, checks=view(name).checks)
 
 
 @each_row("name", NAMES)
@@ -53,7 +53,7 @@ def test_every_device_is_drawn_and_no_line_is_red_where_nothing_is_wrong(name: s
     plain = report.picture(node)
     root = ElementTree.fromstring(plain) if plain else ElementTree.Element("svg")  # noqa: S314 - our own output
     kinds = [line.get("class", "") for line in root.iter("path")]
-    assert "l-sys" not in kinds and "l-gone" not in kinds
+    assert "l-sys" not in kinds
     boxes = sum("d-frame" in (rect.get("class") or "") for rect in root.iter("rect"))
     assert kinds.count("l-cpus") == max(0, boxes - 1)
     nics = tuple(replace(nic, name=HOSTILE + nic.name) for nic in node.nics)
@@ -62,10 +62,10 @@ def test_every_device_is_drawn_and_no_line_is_red_where_nothing_is_wrong(name: s
 
 
 def test_missing_nics_and_sick_devices_stand_out() -> None:
-    """Ten NICs without RDMA are drawn as gaps; a lost GPU and a GPU short of NVLinks carry their marks."""
-    names = ("sick-h100-rdma-off", "sick-h100-gpu-lost", "sick-h100-nvlink-missing", H100)
+    """A NIC whose port is down, a lost GPU and a GPU short of NVLinks carry their marks."""
+    names = ("sick-h100-dead-hca", "sick-h100-gpu-lost", "sick-h100-nvlink-missing", H100)
     drawn = {name: picture(name) for name in names}
-    assert drawn["sick-h100-rdma-off"].count('class="d-ghost d-fail"') == 10
+    assert drawn["sick-h100-dead-hca"].count('class="d-nic d-fail"') == 1
     assert "✗ GPU5" in drawn["sick-h100-gpu-lost"]
     assert "! NV16" in drawn["sick-h100-nvlink-missing"]
     assert "d-fail" not in drawn[H100]
@@ -133,14 +133,11 @@ def test_the_page_may_load_nothing_but_its_own_inline_blocks() -> None:
 
 
 def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
-    """Two nodes of one kind share every address: only the one whose NICs are gone shows them, in one report too."""
-    both = build_view((snapshot(), snapshot("sick-h100-rdma-off")))
-    healthy, sick = (
-        report.picture(node, snapshot=found, checks=both.checks)
-        for node, found in zip(both.topologies, both.snapshots, strict=True)
-    )
+    """Two nodes of one kind share every address: only the one whose NIC is dead shows it, in one report too."""
+    both = build_view((snapshot(), snapshot("sick-h100-dead-hca")))
+    healthy, sick = (report.picture(node, checks=both.checks) for node in both.topologies)
     assert "d-fail" not in healthy
-    assert sick.count("d-ghost d-fail") == 10
+    assert sick.count("d-nic d-fail") == 1
 
 
 def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() -> None:

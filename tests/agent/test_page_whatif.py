@@ -44,6 +44,8 @@ def test_a_machine_of_the_catalogue_shows_time_and_cost_by_nodes() -> None:
     assert all(word in frontier for word in ("Cost (in the currency of the price)", "Catalogue network", ">cost</th>"))
     assert "16 × p5.48xlarge</th>" in page(model="Llama-3.1-8B", machine="p5.48xlarge", nodes="16"), "the number asked"
     assert 'name="price" maxlength="16" value="90"' in text
+    again = page(model="meta-llama/Llama-3.1-8B", machine="h100")
+    assert re.findall(r"<option selected>([^<]*)", again)[::2] == ["meta-llama/Llama-3.1-8B", "h100"], "as asked"
     refused = page(model="Llama-3.1-8B", machine="p5.48xlarge", price="cheap")
     assert "price=&#39;cheap&#39;: must be a number" in refused
 

@@ -15,7 +15,6 @@ import pytest
 
 from collectives.bench import processes
 from collectives.bench import run as bench
-from collectives.bench.processes import RUN_VARIABLE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600), pytest.mark.usefixtures("forked_ranks")]
 STARTED = sys.executable  # ranks of this interpreter are started for real
@@ -69,7 +68,7 @@ STANDS_STILL = {"silence_seconds": SILENCE_SECONDS}
          f"rank 0 on {HOST}: died", 1),
         ("rank=1:stop@iteration=20", STANDS_STILL, (
             f"no rank made progress for {SILENCE_SECONDS} s", f"rank 0 on {HOST}: waits in all_gather",
-            f"rank 1 on {HOST}: gave no answer, not even to SIGTERM"), "", None),
+            f"rank 1 on {HOST}: no sign of life for "), f"rank 0 on {HOST}: no sign", None),
         ("rank=0:stall@iteration=20", STANDS_STILL, (
             f"rank 0 on {HOST}: has not reached the point where", f"rank 1 on {HOST}: waits"), "", None),
         ("rank=1:fail@iteration=20", {}, (f"rank 1 on {HOST}: RuntimeError: fault asked for",), "", None),
@@ -193,10 +192,20 @@ def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_pa
         pass
 
 
-def test_marked_processes_are_found_even_when_their_parent_is_gone():
-    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, RUN_VARIABLE: "orphan-test"}, check=True)
-    found = processes.marked(RUN_VARIABLE, "orphan-test")
-    assert len(found) == 1
-    assert processes.end_all(found, 5) == []
-    assert not processes.marked(RUN_VARIABLE, "orphan-test")
+def test_a_tree_ends_with_its_orphans_and_with_those_that_are_stopped(tmp_path):
+    """One child has lost its parent, one ignores SIGTERM, one is stopped; the command itself has ended."""
+    code = """
+import os, signal, subprocess, sys
+sleep = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN) if sys.argv[1:] else None; "
+sleep += "print(1, flush=True); time.sleep(600)"
+for words in ((), ("deaf",), ()):
+    child = subprocess.Popen([sys.executable, "-c", sleep, *words], stdout=subprocess.PIPE, start_new_session=True)
+    child.stdout.readline()
+os.kill(child.pid, signal.SIGSTOP)
+"""
+    with (tmp_path / "log").open("wb") as log:
+        tree = processes.Tree([STARTED, "-c", code], os.environ, log)
+    assert tree.process.wait(60) == 0
+    assert len(tree.members()) == 3
+    tree.end(1.0)
+    assert not tree.members()

@@ -48,17 +48,6 @@ def test_scenes(name: str, gdrdma: str, expected: list[str], exit_code: int, lin
     assert evidence.exit_code(verdict) == exit_code
 
 
-def test_dead_port_by_absence() -> None:
-    """NCCL lists active ports only: what is missing must be named by comparison."""
-    lines = [IB, net(), net(direction="receive")]
-    verdict = read(lines, ports=["mlx5_0:1", "mlx5_1", "mlx5_2:1"])
-    (problem,) = verdict.problems
-    assert (problem.code, problem.count) == ("dead_port", 1)
-    assert "node-1: mlx5_2:1" in problem.message
-    assert evidence.exit_code(verdict) == evidence.PASS
-    assert evidence.exit_code(verdict, fail_on="warn") == evidence.WARNED
-
-
 @each_row(("listing", "ports"), rows("device_lists"))
 def test_lists_of_devices(listing: str, ports: list[str]) -> None:
     """Merged NICs, rails and planes, SHARP, RCCL, data-direct devices, and the empty list."""

@@ -44,7 +44,6 @@ from probes.wire import RecordingError
 from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
-from topology.slurm_conf import SlurmConfError, compare_gres, compare_topology
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
@@ -82,12 +81,6 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
         b"}" + b")" + b"\x85" * 900_000 + b"Ns.", b"}]Ns.", b"]q\x00}h\x00Ns.", b"0.", b"\x8d" + b"\xff" * 8,
     )),
     ("host list", text(expand_host_list), HostListError, (b"n[1-999999999]", b"n[1-9999]" * 9, b"n[" * 100_000)),
-    ("topology.conf", text(lambda raw: compare_topology(lambda _: raw, ())), SlurmConfError, (
-        b"SwitchName=s Nodes=n[1-999999999]", b"x" * MIB, b"SwitchName=s Nodes=" + b"n[1-9]" * 40,
-    )),
-    ("gres.conf", text(lambda raw: compare_gres(lambda _: raw, ())), SlurmConfError, (
-        b"Name=gpu File=/dev/nvidia[0-999999999]", b"Name=gpu Count=" + b"9" * MIB,
-    )),
     ("batch script", text(lambda raw: wrap_script(raw, (), python="python", has_log=True)), ScriptError, (
         b"#!/bin/bash\n" + b"$(" * 100_000, b"#!/bin/bash\n#SBATCH \"" + b"x" * MIB, b"\0" * MIB,
     )),
@@ -227,7 +220,7 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     bounded = {
         "recording", "network_status", "baseline", "run", "bench_result", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
-        "topo_xml", "flight_recorder", "ras_answer", "rank_state", "slurm_conf", "batch_script",
+        "topo_xml", "flight_recorder", "ras_answer", "rank_state", "batch_script",
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice;
     # 64 MiB of the own child

@@ -124,6 +124,7 @@ def test_env_from_joins_the_pod_and_its_config_map() -> None:
         ('#include <stdlib.h>\nint main() { setenv("NCCL_DEBUG", "INFO", 1); }\n', "C or C++"),
         ("#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\n", "(line 2), and none sets"),
         ("#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\n", "It looks like the C shell"),
+        ("#!/bin/bash\n# What this does\n\nsource a.sh\necho $NCCL_DEBUG\n", "shell script. Not read: a.sh (line 4)"),
         ("func main() { use(NCCL_DEBUG) }\n", "Java, Go, Rust or JavaScript"),
         ("", "no variable"), ("HOME=/root\n", "no variable"), ("We advise to set NCCL_DEBUG to INFO\n", "line 1"),
     ],

@@ -98,6 +98,7 @@ def test_what_a_scan_saw() -> None:
     [
         ("A=1\0B=2\0", "process"), ("h:1:2 [0] NCCL INFO x", "log"), (JOB, "yaml"), ("export A=1", "shell"),
         ("mpirun -x A_B=1 x", "shell"), ("NCCL_NET=IB\n", "env"), ('{"kind": "Pod"}', "json"), ("", "env"),
+        ("\x7fELF\2\1\0A=1\0", "env"), ("BASH_FUNC_a%%=() { :\n}\0B=2\0", "process"),
     ],
 )  # fmt: skip
 def test_kinds_are_recognised(text: str, kind: str) -> None:
@@ -226,6 +227,59 @@ def test_one_gpu_per_pod_or_node_has_no_peer_access(text: str, gpus: int | None)
     else:
         assert {"env.pair.network", "env.debug.leftover"} >= {f.code for f in judged}
         assert {f.status.value for f in judged} == {"warn"}
+
+
+MASTER = """kind: PyTorchJob
+spec:
+  pytorchReplicaSpecs:
+    Master:
+      replicas: 1
+      template: {spec: {containers: [{name: a, env: [{name: NCCL_IB_DISABLE, value: "1"}]}]}}
+    Worker:
+      replicas: 1
+"""
+
+
+@each_row(
+    ("text", "nodes"),
+    [
+        ("export NCCL_IB_DISABLE=1\ntorchrun --standalone --nnodes=1 t.py\n", 1),
+        ("export NCCL_IB_DISABLE=1\ntorchrun --nnodes=1:4 t.py\n", 4),
+        ("export NCCL_IB_DISABLE=1\nsrun -N 1 -w $first hostname\nsrun torchrun t.py\n", None),  # of one step
+        ("#!/bin/bash\n#SBATCH --nodes=16  # adjust\nexport NCCL_IB_DISABLE=1\nsrun -N1 a\nsrun t\n", 16),
+        (MASTER, 2), (MASTER.replace("Master", "Launcher"), 1),
+    ],
+)  # fmt: skip
+def test_one_node_has_no_traffic_between_nodes(text: str, nodes: int | None) -> None:
+    """NCCL_IB_DISABLE costs nothing in a job of one node, and says so."""
+    found = read_text(text)
+    assert found.nodes == nodes
+    (judged,) = lint(found.environments[0].environment, nodes=found.nodes)
+    assert (judged.status == "info", "the job has one node" in judged.message) == (nodes == 1,) * 2
+
+
+@each_row(
+    ("change", "differs"),
+    [
+        (("NCCL_IB_DISABLE", "NCCL_IB_DISABLE"), ["NCCL_IB_DISABLE"]),
+        (("NCCL_IB_DISABLE", "NCCL_ALGO"), ["NCCL_ALGO"]),
+        (('value: "1"', 'value: "0"'), []),  # the default
+        (("NCCL_IB_DISABLE", "NCCL_DEBUG"), []),
+        (("{name: b}", '{name: b, env: [{name: NCCL_IB_DISABLE, value: "1"}]}'), []),
+        (("{name: b}", "{name: b, env: [{name: NCCL_IB_DISABLE, value: '0'}]}"), ["NCCL_IB_DISABLE"]),
+        (("{name: b}", "{name: b, envFrom: [{configMapRef: {name: c}}]}"), []),  # may set it
+        (("{name: b}", '{name: b}, {name: c, env: [{name: NCCL_IB_DISABLE, value: "1"}]}'), []),
+    ],
+)  # fmt: skip
+def test_master_and_workers_share_what_every_rank_must(change: tuple[str, str], differs: list[str]) -> None:
+    """Ranks that choose another algorithm or network hang; a container without env counts too."""
+    text = MASTER.replace("kind: PyTorchJob", "kind: PyTorchJob\nmetadata: {name: j}")
+    text += "      template: {spec: {containers: [{name: b}]}}\n"
+    found = read_text(text.replace(*change))
+    noted = [note for each in found.environments for note in each.findings]
+    assert [(note.code, note.subject, note.status) for note in noted] == [
+        ("env.pair.differs", name, "fail") for name in differs
+    ]
 
 
 INNER = "kind: Pod\nmetadata: {name: p}\nspec:\n  containers:\n" + "".join(

@@ -536,7 +536,8 @@ def of_ends_and_paces() -> Iterator[Row]:
            RunFacts(states=ended, traces=last, world=4, now=NOW, first=1),
            "failed", (2,), "rank.gone", ())  # fmt: skip
     asleep = late(collective=20, compute=80)
-    states = {r: replace(s, cpu_share=0.01) for r, s in asleep.states.items()}
+    # the bytes of collectives make its process an active one
+    states = {r: replace(s, cpu_share=0.01, is_active=True) for r, s in asleep.states.items()}
     yield ("a late rank that sleeps", replace(asleep, states=states), "slow", (3,), "rank.idle", ("sleeps or waits",))
     met = of({r: [call(44, done=False, at=NOW - 60)] for r in range(2)}, world=2, states={
         r: RankState(rank=r, host="a", written=NOW, calls=44) for r in range(2)})  # fmt: skip

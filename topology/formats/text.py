@@ -16,9 +16,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from contracts.tables import read_texts
 from topology.derive import complete, rails
 from topology.formats import TopologyFileError
 from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, nvlinks, path_class, rank
+
+_text = read_texts(__file__, "texts.toml")
 
 MOST_BYTES = 16 * 2**20
 _MOST_LINE = 8_192  # 256 columns of up to 16 characters, plus the prefix of a log line
@@ -38,7 +41,6 @@ _NAME = re.compile(rf"(?<![\w.\-])([A-Za-z][\w.\-]{{0,80}})(?=\s{{1,64}}{_LABEL}
 # A CPU list may follow directly if a terminal overwrote the end of a cell: "PH0-115".
 _CELL = re.compile(rf"\s*(?:({_LABEL})|(PH|PI|PX|SY|SO|NOD|NO)(?=\d))")
 _WHOLE_LABELS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
-_EXPECTED = "expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC"
 _DEVICE = r"(?:GPU|NIC)\d{1,4}|mlx\d_(?:bond_)?\d{1,4}"
 _WORD = re.compile(
     rf"(?P<device>(?:{_DEVICE})(?=[^\w.\-]|$|GPU|NIC|mlx|CPU|NUMA))"
@@ -82,9 +84,10 @@ class _Matrix:
         self.warnings.append(what)
         self.lacking.append(what)
 
-    def error(self, row: str, line: int, message: str) -> TopologyFileError:
+    def error(self, row: _Row, key: str, **values: object) -> TopologyFileError:
         """Return the exception for a row."""
-        return TopologyFileError(self.source, line, f"row {row} {message}")
+        message = _text(key, header=self.line, count=len(self.devices), **values)
+        return TopologyFileError(self.source, row.line, f"row {row.name} {message}")
 
 
 _Lines = list[tuple[int, str]]
@@ -93,9 +96,9 @@ _Lines = list[tuple[int, str]]
 def parse(text: str, source: str = "text") -> NodeTopology:
     """Parse a matrix to a topology. Raises TopologyFileError."""
     if len(text) > MOST_BYTES:
-        raise TopologyFileError(source, 1, f"{len(text)} characters are more than the {MOST_BYTES} that are read")
+        raise TopologyFileError(source, 1, _text("characters", count=len(text), most=MOST_BYTES))
     if text.lstrip("\ufeff \t\r\n").startswith(("<?xml", "<system", "<!--")):
-        raise TopologyFileError(source, 1, "this is XML, not `nvidia-smi topo -m` text")
+        raise TopologyFileError(source, 1, _text("xml"))
     lines = list(_split_lines(text))
     matrix = _find_matrix(lines, 0, source)
     if matrix is None or not matrix.rows:
@@ -106,7 +109,7 @@ def parse(text: str, source: str = "text") -> NodeTopology:
         _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=whole)
     with suppress(TopologyFileError):
         if further := _find_matrix(lines, matrix.end, source):
-            matrix.warnings.append(f"line {further.line}: a further matrix follows and is not read")
+            matrix.warnings.append(_text("further_matrix", line=further.line))
     return _mark_truncated_nics(_build_node(matrix, lines, cut=matrix.ends_text and not whole), text)
 
 
@@ -160,14 +163,11 @@ def _find_matrix(lines: _Lines, start: int, source: str) -> _Matrix | None:
 def _parse_row(line: str, number: int, matrix: _Matrix) -> _Row | None:
     """Parse a row after any line prefix; None if there is none. Raises TopologyFileError if it has no column."""
     for name in _NAME.finditer(line):
-        if name[1] in matrix.devices:
-            return _Row(name[1], number, line[name.end() :])
-        if re.fullmatch(_DEVICE, name[1]) and matrix.sure:
-            columns = " ".join(matrix.devices)
-            message = (
-                f"has no column: the header in line {matrix.line} names {columns}. A header that is cut or wrapped"
-            )
-            raise matrix.error(name[1], number, f"{message} is not read")
+        row = _Row(name[1], number, line[name.end() :])
+        if row.name in matrix.devices:
+            return row
+        if re.fullmatch(_DEVICE, row.name) and matrix.sure:
+            raise matrix.error(row, "no_column", columns=" ".join(matrix.devices))
     return None
 
 
@@ -188,7 +188,7 @@ def _collect_rows(lines: _Lines, start: int, matrix: _Matrix) -> None:
         if found.name in seen and len(seen) == len(matrix.devices):
             break
         if found.name in seen:
-            raise matrix.error(found.name, number, "comes again before the others: give the lines of one host alone")
+            raise matrix.error(found, "row_again")
         seen.add(found.name)
         found.below = lines[position + 1][1] if position + 1 < len(lines) else ""
         matrix.rows.append(found)
@@ -201,9 +201,8 @@ def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
     """Return the exception if no header has rows. It names the first line that looks like a row."""
     number = next((number for number, line in lines[:1024] if _NAME.search(line)), 1)
     amd = any(re.search(r"\b(?:XGMI|PCIE)\b|ROCm System|^(?:LINK TYPE|HOPS|WEIGHT) TABLE", line) for _, line in lines)
-    what = "a matrix of `rocm-smi` or `amd-smi` is not read" if amd else "no header line with GPU0 and rows below it"
-    message = f"{what}: expected the output of `nvidia-smi topo -m`, NCCL's XML or the file of `topoflight capture`"
-    return TopologyFileError(source, number, message)
+    joined = any(re.match(r"\s*GPU0(?:GPU1|CPU|NIC0)", line) for _, line in lines)
+    return TopologyFileError(source, number, _text("joined_matrix" if joined else "amd_matrix" if amd else "no_matrix"))
 
 
 def _parse_cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
@@ -214,7 +213,7 @@ def _parse_cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
     while len(labels) < count and (cell := _CELL.match(text, at)):
         if cut := cell[2]:
             labels.append(next(label for label in _WHOLE_LABELS if label.startswith(cut)))
-            notes.append(f'"{cut}" before a digit is read as {labels[-1]}: a terminal wrote over the cell')
+            notes.append(_text("overwritten_cell", cut=cut, label=labels[-1]))
         else:
             labels.append(UNKNOWN if cell[1] == "ERR!" else cell[1])
         at = cell.end()
@@ -227,8 +226,8 @@ def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
     while len(matrix.devices) > widest and not _is_surely_a_device(matrix.devices[-1]):
         name = matrix.devices.pop()[:40]
         if _CUT_NAME.fullmatch(name):
-            raise TopologyFileError(source, matrix.line, f'The header is cut or wrapped at "{name}"')
-        matrix.warnings.append(f'line {matrix.line}: column "{name}" holds no labels')
+            raise TopologyFileError(source, matrix.line, _text("cut_header", name=name))
+        matrix.warnings.append(_text("no_labels", line=matrix.line, name=name))
     matrix.rows = [row for row in matrix.rows if row.name in matrix.devices]
 
 
@@ -243,23 +242,17 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
     if ends_text and not row.rest and not whole and labels[-1].startswith("NV") and (short or len(matrix.rows) < count):
         labels.pop()  # "NV1" at the end of a truncated text may have been NV18
     if short and not cut and word and not re.match(r"[\d\"'`]", word[0]):
-        message = f'under {devices[len(labels)]}: "{word[0][:40]}" is no label of `nvidia-smi topo -m`; {_EXPECTED}'
-        raise matrix.error(row.name, row.line, message)
+        raise matrix.error(row, "no_label", column=devices[len(labels)], word=word[0][:40])
     if SELF in labels[:own] + labels[own + 1 :] or labels[own : own + 1] not in ([], [SELF]):
         where = devices[labels.index(SELF)] if SELF in labels else "no column"
-        message = f"has its X under {where}, expected under {row.name}: cells are missing, or more than one is there"
-        raise matrix.error(row.name, row.line, message)
+        raise matrix.error(row, "misplaced_self", where=where, own=row.name)
     if short and not cut:
-        message = f"has {len(labels)} cells, expected {count} as the header in line {matrix.line}. Rows that a terminal"
-        raise matrix.error(
-            row.name, row.line, f"{message} wrapped and empty cells are not read: save the output to a file"
-        )
+        raise matrix.error(row, "short_row", found=len(labels))
     if len(labels) < count:
-        matrix.lacks(f"line {row.line}: row {row.name} ends after {len(labels)} of {count} cells")
+        matrix.lacks(_text("cut_row", line=row.line, row=row.name, found=len(labels), count=count))
         row.rest = ""
     if word and word[0] != UNKNOWN and re.fullmatch(_LABEL, word[0]):
-        message = f'goes on with "{word[0]}" after its {count} cells: the header in line {matrix.line} lacks a column'
-        raise matrix.error(row.name, row.line, message)
+        raise matrix.error(row, "long_row", word=word[0])
     row.labels = labels
     matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in notes)
 
@@ -272,23 +265,21 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     rows = {row.name: row for row in matrix.rows}
     last = matrix.rows[-1]
     if cut and last.rest.strip() and (len(rows) < len(matrix.devices) or len(_split_lists(last)) < len(matrix.columns)):
-        matrix.lacks(f"line {last.line}: the text ends within row {last.name}: its last word may be cut")
+        matrix.lacks(_text("cut_word", line=last.line, row=last.name))
         last.rest = last.rest[: last.rest.rindex(last.rest.split()[-1])]
     others = [name for name in matrix.devices if _NO_NIC.fullmatch(name)]
     if others:
-        matrix.warnings.append(f"{', '.join(others)}: no network devices; their cells are not read")
+        matrix.warnings.append(_text("no_nics", names=", ".join(others)))
     gpus = tuple(_build_gpu(name, rows.get(name), matrix) for name in matrix.devices if re.fullmatch(r"GPU\d+", name))
     names = {gpu.name for gpu in gpus}
     nics = _build_nics([name for name in matrix.devices if name not in names and name not in others], legend)
     # A GPU whose memory is a NUMA node is attached to a Grace CPU by C2C.
     coherent = {gpu.name for gpu in gpus if gpu.c2c}
-    pairs = tuple(
-        replace(pair, path=path_class(pair.label, c2c=pair.a in coherent and pair.b not in names))
-        for pair in _build_pairs(matrix, rows, {nic.label or nic.name: nic.name for nic in nics}, others)
-    )
+    nic_names = {nic.label or nic.name: nic.name for nic in nics}
+    pairs = _build_pairs(matrix, rows, nic_names, coherent, others)
     kind = _guess_kind([line for _, line in lines[: matrix.end]], below, pairs)
     if kind == "-mp":
-        matrix.warnings.append("`topo -mp` hides NVLink: no NV# here says nothing about NVLink")
+        matrix.warnings.append(_text("hidden_nvlink"))
     matrix.warnings += _list_affinity_warnings(gpus)
     return complete(
         NodeTopology(
@@ -370,19 +361,12 @@ def _is_cpu_list(word: str) -> bool:
     return most > 34 or (most > 8 and re.fullmatch(r"\d+,\d+-\d+", word) is None)
 
 
-def _list_affinity_warnings(gpus: tuple[GpuNode, ...]) -> Iterator[str]:
+def _list_affinity_warnings(gpus: tuple[GpuNode, ...]) -> list[str]:
     few = [gpu.name for gpu in gpus if (gpu.cpu_affinity or "").isdecimal() and set(gpu.numa_affinity or "") & {*"-,"}]
-    if few:
-        yield f"CPU affinity of {', '.join(few)} is one CPU while NUMA affinity spans several nodes: not credible"
     cut = [gpu.name for gpu in gpus if re.fullmatch(r"\d+(,\d+){2,}", gpu.cpu_affinity or "")]
     none = [gpu.name for gpu in gpus if gpu.numa_affinity and gpu.cpu_affinity in (None, UNKNOWN)]
-    if none and len(none) < len(gpus):
-        yield (
-            f"{', '.join(none)}: no CPU near them is open to this process (CPU affinity is empty), as in a Slurm job "
-            "with CPUs of one socket only: their ranks run on the other socket"
-        )
-    if cut:
-        yield f"CPU affinity of {', '.join(cut)} is a list of single CPUs: nvidia-smi cuts such lists short"
+    found = {"one_cpu": few, "no_cpu_near": none if len(none) < len(gpus) else [], "cut_affinity": cut}
+    return [_text(key, gpus=", ".join(names)) for key, names in found.items() if names]
 
 
 def _build_nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
@@ -398,26 +382,33 @@ def _build_nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ..
     )
 
 
-def _build_pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others: list[str]) -> tuple[Pair, ...]:
-    """Return every pair with at least one cell, with NIC names from the legend."""
+def _build_pairs(
+    matrix: _Matrix, rows: dict[str, _Row], nics: dict[str, str], coherent: set[str], others: list[str]
+) -> tuple[Pair, ...]:
+    """Return every pair with at least one cell, with NIC names from the legend; `coherent`: GPUs with C2C."""
     devices = matrix.devices
     missing = [device for device in devices if device not in rows and device not in others]
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        matrix.lacks(f"missing rows: {', '.join(missing[:8])}{more}; their pairs are known from the other rows only")
+        lacks = matrix.lacks if any(name.startswith("GPU") for name in missing) else matrix.warnings.append
+        lacks(_text("missing_rows", rows=", ".join(missing[:8]) + more))
     made = []
     for i, a in enumerate(devices):
         for j, b in enumerate(devices[i + 1 :], i + 1):
             seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
             if seen and a not in others and b not in others:
                 row, label = _choose_label(a, b, seen, matrix)
-                made.append(_build_pair(names.get(a, a), names.get(b, b), label, f"line {row.line} of {matrix.source}"))
+                made.append(
+                    Pair(
+                        a=nics.get(a, a),
+                        b=nics.get(b, b),
+                        label=label,
+                        path=path_class(label, c2c=a in coherent and b in nics),
+                        nvlinks=nvlinks(label),
+                        evidence=f"line {row.line} of {matrix.source}",
+                    )
+                )
     return tuple(made)
-
-
-def _build_pair(a: str, b: str, label: str, evidence: str) -> Pair:
-    """Return the pair of two devices for this label of nvidia-smi."""
-    return Pair(a=a, b=b, label=label, path=path_class(label), nvlinks=nvlinks(label), evidence=evidence)
 
 
 def lower(first: str, second: str) -> str:
@@ -433,7 +424,7 @@ def _choose_label(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix)
     labels = [label for _, label in known]
     label = lower(*labels) if len(labels) == 2 else labels[0]
     if len(set(labels)) == 2:
-        matrix.warnings.append(f"{a} to {b} is {labels[0]}, {b} to {a} is {labels[1]}: {label} is taken, the lower one")
+        matrix.warnings.append(_text("two_labels", a=a, b=b, labels=labels, taken=label))
     return known[labels.index(label)][0], label
 
 
@@ -448,10 +439,10 @@ def _mark_truncated_nics(node: NodeTopology, text: str) -> NodeTopology:
     match = _CUT_NICS.search(text)
     if match is None or int(match[1]) <= int(match[2]):
         return node
-    why = f"nvidia-smi shows {match[2]} of {match[1]} NICs"
+    why = _text("nics_left_out", shown=match[2], count=match[1])
     nearest = tuple(
         near if near.path is not None and near.path <= PathClass.PIX else replace(near, decidable=False, why=why)
         for near in node.nearest_nic
     )
-    warning = f"{why}: those left out are in no verdict; virtual functions count, so fewer of them show all"
-    return replace(node, nearest_nic=nearest, rails=rails(nearest), warnings=(*node.warnings, warning))
+    warnings = (*node.warnings, f"{why}: {_text('nics_unjudged')}")
+    return replace(node, nearest_nic=nearest, rails=rails(nearest), warnings=warnings)

@@ -15,6 +15,7 @@ import xml.parsers.expat as expat
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
+from contracts.tables import read_texts
 from hardware.gpus import model_of
 from hardware.nics import AMAZON, MELLANOX
 from probes.pci.facts import PciDevice
@@ -29,34 +30,29 @@ SOURCE = "NCCL XML"
 SAME_CPU = "PHB/NODE"
 """Label of a nearest NIC on the GPU's own CPU: the format does not distinguish PHB and NODE."""
 
+_text = read_texts(__file__, "texts.toml")
+
 
 def parse(text: str, source: str = "xml") -> NodeTopology:
     """Parse a topology file. Raises TopologyFileError."""
     root = read_tree(text, source)
-    if root.tag == "graphs":
-        raise TopologyFileError(
-            source,
-            root.line,
-            "these are rings and trees (NCCL_GRAPH_DUMP_FILE), expected <system> (NCCL_TOPO_DUMP_FILE)",
-        )
     if root.tag != "system":
-        raise TopologyFileError(source, root.line, f"the root is <{root.tag[:40]}>, expected <system>")
+        key = "graphs" if root.tag == "graphs" else "root"
+        raise TopologyFileError(source, root.line, _text(key, tag=root.tag[:40]))
     if root.attributes.get("version") == "2":
-        raise TopologyFileError(
-            source, root.line, "version 2 is a file of AMD's RCCL, expected version 1 of NCCL: NVIDIA GPUs only"
-        )
+        raise TopologyFileError(source, root.line, _text("rccl_version"))
     cpus = root.named("cpu")
     if not cpus:
-        raise TopologyFileError(source, root.line, "<system> holds no <cpu>, expected one for each NUMA node")
+        raise TopologyFileError(source, root.line, _text("no_cpu"))
     warnings: list[str] = []
     hosts = {cpu.attributes.get("host_hash") for cpu in cpus}
     if len(hosts) > 1:
-        warnings.append(f"the file covers {len(hosts)} hosts (host_hash); the first is read")
+        warnings.append(_text("hosts", count=len(hosts)))
         cpus = [cpu for cpu in cpus if cpu.attributes.get("host_hash") == cpus[0].attributes.get("host_hash")]
     found = Found(source=source)
     for position, cpu in enumerate(cpus):
         words = cpu.attributes
-        family, model, numa = (_parse_decimal(words.get(name)) for name in ("familyid", "modelid", "numaid"))
+        family, model, numa = (_parse_number(words.get(name)) for name in ("familyid", "modelid", "numaid"))
         found.cpus.append(Cpu(arch=words.get("arch"), vendor=words.get("vendor"), family=family, model=model))
         found.numa_nodes.append(position if numa is None else numa)  # position, if numaid is missing
         walk(cpu, position, None, found)
@@ -66,6 +62,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
     warnings += _list_warnings(found, gpus)
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
+    hidden = found.dumped and all(d.numa_node == -1 and not d.link_transfers_per_second for d in found.pci.values())
     node = complete(
         NodeTopology(
             hostname=source,
@@ -75,6 +72,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
             numa_nodes=len(cpus),
             source=SOURCE,
             nvlink_known=found.dumped,
+            virtual="no PCI device has a NUMA node or a link speed: a hypervisor hides both" if hidden else None,
             warnings=tuple(warnings),
         )
     )
@@ -83,28 +81,22 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
 
 
 def _list_warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
-    warnings = []
-    if lines := found.stray_net_lines:
-        warnings.append(f"line {lines[0]}: <net> stands directly below <pci>: NCCL reads it below <nic> only")
+    warnings = found.strays[:1]
     if found.without_class:
-        warnings.append(
-            f"{found.without_class} PCI devices have no class: a static file that NCCL completes on the host; "
-            "which of them are GPUs or NICs is not known"
-        )
+        warnings.append(_text("without_class", count=found.without_class))
     own = [gpu.name for gpu in gpus if any(link.bus_id == gpu.bus_id for link in gpu.nvlinks)]
+    for a, b in combinations(gpus, 2):
+        there, back = a.count_nvlinks("gpu", b.bus_id), b.count_nvlinks("gpu", a.bus_id)
+        if there and back and there != back:
+            warnings.append(_text("unequal_nvlinks", a=a.name, b=b.name, there=there, back=back))
     if own:
-        warnings.append(f"NVLinks of {', '.join(own)} lead to the same GPU: which GPUs they join is not known")
-    if not gpus:
-        warnings.append("the file names no GPU")
-    elif not found.dumped:
-        warnings.append("the file says nothing about NVLink")
+        warnings.append(_text("own_nvlinks", gpus=", ".join(own)))
+    if not gpus or not found.dumped:
+        warnings.append(_text("no_nvlink" if gpus else "no_gpu"))
     if found.merged_nets:
-        warnings.append(
-            f"{', '.join(found.merged_nets[:4])}: ports that NCCL joined into one device; it has no place in the PCI "
-            "tree, and is left out"
-        )
+        warnings.append(_text("merged_nets", names=", ".join(found.merged_nets[:4])))
     if found.virtual_nets:
-        warnings.append(f"{found.virtual_nets} <net> without a PCI device (bridges, veth, tunnels) are no NICs")
+        warnings.append(_text("virtual_nets", count=found.virtual_nets))
     return warnings
 
 
@@ -117,13 +109,8 @@ def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: 
 
 
 def _count_nvlinks(a: GpuNode, b: GpuNode) -> int:
-    def towards(gpu: GpuNode, other: GpuNode) -> int:
-        return sum(link.count for link in gpu.nvlinks if link.kind == "gpu" and link.bus_id == other.bus_id)
-
-    def switched(gpu: GpuNode) -> int:
-        return sum(link.count for link in gpu.nvlinks if link.kind == "nvswitch")
-
-    return max(min(towards(a, b), towards(b, a)), min(switched(a), switched(b)))
+    direct = min(a.count_nvlinks("gpu", b.bus_id), b.count_nvlinks("gpu", a.bus_id))
+    return max(direct, min(a.count_nvlinks("nvswitch"), b.count_nvlinks("nvswitch")))
 
 
 def _find_label(first: str, second: str, found: Found, tree: PciTree) -> str:
@@ -155,20 +142,15 @@ class Found:
     virtual_nets: int = 0
     merged_nets: list[str] = field(default_factory=list)  # several ports merged by NCCL, below `<cpu>`
     without_class: int = 0
-    stray_net_lines: list[int] = field(default_factory=list)  # lines of `<net>` elements directly below `<pci>`
+    strays: list[str] = field(default_factory=list)  # warnings about elements that NCCL does not read
     dumped: bool = False  # True after a `<gpu>`: NCCL wrote this file, so it includes NVLinks
     cpu_of: dict[str, int] = field(default_factory=dict)  # bus id -> position of its <cpu>
 
 
 def _parse_number(text: str | None) -> int | None:
-    try:
-        return int(text or "", 0)
-    except ValueError:
-        return None
-
-
-def _parse_decimal(text: str | None) -> int | None:
-    return int(text) if text and re.fullmatch(r"-?\d{1,9}", text.strip()) else None
+    """Parse a decimal or hexadecimal number, None if the attribute is missing, no number, or too long."""
+    match = re.fullmatch(r"\s*(-?\d{1,9}|0x[0-9a-f]{1,8})\s*", text or "", re.I)
+    return int(match[1], 16 if "x" in match[1].lower() else 10) if match else None
 
 
 def bus_id_of(text: str) -> str:
@@ -193,10 +175,10 @@ def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
 def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     attributes = element.attributes
     if "busid" not in attributes:
-        raise TopologyFileError(found.source, element.line, "<pci> without busid")
+        raise TopologyFileError(found.source, element.line, _text("no_busid"))
     bus_id = bus_id_of(attributes["busid"])
     if bus_id in found.pci:
-        raise TopologyFileError(found.source, element.line, f"busid {bus_id} stands twice in the file")
+        raise TopologyFileError(found.source, element.line, _text("busid_twice", bus_id=bus_id))
     numa = found.numa_nodes[cpu]
     speed = re.match(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", attributes.get("link_speed", ""))
     class_code = _parse_number(attributes.get("class"))
@@ -208,18 +190,17 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
         vendor_id=_parse_number(attributes.get("vendor")) or 0,
         device_id=_parse_number(attributes.get("device")) or 0,
         link_transfers_per_second=float(speed[1]) * 1e9 if speed else None,
-        link_width=_parse_decimal(attributes.get("link_width")),
+        link_width=_parse_number(attributes.get("link_width")),
     )
     found.pci[bus_id] = node
     found.cpu_of[bus_id] = cpu
     gpus, nets = element.named("gpu"), [net for nic in element.named("nic") for net in nic.named("net")]
     if stray := element.named("net"):
-        found.stray_net_lines.append(stray[0].line)
+        found.strays.append(_text("stray_net", line=stray[0].line))
         nets = nets or stray
+    found.strays += [_text("empty_nic", line=nic.line) for nic in element.named("nic") if not nic.children]
     if any("gcn" in gpu.attributes or gpu.named("xgmi") for gpu in gpus):
-        raise TopologyFileError(
-            found.source, gpus[0].line, "a file of AMD's RCCL (gcn, xgmi), expected one of NCCL: NVIDIA GPUs only"
-        )
+        raise TopologyFileError(found.source, gpus[0].line, _text("rccl"))
     base = class_code >> 8 if class_code is not None else None
     found.dumped = found.dumped or bool(gpus)
     if gpus or base in (0x0300, 0x0302):
@@ -228,20 +209,17 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
             for gpu in gpus or [Element("gpu", {}, element.line)]
         ]
     if nets or (base is not None and base >> 8 == 0x02):
-        found.nics.append((min(map(_get_net_dev, nets), default=_LAST), _build_nic(node, nets, numa)))
+        devs = [dev for net in nets if (dev := _parse_number(net.attributes.get("dev"))) is not None]
+        found.nics.append((min(devs, default=_LAST), _build_nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
         found.without_class += 1
     walk(element, cpu, bus_id, found)
 
 
-def _get_net_dev(net: Element) -> int:
-    dev = _parse_decimal(net.attributes.get("dev"))
-    return dev if dev is not None else _LAST
-
-
 def _build_gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
-    sm = _parse_decimal(element.attributes.get("sm"))
+    sm = _parse_number(element.attributes.get("sm"))
     model, capability = model_of(node.vendor_id, node.device_id)
+    model = model or ("GB10" if sm == 121 else None)  # the only GPU with this capability
     links = tuple(_parse_link(link, found) for link in element.named("nvlink"))
     above = found.pci.get(node.parent or "")
     return GpuNode(
@@ -271,11 +249,9 @@ def _find_gdr_refused(elements: list[Element]) -> str:
 
 def _parse_link(element: Element, found: Found) -> NvLinkTarget:
     attributes = element.attributes
-    count = _parse_decimal(attributes.get("count"))
+    count = _parse_number(attributes.get("count"))
     if count is None or count < 0:
-        raise TopologyFileError(
-            found.source, element.line, f"<nvlink> count is {attributes.get('count')!r}, not a number"
-        )
+        raise TopologyFileError(found.source, element.line, _text("nvlink_count", count=attributes.get("count")))
     kinds = {0x068000: "nvswitch", 0x068001: "cpu", 0x030000: "gpu", 0x030200: "gpu"}
     target = bus_id_of(attributes.get("target", ""))
     # NCCL writes a target of all f's if a hypervisor hides the switch.
@@ -305,7 +281,7 @@ def numbered(found: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
 
 def _build_nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
     names = tuple(net.attributes.get("name", "")[:64] for net in nets if net.attributes.get("name"))
-    speeds = [_parse_decimal(net.attributes.get("speed")) for net in nets]
+    speeds = [_parse_number(net.attributes.get("speed")) for net in nets]
     known = [speed for speed in speeds if speed is not None and speed > 0]
     infiniband = node.class_code >> 8 == 0x0207
     name = names[0] if names else node.bus_id
@@ -354,22 +330,20 @@ class Element:
 def read_tree(text: str, source: str) -> Element:
     """Parse the XML and return the root element. Raises TopologyFileError."""
     if len(text) > MOST_CHARACTERS:
-        raise TopologyFileError(source, 1, f"{len(text)} characters are more than the {MOST_CHARACTERS} that are read")
+        raise TopologyFileError(source, 1, _text("characters", count=len(text), most=MOST_CHARACTERS))
     parser = expat.ParserCreate(encoding="utf-8")
     document = Element("", {}, 1)
     above, count = [document], 0
 
     def refuse(*_arguments: object) -> None:
-        line = parser.CurrentLineNumber
-        raise TopologyFileError(source, line, "a document type or entity declaration is refused: NCCL writes none")
+        raise TopologyFileError(source, parser.CurrentLineNumber, _text("declaration"))
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         nonlocal count
         count += 1
         line = parser.CurrentLineNumber
         if len(above) > _DEEPEST or count > _MOST_ELEMENTS:
-            message = f"more than {_DEEPEST} levels or {_MOST_ELEMENTS} elements are refused"
-            raise TopologyFileError(source, line, message)
+            raise TopologyFileError(source, line, _text("deep", levels=_DEEPEST, elements=_MOST_ELEMENTS))
         above.append(Element(tag, attributes, line))
         above[-2].children.append(above[-1])
 
@@ -381,5 +355,5 @@ def read_tree(text: str, source: str) -> Element:
         parser.Parse(text.removeprefix("\ufeff").lstrip().encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         skipped = text.removeprefix("\ufeff")[: len(text) - len(text.lstrip())].count("\n")
-        raise TopologyFileError(source, error.lineno + skipped, f"no well-formed XML: {error}") from None
+        raise TopologyFileError(source, error.lineno + skipped, _text("malformed", error=error)) from None
     return document.children[0]

@@ -33,25 +33,25 @@ def install():
     import torch
 
     from collectives.bench import ops
-    from collectives.bench.pulse import Pulse
+    from collectives.bench.pulse import Journal
 
-    arrive, fill = Pulse.arrive, ops.fill
+    arrive, fill = Journal.arrive, ops.fill
     faults = [fault[1:] for fault in parse(os.environ[VARIABLE]) if fault[0] == int(os.environ["RANK"])]
     kinds = {kind for kind, _, _ in faults}
 
-    def arrive_with_faults(pulse, where):
+    def arrive_with_faults(journal, where):
         for kind, value, iteration in faults:
-            if kind == "slow" and pulse.arrived >= iteration:
+            if kind == "slow" and journal.arrived >= iteration:
                 time.sleep(value)
-            elif pulse.arrived == iteration:
+            elif journal.arrived == iteration:
                 happen(kind)
-        arrive(pulse, where)
+        arrive(journal, where)
 
     def fill_wrongly(side, turn):
         fill(side, turn)
         side.send_buffer[side.send_buffer.numel() // 2] += 1
 
-    Pulse.arrive = arrive_with_faults
+    Journal.arrive = arrive_with_faults
     if "lie" in kinds:
         ops.fill = fill_wrongly
     if "version" in kinds:
