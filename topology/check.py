@@ -237,7 +237,7 @@ def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
 def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
     if node.virtual and len(node.gpus) > 1:
         # a workstation with one host bridge has the same matrix, so the matrix alone is no proof
-        is_not = "may not be" if " or one " in node.virtual else "is not"
+        is_not = "may not be" if ", or " in node.virtual else "is not"
         seen = (f"product: {node.product}",) if node.product else ()
         sku, efa = node.sku or "", any(nic.kind == "efa" for nic in node.nics)
         case = " files" if node.topology_files and not efa else " efa" if efa or sku.startswith("AWS") else ""

@@ -118,14 +118,14 @@ def explain_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs:
         return _text("all_phb", span=span)
     # A GPU with its own NUMA node is attached to a Grace CPU by C2C; those machines show SYS to every NIC.
     coherent = any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
-    # NICs that are closer to each other than SYS prove a tree; then they are on another socket than every GPU.
-    tree_visible = any(rank(known.label(a.name, b.name)) < SYS_RANK for a, b in combinations(nics, 2))
+    # NICs closer to each other than SYS prove a tree on another socket than every GPU; without their rows nobody knows.
+    tree_visible = {level(known.label(a.name, b.name)) for a, b in combinations(nics, 2)} - {"SYS"}
     if label == "SYS" and len(nics) > 1 and not coherent and not tree_visible:
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
     for a, b in combinations(gpus, 2):
         same = a.numa_affinity == b.numa_affinity and (a.numa_affinity or "").isdigit()
         if label == "SYS" and same and level(known.label(a.name, b.name)) == "SYS":
-            return f"{a.name} and {b.name} share a NUMA node and yet are SYS apart: the PCIe tree is hidden"
+            return _text("sys_apart", a=a.name, b=b.name)
     return None
 
 

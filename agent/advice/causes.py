@@ -140,7 +140,7 @@ def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) 
 
     `again` says what a requeued job is doing now. "" means that the job has ended for good, None that this is unknown.
     """
-    told = verdict.state == "failed" and {cause.code for cause in verdict.causes} <= _TOLD_TO_END
+    told = verdict.state == "failed" and verdict.causes and {one.code for one in verdict.causes} <= _TOLD_TO_END
     if not told and verdict.state not in ("fine", "unknown"):
         return verdict
     saved = ""

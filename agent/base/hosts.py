@@ -76,11 +76,8 @@ def _files(hosts: Sequence[Path]) -> list[Path]:
     """Return the files of --host; a folder is replaced by the recordings in it."""
     files: list[Path] = []
     for path in hosts:
-        if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.name.endswith(RECORDINGS))
-            if not inside:
-                raise click.UsageError(f"--host {path}: no recording (*.json, *.json.gz, *.zip) in this folder")
-            files += inside
-        else:
-            files.append(path)
+        inside = sorted(p for p in path.iterdir() if p.name.endswith(RECORDINGS)) if path.is_dir() else [path]
+        if not inside:
+            raise click.UsageError(f"{path}: no recording (*.json, *.json.gz, *.zip) in this folder")
+        files += inside
     return files

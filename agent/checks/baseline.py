@@ -16,7 +16,7 @@ from typing import Any
 from agent.checks.groups import ORDER
 from agent.checks.host_checks import EXPECT_CODES, checks_of_scans
 from agent.checks.measured import BASELINE, baseline_bar, make_finding
-from agent.checks.verdict import GateError
+from agent.checks.verdict import IN_BASELINE, GateError
 from collectives.bench.results import BenchResult, Measurement, RdmaResult, RdmaWrite, ResultError, read_as
 from contracts import bounded, plain
 from contracts.finding import Finding, Status
@@ -159,7 +159,7 @@ def _judged(check: Finding, node: str, baseline: Mapping[Key, Status], passed: s
         return replace(check, status=Status.FAIL, message=f"passed in the baseline, not measured now: {check.message}")
     before = baseline.get((check.code, node, check.subject))
     if check.status in ("fail", "warn") and before is not None and _BETTER.index(before) >= _BETTER.index(check.status):
-        return replace(check, status=Status.INFO, message=f"also in the baseline: {check.message}")
+        return replace(check, status=Status.INFO, message=f"{IN_BASELINE}{check.message}")
     return check
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from contracts.run_record import RunRecord
 
 FailOn = Literal["fail", "warn", "unknown"]
+IN_BASELINE = "also in the baseline: "  # a failure or warning that --baseline turned into info
 
 
 class GateError(ValueError):
@@ -91,12 +92,9 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     """
     interrupted = EXIT_INTERRUPTED if stopped == "SIGINT" else None
     checks = tuple(checks)
-    results: dict[Status, list[Finding]] = {status: [] for status in ORDER}
-    for check in checks:
-        results[check.status].append(check)
+    results = {status: [check for check in checks if check.status == status] for status in ORDER}
     each = _listed(checks, results)
-    aside = unjudged(checks)
-    prefix = f"{aside}; " if aside else ""
+    prefix = f"{aside}; " if (aside := unjudged(checks)) else ""
     counts: dict[str, int] = {status: len(found) for status, found in results.items()}
 
     def verdict(word: Literal["pass", "warn", "fail", "unknown"], exit_code: int, why: str) -> Verdict:
@@ -123,7 +121,9 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     if not results[Status.PASS] and not results[Status.INFO]:  # no check, no node, or only unknowns
         return verdict("unknown", EXIT_UNKNOWN, "nothing was measured")
     left = f"; {units.count(each['unknown'], 'check')} could not run" if each["unknown"] else ""
-    return verdict("pass", EXIT_PASS, f"{prefix}no problems found{left}")
+    known = sum(check.message.startswith(IN_BASELINE) for check in results[Status.INFO])
+    found = f"no new problems; {units.count(known, 'problem')} of the baseline remain" if known else "no problems found"
+    return verdict("pass", EXIT_PASS, f"{prefix}{found}{left}")
 
 
 def unjudged(checks: Iterable[Finding]) -> str:

@@ -26,9 +26,8 @@ def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everythi
 
     view = build_view(snapshots(hosts, ALL, root=root, timeout_seconds=timeout))
     value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
-    verbose = verbose or everything
     emit(value if len(value) > 1 else value[0], form,
-         lambda out: show(out, view, verbose=verbose, everything=everything))  # fmt: skip
+         lambda out: show(out, view, verbose=verbose or everything, everything=everything))  # fmt: skip
 
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.json"

@@ -199,11 +199,10 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
-    if form == "brief":
-        _in_brief(advice)
     for line in plan.notes:
         print_text(f"note: {line}", err=True)
     if form == "brief":
+        _in_brief(advice)
         return
     print_text(render(plain.write(plan), "json" if form == "json" else "yaml"), nl=False)
     print_text("# " + " ".join(words), err=form == "json")  # JSON has no comments

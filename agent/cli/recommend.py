@@ -75,11 +75,11 @@ def recommend(**options: object) -> None:
         nodes = request.nodes or max(1, len(request.hosts))
         print_text(export(advice, form, nodes=nodes), nl=False)
     if advice.model is not None and advice.chosen is None:
-        misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")
-        nearest = "; ".join(f"{row.what}: {row.reason}" for row in misses[:3])
-        could = "".join(f"\n{line}" for line in advice.helps_most[:1])
+        misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")[: 0 if form == "table" else 3]
+        nearest = f" ({'; '.join(f'{row.what}: {row.reason}' for row in misses)})" if misses else ""
+        could = "".join(f"\n{line}" for line in advice.helps_most[:1] if misses)  # the table has shown both
         verb = "is judged" if advice.backend == "rccl" else "fits"
-        raise NothingFitsError(f"no layout of {advice.model.name} {verb} ({nearest}){could}")
+        raise NothingFitsError(f"no layout of {advice.model.name} {verb}{nearest}{could}")
 
 
 def _of_file(request: Request, config: Path, found: Sequence[Snapshot]) -> Recommendation:
@@ -122,13 +122,15 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
 
     def show(out: Console) -> None:
         priced = ["cost"] if any(p.cost for p in points) else []
-        rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "time", "interval", "GPU-hours", *priced)
+        over = ["network"] if request.network else []  # else it is that of each machine
+        rows = table("", "machine", "nodes", *over, "layout", "tokens/s", "time", "interval", "GPU-hours", *priced)
         for p in sorted(points, key=lambda point: point.seconds.mid if point.seconds else math.inf):
+            first = ["✓" if p.best else "", p.machine, str(p.nodes), *(p.network for _ in over)]
             if (time := p.seconds) is None:
-                rows.add_row("", p.machine, str(p.nodes), p.network, p.reason, *["-"] * (4 + len(priced)))
+                rows.add_row(*first, p.reason, *["-"] * (4 + len(priced)))
                 continue
             rows.add_row(
-                "✓" if p.best else "", p.machine, str(p.nodes), p.network, p.layout, f"{p.tokens_per_second:,.0f}",
+                *first, p.layout, f"{p.tokens_per_second:,.0f}",
                 units.duration(time.mid), f"{time.low / time.mid - 1:.0%}/{time.high / time.mid - 1:+.0%}",
                 f"{p.gpu_hours:,.1f}", *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
             )  # fmt: skip

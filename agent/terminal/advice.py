@@ -62,8 +62,7 @@ def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
         _title(out, advice, advice.chosen)
         rows = [row for row in summary(advice, advice.chosen) if row[0] in FIRST_ROWS]
     else:
-        count = len(advice.settings)
-        sentence = f"set {count} variable{'' if count == 1 else 's'}" if count else "nothing to set"
+        sentence = f"set {units.count(len(advice.settings), 'variable')}" if advice.settings else "nothing to set"
         out.print(f"Environment: ✓ {sentence} → add --model for a layout, its speed and cost")
     shown = [f"{setting.name}={shlex.quote(setting.value)}" for setting in advice.settings]
     more = len(shown) - FIRST_SETTINGS
@@ -113,6 +112,8 @@ def layout(out: Console, advice: Recommendation) -> None:
             unjudged = advice.backend == "rccl"
             out.print("[bold]? No layout is judged[/bold]" if unjudged else "[bold red]No layout fits[/bold red]")
             rejected(out, advice)
+            if advice.backend == "gloo":
+                point(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
             for help_ in advice.helps_most:
                 sentence, _, command = help_.partition(": topoflight ")
                 point(out, "→", escape(sentence))

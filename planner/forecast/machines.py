@@ -41,8 +41,8 @@ def machine(name: str) -> Known:
         if wanted == row.name.lower() or wanted in row.aliases:
             return row
     near = difflib.get_close_matches(wanted, [row.name for row in catalogue()], n=3, cutoff=0.4)
-    hint = f"; nearest: {', '.join(near)}" if near else ""
-    raise MachineError(f"machine={name!r}: not in the catalogue{hint}; all: {', '.join(names())}")
+    hint = "; --sweep compares several machines" if "," in name else f"; nearest: {', '.join(near)}" if near else ""
+    raise MachineError(f"machine={name!r}: not in the catalogue{hint}; --machine list names all")
 
 
 def _make_gpu_pairs(gpus: tuple[GpuNode, ...], linked: Callable[[int, int], Pair | None]) -> list[Pair]:

@@ -121,6 +121,9 @@ def test_a_layout_that_does_not_fit_is_the_same_in_every_form(form: str) -> None
     assert done.exit_code == 3 and "no layout of Llama-3.1-70B fits" in done.stderr
     if form == "json":
         assert json.loads(done.stdout)["chosen"] is None
+    table = topoflight("recommend", "--host", MACHINES["VM"], "--model", "Llama-3.1-70B")
+    assert table.exit_code == 3 and "memory per rank" in table.stdout and "memory per rank" not in table.stderr
+    assert "no GPU was found" in table.stdout
 
 
 def test_a_port_in_use_is_no_verdict() -> None:

@@ -61,6 +61,8 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
         code for *_, code in rows
     ]
     assert "rdma" in preflight("--host", SICK, "--baseline", good).output
+    assert " of the baseline remain" in preflight("--host", SICK, "--baseline", sick).output, "not: no problems found"
+    assert "no problems found" in preflight("--host", GOOD, "--baseline", GOOD).output
 
 
 @each_row(("buses", "subject"), [(("61", "c3"), "gpus=8"), (("4f",), "hcas=10")])

@@ -426,7 +426,7 @@ def test_a_table_breaks_lines_between_words_and_stacks_its_rows_where_they_do_no
     lines = lines_of(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
     words = {word for line in lines for word in line.split()}
     assert "steps of 64 sequences (assumed: give --global-batch" in " ".join(" ".join(lines).split())
-    assert {"machine", "network", "tokens/s", "GPU-hours", "cost", "p5.48xlarge", "p4d.24xlarge"} <= words
+    assert {"machine", "tokens/s", "GPU-hours", "cost", "p5.48xlarge", "p4d.24xlarge"} <= words
     assert max(len(line) for line in lines) <= columns
     stacked = sum(line.startswith("machine") for line in lines)
     assert stacked == (4 if columns < 80 else 0)
