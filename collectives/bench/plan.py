@@ -102,14 +102,12 @@ class BenchSpec(Work):
             _check("op", op, op in OPS, f"one of {', '.join(OPS)}")
         for name in ("budget_seconds", "startup_seconds"):  # click takes nan for a number of any range
             _check(name, getattr(self, name), getattr(self, name) > 0, "a positive number of seconds")
-        _check(
-            "precision", self.precision, self.precision is None or 0 < self.precision < 1, "between 0 and 1, or None"
-        )
+        _check("precision", self.precision, self.precision is None or 0 < self.precision < 1, "between 0 and 1")
         endpoint = _ENDPOINT.fullmatch(self.rendezvous or "")
         allowed = endpoint is not None and 0 < int(endpoint[1]) < 65536
         _check("rendezvous", self.rendezvous, allowed or self.hosts == 1, "host:port, for several hosts")
         inside = self.node_rank is None or 0 <= self.node_rank < self.hosts
-        _check("node_rank", self.node_rank, inside, f"0 to {self.hosts - 1}, or None")
+        _check("node_rank", self.node_rank, inside, f"from 0 to {self.hosts - 1}")
 
     @property
     def world_size(self) -> int:
@@ -123,4 +121,4 @@ class BenchSpec(Work):
 
 def _check(setting: str, value: object, fine: bool, allowed: str) -> None:
     if not fine:
-        raise SpecError(f"{setting}: {value!r} is not allowed; allowed: {allowed}")
+        raise SpecError(f"{setting}{'' if value is None else f'={value!r}'}: must be {allowed}")
