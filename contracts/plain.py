@@ -43,7 +43,7 @@ def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
     except PlainError:
         raise
     except ValueError as error:
-        raise PlainError(f"not JSON: {error}") from None
+        raise PlainError(f"not JSON: {error}" if text.strip() else "it is empty") from None
     _check_depth(found)
     if (b"\\u" if isinstance(text, bytes) else "\\u") in text:  # type: ignore[operator]
         try:

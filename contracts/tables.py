@@ -34,8 +34,7 @@ def read_patterns(
 
 def read_texts(module: str, name: str) -> Callable[..., str]:
     """Return a function that looks up a text in a TOML file and fills in its {names} from keyword arguments."""
-    texts = read_table(module, name)
-    return lambda key, **values: str(texts[key]).format(**values)
+    return lambda key, **values: str(read_table(module, name)[key]).format(**values)
 
 
 def insert_pieces(text: str, pieces: Mapping[str, str]) -> str:

@@ -64,7 +64,7 @@ def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
         least = (signal_seconds + _EARLY_SECONDS) // 60 + 5  # minutes for gate, imports, model and the first steps
         raise ScriptError(f"--time-limit {time_limit}: it is {limit} s, and {why}. Slurm may signal "
                           f"the job {_EARLY_SECONDS} s earlier still, so it would end at its start. Give it time for "
-                          f"the start and some steps, too, such as --time-limit {least}"
+                          f"the start and some steps, too, such as {least // 60:02}:{least % 60:02}:00"
                           + f". {faster}" * (signal_seconds > SAVE_SECONDS + END_SECONDS))  # fmt: skip
 
 

@@ -85,6 +85,12 @@ def known_samples(values: Iterable[tuple[str, float | None]], labels: tuple[str,
             yield Sample(metric=metric, value=float(value), labels=labels)
 
 
+def fact_samples(module: str, facts: object, labels: tuple[str, ...] = ()) -> Iterator[Sample]:
+    """Yield a sample for each metric whose row in `metrics.toml` names a known fact of this record."""
+    rows = read_table(module, "metrics.toml").items()
+    yield from known_samples(((name, getattr(facts, row.get("fact", ""), None)) for name, row in rows), labels)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source(Generic[F]):
     """A probe as seen by a scan: its name, the type of its facts and its time limit."""
@@ -150,11 +156,14 @@ in braces. Only findings of status INFO have no remedy.
 def probe_of(module: str, source: Source[F], check: Callable[[F], Iterable[Finding]], **more: Any) -> Probe[F]:
     """Create the probe of a source. Its codes and metric families come from the tables in the module's folder.
 
-    A probe that exports no samples has no `metrics.toml`.
+    A probe that exports no samples has no `metrics.toml`. `fact` in a row of it: see `fact_samples`.
     """
     codes = codes_of(read_table(module, "findings.toml"))
     rows = read_table(module, "metrics.toml") if "samples" in more else {}
-    metrics = tuple(Metric(name=name, **row | {"labels": tuple(row.get("labels", ()))}) for name, row in rows.items())
+    metrics = tuple(
+        Metric(name=name, help=row["help"], labels=tuple(row.get("labels", ())), kind=row.get("kind", "gauge"))
+        for name, row in rows.items()
+    )
     return Probe(
         name=source.name, facts=source.facts, timeout_seconds=source.timeout_seconds,
         check=check, codes=codes, metrics=metrics, **more,

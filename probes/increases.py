@@ -17,23 +17,10 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.api import Snapshot, finding
 from probes.gpu.facts import Gpu, GpuFacts
-from probes.gpu.health import XID_CAUSES, named_xids, xids_of
+from probes.gpu.health import WORDS, XID_CAUSES, named_xids, xids_of
 from probes.gpu.health import finding as gpu_finding
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaFacts, RdmaPort
-
-NVLINK_COUNTERS = ("replay", "recovery", "receive", "recovery_failed")
-"""Counters per link; any increase is reported. From Blackwell on: packets received with errors, and lost links."""
-
-PER_SECOND = {
-    "crc_flit": 100.0,
-    "crc_data": 100.0,
-    # From Blackwell on: errors that error correction left. A link carries 4e11 bit/s per direction (NVLink 5), and a
-    # bit error rate above 1e-12 is unhealthy (ibdiagnet, default of --ber_thresh).
-    "effective": 0.4,
-    "symbol": 0.4,
-}
-"""Increase per second of a link counter from which a warning is reported."""
 
 REPLAYS_PER_MINUTE = 8.0
 
@@ -86,10 +73,10 @@ def _check_counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding
 def _find_risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
     earlier = {link.link: link.errors or {} for link in before.nvlinks}
     for link in after.nvlinks:
-        for name in (*NVLINK_COUNTERS, *PER_SECOND):
+        for name, per_second in WORDS["link_errors"].items():
             start, end = earlier.get(link.link, {}).get(name), (link.errors or {}).get(name)
             rise = _compute_rise(start, end)
-            if rise and rise >= PER_SECOND.get(name, 0.0) * seconds:
+            if rise and rise >= per_second * seconds:
                 yield f"link {link.link} {name}: {start}, then {end}"
 
 

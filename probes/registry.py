@@ -65,17 +65,16 @@ def _reconcile(snapshot: Snapshot, finding: Finding) -> Finding | None:
 
 
 def failures(snapshot: Snapshot) -> tuple[Finding, ...]:
-    """Yield one finding for each probe that could not finish."""
-    outcomes = snapshot.outcomes.items()
-    return tuple(_report_failed(name, outcome) for name, outcome in outcomes if isinstance(outcome, Failed))
-
-
-def _report_failed(name: str, outcome: Failed) -> Finding:
-    return Finding(
-        code=f"{name}.probe.failed",
-        status=Status.UNKNOWN,
-        subject=name,
-        message=f"the {name} probe could not finish: {outcome.error}",
-        evidence=(f"{outcome.seconds:.1f} s: {outcome.error}",),
-        remedy="Run `topoflight scan` on the host itself and look at dmesg; a hung driver needs a reboot.",
+    """Return one finding for each probe that could not finish."""
+    return tuple(
+        Finding(
+            code=f"{name}.probe.failed",
+            status=Status.UNKNOWN,
+            subject=name,
+            message=f"the {name} probe could not finish: {outcome.error}",
+            evidence=(f"{outcome.seconds:.1f} s: {outcome.error}",),
+            remedy="Run `topoflight scan` on the host itself and look at dmesg; a hung driver needs a reboot.",
+        )
+        for name, outcome in snapshot.outcomes.items()
+        if isinstance(outcome, Failed)
     )

@@ -189,8 +189,8 @@ def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
         first = error.errors(include_url=False)[0]
     key = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, KEYS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        close = difflib.get_close_matches(key, KEYS, n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise GateError(f"{where}: {key[:64]}: unknown key; allowed are {', '.join(KEYS)}{hint}")
     shown = ",".join(found[key])[:64]
     raise GateError(f"{where}: {key}={shown}: must be {first['ctx']['error']}")

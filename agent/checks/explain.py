@@ -33,11 +33,11 @@ def _page(name: str) -> str:
 def section(code: str) -> str:
     """Return the entry of a code or alert. Raises UnknownCodeError that names similar codes."""
     known = sections()
-    if code in known:
-        return known[code]
-    close = get_close_matches(code, known, n=3, cutoff=0.4)
-    hint = f"; close: {', '.join(close)}" if close else ""
-    raise UnknownCodeError(f"{code}: no such code or alert{hint}; --list lists all")
+    if exact := {name.lower(): name for name in known}.get(code.lower()):
+        return known[exact]
+    family = [name for name in known if name.startswith(f"{code.lower()}.")]
+    close = ", ".join(family[:8] or get_close_matches(code, known, n=3, cutoff=0.4))
+    raise UnknownCodeError(f"{code}: no such code or alert{close and f'; close: {close}'}; --list lists all")
 
 
 def point(code: str, name: str) -> str:

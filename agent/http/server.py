@@ -111,17 +111,17 @@ def create(
 
 
 def _refuse_unknown_parameters(request: Request) -> None:
-    """Reject a query parameter that the route does not declare; this is a dependency of every route."""
-    if not request.query_params:
-        return
-    known = [field.alias for field in get_flat_params(request.scope["route"].dependant)]
+    """Reject a query parameter that the route does not declare, or one value of several; for every route."""
+    known = {field.alias: field for field in get_flat_params(request.scope["route"].dependant)}
     for name in request.query_params:
         if name in known:
+            if len(request.query_params.getlist(name)) > 1 and "list" not in str(known[name].field_info.annotation):
+                raise ProblemError(400, f"{name} is given more than once")
             continue
         close = difflib.get_close_matches(name[:64], known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         allowed = f"must be one of {', '.join(known)}" if known else "this path takes none"
-        raise ProblemError(400, f"unknown parameter {name[:64]!r}: {allowed}{hint}", allowed=known)
+        raise ProblemError(400, f"unknown parameter {name[:64]!r}: {allowed}{hint}", allowed=list(known))
 
 
 def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> None:

@@ -213,7 +213,7 @@ def percent(text: str) -> float:
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
-        raise SpecError(f"precision: {text!r} is not allowed; allowed: a percentage such as 5%, or a ratio") from None
+        raise SpecError(f"precision={text!r}: must be a percentage such as 5%, or a ratio") from None
 
 
 def watch(note: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:

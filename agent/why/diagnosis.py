@@ -29,7 +29,6 @@ from agent.base.options import InputError
 from agent.checks.host_checks import checks_of_scans
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
-from collectives.nccl_log.other_texts import kind_of
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence, LogProblem
 from collectives.traces import calls, ras, states, watchdog
@@ -185,7 +184,7 @@ def _with_saved_ras(sources: WhySources) -> WhySources:
     def is_ras(log: str) -> bool:
         with suppress(OSError, LogFileError), Path(log).open("rb") as stream:
             start = Unpacked(stream).read(1 << 20)
-            return kind_of(start) == "RAS" and b"ProcessGroup" not in start and b"NCCL INFO" not in start
+            return ras.looks_like_report(start) and b"ProcessGroup" not in start and b"NCCL INFO" not in start
         return False
 
     saved = tuple(log for log in sources.logs if Path(log).is_file() and is_ras(log))

@@ -157,8 +157,8 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
     if not found:
         kinds = dict.fromkeys(str(each.get("kind")) for each in objects)
         hint = next((_OTHERS[kind] for kind in kinds if kind in _OTHERS), _BY_HAND)
-        raise WrapError(f"no training job: holds {', '.join(kinds) or 'no Kubernetes object'}; one of "
-                        f"{', '.join(_KINDS)} is wrapped, also in an AppWrapper or a List; {hint}")  # fmt: skip
+        raise WrapError(f"no training job: holds {', '.join(kinds) or 'no Kubernetes object and no line with #!'}; "
+                        f"one of {', '.join(_KINDS)} is wrapped, also in an AppWrapper or a List; {hint}")  # fmt: skip
     return found
 
 

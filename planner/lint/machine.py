@@ -190,7 +190,7 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         return
     name_list = NameList.parse(value)
     listed = ", ".join(view.name for view in ports) or "none"
-    evidence = f"RDMA ports: {listed}" + ("" if facts is None else f" ({facts.source})")
+    evidence = f"RDMA ports: {listed}" + ("" if facts is None else " (sysfs)")
     matched = [view for view in ports if name_list.takes(view.device.name, view.port.port)]
     if not matched:
         yield finding("env.hca.absent", name, value, evidence)

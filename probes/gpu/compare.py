@@ -188,15 +188,11 @@ def _report_missing_links(gpu: Gpu, most: int) -> Finding:
         status = Status.WARN if gpu.name and soldered(gpu.name) else Status.INFO
     else:
         status = by_loss(1.0 - active / whole)
-    name = subject_of(gpu)
-    text = f"{name} has {active} of {whole} NVLinks active." if gpu.nvlinks else (
-        f"The driver says that {name} has no NVLink; its twins have {most}.")  # fmt: skip
-    evidence = f"nvmlDeviceGetNvLinkState = 1 on {active} links, 0 on {f'links {down}' if down else 'none'}"
-    if not gpu.nvlinks:
-        evidence = "nvmlDeviceGetNvLinkState(0) = NOT_SUPPORTED"
-    instead = "replace the board or its NVLink bridge" if direct else "restart the fabric manager or replace the board"
-    share = 100 * active / whole
-    return finding("gpu.nvlink.missing", gpu, status, says=text, seen=evidence, share=share, replace=instead)
+    return finding(
+        "gpu.nvlink.missing" + " unlisted" * (not gpu.nvlinks), gpu, status, active=active, whole=whole,
+        down=f"links {down}" if down else "none", share=100 * active / whole,
+        replace=WORDS["nvlinks"]["direct" if direct else "switched"],
+    )  # fmt: skip
 
 
 # P2P ----------------------------------------------------------------------------------------------------------------
@@ -218,9 +214,7 @@ def _check_p2p(facts: GpuFacts) -> Iterator[Finding]:
             yield finding("gpu.p2p.refused unknown", "", which=which, seen=evidence)
             continue
         way = "NCCL sends through GPUs that have one" if why == _MESH else "NCCL copies through host memory there"
-        remedy = "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords)."
-        if reason != "disabled_by_regkey":
-            remedy = "Look for IOMMU, ACS and the NVreg P2P settings of the driver."
+        remedy = WORDS["p2p"].get(reason, WORDS["p2p"]["another"])
         # P2P through host memory instead of a switch or NVLink costs 29 % of a step (docs/decisions/0020). Pairs whose
         # path crosses the CPU anyway lose less.
         yield finding(

@@ -42,16 +42,6 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MigSlice:
-    """A compute instance of a GPU in MIG mode, as the device plugin assigns it."""
-
-    uuid: str  # "MIG-<uuid>"
-    profile: str | None  # "1g.10gb", "1c.3g.40gb", "1g.10gb+me"; None if its name contains no profile
-    gpu_instance: int
-    compute_instance: int  # index within the GPU instance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One GPU. If the driver refuses access, `error` is set ("GPU_IS_LOST (symbol)") and other facts are unknown."""
 
@@ -77,7 +67,6 @@ class Gpu:
     mig_enabled: bool | None = None
     mig_pending: bool | None = None  # after the next reset
     virtualization: str | None = None  # "none", "passthrough", "vgpu" (part of a board), "host_vgpu", "host_vsga"
-    mig_slices: tuple[MigSlice, ...] | None = None  # visible to this process; None if one could not be read
     c2c_links: int | None = None
     c2c_enabled: bool | None = None  # nvmlDeviceGetC2cModeInfoV
     fabric_state: str | None = None  # "not_supported", "not_started", "in_progress", "completed"

@@ -84,14 +84,12 @@ def finding(
 Rule = Callable[[Gpu], Iterator[Finding]]
 
 
-def _when(key: str, is_so: Callable[[Gpu], object]) -> Rule:
-    """Return a rule that reports a row of `findings.toml` if a condition on the GPU's facts holds."""
-
-    def rule(gpu: Gpu) -> Iterator[Finding]:
-        if is_so(gpu):
+def _check_facts(gpu: Gpu) -> Iterator[Finding]:
+    """Report what one fact decides: it is true or above zero, or it has one of the values in `words.toml`."""
+    for key, row in WORDS["rule"].items():
+        value = getattr(gpu, row["fact"])
+        if value in row["values"] if "values" in row else value:
             yield finding(key, gpu)
-
-    return rule
 
 
 # Links and modes ----------------------------------------------------------------------------------------------------
@@ -116,6 +114,12 @@ def _check_nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
         yield finding("gpu.nvlink.errors", gpu, count=len(bad), what=what)
 
 
+def _check_c2c(gpu: Gpu) -> Iterator[Finding]:
+    model = gpu_named(gpu.name)
+    if gpu.c2c_enabled is False and model and model.grace:
+        yield finding("gpu.c2c.off", gpu)
+
+
 def _check_fabric(gpu: Gpu) -> Iterator[Finding]:
     if gpu.fabric_state in ("not_started", "in_progress") or gpu.fabric_status:
         state = f"{gpu.fabric_state}, status {gpu.fabric_status}" if gpu.fabric_status else gpu.fabric_state
@@ -136,13 +140,7 @@ def _check_fabric(gpu: Gpu) -> Iterator[Finding]:
 
 def _check_mig(gpu: Gpu) -> Iterator[Finding]:
     if gpu.mig_enabled:
-        kinds = Counter(one.profile or "an unknown profile" for one in gpu.mig_slices or ())
-        cut = ", ".join(f"{count} of {profile}" for profile, count in kinds.items())
-        listed = "; ".join(f"{one.uuid} {one.profile or ''} (GPU instance {one.gpu_instance}, compute instance "
-                           f"{one.compute_instance})" for one in gpu.mig_slices or ())  # fmt: skip
-        unread = "its slices were not read" if gpu.mig_slices is None else "no slice"
-        key = "gpu.mig.enabled" + " off_later" * (gpu.mig_pending is False)
-        yield finding(key, gpu, cut=cut or unread, listed=listed or unread)
+        yield finding("gpu.mig.enabled" + " off_later" * (gpu.mig_pending is False), gpu)
     elif gpu.mig_enabled is False and gpu.mig_pending:
         yield finding("gpu.mig.enabled pending", gpu)
 
@@ -155,6 +153,11 @@ def _check_recovery(gpu: Gpu) -> Iterator[Finding]:
 
 
 # Memory -------------------------------------------------------------------------------------------------------------
+
+
+def _check_remapping(gpu: Gpu) -> Iterator[Finding]:
+    if gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX:
+        yield finding("gpu.memory.remap_failed", gpu)
 
 
 def _check_ecc(gpu: Gpu) -> Iterator[Finding]:
@@ -229,13 +232,11 @@ def _describe_slow(gpu: Gpu, why: str) -> str:
     """Describe the current effect of a throttle reason, based on the GPU's clock and utilization."""
     now, most, name = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, subject_of(gpu)
     clock = f" {now / 1e6:.0f}" + (f" of {most / 1e6:.0f}" if most else "") + " MHz" if now else ""
-    if now and most and now >= FULL_CLOCK_RATIO * most:
-        return f"{name} reports {why}, but runs at{clock}: it loses no speed now. Its clock may fall under load."
-    if gpu.utilization_ratio == 0:
-        at = f" at{clock}" if clock else ""
-        return f"{name} reports {why} while it is idle{at}. Under load every rank would wait for it."
     to = f" to{clock}" if clock else ""
-    return f"{name} is slowed down{to} by {why}. Every rank waits for this GPU."
+    case = "idle" if gpu.utilization_ratio == 0 else "slowed"
+    if now and most and now >= FULL_CLOCK_RATIO * most:
+        case = "full"
+    return str(WORDS["slow"][case]).format(name=name, why=why, at=f" at{clock}" if clock else "", to=to)
 
 
 def _check_heat(gpu: Gpu) -> Iterator[Finding]:
@@ -315,43 +316,16 @@ def _check_xids(gpu: Gpu) -> Iterator[Finding]:
             yield finding(_XID_CODES[cause], gpu, what=what, sources=" and ".join(sources))
 
 
-_LOG_UNREAD = (
-    "the kernel log is not readable here, and NVML reports only Xids after the first scan, so earlier Xids are unknown"
-)
-
-
 def unjudged(facts: GpuFacts) -> dict[str, str]:
     """Return code -> reason for the Xid checks that could not run because the kernel log could not be read."""
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     if all(gpu.xids is not None for gpu in answering):
         return {}
     raised = {found.code for gpu in answering for found in _check_xids(gpu)}
-    return {code: _LOG_UNREAD for code in _XID_CODES.values() if code not in raised}
+    return {code: WORDS["xids"]["unread"] for code in _XID_CODES.values() if code not in raised}
 
 
 RULES: tuple[Rule, ...] = (
-    _check_pcie,
-    _check_nvlink_errors,
-    _when("gpu.c2c.off", lambda gpu: gpu.c2c_enabled is False and bool((row := gpu_named(gpu.name)) and row.grace)),
-    _check_fabric,
-    _when("gpu.fabric.degraded", lambda gpu: gpu.fabric_degraded),
-    _check_mig,
-    _when("gpu.device.vgpu", lambda gpu: gpu.virtualization == "vgpu"),
-    _when("gpu.device.mode prohibited", lambda gpu: gpu.compute_mode == "prohibited"),
-    _when("gpu.device.mode", lambda gpu: gpu.compute_mode in ("exclusive_process", "exclusive_thread")),
-    _check_recovery,
-    _when("gpu.ecc.uncorrected", lambda gpu: gpu.ecc_uncorrected),
-    _when(
-        "gpu.memory.remap_failed",
-        lambda gpu: gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX,
-    ),
-    _when("gpu.memory.remap_pending", lambda gpu: gpu.remapping_pending),
-    _when("gpu.memory.remap_exhausted", lambda gpu: gpu.remap_banks_exhausted),
-    _when("gpu.memory.retired", lambda gpu: gpu.retired_pages),
-    _check_ecc,
-    _check_held_memory,
-    _check_heat,
-    _check_clocks,
-    _check_power,
-    _check_xids,
-)
+    _check_pcie, _check_nvlink_errors, _check_c2c, _check_fabric, _check_mig, _check_recovery, _check_facts,
+    _check_remapping, _check_ecc, _check_held_memory, _check_heat, _check_clocks, _check_power, _check_xids,
+)  # fmt: skip

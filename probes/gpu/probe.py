@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from probes.api import Sample, known_samples, probe_of
+from probes.api import Sample, fact_samples, known_samples, probe_of
 from probes.gpu.compare import check_bus, compare
 from probes.gpu.facts import SOURCE, Gpu, GpuFacts, row_of
 from probes.gpu.health import RULES, TEXTS, WORDS, finding, named_xids, subject_of, unjudged
@@ -150,6 +150,7 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
     reasons = tuple(read_table(__file__, "names.toml")["throttle_bit"].values())
     for gpu in facts.gpus:
         labels = (str(gpu.index), gpu.uuid or "", nvml_bus_id(gpu.bus_id))
+        yield from fact_samples(__file__, gpu, labels)
         yield from known_samples(_list_values(gpu), labels)
         yield Sample(metric="gpu_info", value=1.0, labels=(*labels, gpu.name or ""))
         yield from _sample_links(gpu, labels)
@@ -175,14 +176,7 @@ def _list_values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:
     return (
         ("gpu_up", float(gpu.error is None) if gpu.error is None or gpu.broken else None),
         ("gpu_nvlinks_active", sum(link.active is True for link in gpu.nvlinks) if gpu.nvlinks_known else None),
-        ("gpu_pcie_lanes", gpu.pcie_width),
-        ("gpu_pcie_lanes_max", gpu.pcie_width_max),
-        ("gpu_pcie_generation", gpu.pcie_generation),
-        ("gpu_pcie_generation_max", gpu.pcie_generation_max),
         ("gpu_fabric_ready", float(gpu.fabric_state == "completed") if fabric else None),
-        ("gpu_temperature_slowdown_celsius", gpu.temperature_slowdown_celsius),
-        ("gpu_power_limit_watts", gpu.power_limit_watts),
-        ("gpu_power_limit_default_watts", gpu.power_limit_default_watts),
         ("gpu_processes", None if gpu.processes is None else len(gpu.processes)),
     )
 

@@ -20,9 +20,9 @@ from typing import Any, cast
 
 from contracts.tables import read_table
 from probes.api import UnavailableError
-from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, MigSlice, NvLink, row_of
+from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, NvLink, row_of
 from probes.host import sysfs
-from probes.host.nvml import ERROR_NAMES, HANDLE, INIT, MIG_SLICE, NO_DEVICE_FILES, XIDS, sysfs_bus_id
+from probes.host.nvml import ERROR_NAMES, HANDLE, INIT, NO_DEVICE_FILES, XIDS, sysfs_bus_id
 from probes.host.protocol import GpuHandle, Host, NvmlError
 from probes.pci.facts import DEVICES
 from probes.pci.read import read_bus
@@ -60,8 +60,6 @@ def named(kind: str, number: Any) -> Any:
 
 def does_not_apply(error: NvmlError) -> bool:
     """Whether the error means that the board or driver lacks the feature."""
-    if (error.symbol, error.name) == (MIG_SLICE, "NOT_FOUND"):  # no MIG slice at this index
-        return True
     return error.name in _NOT_THERE or (error.name in _OLD_DRIVER and error.symbol != _LINK_STATE)
 
 
@@ -135,16 +133,6 @@ class NvmlCalls:
     def note(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], why: str) -> None:
         """Record that a call was not answered."""
         self.unread[f"{question_of(symbol, arguments)} = {why}"] = None
-
-    def number(self, symbol: str, *arguments: int | str, scale: float = 1.0) -> float | None:
-        """Return a number in base units."""
-        answer = self(symbol, *arguments)
-        return None if answer is None else answer * scale
-
-    def field(self, symbol: str, name: str) -> Any:
-        """Return one field of a structure."""
-        answer = self(symbol)
-        return answer.get(name) if isinstance(answer, dict) else None
 
     def numbers(self, symbol: str, count: int) -> Sequence[int | None]:
         """Return a list of `count` numbers; unknown numbers are None."""
@@ -383,22 +371,29 @@ def _read_faults(ask: NvmlCalls) -> _Found:
         "remap_banks_exhausted": max((n for n in (banks.get("none"), exhausted) if n is not None), default=None),
         "mig_enabled": split,
         "mig_pending": split_later,
-        "mig_slices": mig_slices(ask) if split else () if split is False else None,
         "throttle_reasons": None if mask is None else tuple(name for bit, name in bits if mask >> int(bit) & 1),
         # of the die (sensor 0); CUDA 14 removes the older function
         "temperature_celsius": ask.either(("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0)),
     }
 
 
+def _read_stage(ask: NvmlCalls, stage: str) -> _Found:
+    """Read the facts of a stage in `facts.toml`."""
+    found: _Found = {}
+    for fact, row in read_table(__file__, "facts.toml")[stage].items():
+        answer = ask(*row["ask"])
+        if "field" in row:
+            answer = (answer or {}).get(row["field"])
+        if "as" in row:
+            answer = flag(answer) if row["as"] == "flag" else named(row["as"], answer)
+        found[fact] = answer * row["scale"] if "scale" in row and answer is not None else answer
+    return found
+
+
 def _read_load(ask: NvmlCalls) -> _Found:
-    busy = ask.field("nvmlDeviceGetUtilizationRates", "gpu")
-    return {
-        "sm_clock_hertz": ask.number("nvmlDeviceGetClockInfo", 1, scale=1e6),
-        "sm_clock_max_hertz": ask.number("nvmlDeviceGetMaxClockInfo", 1, scale=1e6),
-        "utilization_ratio": None if busy is None else busy / 100,
-        "processes": processes(ask),
-        "compute_mode": named("compute_mode", ask("nvmlDeviceGetComputeMode")),
-    }
+    busy = (ask("nvmlDeviceGetUtilizationRates") or {}).get("gpu")
+    ratio = None if busy is None else busy / 100
+    return {**_read_stage(ask, "load"), "utilization_ratio": ratio, "processes": processes(ask)}
 
 
 def _read_fabric(ask: NvmlCalls) -> _Found:
@@ -437,20 +432,9 @@ def _add_fields(answer: dict[str, Any], *names: str) -> int | None:
 def _read_rest(ask: NvmlCalls) -> _Found:
     numa = ask("nvmlDeviceGetNumaNodeId")
     return {
-        "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
-        "pcie_width_max": ask("nvmlDeviceGetMaxPcieLinkWidth"),
-        "pcie_generation": ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-        "pcie_generation_max": ask("nvmlDeviceGetMaxPcieLinkGeneration"),
-        "pcie_replays": ask("nvmlDeviceGetPcieReplayCounter"),
-        "power_limit_watts": ask.number("nvmlDeviceGetEnforcedPowerLimit", scale=1e-3),
-        "power_limit_default_watts": ask.number("nvmlDeviceGetPowerManagementDefaultLimit", scale=1e-3),
-        "temperature_slowdown_celsius": ask.number("nvmlDeviceGetTemperatureThreshold", 1),
+        **_read_stage(ask, "rest"),
         "c2c_links": ask.fields(_C2C_LINK_COUNT)[0],
-        "c2c_enabled": flag(ask.field("nvmlDeviceGetC2cModeInfoV", "isC2cEnabled")),
-        "bar1_bytes": ask.field("nvmlDeviceGetBAR1MemoryInfo", "bar1Total"),
-        "persistence_mode": flag(ask("nvmlDeviceGetPersistenceMode")),
         "gpu_numa_node": None if numa == -1 else numa,
-        "virtualization": named("virtualization", ask("nvmlDeviceGetVirtualizationMode")),
         "cpu_affinity": cpu_list(ask("nvmlDeviceGetCpuAffinity", AFFINITY_WORDS)),
     }
 
@@ -464,19 +448,17 @@ def _read_pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
     for capability in (2, 0):  # NVLink, read: nvmlGpuP2PCapsIndex_t
         for (a, b), ask in asks.items():
             found[a, b].append(ask("nvmlDeviceGetP2PStatus", GpuHandle(b), capability))
-    made = []
-    for (a, b), (level, nvlink, read_) in found.items():
-        made.append(
-            GpuPair(
-                a=a,
-                b=b,
-                ancestor=named("ancestor", level),
-                p2p_read=named("p2p", read_),
-                p2p_nvlink=named("p2p", nvlink),
-                unread=tuple(asks[a, b].unread),
-            )
+    return tuple(
+        GpuPair(
+            a=a,
+            b=b,
+            ancestor=named("ancestor", level),
+            p2p_read=named("p2p", read_),
+            p2p_nvlink=named("p2p", nvlink),
+            unread=tuple(asks[a, b].unread),
         )
-    return tuple(made)
+        for (a, b), (level, nvlink, read_) in found.items()
+    )
 
 
 def _width_in_sysfs(host: Host, bus_id: str | None) -> bool:
@@ -670,26 +652,6 @@ def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
     if wrong > 1:
         faults.append(named("fabric_configuration", wrong) or f"incorrect_configuration_{wrong}")
     return tuple(faults)
-
-
-def mig_slices(ask: NvmlCalls) -> tuple[MigSlice, ...] | None:
-    """Return the slices of a GPU in MIG mode, in NVML's order; None if the driver did not report all of them."""
-    most = ask("nvmlDeviceGetMaxMigDeviceCount")
-    if most is None:
-        return None
-    before = len(ask.unread)
-    answers = [ask(MIG_SLICE, place) for place in range(most)]
-    if len(ask.unread) > before or ask.lost:
-        return None
-    return tuple(
-        MigSlice(uuid=one["uuid"], profile=next(iter(_PROFILE.findall(one["name"])), None),
-                 gpu_instance=one["gpuInstance"], compute_instance=one["computeInstance"])
-        for one in answers if one is not None
-    )  # fmt: skip
-
-
-# nvmlDeviceGetName of a MIG device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "... MIG 1c.3g.40gb", "... MIG 1g.10gb+me"
-_PROFILE = re.compile(r"\bMIG ((?:\d+c\.)?\d+g\.\d+gb(?:\+[\w.,+-]+)?)", re.ASCII)
 
 
 def processes(ask: NvmlCalls) -> tuple[GpuProcess, ...] | None:

@@ -192,8 +192,10 @@ class LiveHost:
         return dict(netlink.ask_port(netdev))
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """Return the "devices", "ports" or "system" settings from NETLINK_RDMA."""
-        return netlink.ask_rdma(what)
+        """Return the "system" settings from NETLINK_RDMA."""
+        if what != "system":
+            raise ValueError(f'rdma_netlink answers "system", not {what!r}')
+        return (dict(netlink.ask_rdma()),)
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """Query libibverbs."""

@@ -1,8 +1,8 @@
-"""Netlink queries: links, addresses and routes; link modes and flow control of a port; RDMA devices.
+"""Netlink queries: links, addresses and routes; link modes and flow control of a port; the RDMA subsystem's mode.
 
-pyroute2 reads rtnetlink(7). Messages that pyroute2 does not support are sent here: RDMA devices (RDMA_NL_NLDEV) and
-priority flow control (DCB). So are ethtool's link modes, because pyroute2 needs milliseconds per port to decode them.
-No query needs privileges, and each has a timeout of a few seconds.
+pyroute2 reads rtnetlink(7). Messages that pyroute2 does not support are sent here: the RDMA subsystem (RDMA_NL_NLDEV)
+and priority flow control (DCB). So are ethtool's link modes, because pyroute2 needs milliseconds per port to decode
+them. No query needs privileges, and each has a timeout of a few seconds.
 
 Specification: netlink(7), rtnetlink(7); Linux include/uapi/rdma/rdma_netlink.h; include/uapi/linux/dcbnl.h
 (DCB_CMD_IEEE_GET, struct ieee_pfc); Documentation/networking/ethtool-netlink.rst (ETHTOOL_MSG_LINKMODES_GET, bit sets
@@ -27,7 +27,7 @@ from probes.host.protocol import Json
 
 _TABLE = read_table(__file__, "netlink.toml")
 _TIMEOUT_SECONDS = 3.0
-_REQUEST, _DUMP, _DONE, _ERROR = 0x1, 0x300, 3, 2
+_REQUEST, _ERROR = 0x1, 2
 _ATTRIBUTE = struct.Struct("=HH")
 _TYPE, _NESTED = 0x3FFF, 0x8000  # mask that removes NLA_F_NESTED and NLA_F_NET_BYTEORDER from a type; NLA_F_NESTED
 
@@ -130,11 +130,11 @@ def ask_port(name: str) -> dict[str, int | list[int]]:
 
 def _ask_speed(name: str) -> dict[str, int]:
     with _open_socket(_GENERIC) as link:
-        (about,) = _exchange_messages(link, _CONTROL, _encode_generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))
+        about = _exchange(link, _CONTROL, _encode_generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))
         family = dict(pieces(about[4:]))
         number = int.from_bytes(family.get(_FAMILY_ID, b""), sys.byteorder)
         header = _encode_attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
-        return parse_modes(_exchange_messages(link, number, _encode_generic(_LINKMODES_GET, header))[0])
+        return parse_modes(_exchange(link, number, _encode_generic(_LINKMODES_GET, header)))
 
 
 def parse_modes(body: bytes) -> dict[str, int]:
@@ -152,7 +152,7 @@ def parse_modes(body: bytes) -> dict[str, int]:
 def _ask_pfc(name: str) -> dict[str, int | list[int]]:
     with _open_socket(_ROUTE) as link:
         body = struct.pack("=BBH", socket.AF_UNSPEC, _IEEE_GET, 0) + _text(_IFNAME, name)
-        return parse_pfc(_exchange_messages(link, _RTM_GETDCB, body)[0])
+        return parse_pfc(_exchange(link, _RTM_GETDCB, body))
 
 
 def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
@@ -176,22 +176,15 @@ def _open_socket(protocol: int) -> socket.socket:
     return link
 
 
-def _exchange_messages(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST) -> list[bytes]:
-    """Send a request and return the message bodies: one, or with _DUMP all of them. Raises OSError."""
-    link.send(struct.pack("=IHHII", 16 + len(body), kind, flags, 1, 0) + body)
-    answers: list[bytes] = []
-    while True:
-        for answered, content in messages(link.recv(1 << 16)):
-            if answered == _DONE:
-                return answers
-            if answered == _ERROR:
-                number = -int(struct.unpack_from("=i", content)[0])
-                raise OSError(number, os.strerror(number))
-            answers.append(content)
-        if not flags & _DUMP:
-            if not answers:
-                raise OSError(errno.EBADMSG, "an answer of netlink that is no message")
-            return answers[:1]
+def _exchange(link: socket.socket, kind: int, body: bytes) -> bytes:
+    """Send a request and return the body of the answer. Raises OSError."""
+    link.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST, 1, 0) + body)
+    for answered, content in messages(link.recv(1 << 16)):
+        if answered != _ERROR:
+            return content
+        number = -int(struct.unpack_from("=i", content)[0])
+        raise OSError(number, os.strerror(number))
+    raise OSError(errno.EBADMSG, "an answer of netlink that is no message")
 
 
 def _encode_generic(command: int, content: bytes) -> bytes:
@@ -206,32 +199,18 @@ def _text(kind: int, value: str) -> bytes:
     return _encode_attribute(kind, value.encode() + b"\0")
 
 
-# RDMA devices ---------------------------------------------------------------------------------------------------
+# RDMA -----------------------------------------------------------------------------------------------------------
 
 NETLINK_RDMA = 20
-_NLDEV = 5 << 10  # RDMA_NL_GET_TYPE(RDMA_NL_NLDEV, op)
-_GET, _PORT_GET, _SYS_GET = 1, 5, 6
-
-Message = dict[str, int | str]
+_NLDEV_SYS_GET = 5 << 10 | 6  # RDMA_NL_GET_TYPE(RDMA_NL_NLDEV, RDMA_NLDEV_CMD_SYS_GET)
+_NETNS_MODE = 66  # RDMA_NLDEV_SYS_ATTR_NETNS_MODE
 
 
-def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
-    """Return the "devices", "ports" (each with its device's name) or "system" settings."""
+def ask_rdma() -> dict[str, int]:
+    """Return {"netns_mode": 1 (shared) or 0 (exclusive)}; empty if the kernel does not report it."""
     with _open_socket(NETLINK_RDMA) as link:
-        if what == "system":
-            return tuple(map(attributes, _exchange_messages(link, _NLDEV | _SYS_GET, b"")))
-        devices = tuple(map(attributes, _exchange_messages(link, _NLDEV | _GET, b"", _REQUEST | _DUMP)))
-        if what == "devices":
-            return devices
-        if what != "ports":
-            raise ValueError(f'rdma_netlink answers "devices", "ports" and "system", not {what!r}')
-        return tuple(
-            {"name": device["name"], **attributes(port)}
-            for device in devices
-            for port in _exchange_messages(
-                link, _NLDEV | _PORT_GET, struct.pack("=HHI", 8, 1, device["device_index"]), _REQUEST | _DUMP
-            )
-        )
+        mode = dict(pieces(_exchange(link, _NLDEV_SYS_GET, b""))).get(_NETNS_MODE)
+    return {} if mode is None else {"netns_mode": int.from_bytes(mode, sys.byteorder)}
 
 
 def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
@@ -252,14 +231,3 @@ def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
             return
         yield kind & _TYPE, body[4:length]
         body = body[(length + 3) & ~3 :]
-
-
-def attributes(body: bytes) -> Message:
-    """Return the known attributes of one message by name."""
-    found: Message = {}
-    for kind, value in pieces(body):
-        if text := _TABLE["rdma_texts"].get(str(kind)):
-            found[text] = value.rstrip(b"\0").decode(errors="replace")
-        elif number := _TABLE["rdma_numbers"].get(str(kind)):
-            found[number] = int.from_bytes(value, sys.byteorder)
-    return found

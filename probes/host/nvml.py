@@ -35,7 +35,6 @@ DRIVER_PATHS = "TOPOFLIGHT_DRIVER_PATHS"
 INIT = "nvmlInit"
 HANDLE = "nvmlDeviceGetHandleByIndex"
 XIDS = "nvmlEventSetWait"
-MIG_SLICE = "nvmlDeviceGetMigDeviceHandleByIndex"
 
 _STALE_HANDLE = {1, 2, 15, 16}  # the driver or the GPU is gone: request a new handle for the next call
 _XID_EVENT = 8  # nvmlEventTypeXidCriticalError
@@ -273,20 +272,7 @@ def _make_call(symbol: str, *names: str) -> Callable[..., Json]:
     return ask
 
 
-def _read_mig_slice(handle: Any, place: int) -> Json:
-    """Call nvmlDeviceGetMigDeviceHandleByIndex and return the slice's identity; the handle stays in this process."""
-    import pynvml
-
-    device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
-    return {
-        "uuid": plain(pynvml.nvmlDeviceGetUUID(device)), "name": plain(pynvml.nvmlDeviceGetName(device)),
-        "gpuInstance": pynvml.nvmlDeviceGetGpuInstanceId(device),
-        "computeInstance": pynvml.nvmlDeviceGetComputeInstanceId(device),
-    }  # fmt: skip
-
-
 _SPECIAL: dict[str, Callable[..., Json]] = {
-    MIG_SLICE: _read_mig_slice,
     "nvmlDeviceGetSramEccErrorStatus": _make_call("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t"),
     "nvmlDeviceGetComputeRunningProcesses": _read_processes,
     "nvmlDeviceGetPciInfo": _make_bus_id_call("nvmlDeviceGetPciInfo"),

@@ -85,7 +85,7 @@ class Host(Protocol):
         """
 
     def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """Return "devices", "ports" or "system" from NETLINK_RDMA. Raises OSError if the kernel does not support it."""
+        """Return the "system" settings from NETLINK_RDMA. Raises OSError if the kernel does not support it."""
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """Query libibverbs through pyverbs: "version", ("port", device, number), ("register", device, bytes).

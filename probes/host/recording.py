@@ -100,6 +100,7 @@ class RecordedHost:
     port_link = _make_query("port_link", dict)
     rdma_netlink = _make_query("rdma_netlink", tuple)
     kernel_log = _make_query("kernel_log", tuple)
+    verbs = _make_query("verbs", lambda answer: answer)
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """Return the first bytes of a file."""
@@ -138,10 +139,6 @@ class RecordedHost:
             raise failure(symbol, "LIBRARY_NOT_FOUND")
         answers, key = symbols.get(symbol, {}), question(*arguments)
         return _raise_error(without_secrets(answers.get(key, {"$nvml": "NOT_SUPPORTED"})), symbol)
-
-    def verbs(self, what: str, *arguments: int | str) -> Json:
-        """Return the answer to one recorded libibverbs query."""
-        return self._get_answer("verbs", what, *arguments)
 
     def cpu(self) -> dict[str, Json]:
         """Return psutil's recorded numbers; empty if they were not recorded."""

@@ -229,14 +229,8 @@ def _compare_speeds(facts: InterfacesFacts) -> Iterator[Finding]:
 def samples(facts: InterfacesFacts) -> Iterator[Sample]:
     """Export what node_exporter does not: the interface's role, its lower device, and NCCL's choice."""
     for interface in facts.interfaces:
-        labels = (
-            interface.name,
-            interface.role,
-            interface.kind or "",
-            interface.parent or "",
-            interface.rdma_device or "",
-            interface.multus_network or "",
-        )
+        about = (interface.kind, interface.parent, interface.rdma_device, interface.multus_network)
+        labels = (interface.name, interface.role, *(value or "" for value in about))
         yield Sample(metric="interfaces_role_info", value=1, labels=labels)
     if facts.nccl_choice:
         yield Sample(metric="interfaces_nccl_choice_info", value=1, labels=(facts.nccl_choice,))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from probes.api import Sample, Source, finding, known_samples, probe_of
+from probes.api import Sample, Source, fact_samples, finding, probe_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def unjudged(facts: LimitsFacts) -> dict[str, str]:
     """
     if not facts.of_agent:
         return {"limits.memlock.low": facts.elsewhere} if facts.elsewhere else {}
-    why = "not judged: this is the agent's own container, and a job's pod gets what its own manifest says"
+    why = "not judged: these limits are the agent's own, and a job gets those of its manifest or its shell"
     return dict.fromkeys(
         ("limits.shm.small", "limits.shm.full", "limits.shm.unknown", "limits.numa_policy.denied"), why
     )
@@ -59,12 +59,7 @@ def samples(facts: LimitsFacts) -> Iterator[Sample]:
     if facts.memlock_known:
         for bound, value in (("soft", facts.memlock_soft_bytes), ("hard", facts.memlock_hard_bytes)):
             yield Sample(metric="limits_memlock_bytes", value=float("inf") if value is None else value, labels=(bound,))
-    yield from known_samples((
-        ("limits_ipc_lock", facts.ipc_lock),
-        ("limits_shm_size_bytes", facts.shm_size_bytes),
-        ("limits_shm_free_bytes", facts.shm_free_bytes),
-        ("limits_open_files", facts.nofile_soft),
-    ))  # fmt: skip
+    yield from fact_samples(__file__, facts)
 
 
 NCCL_BUFFER_BYTES = 4 << 20  # default of NCCL_BUFFSIZE: buffer of one channel, for one peer and direction

@@ -34,8 +34,6 @@ class PciDevice:
     relaxed_ordering: bool | None = None
     iommu_group: int | None = None
     physical_function: str | None = None  # bus id of the physical function, if this is an SR-IOV VF
-    resizable_bar: bool | None = None  # True: every resizable BAR has its largest size
-    bar_sizes_offered: bool | None = None  # whether it has the resizable BAR capability
     rdma: bool | None = None  # whether a NIC has an infiniband/ folder; None for other classes
     lost: bool = False  # configuration space reads as all ones
 

@@ -14,7 +14,7 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from hardware.nics import MELLANOX, is_efa, is_virtual
-from probes.api import Sample, finding, known_samples, probe_of
+from probes.api import Sample, fact_samples, finding, probe_of
 from probes.pci.facts import (
     AMD,
     DEVICES,
@@ -43,11 +43,6 @@ def gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
     return tuple(d for d in nvidia_gpus(facts) if not is_passed_through(d.driver) and d.physical_function is None)
 
 
-def passed_through(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """Return NVIDIA GPUs that are, or may be, passed to a virtual machine, so they cannot be read here."""
-    return tuple(d for d in nvidia_gpus(facts) if is_passed_through(d.driver) and d.physical_function is None)
-
-
 def bare_metal_gpus(facts: PciFacts) -> int | None:
     """Count NVIDIA GPUs on the bus, including GPUs passed to virtual machines; None in a container or VM.
 
@@ -55,7 +50,7 @@ def bare_metal_gpus(facts: PciFacts) -> int | None:
     """
     if facts.hypervisor is not None or facts.container is not None:
         return None
-    return len(gpus(facts)) + len(passed_through(facts))
+    return sum(device.physical_function is None for device in nvidia_gpus(facts))
 
 
 def foreign_accelerators(facts: PciFacts) -> tuple[PciDevice, ...]:
@@ -127,8 +122,6 @@ def _check_device(device: PciDevice) -> Iterator[Finding]:
         keys.append("pci.device.passed_through")
     if gpu and driver in (None, "nouveau"):
         keys.append("pci.device.no_driver" + " nouveau" * (driver is not None))
-    if gpu and device.bar_sizes_offered and device.resizable_bar is False:
-        keys.append("pci.rebar.off")
     if device.rdma and device.relaxed_ordering is False:
         keys.append("pci.relaxed_ordering.off")
     for key in keys:
@@ -252,8 +245,7 @@ def _check_virtual_tree(facts: PciFacts) -> Iterator[Finding]:
 
 def samples(facts: PciFacts) -> Iterator[Sample]:
     """Export the host-wide settings, and the fraction of the maximum link width of each GPU and NIC."""
-    switches = (("pci_peermem_loaded", facts.peermem_loaded), ("pci_dmabuf_possible", facts.dmabuf_possible))
-    yield from known_samples(switches)
+    yield from fact_samples(__file__, facts)
     if facts.iommu_mode:
         yield Sample(metric="pci_iommu_info", value=1, labels=(facts.iommu_mode,))
     acs = [d.acs_source_validation for d in facts.devices if d.acs_source_validation is not None]

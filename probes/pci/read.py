@@ -222,7 +222,6 @@ _STANDARD_MAX = (0x100 - 0x40) // 4
 _STATUS, _STATUS_HAS_LIST, _LIST_POINTER = 0x06, 0x10, 0x34
 _EXPRESS, _EXPRESS_DEVICE_CONTROL, _RELAXED_ORDERING = 0x10, 8, 1 << 4
 _ACS, _ACS_CONTROL, _SOURCE_VALIDATION = 0x000D, 6, 1 << 0
-_REBAR, _REBAR_MAX = 0x0015, 6
 
 
 def parse_config(config: bytes) -> dict[str, Any]:
@@ -236,12 +235,7 @@ def parse_config(config: bytes) -> dict[str, Any]:
     if _ACS in extended:
         control = _get_word(config, extended[_ACS] + _ACS_CONTROL)
         acs = None if control is None else bool(control & _SOURCE_VALIDATION)
-    return {
-        "acs_source_validation": acs,
-        "relaxed_ordering": _has_relaxed_ordering(config),
-        "resizable_bar": _rebar(config, extended[_REBAR]) if _REBAR in extended else (False if readable else None),
-        "bar_sizes_offered": True if _REBAR in extended else (False if readable else None),
-    }
+    return {"acs_source_validation": acs, "relaxed_ordering": _has_relaxed_ordering(config)}
 
 
 def _has_relaxed_ordering(config: bytes) -> bool | None:
@@ -252,22 +246,6 @@ def _has_relaxed_ordering(config: bytes) -> bool | None:
             control = _get_word(config, offset + _EXPRESS_DEVICE_CONTROL)
             return None if control is None else bool(control & _RELAXED_ORDERING)
     return None
-
-
-def _rebar(config: bytes, offset: int) -> bool | None:
-    """Whether every resizable BAR has the largest supported size."""
-    first = _get_double(config, offset + 8)
-    if first is None:
-        return None
-    bars = min(first >> 5 & 7, _REBAR_MAX)
-    answers = []
-    for bar in range(bars):
-        supported, control = _get_double(config, offset + 4 + 8 * bar), _get_double(config, offset + 8 + 8 * bar)
-        if supported is None or control is None:
-            return None
-        sizes = supported >> 4 | (control >> 16) << 28  # bit n: 2**(n+20) bytes
-        answers.append((control >> 8 & 0x3F) >= sizes.bit_length() - 1)
-    return all(answers) if answers else None
 
 
 def _walk_standard(config: bytes) -> Iterator[tuple[int, int]]:

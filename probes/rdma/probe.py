@@ -21,7 +21,7 @@ from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.nics import fastest
 from hardware.units import gigabits
-from probes.api import Sample, finding, known_samples, probe_of
+from probes.api import Sample, fact_samples, finding, known_samples, probe_of
 from probes.rdma.facts import (
     OTHER,
     RAIL,
@@ -34,7 +34,7 @@ from probes.rdma.facts import (
     is_link_local,
 )
 
-TEXTS = read_table(__file__, "findings.toml")
+TEXTS, WORDS = read_table(__file__, "findings.toml"), read_table(__file__, "words.toml")
 _WAITING = ("INIT", "ARMED")  # for the subnet manager
 SYSFS = "/sys/class/infiniband"
 EVIDENCE_MAX = 16
@@ -74,8 +74,6 @@ def check(facts: RdmaFacts) -> Iterator[Finding]:
     yield from check_flow(replace(facts, devices=rails))
     yield from _compare_firmware(facts)
     yield from _check_memlock(facts)
-    if facts.netns_mode == "shared" and facts.source == "netlink":
-        yield finding(TEXTS, "rdma.netns.shared")
 
 
 def _check_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
@@ -281,9 +279,6 @@ def _check_rate(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
         yield _report_port("rdma.port.below_max", device, port, None, (), **values)
 
 
-_ONLY_LOCAL = "its RoCE v2 GIDs are link-local only, by which no other subnet is reached and which NCCL does not choose"
-
-
 def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Check whether the port has RoCE v2, and whether NCCL would select it."""
     if port.link_layer != "Ethernet" or not port.gids_known:
@@ -300,13 +295,9 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     chosen = next((gid for gid in port.gids if gid.index == choice), None)
     v4 = any(ipv4_of(gid) for gid in port.gids)
     v6 = any(gid.type == ROCE_V2 and not ipv4_of(gid) and not is_link_local(gid) for gid in port.gids)
-    if v4:  # a fixed index fails if the tables of two nodes differ
-        remedy = f"Set NCCL_IB_GID_INDEX={best}, or NCCL_IB_ROCE_VERSION_NUM=2 with NCCL 2.21 and later."
-    elif v6:
-        remedy = "Give the port's netdev an IPv4 address, or set NCCL_IB_ADDR_FAMILY=AF_INET6 on every node."
-    else:
-        remedy = "Give the port's netdev an IP address: no variable makes link-local GIDs reach another node."
-    place = f"RoCE v2 is at index {best}" if v4 or v6 else _ONLY_LOCAL
+    reach = "ipv4" if v4 else "ipv6" if v6 else "local"
+    remedy = WORDS["gid_remedy"][reach].format(best=best)
+    place = WORDS["gid_place"][reach].format(best=best)
     values = {"choice": choice, "place": place, "remedy": remedy}
     if chosen is None or chosen.type != ROCE_V2:
         # an empty entry cannot connect; RoCE v1 works within one subnet
@@ -370,19 +361,17 @@ def _list_evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:
 def samples(facts: RdmaFacts) -> Iterator[Sample]:
     """Export what node_exporter's infiniband collector lacks, with its labels: GIDs, MTU, netdev, NUMA node, access."""
     for device in facts.devices:
-        known = (("rdma_device_numa_node", device.numa_node), ("rdma_device_usable", device.uverbs_usable))
-        yield from known_samples(known, (device.name,))
+        yield from fact_samples(__file__, device, (device.name,))
         for port in device.ports:
             labels = (device.name, str(port.port))
             about = (port.link_layer or "", port.netdev or "", device.kind)
             yield Sample(metric="rdma_port_info", value=1, labels=(*labels, *about))
-            numbers = (
+            indices = (
                 ("rdma_port_nccl_gid_index", nccl_gid_index(port)),
                 ("rdma_port_rocev2_gid_index", rocev2_gid_index(port)),
-                ("rdma_port_mtu_bytes", port.active_mtu_bytes),
-                ("rdma_port_netdev_mtu_bytes", port.netdev_mtu_bytes),
             )
-            yield from known_samples(numbers, labels)
+            yield from known_samples(indices, labels)
+            yield from fact_samples(__file__, port, labels)
     if facts.memlock_proof:
         proof = facts.memlock_proof
         yield Sample(metric="rdma_registered_bytes", value=float(proof.registered_bytes), labels=(proof.device,))

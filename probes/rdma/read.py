@@ -1,12 +1,10 @@
-"""Reads RDMA devices from /sys/class/infiniband, or through NETLINK_RDMA if that is not mounted.
+"""Reads RDMA devices from /sys/class/infiniband.
 
-Netlink needs no privileges, but does not report GIDs, rates or counters. The memlock limit is tested by registering
-increasingly large memory regions: the kernel refuses pages beyond RLIMIT_MEMLOCK with ENOMEM, unless the process has
-CAP_IPC_LOCK.
+The memlock limit is tested by registering increasingly large memory regions: the kernel refuses pages beyond
+RLIMIT_MEMLOCK with ENOMEM, unless the process has CAP_IPC_LOCK.
 
 Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/rdma/ib_addr.h (iboe_get_mtu);
-include/uapi/linux/rdma_netlink.h and include/rdma/ib_verbs.h (port states); ibv_reg_mr(3);
-drivers/infiniband/core/umem.c.
+include/uapi/linux/rdma_netlink.h; ibv_reg_mr(3); drivers/infiniband/core/umem.c.
 """
 
 from __future__ import annotations
@@ -14,14 +12,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from contracts.tables import read_table
 from hardware.nics import models
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
 from probes.rdma.facts import Gid, MemlockProof, RdmaDevice, RdmaFacts, RdmaPort
 
-NAMES = read_table(__file__, "names.toml")
 DEVICES = "/sys/class/infiniband"
 VERBS = "/sys/class/infiniband_verbs"
 NODES = "/dev/infiniband"
@@ -39,11 +35,9 @@ HOLE_MAX = 64  # the kernel fills the first free slot, so a long gap is the end 
 
 def read(host: Host) -> RdmaFacts:
     """Read every RDMA device that this process can see. Raises UnavailableError if there is none."""
-    devices, source = _from_sysfs(host), "sysfs"
+    devices = _read_devices(host)
     if not devices:
-        devices, source = from_netlink(host), "netlink"
-    if not devices:
-        raise UnavailableError(f"no RDMA device in {DEVICES}, none through NETLINK_RDMA")
+        raise UnavailableError(f"no RDMA device in {DEVICES}")
     version, usable = _read_pyverbs(host)
     if usable:  # no file has the MTU of InfiniBand (set by the subnet manager), but libibverbs has it
         devices = tuple(
@@ -55,14 +49,13 @@ def read(host: Host) -> RdmaFacts:
     candidates = [device for device in devices if device.uverbs_usable]
     return RdmaFacts(
         devices=devices,
-        source=source,
         netns_mode=netns_mode(host),
         pyverbs=version,
         memlock_proof=prove_memlock(host, candidates[0].name) if usable and candidates else None,
     )
 
 
-def _from_sysfs(host: Host) -> tuple[RdmaDevice, ...]:
+def _read_devices(host: Host) -> tuple[RdmaDevice, ...]:
     listed = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
     nodes = {device: node for device, node in listed if device}  # RDMA device -> name of its device node
     found = sorted(sysfs.names(host, DEVICES), key=make_sort_key)[:DEVICES_MAX]
@@ -276,53 +269,12 @@ def make_sort_key(name: str) -> tuple[str | int, ...]:
     return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
 
 
-def _ask(host: Host, what: str) -> tuple[dict[str, Json], ...]:
-    try:
-        return host.rdma_netlink(what)
-    except OSError:
-        return ()
-
-
-def from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
-    """Read devices and ports with their states; netlink does not report GIDs, rates and counters."""
-    ports: dict[str, list[RdmaPort]] = {}
-    for entry in _ask(host, "ports"):
-        netdev = entry.get("netdev")
-        number = entry.get("port")
-        if isinstance(number, int):
-            ports.setdefault(str(entry.get("name")), []).append(
-                RdmaPort(
-                    port=number,
-                    state=NAMES["state"].get(str(entry.get("state"))),
-                    physical_state=NAMES["physical_state"].get(str(entry.get("physical_state"))),
-                    netdev=str(netdev) if netdev else None,
-                    link_layer="Ethernet" if netdev else None,
-                )
-            )
-    found = []
-    for entry in _ask(host, "devices"):
-        name = str(entry.get("name"))
-        found.append(
-            RdmaDevice(
-                name=name,
-                kind=_classify_netlink(name, entry),
-                firmware=str(entry.get("firmware") or "") or None,
-                ports=tuple(ports.get(name, ())),
-            )
-        )
-    return tuple(sorted(found, key=lambda device: make_sort_key(device.name)))
-
-
-def _classify_netlink(name: str, entry: dict[str, Json]) -> str:
-    if entry.get("node_type") == 7 or name.startswith("efa_"):  # RDMA_NODE_UNSPECIFIED: node type of EFA
-        return "efa"
-    software = next((kind for kind in ("rxe", "siw") if name.startswith(kind)), None)
-    return software or "other"  # netlink does not report the underlying device
-
-
 def netns_mode(host: Host) -> str | None:
     """Return "shared" or "exclusive": whether a network namespace sees all devices or only its own."""
-    modes = (entry["netns_mode"] for entry in _ask(host, "system") if entry.get("netns_mode") is not None)
+    try:
+        modes = [entry["netns_mode"] for entry in host.rdma_netlink("system") if entry.get("netns_mode") is not None]
+    except OSError:
+        return None
     return next(("shared" if mode == 1 else "exclusive" for mode in modes), None)
 
 
@@ -358,21 +310,14 @@ def read_gids(host: Host, folder: str) -> tuple[tuple[Gid, ...], bool]:
         return (), False
     indices = sorted(int(name) for name in listed if name.isascii() and name.isdigit() and len(name) <= 4)
     gids: list[Gid] = []
-    hole = 0
-    for index in indices[:TABLE_MAX]:
+    used = -1
+    for place, index in enumerate(indices[:TABLE_MAX]):
         value = sysfs.text(host, f"{folder}/gids/{index}")
-        if value is None or not value.strip("0:"):
-            hole += 1
-            if hole >= HOLE_MAX:
-                break
-            continue
-        hole = 0
-        gids.append(
-            Gid(
-                index=index,
-                gid=value,
-                type=sysfs.text(host, f"{folder}/gid_attrs/types/{index}"),
-                netdev=sysfs.text(host, f"{folder}/gid_attrs/ndevs/{index}"),
-            )
-        )
+        if value is not None and value.strip("0:"):
+            attributes = {"type": f"gid_attrs/types/{index}", "netdev": f"gid_attrs/ndevs/{index}"}
+            known = {name: sysfs.text(host, f"{folder}/{path}") for name, path in attributes.items()}
+            gids.append(Gid(index=index, gid=value, **known))
+            used = place
+        elif place - used >= HOLE_MAX:
+            break
     return tuple(gids), True

@@ -29,7 +29,7 @@ def test_shared_memory_is_judged_in_a_jobs_pod_and_unknown_in_the_agents() -> No
     """The agent's 64 MiB are neither a warning nor a proof; the same pod as a job holds no segment for 8 ranks."""
     for code in ("limits.shm.small", "limits.shm.full", "limits.numa_policy.denied"):
         (check,) = of_code(in_pod(H100), code)
-        assert check.status == "unknown" and "agent's own container" in check.message
+        assert check.status == "unknown" and "the agent's own" in check.message
     host = PodHost(path_of(), agent_of("kubernetes"))
     del host.env["TOPOFLIGHT_ROLE"]
     (check,) = of_code(build_view((scan(host),)), "limits.shm.small")

@@ -248,7 +248,7 @@ HEALTHY = {"replay": 3, "recovery": 0, "crc_flit": 900}
 
 def scan_at(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | None = None, **other: Any) -> Snapshot:
     port = RdmaPort(port=1, counters=None if link_downed is None else {"link_downed": link_downed})
-    rdma = RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
+    rdma = RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),))
     link = NvLink(link=7, active=True, errors=HEALTHY if errors is None else errors)
     gpu = Gpu(index=2, bus_id="0000:1b:00.0", uuid="GPU-a", nvlinks=(link,), nvlinks_known=True)
     gpus = GpuFacts(driver_version=other.pop("driver", "570.1"), cuda_version=None, gpus=(gpu,))

@@ -70,7 +70,7 @@ def host(
         ),
     }
     if rdma is not None:
-        facts["rdma"] = RdmaFacts(devices=tuple(rdma), source="sysfs")
+        facts["rdma"] = RdmaFacts(devices=tuple(rdma))
     if interfaces is not None:
         facts["interfaces"] = InterfacesFacts(interfaces=tuple(interfaces), default_route=default_route)
     if bus is not None or switches is not None:

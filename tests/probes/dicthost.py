@@ -51,7 +51,7 @@ class DictHost(RecordedHost):
             "statvfs": {"/dev/shm": list(shm)} if shm else {},
             "port_link": port_links or {},
             "netlink": _answers(netlink, ("links", "addresses", "routes")),
-            "rdma_netlink": _answers(rdma_netlink, ("devices", "ports", "system")),
+            "rdma_netlink": _answers(rdma_netlink, ("system",)),
         }
         super().__init__({"hostname": "h", "captured_at": 0.0, "answers": answers})
         self.files = dict(files or {})

@@ -23,8 +23,8 @@ GPU, NIC, BRIDGE = ("0x030200", "0x10de", "0x2330"), ("0x020700", "0x15b3", "0x1
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
 
 
-def config(*, acs: bool | None = None, relaxed: bool = True, bar: tuple[int, int] | None = None) -> bytes:
-    """A configuration space with a PCI Express capability, and ACS and resizable BAR where asked for."""
+def config(*, acs: bool | None = None, relaxed: bool = True) -> bytes:
+    """A configuration space with a PCI Express capability, and ACS where asked for."""
     space = bytearray(4096)
     struct.pack_into("<HHHH", space, 0, 0x15B3, 0x1021, 0, 0x10)
     space[0x34] = 0x60
@@ -32,9 +32,6 @@ def config(*, acs: bool | None = None, relaxed: bool = True, bar: tuple[int, int
     chain = []
     if acs is not None:
         chain.append((0x000D, struct.pack("<HH", 0x1F, int(acs))))
-    if bar is not None:
-        supported, current = bar
-        chain.append((0x0015, struct.pack("<II", supported << 4, 1 << 5 | current << 8)))
     chain = chain or [(0x0001, b"")]
     for place, (kind, body) in enumerate(chain):
         offset = 0x100 + 0x40 * place
@@ -135,8 +132,7 @@ def read_without_root(machine: Machine) -> Machine:
 
 
 DRIVER = "/proc/driver/nvidia/version"
-CONFIGS = {"lost": b"\xff" * 4096, "largest BAR": config(bar=(0b1_0000_0000_0000, 12)),
-           "smaller BAR": config(bar=(0b1_0000_0000_0000, 8))}  # fmt: skip
+CONFIGS = {"lost": b"\xff" * 4096}
 KINDS = {"GPU": GPU, "NIC": NIC, "ConnectX": ("0x020000", "0x15b3", "0x1021"), "EFA": ("0x020000", "0x1d0f", "0xefa2"),
          "Ethernet": ("0x020000", "0x8086", "0x1533")}  # fmt: skip
 BUILDERS: dict[str, Callable[..., Machine]] = {
@@ -155,11 +151,6 @@ def test_what_is_wrong_with_the_tree(
     identity = files.pop("identity", {"kernel": "6.1.0-13-amd64"})
     found = list(pci.check(read_pci(BUILDERS[builder](**given).host(files=files, identity=identity))))
     assert {f.code: [f.status, f.subject] for f in found} == expected, what
-
-
-def test_a_bar_of_less_than_the_largest_size_is_told() -> None:
-    spaces = (CONFIGS["largest BAR"], CONFIGS["smaller BAR"], config(), config()[:64])
-    assert [parse_config(space)["resizable_bar"] for space in spaces] == [True, False, False, None]
 
 
 def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:

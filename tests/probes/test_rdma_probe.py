@@ -113,7 +113,7 @@ def test_a_sound_roce_device() -> None:
     assert (port.netdev, port.netdev_mtu_bytes, port.active_mtu_bytes) == ("eth0", 9000, 4096)
     assert port.counters == {"symbol_error": 3, "out_of_sequence": 0}, "an unreadable counter is left out, not zero"
     assert (nccl_gid_index(port), rocev2_gid_index(port)) == (3, 3)
-    assert (facts.source, facts.netns_mode) == ("sysfs", "exclusive")
+    assert facts.netns_mode == "exclusive"
     assert "not installed" in str(facts.pyverbs)
     assert not list(rdma.check(facts))
 
@@ -231,7 +231,7 @@ def test_congestion_marks_prove_ecn_and_a_bond_is_named() -> None:
 
 def counted(**counters: int) -> rdma.RdmaFacts:
     port = RdmaPort(port=1, counters=counters)
-    return rdma.RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
+    return rdma.RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),))
 
 
 @each_row(("before", "after", "seconds", "severity"), rows("rises"))

@@ -694,7 +694,7 @@ def test_the_interface_of_rdma_is_named_by_who_knows_it(tmp_path: Path, networks
     assert causes.rdma_of((), Evidence(hcas=("mlx5_1:1/RoCE",)), manifest) == "mlx5_1"
     port = RdmaPort(port=1, state="ACTIVE", netdev="net1")
     device = RdmaDevice(name="mlx5_1", kind="hca", ports=(port, replace(port, port=2, state="DOWN", netdev="net2")))
-    scan = replace(unpublished("a", ""), outcomes={"rdma": Ok(facts=RdmaFacts(source="sysfs", devices=(device,)))})
+    scan = replace(unpublished("a", ""), outcomes={"rdma": Ok(facts=RdmaFacts(devices=(device,)))})
     assert causes.rdma_of((scan,), Evidence(), manifest) == "net1"
     assert causes.rdma_of((), Evidence(), None) == ""
 

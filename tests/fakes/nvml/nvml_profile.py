@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from probes.host.nvml import ERROR_CODES, MIG_SLICE
+from probes.host.nvml import ERROR_CODES
 from probes.host.protocol import Json
 
 SOURCE = Path(__file__).with_name("fake_nvml.c")
@@ -51,13 +51,6 @@ def _lines(symbol: str, answers: dict[str, Json]) -> Iterator[str]:
                 yield f"{symbol}\t{gpu},{number},{scope or 0}\t{told}"
         elif symbol == "nvmlEventSetWait":
             yield f"{symbol}\t\t{_value(symbol, answer)}"
-        elif symbol == MIG_SLICE and "$nvml" not in answer:
-            place = question.replace(",", "mig")
-            yield f"{symbol}\t{question}\t1"
-            yield f'nvmlDeviceGetUUID\t{place}\t"{answer["uuid"]}'
-            yield f'nvmlDeviceGetName\t{place}\t"{answer["name"]}'
-            yield f"nvmlDeviceGetGpuInstanceId\t{place}\t{answer['gpuInstance']}"
-            yield f"nvmlDeviceGetComputeInstanceId\t{place}\t{answer['computeInstance']}"
         else:
             yield f"{symbol}\t{question}\t{_value(symbol, answer)}"
 
