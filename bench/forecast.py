@@ -7,8 +7,8 @@ Left out, a source is forecast by constants that were fitted on the other source
 source has rows is a stack nobody knows, and the interval's width comes from the other sources' errors. Printed per
 source and in total: rows that the reader could not place, the error of the step time without and with one measured
 scalar per (framework, GPU, precision), how many measured times lie in the 80 % interval (a row that was not placed lies
-in none), how much slower the layout ranked first is than the best one published, the error of the memory by method,
-out-of-memory rows that were called safe, and rows that ran and were refused.
+in none), how much slower the layout that the planner chooses is than the best one published, the error of the memory by
+method, out-of-memory rows that were called safe, and rows that ran and were refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from planner.forecast.compute import DEFAULT, Constants, gpu_rates
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import weights
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.search import TIGHT_SHARE, degrees_of, search
+from planner.search import TIGHT_SHARE, Candidate, degrees_of, search, simplest
 from planner.stacks import ENGINES
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
@@ -76,7 +76,8 @@ class Answer:
     """What the planner says about one row."""
 
     row: Row
-    seconds: float
+    job: Job
+    candidate: Candidate  # as the search would see it, if nothing were known of the GPU's memory
     extra: tuple[float, float]  # standard deviations of log time by what the row leaves open, if faster and if slower
     kinds: tuple[str, ...]  # what its width goes by
     reach: tuple[float, float]  # log time over the fastest and over the slowest network that the row leaves open
@@ -87,7 +88,7 @@ class Answer:
     @property
     def ratio(self) -> float:
         """Forecast over measured time."""
-        return self.seconds / (self.row.seconds or math.nan)
+        return self.candidate.seconds / (self.row.seconds or math.nan)
 
     @property
     def sample(self) -> Sample:
@@ -254,7 +255,8 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     ways = _ways(row, layout)
     return Answer(
         row=row,
-        seconds=seconds,
+        job=job,
+        candidate=Candidate(layout=layout, parts=readings[0][2], memory=printed, seconds=seconds),
         extra=left_open(readings),
         kinds=kinds_of(job, seen_engine=row.stack.known),
         reach=(math.log(ends.low), math.log(ends.high)),
@@ -423,8 +425,7 @@ def with_scalar(answers: Sequence[Answer]) -> list[tuple[Answer, float]]:
     for members in groups_of(answers, lambda a: (a.row.framework, a.row.gpu.name, a.row.precision)).values():
         logs = [math.log(m.ratio) for m in members]
         for i, log in enumerate(logs):
-            others = logs[:i] + logs[i + 1 :]
-            if others:
+            if others := logs[:i] + logs[i + 1 :]:
                 out.append((members[i], math.exp(log - statistics.median(others))))
     return out
 
@@ -454,11 +455,12 @@ def same_job(row: Row) -> tuple[str, ...]:
 
 
 def regrets(answers: Sequence[Answer]) -> list[tuple[float, str]]:
-    """Per group of rows that differ only in their layout: how much slower the one ranked first is than the best."""
+    """How much slower the planner's choice is than the best, per group of layouts of one job; all ran, so all fit."""
     out = []
     for key, members in groups_of(answers, lambda a: same_job(a.row)).items():
         if len({m.row.layout for m in members}) > 1:
-            first = min(members, key=lambda m: m.seconds)
+            chosen = simplest(members[0].job, [m.candidate for m in members])
+            first = next(m for m in members if m.candidate is chosen)
             best = min(m.row.seconds or math.inf for m in members)
             out.append(((first.row.seconds or math.inf) / best - 1.0, f"{key[0]}: {key[2]} on {key[7]} {key[6]}"))
     return out
@@ -707,10 +709,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     files = options.rows or [CORPUS / "layouts" / name for name in FILES]
-    for file in files:
-        if not file.is_file():
-            print(f"{file}: no such file (set TOPOFLIGHT_CORPUS or name a CSV)", file=sys.stderr)
-            return 2
+    if missing := [file for file in files if not file.is_file()]:
+        parser.error(f"{missing[0]}: no such file (set TOPOFLIGHT_CORPUS or name a CSV)")
     rows, unread = read_rows(files)
     if options.fit:
         print_constants(Fit([(row, as_run(row)) for row in rows]).without(()))

@@ -15,7 +15,7 @@ from typing import Any
 from contracts.layout import Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.units import GIB
 from planner.advice import Rejected
-from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, widths
+from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, memory_interval, widths
 from planner.forecast.engine import Question, uneven_stages
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
@@ -25,16 +25,16 @@ _FITTED = ("checkpointing", "offload")  # determined by memory, after the degree
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MAX_PP = 64
 _LEAST_TOKENS = 1024  # tokens of a sequence per context-parallel rank; no published run uses fewer
-# If forecasts of two layouts differ by less than this factor, they are equal, and the layout with more free memory is
-# used. It is a third of the error in the difference of layouts that only differ in batch or recomputation.
+# If forecasts of two layouts differ by less than this factor, they are equal, and `Candidate.risk` decides. It is a
+# third of the error in the difference of layouts that only differ in batch or recomputation.
 TIE = 1.02
 TIGHT_SHARE = 0.85  # of the GPU memory: above it, memory of allocator and libraries may not fit
 
 
 def degrees_of(layout: Layout) -> tuple[object, ...]:
     """Return the degrees of a layout. Forecasts of layouts with equal degrees have almost the same error."""
-    at = layout
-    return at.tp, at.pp, at.cp, at.ep, at.dp_shard, at.dp_replicate, at.sharding, at.offload
+    parallel = layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_shard, layout.dp_replicate
+    return *parallel, layout.sharding, layout.offload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +47,12 @@ class Candidate:
     seconds: float  # per step
     tight: bool = False  # uses more of the memory than TIGHT_SHARE
     over: bool = False  # needs more memory than there is, if the forecast is right
+    may_be_tight: bool = False  # uses more than TIGHT_SHARE if it needs as much as its interval allows
+
+    @property
+    def risk(self) -> tuple[bool, float, float]:
+        """What decides between equal forecasts: tight memory, communication (forecast worst), and bytes."""
+        return self.may_be_tight, self.parts.communication, self.memory.total
 
     @property
     def complications(self) -> tuple[str, ...]:
@@ -129,8 +135,7 @@ def _list_degrees(question: Question, world: int, found: Found) -> Iterator[tupl
     seen: set[str] = set()
 
     def refuse(what: str, layout: Layout) -> bool:
-        broken = first_broken(question, layout, RULES_OF_DEGREES)
-        if broken is None:
+        if (broken := first_broken(question, layout, RULES_OF_DEGREES)) is None:
             return False
         if what not in seen:
             seen.add(what)
@@ -263,24 +268,22 @@ class _Search:
             return (micro,)
         return (per_rank // times,) if isinstance(times, int) and per_rank >= times else _MICRO_BATCHES
 
-    def _get_schedule(self) -> Schedule:
-        return "gpipe" if self.named.get("schedule") == "gpipe" else "1f1b"
-
     def _attempt_chunks(self, split: Layout) -> bool:
         """Forecast without interleaving, then with most chunks first, until fewer are slower. False if none fits.
 
         The bubble shrinks with 1/v while sends grow with v, so the time has a single minimum.
         """
         fits, last = False, math.inf
+        plain: Schedule = "gpipe" if self.named.get("schedule") == "gpipe" else "1f1b"
         for virtual in _list_virtuals(self.job, split, self.named.get("virtual_stages")):
             named = self.named.get("stage_layers")
             uneven = named if isinstance(named, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
                 continue
             base = split
-            if split.pp > 1 or self._get_schedule() != split.schedule:
+            if split.pp > 1 or plain != split.schedule:
                 base = replace(
-                    split, schedule="interleaved" if virtual > 1 else self._get_schedule(), virtual_stages=virtual,
+                    split, schedule="interleaved" if virtual > 1 else plain, virtual_stages=virtual,
                     stage_layers=uneven if split.pp > 1 else (),
                 )  # fmt: skip
             if not all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
@@ -299,8 +302,7 @@ class _Search:
     def attempt(self, base: Layout) -> float | None:
         """Forecast one layout, and keep it if it is the best of its family. Returns its seconds, or None if invalid."""
         key = base.family
-        broken = first_broken(self.job, base)
-        if broken is not None:
+        if broken := first_broken(self.job, base):
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
             return None
         self.found.tried += 1
@@ -318,14 +320,13 @@ class _Search:
         slot = key, tight, over, layout.offload != "none"
         self.fastest[slot] = min(seconds, self.fastest.get(slot, seconds))
         held = self.best.get(slot)
-        if (
-            held is None
-            or seconds < held.seconds / TIE
-            or (seconds <= TIE * self.fastest[slot] and memory.total < held.memory.total)
-        ):
-            self.best[slot] = Candidate(
-                layout=layout, parts=parts, memory=memory, seconds=seconds, tight=tight, over=over
-            )
+        made = Candidate(
+            layout=layout, parts=parts, memory=memory, seconds=seconds, tight=tight, over=over,
+            may_be_tight=memory_interval(self.job, memory.total).high > TIGHT_SHARE * capacity,
+        )  # fmt: skip
+        is_equal = seconds <= TIE * self.fastest[slot]
+        if held is None or seconds < held.seconds / TIE or (is_equal and made.risk < held.risk):
+            self.best[slot] = made
         return seconds
 
     def note_what_was_left_out(self) -> None:
@@ -362,7 +363,7 @@ class _Search:
 def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     """Return, from layouts as fast as the fastest within the forecast error, the one with fewest complications.
 
-    Of equally simple layouts, it is the fastest; of equally fast ones (within `TIE`), the one with the least memory.
+    Of equally simple layouts, it is the fastest; of equally fast ones (within `TIE`), the one with the least risk.
     Layouts that need more memory than there is are left out where any other is a candidate.
     """
     candidates = [each for each in candidates if not each.over] or candidates
@@ -371,7 +372,7 @@ def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     least = min(len(c.complications) for c in near)
     simple = [c for c in near if len(c.complications) == least]
     fastest = min(c.seconds for c in simple)
-    return min((c for c in simple if c.seconds <= TIE * fastest), key=lambda c: c.memory.total)
+    return min((c for c in simple if c.seconds <= TIE * fastest), key=lambda c: c.risk)
 
 
 def difference_sigma(job: Job, one: Candidate, other: Candidate) -> float:

@@ -144,7 +144,8 @@ def run(
                 late = {"": "", "stopped": "stopped by SIGTERM", "late": f"not done within {timeout_seconds:.0f} s"}
                 cut_short = late[tree.wait(time.monotonic() + timeout_seconds, stopping)]
             finally:
-                killed = not tree.ask(grace_seconds) and tree.members()
+                tree.terminate()
+                killed = tree.wait(time.monotonic() + grace_seconds, threading.Event()) and tree.members()
                 tree.end(_LAST_SECONDS)
     code = tree.process.poll()
     with log.open("rb") as stream:

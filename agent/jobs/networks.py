@@ -36,7 +36,7 @@ from collectives.bench.calibrate import CalibrationRequest, slowest
 from collectives.bench.plan import BenchSpec, Case
 from collectives.bench.plan import write as write_plan
 from collectives.bench.results import BenchResult, Measurement
-from collectives.bench.run import assemble, plan_of
+from collectives.bench.run import assemble
 from contracts import run_record
 from contracts.finding import Interval
 from contracts.job_plan import RunForecast, dumps
@@ -230,16 +230,15 @@ def measure(rig: Rig, network: Shaped) -> BenchResult:
     )  # fmt: skip
     started, clock = time.time(), time.monotonic()
     with processes.run_folder() as folder:
-        made = plan_of(spec, folder, "gloo")
-        write_plan(made, folder / "plan.json")
-        seen = watch.Watch(made, spec, lambda _event: None)
+        write_plan(spec, folder / "plan.json")
+        seen = watch.Watch(spec, folder, lambda _event: None)
         codes = rig.run(
-            network, "collectives.bench.rank", [str(folder / "plan.json")] * HOSTS, folder, seconds=made.limit_seconds
+            network, "collectives.bench.rank", [str(folder / "plan.json")] * HOSTS, folder, seconds=spec.limit_seconds
         )
         seen.read()
         if any(codes):
             seen.outcome.problems.append(_how_ended(codes, folder))
-        return assemble(spec, "gloo", seen.outcome, started, time.monotonic() - clock, None)
+        return assemble(spec, seen.outcome, started, time.monotonic() - clock, None)
 
 
 def _how_ended(codes: Sequence[int], folder: Path) -> str:

@@ -29,7 +29,6 @@ from agent.base.options import InputError
 from agent.checks.host_checks import checks_of_scans
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
-from collectives.nccl_log.other_texts import kind_of
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence, LogProblem
 from collectives.traces import calls, ras, states, watchdog
@@ -185,7 +184,7 @@ def _with_saved_ras(sources: WhySources) -> WhySources:
     def is_ras(log: str) -> bool:
         with suppress(OSError, LogFileError), Path(log).open("rb") as stream:
             start = Unpacked(stream).read(1 << 20)
-            return kind_of(start) == "RAS" and b"ProcessGroup" not in start and b"NCCL INFO" not in start
+            return ras.looks_like_report(start) and b"ProcessGroup" not in start and b"NCCL INFO" not in start
         return False
 
     saved = tuple(log for log in sources.logs if Path(log).is_file() and is_ras(log))
@@ -347,7 +346,7 @@ def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
     return [(comm.id, comm.spread, {rank: one.counts for rank, one in comm.ranks.items()}) for comm in report.comms]
 
 
-_ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted")  # that the job ended, not why
+_ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted", "connection_closed_by_peer")
 
 
 # The driver's line, and that of NCCL's diagnostics (2.32)
@@ -381,7 +380,7 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     """Add the log's problems: reasons of a failure, and of a transport that is slower than possible.
 
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
-    after a signal have not failed.
+    after a signal have not failed. The codes of `_ENDS` say that the job ended, not why.
     """
     lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines) for p in found.problems}
     verdict = replace(
@@ -403,7 +402,7 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, read))
     if verdict.state == "fine" and found.outcome == "failed" and (causes or not facts.is_over):
-        causes = causes or tuple(_cause_of(p) for p in found.problems if p.code in _ENDS)[:1]
+        causes = causes or tuple(_cause_of(p) for p in found.problems if p.code in known)[:1]
         first = causes[0].message if causes else "the log says so"
         return replace(verdict, state="failed", line=f"failed: {first}", causes=causes)
     slow = next((cause for cause in causes if cause.code in fails), None)

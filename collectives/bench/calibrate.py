@@ -46,11 +46,7 @@ class CalibrationRequest:
 
 
 class CalibrationFailedError(RuntimeError):
-    """The child could not measure; the message contains its last output."""
-
-
-class StoppedError(CalibrationFailedError):
-    """The caller set `stop`."""
+    """The child could not measure, or was stopped; the message contains its last output."""
 
 
 def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = None) -> dict[str, Any]:
@@ -70,14 +66,11 @@ def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = Non
             for index, tree in enumerate(trees):
                 ended = tree.wait(until, stop or threading.Event())
                 if ended == "stopped":
-                    raise StoppedError("stopped before it was done")
+                    raise CalibrationFailedError("stopped before it was done")
                 if ended == "late" or tree.process.returncode != 0:
-                    lines = (folder / f"{index}.log").read_text(errors="replace").split("\n")
-                    last = next(
-                        (line for line in reversed(lines) if line.strip()), f"exit code {tree.process.returncode}"
-                    )
                     late = f"not done {timeout_seconds:g} s after its start: the shapes need a larger budget"
-                    why = late if ended else last
+                    last = (folder / f"{index}.log").read_text(errors="replace").strip().rpartition("\n")[2]
+                    why = late if ended else last or f"exit code {tree.process.returncode}"
                     raise CalibrationFailedError(f"calibration on {request.device}: {why}")
                 answers.append(json.loads((folder / f"{index}.json").read_text()))
         finally:

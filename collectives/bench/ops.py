@@ -27,11 +27,6 @@ class Side:
     send_buffer: Any  # input tensor
     taken: Any  # output tensor
 
-    @property
-    def n(self) -> int:
-        """Return the number of ranks in the group."""
-        return len(self.ranks)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
@@ -102,8 +97,8 @@ def matches(tensor: Any, sources: tuple[int, ...], turn: int, start: int = 0) ->
 
 
 def _wrong_chunks(side: Side, turn: int, start: int) -> tuple[int, ...]:
-    chunks = side.taken.chunk(side.n)
-    return tuple(i for i in range(side.n) if not matches(chunks[i], (side.ranks[i],), turn, start))
+    chunks = zip(side.ranks, side.taken.chunk(len(side.ranks)), strict=True)
+    return tuple(i for i, (rank, chunk) in enumerate(chunks) if not matches(chunk, (rank,), turn, start))
 
 
 def _wrong_sum(side: Side, turn: int) -> tuple[int, ...]:
@@ -155,7 +150,7 @@ _RECORDS = (
         split=True,
         shapes=lambda part, n: (part * n, part * n),
         run=lambda side: _distributed().all_to_all_single(side.taken, side.send_buffer, group=side.group),
-        wrong=lambda side, turn: _wrong_chunks(side, turn, side.me * (side.taken.numel() // side.n)),
+        wrong=lambda side, turn: _wrong_chunks(side, turn, side.me * (side.taken.numel() // len(side.ranks))),
     ),
 )
 

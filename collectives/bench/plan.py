@@ -1,6 +1,6 @@
-"""The requested benchmark (`BenchSpec`), and the plan that the starting process sends to its ranks (`Plan`).
+"""The requested benchmark (`BenchSpec`), and the part of it that the starting process sends to its ranks (`Work`).
 
-The plan is one JSON file, written and read by the same version of this package on the same host.
+That part is one JSON file, written and read by the same version of this package on the same host.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +36,27 @@ class Work:
     precision: float | None = 0.05  # a size ends when the interval's half width is within this fraction of the median
     budget_seconds: float = 60.0
     silence_seconds: float = 30.0  # longer than the longest single iteration
+    startup_seconds: float = 120.0
+    backend: str | None = None  # None: nccl if this host shows CUDA GPUs, else gloo
+    host_name: str | None = None  # name of this host in results; None: its own name
     distinct_hosts: bool = False  # each rank gets its own NCCL_HOSTID: NCCL uses the network between ranks of one host
     links: Mapping[str, Any] = field(default_factory=dict)  # of this host, sent to every rank: plain JSON values
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Work):
-    """The work of a run, and the settings that the starting process has chosen."""
-
-    directory: str  # where ranks write their events
-    host: str | None  # name of this host in the ranks' results; None: its own name
-    backend: str
-    limit_seconds: float  # after which the collective times out and the run ends
+    @property
+    def limit_seconds(self) -> float:
+        """Return the time after which a collective fails and the run ends."""
+        return self.startup_seconds + self.budget_seconds + self.silence_seconds
 
 
-def write(plan: Plan, path: Path) -> None:
-    """Write the plan for the ranks."""
-    path.write_text(json.dumps(plain.write(plan)), encoding="utf-8")
+def write(spec: Work, path: Path) -> None:
+    """Write the work for the ranks."""
+    work = Work(**{one.name: getattr(spec, one.name) for one in fields(Work)})
+    path.write_text(json.dumps(plain.write(work)), encoding="utf-8")
 
 
-def read(path: Path) -> Plan:
-    """Read the plan, in a rank."""
-    return plain.read(json.loads(path.read_text(encoding="utf-8")), Plan)
+def read(path: Path) -> Work:
+    """Read the work, in a rank."""
+    return plain.read(json.loads(path.read_text(encoding="utf-8")), Work)
 
 
 # What to measure, where, and for how long.
@@ -83,14 +82,11 @@ class BenchSpec(Work):
 
     ops: tuple[str, ...] = ("all_gather", "reduce_scatter")
     sizes_bytes: tuple[int, ...] = ()
-    backend: str | None = None  # None: nccl if this host shows CUDA GPUs, else gloo
     ranks_per_host: int = 2
     hosts: int = 1
     node_rank: int | None = None  # None: torchrun's rendezvous orders the hosts
     rendezvous: str | None = None  # "host:port", for several hosts
-    host_name: str | None = None  # name of this host in results; None: its own name
     environment: Mapping[str, str] = field(default_factory=dict)  # for the ranks, on top of this process's own
-    startup_seconds: float = 120.0
     expect: Expect | None = None  # returns the expected value of a result; set by the caller, which knows the topology
     lock_path: str | None = None
     gpu_pids: tuple[int, ...] = ()  # other processes on this host's GPUs, as seen by the caller
@@ -113,10 +109,6 @@ class BenchSpec(Work):
     def world_size(self) -> int:
         """Return the number of ranks of the whole job."""
         return self.ranks_per_host * self.hosts
-
-    def all_cases(self) -> tuple[Case, ...]:
-        """Return the cases to measure: explicit ones, or each op at each size."""
-        return self.cases or tuple(Case(op=op, bytes=size) for op in self.ops for size in self.sizes_bytes)
 
 
 def _check(setting: str, value: object, fine: bool, allowed: str) -> None:

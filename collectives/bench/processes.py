@@ -43,14 +43,10 @@ def die_with_parent(parent: int | None = None) -> None:
     expected = os.getppid() if parent is None else parent
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != expected or (parent is None and not _of_the_run(expected)):
+    mark = os.environ.get(RUN_VARIABLE)  # a run of another launcher has none
+    is_of_the_run = parent is not None or not mark or _has(expected, RUN_VARIABLE, mark)
+    if os.getppid() != expected or not is_of_the_run:
         os._exit(1)
-
-
-def _of_the_run(parent: int) -> bool:
-    """Return whether the parent has this run's marker; a run of another launcher has none."""
-    mark = os.environ.get(RUN_VARIABLE)
-    return not mark or _has(parent, RUN_VARIABLE, mark)
 
 
 def _has(pid: int, variable: str, value: str) -> bool:
@@ -124,13 +120,6 @@ class Tree:
             command = psutil.Process(self.process.pid)
             for target in command.children() or [command]:
                 _signal(target, signal.SIGTERM)
-
-    def ask(self, grace_seconds: float) -> bool:
-        """Terminate it and wait; return whether it ended."""
-        self.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(grace_seconds)
-        return self.process.poll() is not None
 
     def end(self, grace_seconds: float) -> None:
         """End the whole tree with SIGTERM, and after the grace period with SIGKILL, and reap the command.

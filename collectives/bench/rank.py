@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from collectives.bench import ops
-from collectives.bench.plan import Case, Plan, read
+from collectives.bench.plan import Case, Work, read
 from collectives.bench.processes import die_with_parent
 from collectives.bench.pulse import Journal
 from collectives.bench.results import spread_ratio
@@ -38,7 +38,7 @@ class Rank:
 
     rank: int
     world: int
-    plan: Plan
+    plan: Work
     journal: Journal
     device: str
     control: Any = None  # process group of the control traffic
@@ -90,7 +90,15 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
         if _enough(me.plan, times, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
             break
     if speaks():
-        _write_measured(me, op, case, times)
+        me.journal.write(
+            "measured",
+            op=op.name,
+            bytes=ops.moved_bytes(op, case.bytes, me.world),
+            iteration_seconds=slowest_of_iteration(times),
+            wait_seconds=times.waits,
+            rounds=times.rounds,
+            wrong=sorted(times.wrong),
+        )
     return first
 
 
@@ -173,7 +181,7 @@ def slowest_of_iteration(times: Times) -> list[float]:
     return [max(seconds) for seconds in zip(*times.runs, strict=True)]
 
 
-def _enough(plan: Plan, times: Times, spent: float, budget_seconds: float) -> bool:
+def _enough(plan: Work, times: Times, spent: float, budget_seconds: float) -> bool:
     iterations = len(times.runs[0])
     if iterations >= plan.max_iterations or spent >= budget_seconds:
         return True
@@ -181,18 +189,6 @@ def _enough(plan: Plan, times: Times, spent: float, budget_seconds: float) -> bo
         return False
     spread = spread_ratio(slowest_of_iteration(times))
     return spread is not None and spread <= plan.precision
-
-
-def _write_measured(me: Rank, op: ops.Op, case: Case, times: Times) -> None:
-    me.journal.write(
-        "measured",
-        op=op.name,
-        bytes=ops.moved_bytes(op, case.bytes, me.world),
-        iteration_seconds=slowest_of_iteration(times),
-        wait_seconds=times.waits,
-        rounds=times.rounds,
-        wrong=sorted(times.wrong),
-    )
 
 
 def speaks() -> bool:
@@ -205,8 +201,8 @@ def main(path: str) -> None:
     die_with_parent()
     plan = read(Path(path))
     number, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host = plan.host or socket.gethostname()
-    journal = Journal(Path(plan.directory), number)
+    host = plan.host_name or socket.gethostname()
+    journal = Journal(Path(path).parent, number)
     journal.write("start", rank=number, world=world, host=host, pid=os.getpid())
     if plan.distinct_hosts:
         os.environ["NCCL_HOSTID"] = f"topoflight-{number}"

@@ -12,18 +12,18 @@ import platform
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
-from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SpecError, Work
+from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
 from collectives.bench.results import BenchResult, Measurement, Straggler, spread_ratio
 from collectives.bench.watch import Outcome
-from collectives.nccl_log.transport import Evidence
+from collectives.nccl_log.transport import Evidence, rank_words
 from contracts import plain
 
 __all__ = ["BenchSpec", "Case", "SpecError", "run"]
@@ -46,48 +46,36 @@ def run(
     a local rank: "start", "joined", "progress", "measured", "skipped", "error", "end".
     """
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
-    backend = spec.backend or visible_backend()
+    cases = spec.cases or tuple(Case(op=op, bytes=size) for op in spec.ops for size in spec.sizes_bytes)
+    spec = replace(spec, backend=spec.backend or visible_backend(), cases=cases)
     with (
         processes.lock_host(Path(spec.lock_path) if spec.lock_path else None),
         processes.run_folder() as directory,
     ):
-        return _run_in(directory, spec, backend, on_event or (lambda _event: None), stop)
-
-
-def plan_of(spec: BenchSpec, directory: Path, backend: str) -> Plan:
-    """Create the plan that every rank reads; the ranks write their events to `directory`."""
-    work = {one.name: getattr(spec, one.name) for one in fields(Work)} | {"cases": spec.all_cases()}
-    limit_seconds = spec.startup_seconds + spec.budget_seconds + spec.silence_seconds
-    return Plan(directory=str(directory), host=spec.host_name, backend=backend, limit_seconds=limit_seconds, **work)
+        return _run_in(directory, spec, on_event or (lambda _event: None), stop)
 
 
 def _run_in(
-    directory: Path,
-    spec: BenchSpec,
-    backend: str,
-    on_event: Callable[[dict[str, Any]], None],
-    stop: threading.Event | None,
+    directory: Path, spec: BenchSpec, on_event: Callable[[dict[str, Any]], None], stop: threading.Event | None
 ) -> BenchResult:
-    plan = plan_of(spec, directory, backend)
     debug = directory / "nccl"
     debug.mkdir()
     from collectives.nccl_log import evidence  # not needed to read results
 
-    environment = {**(evidence.environment(debug) if backend == "nccl" else {}), **spec.environment}
+    environment = {**(evidence.environment(debug) if spec.backend == "nccl" else {}), **spec.environment}
     started, clock = time.time(), time.monotonic()
-    outcome = watch.run_ranks(plan, spec, environment, on_event, stop)
+    outcome = watch.run_ranks(spec, directory, environment, on_event, stop)
     seconds = time.monotonic() - clock
     logs = sorted(path for path in debug.iterdir() if path.is_file())  # one per process; gloo writes none
-    return assemble(spec, backend, outcome, started, seconds, evidence.read_files(logs) if logs else None)
+    return assemble(spec, outcome, started, seconds, evidence.read_files(logs) if logs else None)
 
 
 # Convert the events of the ranks to a result: bandwidths, and all problems.
 
 
-def assemble(
-    spec: BenchSpec, backend: str, outcome: Outcome, started: float, seconds: float, proof: Evidence | None
-) -> BenchResult:
+def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, proof: Evidence | None) -> BenchResult:
     """Build the result of a run, whole or partial."""
+    backend = spec.backend or ""
     events: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for event in outcome.events:
         events[event["event"]].append(event)
@@ -97,7 +85,7 @@ def assemble(
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
     wrong = _wrong_data(events["measured"], hosts)
-    problems = (*outcome.problems, *skipped, *wrong, *_odd_versions(hello))
+    problems = (*outcome.problems, *skipped, *wrong)
     # Of all sizes together, because a late rank is late at every size.
     waits = [
         [wait for event in events["measured"] for wait in event["wait_seconds"][rank]] for rank in range(len(hosts))
@@ -150,33 +138,12 @@ def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
             sources.setdefault(source, set()).add(seer)
         what = f"{event['op']} of {event['bytes']} bytes is not verified"
         for source, seers in sources.items():
+            seen = rank_words(seers)
             if source >= 0:
-                problems.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {_ranks(seers)}")
+                problems.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {seen}")
             else:
-                problems.append(
-                    f"{what}: the sum is wrong on {_ranks(seers)}; all_gather shows which rank's data is wrong"
-                )
+                problems.append(f"{what}: the sum is wrong on {seen}; all_gather shows which rank's data is wrong")
     return problems
-
-
-def _odd_versions(hello: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say where ranks have different versions of a library."""
-    problems = []
-    names = sorted({name for row in hello for name in row["versions"]})
-    for name in names:
-        by_version: dict[str, list[int]] = {}
-        for row in hello:
-            by_version.setdefault(row["versions"].get(name, "none"), []).append(row["rank"])
-        if len(by_version) > 1:
-            listed = "; ".join(f"{version} on {_ranks(ranks, hello)}" for version, ranks in by_version.items())
-            problems.append(f"different versions of {name}: {listed}")
-    return problems
-
-
-def _ranks(ranks: Iterable[int], hello: Sequence[Mapping[str, Any]] = ()) -> str:
-    hosts = {row["rank"]: f" ({row['host']})" for row in hello}
-    listed = sorted(ranks)
-    return ", ".join(f"rank {rank}{hosts.get(rank, '')}" for rank in listed[:8]) + (" ..." if len(listed) > 8 else "")
 
 
 # Who is slow: named from how long each rank waits for the others to arrive.

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from collectives.bench import plan as plans
-from collectives.bench import processes
-from collectives.bench.plan import BenchSpec, Plan
+from collectives.bench import plan, processes
+from collectives.bench.plan import BenchSpec
 
 Event = dict[str, Any]
 GRACE_SECONDS = 9.0  # from the first dead rank to the end of all: time for the others' last word
@@ -61,10 +60,10 @@ class Outcome:
 class Watch:
     """Follows the events of the local ranks and decides when to stop waiting."""
 
-    def __init__(self, plan: Plan, spec: BenchSpec, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, spec: BenchSpec, directory: Path, on_event: Callable[[Event], None]) -> None:
         self.states: dict[int, RankState] = {}
         self.outcome = Outcome()
-        self._plan, self._spec, self._on_event = plan, spec, on_event
+        self._spec, self._directory, self._on_event = spec, directory, on_event
         self._offsets: dict[Path, int] = {}
         self._started = self._progress_at = self._arrived_at = time.monotonic()
         self._progress = (-1, 0)
@@ -96,18 +95,18 @@ class Watch:
             return FAILED
         if not joined and now - self._started > self._spec.startup_seconds:
             return f"the ranks did not join within {self._spec.startup_seconds:g} s"
-        if joined and now - self._progress_at > self._plan.silence_seconds:
-            return f"no rank made progress for {self._plan.silence_seconds:g} s, and no byte moved between them"
-        limit = self._plan.budget_seconds + OVERRUN_SECONDS
+        if joined and now - self._progress_at > self._spec.silence_seconds:
+            return f"no rank made progress for {self._spec.silence_seconds:g} s, and no byte moved between them"
+        limit = self._spec.budget_seconds + OVERRUN_SECONDS
         if self._joined_at is not None and now - self._joined_at > limit:
-            return f"the time budget of {self._plan.budget_seconds:g} s was spent in one transfer"
-        if now - self._started > self._plan.limit_seconds:
-            return f"not done after {self._plan.limit_seconds:g} s"
+            return f"the time budget of {self._spec.budget_seconds:g} s was spent in one transfer"
+        if now - self._started > self._spec.limit_seconds:
+            return f"not done after {self._spec.limit_seconds:g} s"
         return None
 
     def read(self) -> None:
         """Take in the whole lines the ranks have written since the last time."""
-        for path in sorted(Path(self._plan.directory).glob("rank-*.jsonl")):
+        for path in sorted(self._directory.glob("rank-*.jsonl")):
             offset = self._offsets.get(path, 0)
             with path.open("rb") as file:
                 file.seek(offset)
@@ -164,7 +163,7 @@ class Watch:
         silent, behind, waiting = [], [], []
         for state in going:
             seconds = time.time() - state.beat_at_seconds
-            if seconds > max(STILL_SECONDS, self._plan.silence_seconds / 3):
+            if seconds > max(STILL_SECONDS, self._spec.silence_seconds / 3):
                 silent.append(f"{state}: no sign of life for {seconds:.0f} s, last in {state.where} (killed)")
             elif state.arrived < far:
                 behind.append(f"{state}: has not reached the point where the others wait; last in {state.where} "
@@ -174,7 +173,7 @@ class Watch:
         return silent + behind + waiting[:8]
 
     def _rendezvous(self, log_tail: str) -> list[str]:
-        host = socket.gethostname() if self._plan.host is None else self._plan.host
+        host = socket.gethostname() if self._spec.host_name is None else self._spec.host_name
         problems = [f"{host}: torchrun said: {log_tail[-400:]}"] if log_tail and not self.states else []
         if self._spec.hosts == 1 or self._spec.rendezvous is None:
             return problems
@@ -239,19 +238,18 @@ def command(spec: BenchSpec, plan_path: Path) -> list[str]:
 
 
 def run_ranks(
-    plan: Plan,
     spec: BenchSpec,
+    directory: Path,
     environment: Mapping[str, str],
     on_event: Callable[[Event], None],
     stop: threading.Event | None = None,
 ) -> Outcome:
-    """Run the plan to its end, whichever end it is; all processes of the run are gone afterwards."""
-    directory = Path(plan.directory)
-    plans.write(plan, directory / "plan.json")
+    """Run the work to its end, whichever end it is; all processes of the run are gone afterwards."""
+    plan.write(spec, directory / "plan.json")
     # Temporary files of torchrun, which leaves them when it is killed, go with the run's folder; the 1 is what torchrun
     # would set itself, with a banner that is no news of the run.
-    inherited = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": plan.directory, **environment}
-    watch = Watch(plan, spec, on_event)
+    inherited = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(directory), **environment}
+    watch = Watch(spec, directory, on_event)
     stop = stop or threading.Event()
     with (directory / "launcher.log").open("wb") as log:
         tree = processes.Tree(command(spec, directory / "plan.json"), inherited, log)

@@ -94,7 +94,7 @@ def _read_signs() -> tuple[Sign, ...]:
 SIGNS = _read_signs()
 LOGGING: dict[str, str] = _MESSAGES["logging"]
 HARMLESS = re.compile(_MESSAGES["harmless"].encode())
-WORDS_OF = {name: tuple(_MESSAGES[name]) for name in ("tuning", "set_by_ofi", "levels", "bridges", "local")}
+WORDS_OF = {name: tuple(_MESSAGES[name]) for name in ("tuning", "set_by_ofi", "bridges", "local")}
 PROVIDERS: tuple[tuple[str, str], ...] = tuple((start, code) for start, code in _MESSAGES["providers"])
 PATHS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = tuple(
     ((row["minor"], row["patch"]), tuple(row["names"].split())) for row in _MESSAGES["paths"]

@@ -20,7 +20,6 @@ from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES, LOGGING, PATHS, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
-from collectives.nccl_log.other_texts import KINDS, kind_of
 from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, looks_like_text
 from collectives.nccl_log.transport import (
     ChannelCount,
@@ -253,7 +252,6 @@ def judge(ledger: Ledger) -> Evidence:
         devices=_devices(ledger),
         by_host=_by_host(ledger),
         gdr_paths=gdr_paths(ledger, version),
-        nvls=facts.nvls,
         fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
         nvls_use="used" if facts.nvls_made else nvls,
         mnnvl_use=_mnnvl_use(ledger),
@@ -278,7 +276,7 @@ def judge_runs(runs: Runs) -> Evidence:
     """Return the verdict on all runs: counts of all, and problems of each run."""
     if len(runs.ledgers) < 2:
         ledger = runs.ledgers[0] if runs.ledgers else Ledger()
-        return _with_texts(replace(judge(ledger), lines_read=runs.lines), runs.texts)
+        return replace(judge(ledger), lines_read=runs.lines)
     each = [judge(ledger) for ledger in runs.ledgers]
     rows = tuple(
         RunEvidence(
@@ -295,7 +293,7 @@ def judge_runs(runs: Runs) -> Evidence:
     apart = any(one.is_of_another_job(other) for one, other in combinations(runs.ledgers, 2))
     jobs = (problem_of("several_jobs", " and ".join(dict.fromkeys(row.file for row in begins))),) if apart else ()
     joining = [*dict.fromkeys(one.inter_node_transport for one in each if one.inter_node_transport)]
-    verdict = replace(
+    return replace(
         judge(whole),
         inter_node_transport=mixed(joining) if joining else None,
         problems=_joined([jobs, *(one.problems for one in each)]),
@@ -305,16 +303,6 @@ def judge_runs(runs: Runs) -> Evidence:
         runs=rows,
         lines_read=runs.lines,
     )
-    return _with_texts(verdict, runs.texts)
-
-
-def _with_texts(verdict: Evidence, kinds: Iterable[str]) -> Evidence:
-    """Say what a text without a fault is if it is no log; such texts need no channels."""
-    others = tuple(problem_of("other_text", KINDS[kind]) for kind in dict.fromkeys(kinds))
-    if not others:
-        return verdict
-    problems = tuple(problem for problem in verdict.problems if problem.code != "no_transport_evidence")
-    return replace(verdict, problems=problems or others)
 
 
 def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
@@ -387,9 +375,7 @@ def _holds_text(file: Path) -> bool:
 def _take(runs: Runs, file: BinaryIO, name: str) -> None:
     reader = Reader(runs, file=name)
     rest = b""
-    for number, chunk in enumerate(utf8_chunks(Unpacked(file))):
-        if number == 0 and (kind := kind_of(chunk)):
-            runs.texts.append(kind)
+    for chunk in utf8_chunks(Unpacked(file)):
         block, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)

@@ -263,7 +263,6 @@ class Runs:
 
     def __init__(self) -> None:
         self.ledgers: list[Ledger] = []
-        self.texts: list[str] = []  # kinds of the files that are no log
         self.lines = 0
 
     def add(self, ledger: Ledger) -> None:
@@ -278,7 +277,6 @@ class Runs:
         """Add the runs of another file, which was read to its end."""
         for ledger in other.ledgers:
             self.add(ledger)
-        self.texts += other.texts
         self.lines += other.lines
 
     def _run_of(self, ledger: Ledger) -> Ledger | None:

@@ -251,19 +251,13 @@ class Facts:
         return ("GB10",) if at_f and any(_SPARK_PORT.fullmatch(port) for port in ports) else ()
 
     def all_on_one_host(self) -> bool:
-        """Return whether every rank of the largest communicator is known, on one host, each with its own GPU."""
-        size, places = self.places_of, self.rank_places
-        whole = size > 0 and size >= self.ranks and len(places) == size
-        whole = whole and all(rank < size for rank, _ in self.rank_devices())
-        return whole and len({host for host, _ in places.values()}) == 1 and len(set(places.values())) == size
-
-    @property
-    def test_on_one_host(self) -> bool:
-        """Return whether nccl-tests lists every rank, all on one host."""
-        count = len(self.test_ranks)
-        whole = count > 0 and max(self.test_ranks) + 1 == count and self.ranks in (0, count)
-        whole = whole and all(rank < count for rank, _ in self.rank_devices())
-        return whole and len(set(self.test_ranks.values())) == 1
+        """Return whether every rank of nccl-tests, or of a communicator with a GPU each, is known, all on one host."""
+        places, tests = self.rank_places, self.test_ranks
+        whole = 0 < self.places_of == len(places) == len(set(places.values())) and self.places_of >= self.ranks
+        tested = 0 < len(tests) == max(tests, default=0) + 1 and self.ranks in (0, len(tests))
+        known = [({host for host, _ in places.values()}, len(places))] if whole else []
+        known += [(set(tests.values()), len(tests))] if tested else []
+        return any(len(hosts) == 1 and all(rank < size for rank, _ in self.rank_devices()) for hosts, size in known)
 
     # --- reading a message
 

@@ -12,7 +12,6 @@ from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 
-_LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may continue after it
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
@@ -29,7 +28,7 @@ def single_node(ledger: Ledger) -> bool | None:
     elsewhere = bool(listed and ledger.hosts) and listed.isdisjoint(ledger.hosts)
     if ledger.host_count() > 1 or len(listed) > 1 or elsewhere:
         return False
-    if facts.test_on_one_host or facts.all_on_one_host():
+    if facts.all_on_one_host():
         return True
     return False if _more_ranks_than_a_node(ledger) else None
 
@@ -265,7 +264,7 @@ class _Findings:
         if self.inter == "Socket":
             unsure, severity = self._if_several()
             self.add("socket_fallback", unsure, severity=severity, hosts=over_sockets)
-        one_node = facts.nodes == 1 or facts.test_on_one_host or facts.all_on_one_host()
+        one_node = facts.nodes == 1 or facts.all_on_one_host()
         absent = facts.counts["no RDMA device"]
         if absent and not one_node and self.inter in ("", "Socket", "unknown"):
             self.add("no_ib_device", count=absent)
@@ -424,10 +423,6 @@ class _Findings:
                 self.add("ib_disabled_by_env", env["NCCL_IB_DISABLE"], severity=severity)
             if env.get("NCCL_NET") == "Socket":
                 self.add("socket_forced_by_env", severity=severity)
-        names = CODES["unknown_level_value"].variables
-        odd = [f"{name}={env[name]}" for name in names if name in env and not _LEVEL.match(env[name])]
-        if odd:
-            self.add("unknown_level_value", ", ".join(odd))
         set_by_plugin = WORDS_OF["set_by_ofi"] if "Libfabric" in self.inter else ()
         tuned = [
             name for name in env if name in WORDS_OF["tuning"] and name not in set_by_plugin
@@ -497,8 +492,7 @@ def _code_of_partial(evidence: Evidence, facts: Facts) -> str:
         (gpus_before_ampere(evidence.gpus) is False
          and not (_older_than(evidence, 19) and gpus_are("card", evidence.gpus)))
         or facts.local_ranks == 1  # the rule does not apply to a GPU that is alone on its node in every communicator
-        or evidence.nvls  # Hopper and later
-        or evidence.nvls_use == "used"
+        or evidence.nvls_use in ("available", "used")  # Hopper and later
         or facts.mnnvl or facts.mnnvl_fabric
         or facts.gdr_read_allowed  # "Enabled ... (distance 4 <= 4), read 1"
         or any(not enabled for enabled, _, _ in facts.gdr_paths)  # too far, which is another reason

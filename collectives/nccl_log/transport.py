@@ -121,8 +121,7 @@ class Evidence:
     by_host: dict[str, dict[str, ChannelCount]] = field(default_factory=dict)  # host: network; if there are several
     notes: tuple[LogProblem, ...] = ()  # no fault: variables that were set for a proven transport, unknown warnings
     gdr_paths: tuple[str, ...] = ()  # "enabled: PXB where PXB is allowed"; what NCCL thought possible
-    nvls: bool | None = None  # whether the hardware supports NVLink SHARP multicast
-    nvls_use: str = "unknown"  # "used" (a communicator made it), "available", "not available", "unknown"
+    nvls_use: str = "unknown"  # "used" (a communicator made it), "available" (in hardware), "not available", "unknown"
     mnnvl_use: str = "unknown"  # "used" (channels), "enabled" (a communicator), "available", "off", "unknown"
     mnnvl_clique: int | None = None  # GPUs of the clique that a communicator reaches over NVLink
     outcome: str = "unknown"  # "failed" (a line says how), "finished" (a line says so), "unknown"

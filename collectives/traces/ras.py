@@ -61,6 +61,11 @@ class RasReport:
     total: int = 0  # communicators that RAS knows; the text lists those without a fault in a table only
 
 
+def looks_like_report(start: bytes) -> bool:
+    """Whether a text that begins like this is an answer of RAS."""
+    return _TEXTS["start"].search(start.decode("utf-8", errors="replace")) is not None
+
+
 def read(raw: bytes) -> RasReport:
     """A report, in JSON or text. Raises RasError."""
     text = raw.decode("utf-8", errors="replace")

@@ -235,6 +235,7 @@ class Engine:
     reduce_bucket: float = 25 * GIB / 1024  # bytes of gradients reduced at once: torch DDP's bucket_cap_mb
     reduce_bucket_per_rank: float = 0.0  # minimum bucket per rank that reduces it
     reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
+    hides_offload: bool = False  # compute hides the copies of offloaded weights and gradients
     hooks_one_rank: bool = False  # ZeRO-3's hooks before and after a module also run with one rank
     splits_documents: bool = False  # attention in packed rows stays within a sample, and costs no more
     selective_attention: bool = False  # selective recomputation repeats attention's core, not every second product
@@ -457,6 +458,7 @@ class Fsdp(Engine):
     """
 
     states: StateBytes = IN_FP32
+    hides_offload: bool = True  # non-blocking copies of pinned memory in streams of their own (torch _fsdp_param.py)
     gradient_bytes: int = 4
     replica_gradient_bytes: int = 4
 

@@ -67,6 +67,8 @@ def unknown_network(link: str, why: str = "no NIC rate known") -> Speed:
 HOST_SHARE = 0.5
 HOST = Speed(bytes_per_second=12 * GIGA, how="assumed", link="PCIe to host memory",
              why="Gen4 x16, two GPUs behind one uplink")  # fmt: skip
+# The slower direction, from the GPU, measured on a GH200; the other carries 375 GB/s (arXiv 2407.07850).
+GRACE = Speed(bytes_per_second=297 * GIGA, how="derived", link="NVLink-C2C", why="measured on a GH200")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +122,7 @@ class Links:
         """Return the seconds of one all-reduce: reduce-scatter and all-gather; for many nodes a tree with few steps."""
         whole = 2.0 * self.ring_seconds(total_bytes, size, stride, 0.0)
         steps = min(size - 1, 64)
-        reach = (size - 1) * stride + 1
-        alpha = self.alpha_intra_seconds if reach <= self.ranks_per_node else self.alpha_inter_seconds
+        alpha = self.alpha_intra_seconds if (size - 1) * stride < self.ranks_per_node else self.alpha_inter_seconds
         return whole + 2.0 * messages * steps * alpha
 
     def send_seconds(self, size_bytes: float, stride: int, stages: int = 2) -> float:
@@ -178,17 +179,13 @@ def _find_measured(measurements: Sequence[Measurement], *, across: bool) -> tupl
 def _measure_alpha(measurements: Sequence[Measurement]) -> float | None:
     """Return the latency per ring step from the smallest verified all-gather within one host."""
     small = [m for m in measurements if m.verified and m.op in _RING_OPS and len(m.ranks) > 1 and m.bytes <= 1 << 16]
-    if not small:
-        return None
-    least = min(small, key=lambda m: m.bytes)
-    return least.median_seconds / (len(least.ranks) - 1)
+    least = min(small, key=lambda m: m.bytes, default=None)
+    return least.median_seconds / (len(least.ranks) - 1) if least else None
 
 
 def _find_expected(node: NodeTopology, scope: str) -> float | None:
-    for expectation in node.expectations:
-        if expectation.scope == scope and expectation.op in _RING_OPS and expectation.busbw_bytes_per_second:
-            return expectation.busbw_bytes_per_second
-    return None
+    rates = (each.busbw_bytes_per_second for each in node.expectations if each.scope == scope and each.op in _RING_OPS)
+    return next(filter(None, rates), None)
 
 
 def _find_island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
@@ -254,12 +251,13 @@ def _limit_to_links(speed: Speed, cluster: ClusterTopology) -> Speed:
     return speed
 
 
-def _find_host_speed(cluster: ClusterTopology) -> Speed:
-    """Return the rate of one rank to host memory: half of the slowest probed GPU link."""
+def _find_host_speed(cluster: ClusterTopology, gpu: Gpu | None) -> Speed:
+    """Return the rate of one rank to host memory: NVLink-C2C to a Grace CPU, else half of the slowest GPU link."""
+    if gpu and gpu.grace:
+        return GRACE
     whole = _limit_to_links(replace(HOST, bytes_per_second=math.inf), cluster)
-    if math.isinf(whole.bytes_per_second):
-        return HOST
-    return replace(whole, bytes_per_second=whole.bytes_per_second * HOST_SHARE)
+    half = whole.bytes_per_second * HOST_SHARE
+    return HOST if math.isinf(half) else replace(whole, bytes_per_second=half)
 
 
 def _count_domain_ranks(cluster: ClusterTopology, per_node: int) -> int:
@@ -312,18 +310,17 @@ def links_of(
     nodes = len(cluster.nodes)
     inside, across = _find_measured(measurements, across=False), _find_measured(measurements, across=True)
     alpha = _measure_alpha(measurements)
+    gpu = gpu_named(first.gpus[0].model) if first.gpus else None
     if not first.gpus:
         node = Speed(bytes_per_second=ASSUMED_GLOO_BYTES_PER_SECOND, how="assumed", link="host memory (gloo)")
         size, island = per_node, node
     else:
-        gpu = gpu_named(first.gpus[0].model)
         size, island = _find_island(first, gpu)
         node = _find_node_speed(cluster, gpu, island, size)
     if inside:
-        speed = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
-        node = speed
+        node = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
         if size >= per_node:
-            island = speed
+            island = node
     network = None
     # the slowest link determines the backend: without a measurement, the type of gloo or NCCL
     slowest = across or inside
@@ -338,5 +335,5 @@ def links_of(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
         alpha_intra_seconds=alpha if alpha is not None else start,
         alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
-        host=_find_host_speed(cluster),
+        host=_find_host_speed(cluster, gpu),
     )  # fmt: skip

@@ -265,7 +265,7 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     micro = _time_micro_batch(step, layer)
     exchange = _time_sharded(step, micro) if step.share.sharded else _time_replicated(step, micro)
     bubble, send = _time_pipeline(step, micro, exchange.gather)
-    optimizer, offload = _time_optimizer(step)
+    optimizer, offload = _time_optimizer(step, micro)
     m, layers = layout.gradient_accumulation, micro.layers
     passes = 2.0 if step.share.adapters else 3.0  # of a product: forward, input gradient, weight gradient if trained
     host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # on a GPU, the head's product hides them
@@ -530,18 +530,16 @@ def _time_pipeline(step: _StepInputs, micro: _MicroBatchTimes, gather: float) ->
     if layout.pp == 1:
         return 0.0, 0.0
     gathered_micro = gather / layout.gradient_accumulation
-    compute = micro.forward + micro.backward
-    bubble = (layout.pp - 1) / layout.virtual_stages * (compute - micro.head + gathered_micro)
+    bubble = (layout.pp - 1) / layout.virtual_stages * (micro.forward + micro.backward - micro.head + gathered_micro)
     one = step.job.links.send_seconds(step.message_bytes, strides(layout)[3], layout.pp)
     waits = 2.0 if layout.virtual_stages == 1 else 0.5 * layout.virtual_stages
     send = one * (2.0 * (layout.pp - 1) + waits * layout.gradient_accumulation)
     return bubble, send
 
 
-def _time_optimizer(step: _StepInputs) -> tuple[float, float]:
-    """Return the seconds of the optimizer on the device, or of an offloaded optimizer."""
-    job, layout, wide = step.job, step.layout, step.share.element
-    share = step.share
+def _time_optimizer(step: _StepInputs, micro: _MicroBatchTimes) -> tuple[float, float]:
+    """Return the seconds of the optimizer on the device, or of an offloaded optimizer and what moves with it."""
+    job, layout, share, wide = step.job, step.layout, step.share, step.share.element
     trained = share.part(share.trained, share.routed_trained, sharded=layout.sharding != "ddp")
     if layout.sharding in ("zero1", "zero2") and layout.dp_shard == 1:
         trained /= layout.dp_replicate
@@ -552,5 +550,7 @@ def _time_optimizer(step: _StepInputs) -> tuple[float, float]:
     if layout.offload == "all":  # per micro-batch: load weights for both passes, store gradients
         moved = 2.0 * share.part(step.gathered_bytes, step.gathered_bytes / share.local * share.routed, sharded=True)
         moved += wide * share.part(share.trained, share.routed_trained, sharded=True)
-        offload += moved * layout.gradient_accumulation / job.links.host.bytes_per_second
+        beside = (micro.forward + micro.backward) * job.engine.hides_offload
+        each = _overlap_seconds(beside, moved / job.links.host.bytes_per_second, job.constants.overlap_loss) - beside
+        offload += each * layout.gradient_accumulation
     return 0.0, offload

@@ -146,7 +146,7 @@ class RunFacts:
         if own:
             return "SIGINT" if all(error.startswith("KeyboardInterrupt") for error in own) else ""
         if self.log.stopped and terminated and all(one.ended or one.pid in terminated for one in states):
-            return "SIGINT" if self.log.stopped in ("2", "SIGINT") else "SIGTERM"
+            return {"2": "SIGINT", "15": "SIGTERM", "1": "SIGHUP"}.get(self.log.stopped, self.log.stopped)
         ages = [self.ages.get(rank, 0.0) for rank, one in self.states.items()
                 if self.processes.get(rank) == "gone" and not one.ended]  # fmt: skip
         together = len(ages) == max(len(states), self.world or 1) > 1 and max(ages) - min(ages) <= TOGETHER_SECONDS

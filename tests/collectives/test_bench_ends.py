@@ -93,11 +93,6 @@ def test_a_lying_rank_leaves_nothing_verified_and_is_named(tmp_path):
     assert not [word for word in ("rank 0 on", "rank 2 on") if word in "\n".join(found.problems)]
 
 
-def test_different_versions_are_told(tmp_path):
-    found = with_fault(tmp_path, "rank=1:version", sizes_bytes=(65536,), max_iterations=10)
-    assert any("different versions of torch" in p and "0.0.0 on rank 1" in p for p in found.problems)
-
-
 def test_a_wrong_interface_is_told_with_the_words_of_the_library(tmp_path):
     found = bench.run(spec(tmp_path, environment={"GLOO_SOCKET_IFNAME": "nosuch0"}))
     assert_ended(found, tmp_path, f" on {HOST}", "nosuch0")

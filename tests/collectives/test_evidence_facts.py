@@ -155,10 +155,10 @@ def test_ranks_in_words() -> None:
 
 @each_row("pack", [bytes, gzip.compress])
 @each_row(("name", "text", "code", "word", "hosts", "exit_code"), rows("other_texts"))
-def test_other_texts_get_an_answer_of_their_own(
+def test_other_texts_prove_no_channel(
     pack: Callable[[bytes], bytes], name: str, text: str, code: str, word: str, hosts: list[str], exit_code: int
 ) -> None:
-    """Saved RAS, ibstat, rdma link and kernel logs; none of them proves a channel."""
+    """Saved RAS, ibstat and kernel logs; the faults in a kernel log are found."""
     verdict = evidence.read_files([io.BytesIO(pack(text.encode()))])
     first = verdict.problems[0]
     assert (first.code, list(first.hosts), evidence.exit_code(verdict)) == (code, hosts, exit_code), name

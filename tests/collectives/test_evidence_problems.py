@@ -10,7 +10,7 @@ from evidence_rows import INFO, rows
 from rigs.logs import read
 from rigs.tables import each_row
 
-from collectives.nccl_log import evidence, other_texts
+from collectives.nccl_log import evidence
 from collectives.nccl_log import lines as evidence_lines
 from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES, PROVIDERS, SIGNS
@@ -105,9 +105,7 @@ def test_every_code_can_be_reached() -> None:
     of_providers = {code for _, code in PROVIDERS}
     assert of_providers <= CODES.keys()
     given = of_providers | {sign.code for sign in SIGNS} | {meaning.other_provider for meaning in CODES.values()}
-    source = "".join(
-        Path(module.__file__).read_text() for module in (evidence, evidence_problems, evidence_lines, other_texts)
-    )
+    source = "".join(Path(module.__file__).read_text() for module in (evidence, evidence_problems, evidence_lines))
     assert [code for code in CODES if code not in given and f'"{code}"' not in source] == []
 
 

@@ -10,7 +10,7 @@ from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from planner.forecast import machines
 from planner.forecast.compute import gpu_rates
-from planner.forecast.links import HOST, links_of
+from planner.forecast.links import GRACE, HOST, links_of
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.forecast.step_time import Job, step_parts
@@ -45,6 +45,8 @@ def test_a_link_that_runs_below_its_slot_bounds_what_crosses_pcie() -> None:
     fast = links_of(ClusterTopology(nodes=(whole,)))
     assert (fast.node.bytes_per_second, fast.node.how) == (19.6e9, "assumed")  # two L40S, measured elsewhere
     assert fast.host.bytes_per_second == HOST.bytes_per_second
+    grace = server("g", replace(slot(0, 24e9, 6e9, "Gen4 x4 of x16"), model="NVIDIA GH200 480GB"))
+    assert links_of(ClusterTopology(nodes=(grace,))).host == GRACE  # not over PCIe
     narrow = server("b", slot(0, 24e9), slot(1, 24e9, 6e9, "Gen4 x4 of x16"))
     links = links_of(ClusterTopology(nodes=(narrow,)))
     for speed, carried in ((links.node, 6e9), (links.host, 3e9)):  # to the host: half of what the link carries
@@ -127,4 +129,6 @@ def test_offloaded_weights_cross_pcie_as_they_lie() -> None:
     train = TrainSpec(method="qlora", sequence_length=512, global_batch=2)
     job = Job(model=model_named("Llama-2-70B"), train=train, links=links, engine=engine_named("trl"), rates=RATES)
     at = Layout(world_size=2, dp_shard=2, checkpointing="full", offload="all")
-    assert step_parts(job, at).offload * links.host.bytes_per_second < 1.2 * 35e9
+    waits = replace(job, engine=replace(job.engine, hides_offload=False))
+    assert step_parts(waits, at).offload * links.host.bytes_per_second < 1.2 * 35e9
+    assert step_parts(job, at).offload < 0.9 * step_parts(waits, at).offload  # compute hides a part

@@ -5,7 +5,7 @@ TOPOFLIGHT_FAULT="rank=1:stall@iteration=3"      several are parted by ";"
 die      SIGKILL to itself          stop     SIGSTOP to itself, every thread
 stall    waits for ever             fail     raises an error
 slow=S   comes S seconds late to every iteration from there on
-lie      gives wrong data           version  has another torch version
+lie      gives wrong data
 """
 
 import os
@@ -14,7 +14,7 @@ import signal
 import time
 
 VARIABLE = "TOPOFLIGHT_FAULT"
-_FAULT = re.compile(r"rank=(\d+):(die|stop|stall|fail|slow|lie|version)(?:=([0-9.]+))?(?:@iteration=(\d+))?$")
+_FAULT = re.compile(r"rank=(\d+):(die|stop|stall|fail|slow|lie)(?:=([0-9.]+))?(?:@iteration=(\d+))?$")
 
 
 def parse(text):
@@ -30,8 +30,6 @@ def parse(text):
 
 def install():
     """Let this rank's faults happen: it comes to its meetings, and fills its buffers, through here."""
-    import torch
-
     from collectives.bench import ops
     from collectives.bench.pulse import Journal
 
@@ -54,8 +52,6 @@ def install():
     Journal.arrive = arrive_with_faults
     if "lie" in kinds:
         ops.fill = fill_wrongly
-    if "version" in kinds:
-        torch.__version__ = "0.0.0"
 
 
 def happen(kind):
