@@ -36,7 +36,8 @@ LEAST_BURST_BYTES = 65536  # one segment in the size that veth delivers
 _RATE = re.compile(r"([A-Za-z][A-Za-z0-9]{0,14})=([1-9][0-9]{0,5})(mbit|gbit)")
 _NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # linux/sched.h: CLONE_NEWUTS, CLONE_NEWNET
 _GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
-MODULES = ["collectives.bench.rank", "collectives.bench.calibrate", "finetune.train"]  # modules that the ranks import
+# modules that the ranks import, after one that ties the fork server to this process
+MODULES = ["agent.jobs.fork_server", "collectives.bench.rank", "collectives.bench.calibrate", "finetune.train"]
 
 
 class NamespaceError(RuntimeError):
@@ -131,6 +132,7 @@ def hosts(networks: Sequence[Shaped], stop: threading.Event) -> Iterator[Rig]:
         rig = Rig(tuple(networks), tuple(_hold(stack) for _ in range(HOSTS)), stop)
         for network in rig.networks:
             _join(rig, network)
+        _wait_for_fork_server(stop)
         yield rig
 
 
@@ -193,6 +195,17 @@ def start_fork_server() -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _wait_for_fork_server(stop: threading.Event) -> None:
+    """Wait until the fork server has imported MODULES. Raises NamespaceError once `stop` is set."""
+    first = multiprocessing.get_context("forkserver").Process(target=os.getpid, daemon=True)
+    starter = threading.Thread(target=first.start, daemon=True)  # no signal interrupts its read
+    starter.start()
+    while starter.is_alive():
+        if stop.wait(processes.POLL_SECONDS):
+            raise NamespaceError("stopped by SIGTERM")
+    first.join()
 
 
 def fork_rank(

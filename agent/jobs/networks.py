@@ -274,8 +274,8 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
 def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapshot], stop: threading.Event) -> list[Bar]:
     """Measure and run over each network in turn. Raises NamespaceError if no namespace can be created."""
     job.folder.mkdir(parents=True, exist_ok=True)
+    job.note("load torch")
     with processes.lock_host(), hosts(networks, stop) as rig:
-        job.note("load torch")
         results = []
         for network in networks:
             job.note(f"measure {network.name}, {network.rate}: all-gather and reduce-scatter")
