@@ -41,6 +41,7 @@ class Gpu:
     soldered: str | None = None  # pattern, besides "SXM", for names of boards that are only built with NVLink in use
     peers: bool = True  # False: the driver refuses peer access over PCIe
     grace: bool = False  # attached to a Grace CPU by NVLink-C2C
+    only: bool = False  # no other GPU has its compute capability
     is_fallback: bool = False  # True for the row that stands in for an unlisted GPU; its speed is an assumption
     pci: Mapping[int, str] = field(default_factory=dict)  # PCI device id -> name in pci.ids
 
@@ -144,13 +145,16 @@ def without_gdr(name: str) -> bool:
     return is_of("sold for games", name) or is_of("without GPUDirect RDMA", name)
 
 
-def model_of(vendor_id: int | None, device_id: int | None) -> tuple[str | None, tuple[int, int] | None]:
-    """Return (model, compute capability) for PCI ids; (None, None) if no row has these ids."""
+def model_of(
+    vendor_id: int | None, device_id: int | None, capability: tuple[int, int] | None = None
+) -> tuple[str | None, tuple[int, int] | None]:
+    """Return (model, compute capability) for PCI ids, or a capability of one GPU only; else (None, None)."""
     if vendor_id == NVIDIA and device_id is not None:
         for gpu in gpus():
             if device_id in gpu.pci:
                 return gpu.pci[device_id], gpu.compute_capability
-    return None, None
+    only = next((gpu for gpu in gpus() if gpu.only and gpu.compute_capability == capability), None)
+    return (only.name, capability) if only else (None, None)
 
 
 # Links by generation, and the rate that NCCL's planning assumes for each.

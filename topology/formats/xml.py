@@ -218,8 +218,8 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
 
 def _build_gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
     sm = _parse_number(element.attributes.get("sm"))
-    model, capability = model_of(node.vendor_id, node.device_id)
-    model = model or ("GB10" if sm == 121 else None)  # the only GPU with this capability
+    reported = divmod(sm, 10) if sm is not None and sm >= 10 else None
+    model, capability = model_of(node.vendor_id, node.device_id, reported)
     links = tuple(_parse_link(link, found) for link in element.named("nvlink"))
     above = found.pci.get(node.parent or "")
     return GpuNode(
@@ -227,7 +227,7 @@ def _build_gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
         index=-1,
         bus_id=node.bus_id,
         model=model,
-        compute_capability=divmod(sm, 10) if sm is not None and sm >= 10 else capability,
+        compute_capability=reported or capability,
         numa_node=node.numa_node if node.numa_node is not None and node.numa_node >= 0 else None,
         c2c=True if element.named("c2c") else None,
         nvlinks=links,
