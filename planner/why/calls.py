@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import inf, prod
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
-from planner.why.facts import MOST_RANKS, STALL_SECONDS, Cause, RunFacts, cause_named, ranks_of
+from planner.why.facts import MOST_RANKS, STALL_SECONDS, START_CALLS, Cause, RunFacts, cause_named, ranks_of
 
 NEWER_SECONDS = 3.0  # ranks asked for a dump write it within two polling intervals of each other
 _SAME_CALL = "Make every rank of the group call the same collectives, in the same order."
@@ -257,9 +257,9 @@ def _lengths(call: Call) -> tuple[object, ...]:
 
 
 def _longest_pause(trace: RankTrace, until: Call) -> float:
-    """Return the longest pause in seconds between earlier calls, without the first call, which sets up connections."""
+    """Return the longest pause in seconds between earlier calls, but the first: they wait for the last to start."""
     times = [call.created for call in trace.calls if call.created and call.record < until.record]
-    return max((b - a for a, b in pairwise(times[1:])), default=0.0)
+    return max((b - a for a, b in pairwise(times[START_CALLS:])), default=0.0)
 
 
 # Calls that do not match ----------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ SILENT_RUN_SECONDS = 60.0  # six of these intervals, after which a run that nobo
 BUSY_SECONDS = 300.0
 IDLE_SECONDS = 60.0  # for a rank without CPU use and I/O: one tenth of PyTorch's 600 s
 IDLE_SHARE = 0.05  # of a CPU: below it the main thread does not compute
+START_CALLS = 8  # of a job that is still starting, besides one for each group
 MOST_RANKS = 1 << 17  # maximum number in a job
 _WORDS = read_table(__file__, "why.toml")
 LOST_PEER, TIMED_OUT, IN_CALL = (
@@ -247,7 +248,7 @@ class RunFacts:
         than a stall: a model's own code also runs in an evaluation, but another line calls it there. A main thread that
         neither computes nor reads nor writes may take IDLE_SECONDS once the training has begun.
         """
-        if state.phase in LONG_PHASES or state.calls < len(state.groups) + 8:
+        if state.phase in LONG_PHASES or state.calls < len(state.groups) + START_CALLS:
             return self.limit
         if state.own and set(state.own) <= set(state.usual):
             return min(STALL_SECONDS, self.limit)

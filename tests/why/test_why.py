@@ -409,6 +409,11 @@ def of_calls() -> Iterator[Row]:
     without = waiting()
     unread = replace(without, traces={r: t for r, t in without.traces.items() if r != 2}, states={})
     yield "a short wait is none", waiting(phase="compute", for_seconds=1.5), "fine", (), "", ()
+    seen = waiting(phase="compute", cpu_share=0.0)
+    early = [replace(one, created=one.created - 40 if one.number <= 3 else one.created) for one in seen.traces[0].calls]
+    started = {0: replace(seen.traces[0], calls=tuple(early))}
+    yield ("the first calls waited for a rank that started late", replace(seen, traces=seen.traces | started),
+           "stuck", (2,), "rank.idle", ())  # fmt: skip
     stopped = {0: "runs", 2: "stopped"}
     yield ("a stopped process", replace(waiting(phase="compute", for_seconds=16.0), processes=stopped),
            "stuck", (2,), "rank.stopped", ())  # fmt: skip
