@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
+from fastapi._compat import field_annotation_is_sequence
 from fastapi.dependencies.utils import get_flat_params
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from prometheus_client.exposition import gzip_accepted
@@ -115,7 +116,9 @@ def _refuse_unknown_parameters(request: Request) -> None:
     known = {field.alias: field for field in get_flat_params(request.scope["route"].dependant)}
     for name in request.query_params:
         if name in known:
-            if len(request.query_params.getlist(name)) > 1 and "list" not in str(known[name].field_info.annotation):
+            if len(request.query_params.getlist(name)) > 1 and not field_annotation_is_sequence(
+                known[name].field_info.annotation
+            ):
                 raise ProblemError(400, f"{name} is given more than once")
             continue
         close = difflib.get_close_matches(name[:64], known, n=1)

@@ -205,6 +205,8 @@ def _wait_for_fork_server(stop: threading.Event) -> None:
     while starter.is_alive():
         if stop.wait(processes.POLL_SECONDS):
             raise NamespaceError("stopped by SIGTERM")
+    if first.pid is None:
+        raise NamespaceError("the fork server of the ranks ended before it had imported torch")
     first.join()
 
 

@@ -550,7 +550,7 @@ def _time_optimizer(step: _StepInputs, micro: _MicroBatchTimes) -> tuple[float, 
     if layout.offload == "all":  # per micro-batch: load weights for both passes, store gradients
         moved = 2.0 * share.part(step.gathered_bytes, step.gathered_bytes / share.local * share.routed, sharded=True)
         moved += wide * share.part(share.trained, share.routed_trained, sharded=True)
-        beside = (micro.forward + micro.backward) * job.engine.hides_offload
-        each = _overlap_seconds(beside, moved / job.links.host.bytes_per_second, job.constants.overlap_loss) - beside
+        hiding = (micro.forward + micro.backward) * job.engine.hides_offload
+        each = _overlap_seconds(hiding, moved / job.links.host.bytes_per_second, job.constants.overlap_loss) - hiding
         offload += each * layout.gradient_accumulation
     return 0.0, offload

@@ -118,11 +118,14 @@ def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
 def _compare_replicas(found: Mapping[str, Script]) -> None:
     """Add a finding for each variable that the Master and the Workers of a PyTorchJob must share, and do not."""
     for place, script in found.items():
-        match = re.match(r"(PyTorchJob/\S+) (Master|Worker) ", place)
-        other = "Worker" if match and match[2] == "Master" else "Master"
-        theirs = [each for there, each in found.items() if match and there.startswith(f"{match[1]} {other} ")]
+        if not (match := re.match(r"(PyTorchJob/\S+) (Master|Worker) ", place)):
+            continue
+        other = "Worker" if match[2] == "Master" else "Master"
+        theirs = [each for there, each in found.items() if there.startswith(f"{match[1]} {other} ")]
         values = {name: each.value for one in theirs for name, each in one.always.items()}
-        for name in members("same_on_all_ranks") if theirs and not any(each.files for each in theirs) else ():
+        if not theirs or any(each.files for each in theirs):  # a file may set what is missing
+            continue
+        for name in members("same_on_all_ranks"):
             value, its = script.always[name].value if name in script.always else "0", values.get(name, "")
             # 0 is the default; two values are reported at the Master
             if value not in ("0", its) and OPEN not in value + its and (other == "Worker" or not its):
