@@ -7,7 +7,6 @@ stored; frozen weights are read from the model again.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -15,7 +14,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -24,8 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import nn
 
 from contracts.job_config import ConfigError, EndedError, JobConfig
@@ -38,7 +35,6 @@ SCHEMA_VERSION = 1
 WAIT = timedelta(hours=1)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SAMPLE_BYTES = 1 << 20  # at each end of a weights file
-FILE_BYTES = 2 << 30  # per exported file: memory of a rank while it writes
 FULL_BYTES = 16 << 20  # free space below which a disk is full: a last piece that did not fit leaves up to this much
 
 
@@ -225,108 +221,48 @@ def check_identity(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dict[str, str]:
-    """Export an adapter (or whole model) in Hugging Face format from a checkpoint; every rank writes some of the files.
+    """Export an adapter (or whole model) in Hugging Face format from a checkpoint.
 
-    Each file is created separately from the stored weights of the trained model and the base, so no rank needs more
-    memory than the tensors of one file.
+    Rank 0 does it, with the whole model in the memory of its host, in the type that it is written in.
     """
-    folder = Path(config.output_dir)
-    source = weights.source_of(config)
-    stored = source.dtype or stored_type(config, precision)
-    wanted = stored if config.dtype == "auto" else stored_type(dataclasses.replace(config, use_peft=True), precision)
+    if dist.get_rank() != 0:
+        return {}
+    folder, source = Path(config.output_dir), weights.source_of(config)
+    dtype = source.dtype or stored_type(config, precision)
+    if config.dtype != "auto":
+        dtype = stored_type(dataclasses.replace(config, use_peft=True), precision)
+    # in 4 bits a merged adapter would mostly be lost by rounding
+    whole = dataclasses.replace(config, load_in_4bit=False, dtype=str(dtype).removeprefix("torch."))
+    model = build_model(whole, precision)
     if not config.use_peft:
-        _write_model(folder / "model", source.plain, wanted, lambda name: _load(path, name, source.plain, wanted))
-        _save_tokenizer(folder / "model", tokenizer)
-        return {"saved_model": str(folder / "model")}
-    model = build_model(dataclasses.replace(config, load_in_4bit=False), precision)
-    for p in model.parameters():
-        if p.requires_grad:
-            torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device="cpu")))
-    trained = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    _read(path, trained)
-    made = {"adapter": str(folder / "adapter")}
-    if config.model_name_or_path.startswith("random:"):
-        # Random weights exist nowhere else: save them, so that the adapter has a base model.
-        made["base"] = str(folder / "base")
-        _write_model(folder / "base", source.plain, wanted, source.read)
-        for one in model.peft_config.values():
-            one.base_model_name_or_path = made["base"]
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder / "adapter")
-    _save_tokenizer(folder / "adapter", tokenizer)
-    if config.export_merged:  # merge into the original weights: in 4 bits an adapter would mostly be lost by rounding
-        made["merged"] = str(folder / "merged")
-        _write_model(folder / "merged", source.plain, wanted, lambda name: _merged(model, name, source))
-        _save_tokenizer(folder / "merged", tokenizer)
-    return made
-
-
-def _read(path: Path, state: dict[str, torch.Tensor]) -> None:
+        model.to(dtype)
+    weights.fill(source, config.seed, model, torch.device("cpu"))
+    trained = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one process reads alone on purpose
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        dcp.load(trained, checkpoint_id=path, no_dist=True)
 
+    def write(kind: str, net: Any) -> str:
+        lm = causal_lm(net)
+        lm.config.use_cache, lm.generation_config = True, source.plain.generation_config
+        net.save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
+        return str(folder / kind)
 
-def _load(path: Path, name: str, plain: Any, dtype: torch.dtype) -> torch.Tensor:
-    value = torch.empty_like(plain.get_parameter(name), device="cpu", dtype=dtype)
-    _read(path, {f"model.{name}": value})
-    return value
-
-
-def _merged(model: Any, name: str, source: weights.Source) -> torch.Tensor:
-    """Return one weight of the base with its adapter added, or the trained weight."""
-    path, _, key = name.rpartition(".")
-    module = causal_lm(model).get_submodule(path)
-    if hasattr(module, "modules_to_save"):
-        trained: torch.Tensor = module.modules_to_save["default"].get_parameter(key).detach()
-        return trained
-    value = source.read(name)
-    while getattr(module, "parameter_name", key) != key:  # PEFT wraps a module with two adapted weights twice
-        module = module.base_layer
-    if hasattr(module, "parameter_name"):  # stacked experts, or a router: one matrix for the factors of all experts
-        a, b = (getattr(module, f"lora_{x}")["default"].weight.detach().float() for x in "AB")
-        count = module.num_experts
-        added = torch.einsum("ore,eri->eoi", b.reshape(len(b), -1, count), a.reshape(count, -1, a.shape[-1]))
-        return value.float() + module.scaling["default"] * added.reshape(value.shape)
-    if hasattr(module, "get_delta_weight") and key == "weight":
-        with torch.no_grad():
-            return value.float() + module.get_delta_weight("default").float()
-    return value
-
-
-def _write_model(folder: Path, plain: Any, dtype: torch.dtype, read: Callable[[str], torch.Tensor]) -> None:
-    """Write weights in files of at most FILE_BYTES, this rank's share of them, with their index and config.json.
-
-    `plain` is the model without values; `read` returns one complete weight.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    owners: dict[str, str] = {}
-    shapes: dict[str, torch.Tensor] = {}
-    for name, p in plain.named_parameters():  # of tied weights only the first
-        for part, like in weights.stored_as(plain, name, p.detach().to(dtype)).items():
-            owners[part], shapes[part] = name, like
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
-    for number, (file, parts) in enumerate(split.filename_to_tensors.items()):
-        if number % dist.get_world_size() != dist.get_rank():
-            continue
-        tensors: dict[str, torch.Tensor] = {}
-        for name in dict.fromkeys(owners[part] for part in parts):
-            found = weights.stored_as(plain, name, read(name).to(dtype))
-            tensors |= {part: value.contiguous() for part, value in found.items() if part in parts}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    if dist.get_rank() == 0:
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        shape = copy.deepcopy(plain.config)
-        shape.use_cache, shape.dtype, shape.architectures = True, dtype, [type(plain).__name__]
-        shape.save_pretrained(folder)
-        plain.generation_config.save_pretrained(folder)
-
-
-def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
-    if dist.get_rank() == 0:
-        tokenizer.save_pretrained(folder)
+    if not config.use_peft:
+        return {"saved_model": write("model", model)}
+    made = {}
+    if config.model_name_or_path.startswith("random:"):
+        # Random weights exist nowhere else: save them, so that the adapter has a base model.
+        base = source.plain.to(dtype)
+        weights.fill(source, config.seed, base, torch.device("cpu"))
+        made["base"] = write("base", base)
+        for one in model.peft_config.values():
+            one.base_model_name_or_path = made["base"]
+    made["adapter"] = write("adapter", model)
+    if config.export_merged:
+        made["merged"] = write("merged", model.merge_and_unload().to(dtype))
+    return made
 
 
 def _sync_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import hub
@@ -85,11 +86,11 @@ class Stored:
             whole: torch.Tensor = self._part(name)[_slices(box)]
             return whole
         shape = self.plain.get_parameter(name).shape
-        parts = stored_as(self.plain, name)
+        parts = list(revert_weight_conversion(self.plain, {name: self.plain.get_parameter(name)}))
         if len(parts) == 1:
-            renamed: torch.Tensor = self._part(next(iter(parts)))[_slices(box)]
+            renamed: torch.Tensor = self._part(parts[0])[_slices(box)]
             return renamed
-        return self._fused(list(parts), shape[0], box or ([0] * len(shape), shape))
+        return self._fused(parts, shape[0], box or ([0] * len(shape), shape))
 
     def _fused(self, names: Sequence[str], experts: int, box: Box) -> torch.Tensor:
         """[experts, rows, columns] of matrices that are stored one by one: all experts' gates, then all their ups."""
@@ -129,15 +130,6 @@ class Drawn:
 
 
 Source = Stored | Drawn
-
-
-def stored_as(plain: Any, name: str, value: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """One weight under the names, and in the parts, that the model's makers store it in; without values by default."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    value = plain.get_parameter(name) if value is None else value
-    parts: dict[str, torch.Tensor] = revert_weight_conversion(plain, {name: value})
-    return parts
 
 
 def fill(source: Source, seed: int, net: nn.Module, device: torch.device, within: nn.Module | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What loading and exporting take of each rank's memory, and that an export is the model: real ranks on gloo."""
+"""What loading takes of each rank's memory, and that an export is the model: real ranks on gloo."""
 
 import json
 import os
@@ -17,14 +17,13 @@ RANKS = 4
 MIB = 1 << 20
 # Python's objects for the modules, process groups, opened files: beside the weights, and alike for any size of them.
 ROOM = 24 * MIB
-FILE = 16 * MIB
 CASES = [
-    {"name": "FSDP full", "settings": {"dtype": "bfloat16"}, "layout": {"dp_shard": 4}, "export": FILE},
+    {"name": "FSDP full", "settings": {"dtype": "bfloat16"}, "layout": {"dp_shard": 4}, "export": True},
     {"name": "TP x FSDP", "settings": {"use_peft": True, "export_merged": True}, "layout": {"tp": 2, "dp_shard": 2},
-     "export": FILE},
+     "export": True},
     {"name": "PP x FSDP", "settings": {"use_peft": True},
      "layout": {"pp": 2, "dp_shard": 2, "gradient_accumulation": 2}},
-    {"name": "Mixture full", "base": "mixture", "settings": {}, "layout": {"dp_shard": 4}, "export": FILE},
+    {"name": "Mixture full", "base": "mixture", "settings": {}, "layout": {"dp_shard": 4}, "export": True},
     {"name": "FSDP QLoRA", "settings": {"use_peft": True, "load_in_4bit": True}, "layout": {"dp_shard": 4}},
 ]  # fmt: skip
 
@@ -62,26 +61,20 @@ def loaded(tmp_path_factory, forked_ranks):
 
 
 @each_row("name", ["FSDP full", "TP x FSDP", "PP x FSDP"])
-def test_a_rank_takes_its_share_of_the_model_while_it_loads_and_one_file_while_it_exports(loaded, name):
-    """The whole would be four times as much. Under PP one stage has an end and the other has the other.
-
-    Beside the file there is a matrix, as it is read or merged in fp32.
-    """
+def test_a_rank_takes_its_share_of_the_model_while_it_loads(loaded, name):
+    """The whole would be four times as much. Under PP one stage has an end and the other has the other."""
     _, told, size = loaded
     assert size["whole"] > 180 * MIB
     for rank in told[name]:
         assert 0.8 * size["whole"] / RANKS < rank["loading"] < size["whole"] / RANKS + ROOM
-        if name != "PP x FSDP":
-            assert rank["exporting"] < FILE + 3 * 512 * 4096 * 4 + ROOM < size["whole"] / 2
 
 
-def test_a_mixture_that_the_ranks_do_not_divide_is_read_and_written_in_parts(loaded):
+def test_a_mixture_that_the_ranks_do_not_divide_is_read_in_parts(loaded):
     """Six experts over four ranks: each reads a fourth of every expert's rows; the export loads plainly."""
     folder, told, size = loaded
     assert size["mixture"] > 100 * MIB
     for rank in told["Mixture full"]:
         assert rank["loading"] < size["mixture"] / RANKS + ROOM
-        assert rank["exporting"] < FILE + 3 * 6 * 1024 * 256 * 4 + ROOM
     base = AutoModelForCausalLM.from_pretrained(folder / "mixture", dtype=torch.float32)
     model, info = AutoModelForCausalLM.from_pretrained(
         folder / told["Mixture full"][0]["saved_model"], output_loading_info=True
@@ -100,11 +93,10 @@ def test_weights_become_4_bit_a_layer_at_a_time(loaded):
 
 
 def test_a_full_fine_tune_is_exported_in_the_type_asked_for(loaded):
-    """In several files that transformers loads as they are: the weights of the base, which nothing has trained."""
+    """Transformers loads it as it is: the weights of the base, which nothing has trained."""
     folder, told, size = loaded
     exported = told["FSDP full"][0]["saved_model"]
     files = list((folder / exported).glob("*.safetensors"))
-    assert len(files) > RANKS
     assert sum(f.stat().st_size for f in files) == pytest.approx(size["whole"] / 2, rel=0.01)
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16).eval()
     model, info = AutoModelForCausalLM.from_pretrained(exported, dtype="auto", output_loading_info=True)
