@@ -1,21 +1,18 @@
 """Atomic checkpoints that load into any layout; exports of adapters and merged models.
 
-Surface: `torch.distributed.checkpoint` (DCP). A checkpoint is written asynchronously in a draft folder and renamed when
-the parts of all ranks are on disk. `checkpoint-<step>/` contains DCP's files and trainer.json. Only trained weights are
+Surface: `torch.distributed.checkpoint` (DCP). A checkpoint is written in a draft folder and renamed when the parts of
+all ranks are on disk. `checkpoint-<step>/` contains DCP's files and trainer.json. Only trained weights are
 stored; frozen weights are read from the model again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
-import threading
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,6 @@ SCHEMA_VERSION = 1
 # and to the groups of the mesh. The death of a rank is detected through its connection, not by this timeout.
 WAIT = timedelta(hours=1)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-SAMPLE_BYTES = 1 << 20  # at each end of a weights file
 FULL_BYTES = 16 << 20  # free space below which a disk is full: a last piece that did not fit leaves up to this much
 
 
@@ -65,85 +61,52 @@ def start_moments(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
 
 
 class Checkpoints:
-    """The checkpoints of one output folder; at most one is written at a time."""
+    """The checkpoints of one output folder."""
 
     def __init__(self, folder: Path, keep: int | None) -> None:
         self.folder, self.keep = folder, keep
-        self.rank = dist.get_rank()
-        # A separate group: collectives of the writer thread must not mix with those of the training.
         self.group = dist.new_group(backend="gloo", timeout=WAIT)
-        self.pending: Future[Any] | None = None
-        self.error: BaseException | None = None
-        self.published = threading.Event()
-        if self.rank == 0:
+        if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".checkpoint-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier(group=self.group)
 
     def save(self, step: int, state: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-        """Start writing; return after the values are copied."""
-        self.finish()
+        """Write a checkpoint, all ranks together. Raises SaveError on every rank if one cannot write its part."""
         draft, final = self.folder / f".checkpoint-{step}", self.folder / f"checkpoint-{step}"
         if final.exists():
             return
-        # DCP copies GPU tensors to the host before it returns, but not host tensors: these are copied here, because the
-        # next step changes them in place.
-        copied = {name: t.clone() if t.device.type == "cpu" else t for name, t in state.items()}
+        why = ""
         try:
-            saving = dcp.async_save(copied, checkpoint_id=draft, process_group=self.group)
-        except Exception as error:
-            raise SaveError(f"checkpoint-{step}: {_root(error)}") from error
-        self.pending = saving if isinstance(saving, Future) else saving.upload_completion
-        if self.rank == 0:
-            # Rank 0 coordinates: when its part is done, the parts of all ranks are.
-            self.published.clear()
-            self.pending.add_done_callback(lambda done: self._publish(done, draft, final, {**about, "step": step}))
-
-    def _publish(self, done: Future[Any], draft: Path, final: Path, about: Mapping[str, Any]) -> None:
-        try:
-            if error := done.exception():
-                self.error = self._with_room(error)
+            dcp.save(dict(state), checkpoint_id=draft, process_group=self.group)
+            if dist.get_rank() == 0:
+                self._publish(draft, final, {"schema_version": SCHEMA_VERSION, **about, "step": step})
+        except Exception as error:  # noqa: BLE001  DCP passes on what any rank's file system and torch raise
+            why = self._with_room(error)
+        failed = torch.tensor([float(bool(why))])
+        dist.all_reduce(failed, group=self.group)
+        if failed.item():
+            if dist.get_rank() == 0:
                 shutil.rmtree(draft, ignore_errors=True)
-                return
-            with (draft / "trainer.json").open("w") as file:
-                json.dump({"schema_version": SCHEMA_VERSION, **about}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.rename(final)
-            _sync_folder(self.folder)
-            for old in list_checkpoints(self.folder)[: -self.keep] if self.keep else ():
-                shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            self.error = self._with_room(error)
-            shutil.rmtree(draft, ignore_errors=True)
-        finally:
-            self.published.set()
+            raise SaveError(f"checkpoint-{step} not written: {why or 'another rank failed'}")
 
-    def _with_room(self, error: BaseException) -> SaveError:
-        """Return the error, with the cause if the disk is full, which torch does not report; the draft still exists."""
+    def _publish(self, draft: Path, final: Path, about: Mapping[str, Any]) -> None:
+        """Rename a draft that is whole, and remove the oldest checkpoints."""
+        with (draft / "trainer.json").open("w") as file:
+            json.dump(about, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(final)
+        _sync_folder(self.folder)
+        for old in list_checkpoints(self.folder)[: -self.keep] if self.keep else ():
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _with_room(self, error: BaseException) -> str:
+        """The error, with the cause if the disk is full, which torch does not report; the draft still exists."""
         room = shutil.disk_usage(self.folder).free
         full = "is full" if room < FULL_BYTES else f"has {room >> 20} MiB left"
-        return SaveError(f"the disk of {self.folder} {full} ({_root(error)})")
-
-    def failed(self) -> bool:
-        """Return whether the current write is known to have failed, without waiting."""
-        ended = self.pending is not None and self.pending.done()
-        return self.error is not None or (ended and self.pending.exception() is not None)  # type: ignore[union-attr]
-
-    def finish(self) -> None:
-        """Wait for the current write on every rank. Raises SaveError if it failed."""
-        problem: BaseException | None = None
-        if self.pending is not None:
-            problem = self.pending.exception()
-            self.pending = None
-            if self.rank == 0:
-                self.published.wait()  # a future's callbacks may run after its waiters wake up
-        problem = self.error or problem
-        bad = torch.tensor([float(problem is not None)])
-        dist.all_reduce(bad, group=self.group)
-        if bad.item():
-            raise SaveError(f"checkpoint not written: {_root(problem) if problem else 'another rank failed'}")
+        return f"the disk of {self.folder} {full} ({_root(error)})"
 
     def load(self, path: Path, state: Mapping[str, torch.Tensor]) -> None:
         """Read into the given tensors, independent of the layout that wrote the checkpoint."""
@@ -176,48 +139,11 @@ def find_resume(config: JobConfig) -> Path | None:
     return path
 
 
-def base_of(config: JobConfig) -> str | None:
-    """Return the weights that the model's name refers to: the hub commit (`hub.pin`), or a fingerprint of the folder.
-
-    None for random weights, which depend on the seed. Rank 0 reads it for all.
-    """
-    found: list[str | None] = [None]
-    name = config.model_name_or_path
-    if dist.get_rank() == 0 and not name.startswith("random:"):
-        folder = Path(name).expanduser()
-        found = [f"folder {fingerprint(folder)}" if folder.is_dir() else f"commit {config.model_revision}"]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
-def fingerprint(folder: Path) -> str:
-    """Fingerprint the weights in a folder: name, size, beginning and end of each file, and config.json.
-
-    The beginning holds the tensors' names and shapes. Further training changes all values, those at the end too.
-    """
-    seen = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            start, size = file.read(SAMPLE_BYTES), path.stat().st_size
-            file.seek(max(0, size - SAMPLE_BYTES))
-            seen.update(f"{path.name} {size}\n".encode() + start + file.read())
-    config = folder / "config.json"
-    seen.update(config.read_bytes() if config.is_file() else b"")
-    return seen.hexdigest()[:16]
-
-
 def check_identity(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Reject a checkpoint of another run."""
     for name, value in now.items():
-        if name != "base" and was.get(name) != value:
+        if was.get(name) != value:
             raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was.get(name)!r}, this run has {value!r}")
-    before, today = str(was.get("base")), now.get("base")
-    if today not in (None, before):
-        again = f"set model_revision={before.removeprefix('commit ')}" if before.startswith("commit ") else "restore it"
-        raise ConfigError(
-            f"resume_from_checkpoint: {path} was trained on {now['model']} ({before}), which is {today} now; {again}, "
-            "or set output_dir"
-        )
 
 
 def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dict[str, str]:
@@ -279,5 +205,4 @@ def _root(error: BaseException) -> str:
     if failures:
         rank, (inner, _) = next(iter(failures.items()))
         return f"rank {rank}: {type(inner).__name__}: {inner}".splitlines()[0]
-    kind = "" if isinstance(error, SaveError) else f"{type(error).__name__}: "
-    return f"{kind}{error}".splitlines()[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
