@@ -202,9 +202,7 @@ def own_host() -> str:
 
 
 # Gloo. A connection belongs to gloo if two ranks hold its two ends. The same is true of the store at MASTER_PORT, which
-# is excluded. With source NAT, which a pod network may use between nodes, the accepting rank sees another address than
-# the connecting rank has, but both see the same accepting end. One end that two ranks see is therefore enough. If no
-# end is seen twice, for example with destination NAT as well, the transport is reported as unknown.
+# is excluded. Behind address translation the ends differ, and the transport is reported as unknown.
 
 End = tuple[str, int]
 
@@ -243,36 +241,20 @@ def _plain(address: str) -> str:
 
 def addresses_taken(ranks: Sequence[GlooSeen]) -> list[list[tuple[str, tuple[str, ...]]]]:
     """Return for each rank the local addresses of its connections to other ranks, with their interfaces."""
-    turned = {(other, own) for seen in ranks for own, other in seen.connections}
     found = []
-    for rank, seen in enumerate(ranks):
-        rest = [pair for other, theirs in enumerate(ranks) if other != rank for pair in theirs.connections]
-        accepting, reached = {own for own, _ in rest}, {other for _, other in rest}
-        mine = {
-            own[0]
-            for own, other in seen.connections
-            if (own, other) in turned
-            or (not _local(other[0]) and other in accepting)
-            or (not _local(own[0]) and own in reached)
-        }
+    for seen in ranks:
+        others = {(remote, own) for other in ranks if other is not seen for own, remote in other.connections}
+        mine = {own[0] for own, remote in seen.connections if (own, remote) in others}
         found.append([(address, seen.interfaces.get(address, ())) for address in sorted(mine)])
     return found
 
 
 def gloo_transports(ranks: Sequence[GlooSeen]) -> list[str]:
-    """Return the transports of rank 0, or why they are unknown; empty for a single rank."""
-    if len(ranks) < 2:  # a connection with both ends in one process is not gloo's
+    """Return the transports of rank 0, or that they are unknown; empty for a single rank."""
+    if len(ranks) < 2:
         return []
-    if addresses_taken(ranks)[0]:
-        return [spell_address(*one) for one in addresses_taken(ranks)[0]]
-    if not ranks[0].connections:
-        return ["gloo: unknown: this rank's TCP connections cannot be read"]
-    return ["gloo: unknown: no end of a connection is seen by two ranks, as behind address translation (NAT)"]
-
-
-def _local(address: str) -> bool:
-    """Return whether it is a loopback address: every host has it, so equal ends on two hosts prove nothing."""
-    return ipaddress.ip_address(address).is_loopback
+    taken = [spell_address(*one) for one in addresses_taken(ranks)[0]]
+    return taken or ["gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"]
 
 
 def spell_address(address: str, interfaces: Sequence[str]) -> str:

@@ -172,7 +172,7 @@ class Trainer:
         config, place = self.config, self.resume()
         profiler = parts.Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1, layout=self.layout)
         self.recorder.watch_memory()
-        with runs.progress(self.steps, place.step) as bar, contextlib.closing(profiler):
+        with contextlib.closing(profiler):
             while place.step < self.steps:
                 first = math.ceil(place.samples / self.loader.global_batch)
                 began = time.perf_counter()
@@ -183,7 +183,7 @@ class Trainer:
                     place.step, place.samples = place.step + 1, place.samples + self.loader.global_batch
                     self.recorder.step(seconds, done.loss, share.tokens, profiled, profiler.result)
                     self.recorder.record.steps_done = place.step
-                    self._after(place, done, share.tokens / seconds, bar)
+                    self._after(place, done, share.tokens / seconds)
                     began = time.perf_counter()  # the next batch's making counts; saving and evaluating do not
                     if place.step >= self.steps:
                         break
@@ -223,15 +223,12 @@ class Trainer:
             torch.cuda.synchronize()
         return Done(mean, norm, rate, stop > 0)
 
-    def _after(self, place: Place, done: Done, pace: float, bar: Any) -> None:
+    def _after(self, place: Place, done: Done, pace: float) -> None:
         """Do what follows a step: print a line, write a checkpoint, evaluate, or end."""
         config, step = self.config, place.step
         is_first = len(self.recorder.losses) == 1  # all connections for a step exist now
         if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
-        if not bar.disable:
-            bar.set_postfix({"loss": f"{done.loss:.3f}", "tok/s": f"{pace:,.0f}"}, refresh=False)
-            bar.update()
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {
@@ -240,8 +237,7 @@ class Trainer:
                 "mfu": now.mfu, "memory_bytes": now.memory_bytes,
                 "communication_share": communication.share if communication else None,  # from the profiled steps on
             })  # fmt: skip
-            if bar.disable:
-                runs.print_once(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
+            runs.print_once(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
         if done.stop:
             self.save(place)
             raise StoppedError(f"SIGTERM: saved at step {step}; start again to resume")

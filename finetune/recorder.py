@@ -319,14 +319,6 @@ class Recorder:
             self._board.close()
 
 
-def progress(total: int, done: int) -> Any:
-    """Return a bar of tqdm over the run's steps, which is disabled unless rank 0 has a terminal."""
-    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-
-    off = dist.get_rank() != 0 or not sys.stderr.isatty()
-    return tqdm(total=total, initial=done, unit="step", file=sys.stderr, disable=off)
-
-
 def print_once(text: str) -> None:
     """Print a line on stderr, from rank 0 only."""
     if dist.get_rank() == 0:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = dataclasses.replace(plan, layout=layout)
         load_libraries(config)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
-        config = hub.pin(config, recorder.note)
+        config = hub.pin(config)
         recorder.store_plan(dataclasses.replace(plan, config=config))
         if plan.trl is not None:
             from finetune import sft_trl  # which imports TRL
