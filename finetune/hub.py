@@ -101,9 +101,7 @@ def fetch(name: str, path: str, revision: str) -> Path:
 @contextlib.contextmanager
 def asking(setting: str, name: str, revision: str) -> Iterator[None]:
     """What goes wrong inside becomes a ConfigError that says which name, and why."""
-    get_session().timeout = (
-        constants.HF_HUB_ETAG_TIMEOUT
-    )  # of itself it waits without end
+    get_session().timeout = constants.HF_HUB_ETAG_TIMEOUT  # of itself it waits without end
     try:
         yield
     except ConfigError:
