@@ -1,4 +1,4 @@
-"""What is asked of a model hub: the commit that a name means, files of it, and in words why they cannot be had.
+"""What is asked of a model hub: the commit that a name means, and files of it.
 
 Surface: `huggingface_hub`, which reads HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and HF_HOME. A run goes on with the
 commits that its first rank was told. What the cache holds of them is trained on without the hub.
@@ -53,7 +53,7 @@ def commits_of(config: JobConfig) -> dict[str, Any]:
     ):
         at, wanted = getattr(config, name), getattr(config, revision)
         if at is not None and is_id(name, at):
-            with asking(name, at, f"{revision}={wanted!r}"):
+            with asking(name, at, wanted):
                 found[revision] = str(HfApi().resolve_revision(at, repo_type=kind, revision=wanted).resolved)
     return found
 
@@ -75,7 +75,7 @@ def is_id(setting: str, name: str) -> bool:
 def list_files(name: str, revision: str) -> dict[str, int]:
     """Path -> bytes of a data set at a commit; without the hub, of what the cache holds."""
     where = {"repo_type": "dataset", "revision": revision}
-    with asking("dataset_name", name, f"dataset_revision={revision!r}"):
+    with asking("dataset_name", name, revision):
         try:
             listed = list(islice(HfApi().list_repo_tree(name, recursive=True, **where), MAX_FILES + 1))
         except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx2.TransportError):
@@ -94,13 +94,13 @@ def list_files(name: str, revision: str) -> dict[str, int]:
 
 def fetch(name: str, path: str, revision: str) -> Path:
     """One file of a data set, from the cache where it is there."""
-    with asking("dataset_name", name, f"dataset_revision={revision!r}"):
+    with asking("dataset_name", name, revision):
         return Path(hf_hub_download(name, path, repo_type="dataset", revision=revision))
 
 
 @contextlib.contextmanager
-def asking(setting: str, name: str, revision: str) -> Iterator[None]:
-    """What goes wrong inside becomes a ConfigError that says which name, and why."""
+def asking(setting: str, name: str, revision: str | None) -> Iterator[None]:
+    """What goes wrong inside becomes a ConfigError that says which name, and why in the library's own words."""
     get_session().timeout = constants.HF_HUB_ETAG_TIMEOUT  # of itself it waits without end
     try:
         yield
@@ -109,40 +109,15 @@ def asking(setting: str, name: str, revision: str) -> Iterator[None]:
     except (OSError, ValueError, httpx2.HTTPError, errors.RevisionResolutionError) as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
-        raise ConfigError(f"{setting}={name!r}: {_why(error, revision)}") from error
-
-
-def _why(error: BaseException, revision: str) -> str:
-    """The deepest cause that says something of the hub, in a sentence that names what may be done."""
-    token = "the token in HF_TOKEN" if get_token() else "no token (HF_TOKEN)"
-    here, cached = constants.ENDPOINT, f"and the cache {constants.HF_HUB_CACHE} does not hold it"
-    chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and len(chain) < 20:
-        chain.append(one)
-        one = one.__cause__ or one.__context__
-    for kind, text in (
-        (errors.GatedRepoError, f"gated, and {token} opens it: its owner must let you in, and HF_TOKEN must be yours"),
-        (errors.DisabledRepoError, "disabled by the hub"),
-        (errors.RevisionNotFoundError, f"{revision}: no such branch, tag or commit"),
-        (errors.RepositoryNotFoundError,
-         f"not on {here}, or private and {token} opens it; no such file or folder here either"),
-        (errors.OfflineModeIsEnabled, f"HF_HUB_OFFLINE is set, {cached}"),
-    ):  # fmt: skip
-        if any(isinstance(one, kind) for one in chain):
-            return text
-    for one in chain:
-        if isinstance(one, httpx2.TransportError):
-            return f"{here} cannot be reached ({type(one).__name__}: {one}), {cached}"
-        if isinstance(one, errors.HfHubHTTPError) and one.response is not None:
-            return f"{here} answered {one.response.status_code}, {cached}"
-    return " ".join(str(error).split())[:500]
+        token = "the token in HF_TOKEN" if get_token() else "no token (HF_TOKEN)"
+        asked = f"revision {revision or 'main'}, asked of {constants.ENDPOINT} with {token}"
+        raise ConfigError(f"{setting}={name!r}: {' '.join(str(error).split())[:500]} ({asked})") from error
 
 
 def main(name: str, revision: str) -> None:
     """Print the path of a model's config.json for `topoflight launch`; exits with why it cannot be had."""
     try:
-        with asking("model_name_or_path", name, f"model_revision={revision!r}"):
+        with asking("model_name_or_path", name, revision):
             print(hf_hub_download(name, "config.json", revision=revision))  # noqa: T201 - what the caller reads
     except ConfigError as error:
         sys.exit(str(error))

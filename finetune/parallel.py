@@ -53,11 +53,8 @@ KEPT = {
 # A product of a shorter inner dimension, as of lora_B, is made again: writing its result takes longer than computing it
 # where a GPU's bf16 FLOP/s are more than this many times its bytes/s of memory (hardware/gpus.toml: all but P100, H20).
 SHORTEST_KEPT = 64
-# The flash-attn package's and torch's own for lengths; each is an operator only where its module has been imported.
-KEPT_NAMED = {
-    "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "torch_attn::_varlen_attn",
-    "aten::_flash_attention_forward",
-}  # fmt: skip
+# torch's own for lengths; each is an operator only where its module has been imported.
+KEPT_NAMED = {"torch_attn::_varlen_attn", "aten::_flash_attention_forward"}
 
 
 def keep_values(*_chunk_device_module: Any) -> None:

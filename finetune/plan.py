@@ -95,7 +95,7 @@ def _context_parallel(layout: Layout, shape: Any) -> dict[str, bool]:
         f"{name}: must divide {heads} heads and {kv_heads} key/value heads, which its ranks share out; "
         f"cp={most_ranks(layout.cp, heads, kv_heads)} runs": bool(heads % layout.cp or kv_heads % layout.cp),
         f"{name} with attn_implementation={kernel!r}: sdpa's has the exchange of heads":
-            kernel in ("eager", "flash_attention_2"),
+            kernel == "eager",
         f"{name} with compile=true: the exchange of heads is not compiled": layout.compile,
         f"{name} with load_in_4bit: runs with LoRA and in full": _is_quantised(shape),
         f"{name} with rope_type={rope!r}: its angles follow from the whole sequence's length": rope in WHOLE_ROPE,

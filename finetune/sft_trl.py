@@ -36,7 +36,6 @@ from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
 from finetune import hub, loop, recorder, rows, verify
-from finetune.model import usable_attention
 
 
 def train(config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder) -> None:
@@ -121,9 +120,9 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
     os.environ.update({str(name): str(value) for name, value in (settings.pop("env", None) or {}).items()})
     settings.pop("dataset_mixture", None)
     settings.setdefault("disable_tqdm", not sys.stderr.isatty())
-    if "attn_implementation" in settings:
-        settings["attn_implementation"] = usable_attention(settings["attn_implementation"], note)
-    runs = {"use_liger_kernel": on_gpu and importlib.util.find_spec("liger_kernel") is not None,
+    flash = settings.get("attn_implementation") == "flash_attention_2"
+    runs = {"attn_implementation": not flash or (on_gpu and importlib.util.find_spec("flash_attn") is not None),
+            "use_liger_kernel": on_gpu and importlib.util.find_spec("liger_kernel") is not None,
             "optim": on_gpu or "8bit" not in str(settings.get("optim"))}  # fmt: skip
     for name in [name for name in runs if settings.get(name) and not runs[name]]:
         note(f"{name}: {settings.pop(name)} needs a GPU and its package; TRL's default is used")

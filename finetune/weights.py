@@ -59,7 +59,7 @@ class Stored:
         from transformers.utils import cached_file
 
         name, revision = self.config.model_name_or_path, self.config.model_revision
-        with hub.asking("model_name_or_path", name, f"model_revision={revision!r}"):
+        with hub.asking("model_name_or_path", name, revision):
             found = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
         return str(found) if found else None
 

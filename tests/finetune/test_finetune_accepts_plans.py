@@ -93,7 +93,7 @@ def test_whatever_is_recommended_for_the_job_it_accepts():
         found = search_planned(plan(machines.cluster(machine, nodes), (), model, train)).best
         if model.family not in TRAINED:
             assert not found, asked
-        attention = {"flash": "flash_attention_2"}.get(train.attention, train.attention)
+        attention = "eager" if train.attention == "eager" else "by_document"
         for candidate in found:
             why = reasons(candidate.layout, model, train.method, _attn_implementation=attention)
             assert why == [], (asked, candidate.layout)
@@ -106,7 +106,6 @@ def test_whatever_is_recommended_for_the_job_it_accepts():
     [
         ({"_attn_implementation": "eager"}, "attn_implementation='eager'"),
         ({"_attn_implementation": "by_document", "sliding_window": 4096}, None),
-        ({"_attn_implementation": "flash_attention_2", "sliding_window": 4096}, None),
     ],
 )
 def test_sequence_parallelism_is_refused_where_a_mask_is_built(shape, says):

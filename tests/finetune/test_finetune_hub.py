@@ -376,7 +376,7 @@ def test_no_token_is_written_anywhere(online, home):
     """Refused (401), not let in (403) and let in: the log, debugging too, and every file of the runs are without it."""
     assert [online[name][0] for name in TOKENS] == [2, 2, 0]
     assert "401" in online["401"][1].splitlines()[0]
-    assert "gated, and the token in HF_TOKEN" in online["403"][1].splitlines()[0]
+    assert "gated" in online["403"][1].splitlines()[0]
     assert "/api/models/meta/tiny-llama" in (home / "401.log").read_text()  # the requests themselves are in it
     files = [path for path in home.rglob("*") if path.is_file()]
     assert {home / "out/opened/run.json", home / "401.log"} <= {*files}
@@ -391,12 +391,12 @@ def test_a_hub_that_is_gone_or_fails_or_is_silent_ends_the_job_in_bounded_time(o
     hub.failing = 503
     with ThreadPoolExecutor(1) as beside, Driver(tmp_path, mute, HF_HUB_ETAG_TIMEOUT="1") as alone:
         asked = beside.submit(driver.run, {"failing": new}, {"llama-gone": GOOD["llama"]})
-        refused = [(alone.run({"silent": new})["silent"], "cannot be reached", mute)]
+        refused = [(alone.run({"silent": new})["silent"], "could not be reached", mute)]
         listening.close()
-        refused.append((alone.run({"gone": new})["gone"], "cannot be reached", mute))
+        refused.append((alone.run({"gone": new})["gone"], "could not be reached", mute))
         found = asked.result()
     hub.failing = None
-    for (code, words, _), word, url in (*refused, (found["failing"], "answered 503", hub.url)):
+    for (code, words, _), word, url in (*refused, (found["failing"], "503", hub.url)):
         assert code == 2, words[-3000:]
         assert word in words.splitlines()[0] and url in words.splitlines()[0]
     code, words, record = found["llama-gone"]

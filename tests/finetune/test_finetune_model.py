@@ -181,16 +181,13 @@ def test_the_bytes_of_the_loss_are_those_that_the_forecast_counts(tmp_path, fuse
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_do_not_see_each_other(tmp_path, family):
-    """Packing, also laid out as one row for flash attention, gives the loss of the rows by themselves."""
+    """Packing gives the loss of the rows by themselves."""
     config = job(tmp_path, family)
     rows, _ = prepare(config, "train", load_tokenizer(config))
     batch, alone = collate(pack(rows[:6], 128), 3, 128, 2), collate(rows[:6], 6, 64, 2)
     (chunk,) = cut(filled_model(config).eval(), [(0, 4)], [0], fused_loss=False)
     with torch.no_grad():
         expected = float(total([chunk], alone))
-        assert float(total([chunk], batch)) == pytest.approx(expected, rel=1e-5)
-        causal_lm(chunk.net).set_attn_implementation("sdpa")  # as flash attention's, told apart by positions
-        chunk.one_row = True
         assert float(total([chunk], batch)) == pytest.approx(expected, rel=1e-5)
 
 
