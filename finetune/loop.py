@@ -31,7 +31,6 @@ from contracts.layout import Layout
 from contracts.run_record import EvalLoss, RunModel
 from finetune import checkpoint, data, model, parallel, parts, verify, weights
 from finetune import recorder as runs
-from finetune.plan import experts_of
 from finetune.rows import load_tokenizer
 
 DIVERGED, RESUMABLE = 65, 75  # EX_DATAERR, EX_TEMPFAIL
@@ -77,10 +76,10 @@ def multiplied(net: Any) -> tuple[int, int]:
     """Return the number of weights multiplied per token, and how many of them are trained.
 
     An embedding is a lookup; if tied, it is the head. For a fully trained module, PEFT keeps the unused original. A
-    token passes through some of the experts.
+    token passes through some of the experts (of models that TRL trains).
     """
     lm = model.causal_lm(net)
-    experts = experts_of(lm.config)
+    experts = getattr(lm.config, "num_experts", 0) or getattr(lm.config, "num_local_experts", 0)
     chosen = lm.config.num_experts_per_tok / experts if experts else 1.0
     looked_up = set() if lm.config.tie_word_embeddings else {id(p) for p in lm.get_input_embeddings().parameters()}
     counts = [

@@ -1,4 +1,4 @@
-"""The model: transformers' Llama, Mistral, Mixtral or Qwen, with LoRA by PEFT, cut into the chunks that stages run.
+"""The model: transformers' Llama, Mistral or Qwen, with LoRA by PEFT, cut into the chunks that stages run.
 
 Surface: transformers `AutoModelForCausalLM`, `LlamaConfig`; PEFT `get_peft_model`. Module names are never changed,
 so that a checkpoint of one layout loads into any other.
@@ -10,7 +10,6 @@ import copy
 import importlib.util
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +27,6 @@ from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig
 from contracts.layout import ROPE_TYPES, TRAINED
 from finetune import hub
-from finetune.plan import experts_of
 from finetune.rows import IGNORED
 
 try:
@@ -46,8 +44,6 @@ RANDOM = {
     "micro-llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
                     "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 512},
 }  # fmt: skip
-# Of Mixtral's experts, as its files and PEFT name them.
-EXPERT_TARGETS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entropy
 
 
@@ -90,8 +86,6 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in ROPE_TYPES:
         raise ConfigError(f"model_name_or_path={name!r}: rope_type={rope!r}: this job runs {', '.join(ROPE_TYPES)}")
-    if experts_of(shape):
-        _check_mixture(config, shape)
     if getattr(shape, "quantization_config", None) is not None:
         raise ConfigError(f"model_name_or_path={name!r}: its weights are quantised; name the model they were made from")
     with init_empty_weights(include_buffers=False):
@@ -127,16 +121,6 @@ def _check_four_bit(note: Callable[[str], None]) -> None:
         note("load_in_4bit: without a GPU 4-bit weights are unpacked by the CPU, which takes longer than it saves")
 
 
-def _check_mixture(config: JobConfig, shape: Any) -> None:
-    if config.load_in_4bit:
-        raise ConfigError("load_in_4bit=true: experts are stacked in one tensor, which bitsandbytes does not quantise")
-    if getattr(shape, "output_router_logits", False):
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: its config.json has output_router_logits=true, a loss "
-            "that balances the experts' load; this job has the language model's alone: set it to false"
-        )
-
-
 def _into_four_bit(model: Any, precision: str) -> None:
     """Linear layers, but for the head, become those of bitsandbytes; `weights.fill` quantises."""
     from transformers import BitsAndBytesConfig
@@ -163,16 +147,13 @@ def _into_four_bit(model: Any, precision: str) -> None:
 def _add_lora(model: Any, config: JobConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    renamed = EXPERT_TARGETS if model.config.model_type == "mixtral" else {}
     lora = LoraConfig(
         r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, task_type="CAUSAL_LM",
-        target_modules=[renamed.get(name, name) for name in config.lora_target_modules],
+        target_modules=list(config.lora_target_modules),
         modules_to_save=list(config.lora_modules_to_save) or None,
     )  # fmt: skip
     try:
-        with warnings.catch_warnings():  # it looks for the ranks of stacked experts among modules, and uses them
-            warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
-            return get_peft_model(model, lora, low_cpu_mem_usage=True)
+        return get_peft_model(model, lora, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"lora_target_modules={list(config.lora_target_modules)}: {error}") from None
 

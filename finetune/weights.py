@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import hub
@@ -73,40 +72,14 @@ class Stored:
             self._opened[file] = safe_open(path, framework="pt")
         return self._opened[file]
 
-    def _part(self, stored: str) -> Any:
-        if stored not in self._file_of:
-            raise ConfigError(f"model_name_or_path={self.config.model_name_or_path!r}: its files hold no {stored}")
-        return self._open(self._file_of[stored]).get_slice(stored)
-
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Of a file that is mapped into memory: what is not read takes none."""
         if name not in self._file_of and name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
             name = "model.embed_tokens.weight"
-        if name in self._file_of:
-            whole: torch.Tensor = self._part(name)[_slices(box)]
-            return whole
-        shape = self.plain.get_parameter(name).shape
-        parts = list(revert_weight_conversion(self.plain, {name: self.plain.get_parameter(name)}))
-        if len(parts) == 1:
-            renamed: torch.Tensor = self._part(parts[0])[_slices(box)]
-            return renamed
-        return self._fused(parts, shape[0], box or ([0] * len(shape), shape))
-
-    def _fused(self, names: Sequence[str], experts: int, box: Box) -> torch.Tensor:
-        """[experts, rows, columns] of matrices that are stored one by one: all experts' gates, then all their ups."""
-        (first, start, left), (count, rows, columns) = box
-        made = []
-        for expert in range(first, first + count):
-            at, found = 0, []
-            for name in names[expert::experts]:
-                part = self._part(name)
-                height = part.get_shape()[0]
-                low, high = max(start, at), min(start + rows, at + height)
-                if low < high:
-                    found.append(part[low - at : high - at, left : left + columns])
-                at += height
-            made.append(torch.cat(found))
-        return torch.stack(made)
+        if name not in self._file_of:
+            raise ConfigError(f"model_name_or_path={self.config.model_name_or_path!r}: its files hold no {name}")
+        part: torch.Tensor = self._open(self._file_of[name]).get_slice(name)[_slices(box)]
+        return part
 
 
 class Drawn:

@@ -32,11 +32,6 @@ class Topoflight(Fsdp):
             return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
         if unknown := set(model.rope_types) - set(ROPE_TYPES):
             return f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not {min(unknown)!r}"
-        if model.experts and (train.method == "qlora" or layout.tp > 1):
-            what = "4-bit weights of" if train.method == "qlora" else "TP over"
-            return f"topoflight does not support {what} experts, which are stacked in one tensor"
-        if model.experts and len({"gate_proj", "up_proj"} & set(train.lora_targets)) == 1 and train.method != "full":
-            return "topoflight adapts gate_proj and up_proj of experts only together"
         if layout.cp > 1 and (why := self._find_context_refusal(model, train, layout)):
             return why
         if layout.pp > 1 and model.tied_embeddings:

@@ -70,7 +70,7 @@ class Beside:
 def run(case, world, folder):
     """Load under the case's layout; where asked export what was loaded. Returns the bytes that loading took."""
     config = JobConfig(
-        model_name_or_path=str(folder / case.get("base", "base")), tokenizer_name="builtin:bytes", lora_r=4,
+        model_name_or_path=str(folder / "base"), tokenizer_name="builtin:bytes", lora_r=4,
         output_dir=str(folder / case["name"]), **case["settings"],
     )  # fmt: skip
     layout = Layout(world_size=world, precision="fp32", **case["layout"])

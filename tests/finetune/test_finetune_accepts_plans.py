@@ -54,7 +54,7 @@ def reasons(layout, model, method, **more):
     config = SimpleNamespace(
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
         intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings, sliding_window=model.sliding_window,
-        quantization_config={} if method == "qlora" else None, num_experts=model.experts, **more,
+        quantization_config={} if method == "qlora" else None, **more,
     )  # fmt: skip
     return refusals(layout, config, lora=method != "full")
 

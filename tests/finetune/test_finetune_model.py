@@ -13,7 +13,7 @@ from filled import filled_model
 from rigs.tables import each_row
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
 from contracts.finding import Interval
 from contracts.job_config import ConfigError, JobConfig
@@ -46,8 +46,6 @@ FAMILIES = {
     "mistral": MistralConfig(**SMALL, sliding_window=16),
     "qwen2": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=2),
     "qwen3": Qwen3Config(**SMALL),
-    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 
 
