@@ -7,8 +7,7 @@ restart pods by their own policies. Without it, in a bare Indexed Job, pod 0 lis
 whenever their image is there, and torchrun starts when all have come. The connections stay open while the ranks run, so
 that each pod knows of every other whether it lives and how it ended: all start again together (a rank saved and ended,
 a pod was lost), or all end with the code of the one that failed. With `--measure` the pods are first measured together;
-a result that fails is such a failure. Surface: TCP, one JSON object a line; SIGTERM; stdout, which is copied to
-`<output_dir>/pods/`. No torch in this process.
+a result that fails is such a failure. Surface: TCP, one JSON object a line; SIGTERM; stdout. No torch in this process.
 """
 
 from __future__ import annotations

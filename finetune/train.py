@@ -132,10 +132,10 @@ def export(trainer: Trainer) -> None:
         if error.errno not in hub.DISK_ERRORS:
             raise
         failed = f"export: {error}"
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, failed)
-    if why := next((one for one in everyone if one), None):
-        raise checkpoint.SaveError(why)
+    told = [failed]
+    dist.broadcast_object_list(told, src=0)  # which alone exports
+    if told[0]:
+        raise checkpoint.SaveError(told[0])
 
 
 if __name__ == "__main__":
