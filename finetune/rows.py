@@ -175,8 +175,6 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     except Exception as error:  # any kind: pyarrow's, pandas' and `datasets`' own
         if isinstance(error, OSError) and error.errno in hub.DISK_ERRORS:
             raise
-        if kind == "json":
-            _check_json(path)
         raise ConfigError(f"{path}: not {kind}, after row {number}: {first_line(error)}") from error
 
 
@@ -199,20 +197,6 @@ def _without_nulls(value: Any, where: str, level: int = 0) -> Any:
 def _starts_with_list(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(1) == b"["
-
-
-def _check_json(path: Path) -> None:
-    """Raise ConfigError that names the line of JSON lines which is no mapping: `datasets` names none."""
-    if _starts_with_list(path):
-        return
-    number = 0
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007  named in the error
-                if line.strip() and not isinstance(row := json.loads(line), dict):
-                    raise ValueError(f"every row must be a mapping, this is {type(row).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON lines: line {number}: {error}") from None
 
 
 def first_line(error: BaseException) -> str:
