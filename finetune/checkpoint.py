@@ -158,7 +158,8 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     if config.dtype != "auto":
         dtype = stored_type(dataclasses.replace(config, use_peft=True), precision)
     # in 4 bits a merged adapter would mostly be lost by rounding
-    whole = dataclasses.replace(config, load_in_4bit=False, dtype=str(dtype).removeprefix("torch."))
+    named: Any = str(dtype).removeprefix("torch.")
+    whole = dataclasses.replace(config, load_in_4bit=False, dtype=named)
     model = build_model(whole, precision)
     if not config.use_peft:
         model.to(dtype)

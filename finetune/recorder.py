@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import os
 import resource
@@ -182,14 +181,11 @@ class Recorder:
             draft.replace(self.folder / "plan.json")
 
     def open_logs(self, report_to: Iterable[str]) -> None:
-        """Start metrics.jsonl, and tensorboard where asked and installed."""
+        """Start metrics.jsonl, and tensorboard where asked."""
         if not self.writes:
             return
         self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1)
         if "tensorboard" in report_to:
-            if importlib.util.find_spec("tensorboard") is None:
-                self.note("report_to: tensorboard is not installed; metrics.jsonl holds the same numbers")
-                return
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self.folder / "runs"))
