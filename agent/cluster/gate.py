@@ -56,12 +56,6 @@ def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
     return tuple(held.record(name) or replace(unknown, name=name, host=name) for name in names)
 
 
-def readable(names: Iterable[str], held: Fleet) -> tuple[Snapshot, ...]:
-    """Return what the agents of these nodes read, for each record that contains it."""
-    records = [record for name in names if (record := held.record(name)) is not None]
-    return tuple(held.snapshot(record) for record in records if held.topology(record) is not None)
-
-
 def checks_of(
     names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
 ) -> tuple[Finding, ...]:
