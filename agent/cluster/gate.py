@@ -24,7 +24,6 @@ from agent.cluster.node_facts import clean
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, Measured, NodeRecord
 from collectives.bench.results import Bar
 from contracts.finding import Finding, Status
-from probes.api import Snapshot
 
 if TYPE_CHECKING:  # pydantic, which is not loaded without expectations
     from agent.checks.expect import Expectation
