@@ -106,8 +106,6 @@ class Topoflight(Fsdp):
         model = share.model
         products = attention_columns(model) + model.hidden + (2.0 if model.gated_mlp else 1.0) * mlp_width(model)
         stored = products + model.hidden
-        if model.experts:  # outputs for a token's experts before they are summed
-            stored += (model.experts_per_token - 1.0) * model.hidden * (1.0 - model.dense_layers / model.layers)
         return boundary + share.tokens * share.element * stored / share.layout.tp
 
     def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
@@ -131,12 +129,6 @@ class Topoflight(Fsdp):
             rounds += 0.5
         return rounds - (3.0 if train.method != "full" and not (last and layout.pp > 1) else 0.0)
 
-    def gathered(self, share: Share) -> float:
-        """Add the experts merged with their adapters, in a layer that is recomputed."""
-        made = self.adapts_experts(share.train, share.model) and share.layout.checkpointing == "selective"
-        again = share.element * weights(share.model).routed_per_layer if made else 0.0
-        return super().gathered(share) + again
-
     def gathers(self, layout: Layout) -> int:
         """Weights that stay gathered remain so until the end of the step."""
         return layout.gradient_accumulation if layout.reshard_after_forward else 1
@@ -152,7 +144,6 @@ ENGINE = Topoflight(
     can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp", "cp"}),
     offloads=("all",),
     ends_apart=True,
-    merges_expert_adapters=True,
     splits_heads=True,
     # of torch's own loss, counted with a TorchDispatchMode; Liger's kernel, if installed, uses fewer
     loss_bytes=(62.0, 44.0),
