@@ -8,8 +8,6 @@ readers and is never read back. agent.cluster.publish creates the record of the 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import sys
 import threading
@@ -18,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any
 
 from agent.base import version
 from agent.cluster import node_facts
@@ -39,15 +37,6 @@ SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
 LEAST_SILENT_SECONDS = 120.0
 
 
-class Measured(TypedDict):
-    """The result of one collective at its largest verified size."""
-
-    op: str
-    bytes: int
-    job: str
-    busbw: float  # bytes per second
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
     """The record that one agent publishes about its node."""
@@ -63,13 +52,11 @@ class NodeRecord:
     hcas: int | None = None
     rdma: str | None = None  # "8/8 active"
     memlock: str | None = None  # "unlimited", "8 MiB"
+    driver: str | None = None
     findings: tuple[dict[str, str], ...] = ()
-    graph: str | None = None  # key of the graph's inputs: nodes with the same key have equal graphs
-    facts: str | None = None  # key of all facts
-    machine: dict[str, Json] | None = field(default=None, compare=False, repr=False)  # facts with these keys
+    facts: str | None = field(default=None, repr=False)  # compressed (agent.cluster.node_facts); equal nodes have equal
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for human readers; own node only
-    addresses: tuple[str, ...] = ()  # of the node, they replace the numbers in the facts
-    measured: tuple[Measured, ...] = ()  # its last benchmark with all ranks on this node
+    addresses: tuple[str, ...] = ()  # of the node, in the order of the networks in the facts
     changes: tuple[dict[str, str], ...] = ()  # recent changes, oldest first: at, kind, text, code
     agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
@@ -97,28 +84,11 @@ class NodeRecord:
         return self.age_seconds(now) > max(LEAST_SILENT_SECONDS, SILENT_INTERVALS * self.interval_seconds)
 
 
-def keys_of(machine: Json | None) -> tuple[str | None, str | None]:
-    """Return the keys of the graph's inputs and of all facts; equal facts have equal keys. Raises ValueError."""
-    if machine is None:
-        return None, None
-    graph = _key([_key(machine.get(part)) for part in node_facts.GRAPH_PARTS])
-    rest = [(part, _key(machine[part])) for part in sorted(machine) if part not in node_facts.GRAPH_PARTS]
-    return graph, _key([graph, *rest])
-
-
-def _key(value: Any) -> str:
-    try:
-        text = json.dumps(value, sort_keys=True)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 # Members of a status and the names of the corresponding members of a record.
 NAMES = {
     "agentVersion": "agent_version", "node": "host", "interval": "interval_seconds",
-    **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "findings", "machine",
-                               "addresses", "measured", "changes")},
+    **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "driver", "findings", "facts",
+                               "addresses", "changes")},
 }  # fmt: skip
 _VERDICTS = ("pass", "warn", "unknown", "fail")
 _MOST = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
@@ -156,14 +126,13 @@ def from_resource(item: Json) -> NodeRecord:
     for member, most in _MOST.items():
         if not 0 <= (getattr(record, member) or 0) <= most:
             raise ValueError(f"status.{member} must be a number from 0 to {most}")
-    graph, facts = keys_of(record.machine)
-    return replace(record, graph=graph, facts=facts)
+    return record
 
 
 class _Machine:
-    """The facts that equal nodes share, and values derived from them."""
+    """The facts that equal nodes share, and the graph built from them."""
 
-    def __init__(self, facts: dict[str, Json]) -> None:
+    def __init__(self, facts: str) -> None:
         self.facts = facts
 
     @cached_property
@@ -175,10 +144,18 @@ class _Machine:
             return None
 
     @cached_property
-    def alike(self) -> str:
-        """Return a key of all facts except GPU memory in use."""
-        parts = (part for part in sorted(self.facts) if part != node_facts.MEMORY_USED)
-        return _key([(part, _key(self.facts[part])) for part in parts])
+    def graph(self) -> NodeTopology | None:
+        """Return the graph without host name; None if it cannot be built, or has more devices than are read."""
+        gpus = self.snapshot.facts(GpuFacts) if self.snapshot else None
+        rdma = self.snapshot.facts(RdmaFacts) if self.snapshot else None
+        devices = len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ())
+        if self.snapshot is None or devices > node_facts.MOST_DEVICES:
+            return None
+        try:
+            node = build(self.snapshot)
+        except _UNREADABLE:
+            return None
+        return node if len({device.name for device in node.devices}) == len(node.devices) else None
 
 
 class Fleet:
@@ -186,11 +163,11 @@ class Fleet:
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
-        self._machines: dict[str, _Machine] = {}  # by key of the facts, so that equal nodes share one object
-        # By key, with the key of an equal graph (other facts may differ), because hashing a graph takes longer than the
-        # rest of an answer
-        self._graphs: dict[str, tuple[NodeTopology, str] | None] = {}
-        self._kinds: dict[NodeTopology, str] = {}
+        self._machines: dict[str, _Machine] = {}  # by facts
+        # The first machine with this graph, by graph, and by the facts of each machine: hashing a graph takes longer
+        # than the rest of an answer.
+        self._first: dict[NodeTopology, _Machine] = {}
+        self._kinds: dict[str, _Machine] = {}
         self._lock = threading.Lock()
 
     def replace(self, items: Iterable[Json]) -> None:
@@ -199,17 +176,18 @@ class Fleet:
 
     def set(self, records: Iterable[NodeRecord]) -> None:
         """Replace all records by these."""
-        found = {record.name: self._interned(record) for record in records}
+        found = {record.name: _interned(record) for record in records}
         with self._lock:
             self._records = found
-            held = {key for record in found.values() for key in (record.graph, record.facts)}
-            self._machines = {key: machine for key, machine in self._machines.items() if key in held}
-            self._kinds = {graph: key for graph, key in self._kinds.items() if key in held}
-            self._graphs = {key: one for key, one in self._graphs.items() if {key, one[1] if one else key} <= held}
+            held = {record.facts for record in found.values()}
+            self._machines = {facts: machine for facts, machine in self._machines.items() if facts in held}
+            self._kinds = {facts: first for facts, first in self._kinds.items() if facts in held}
+            first = set(self._kinds.values())
+            self._first = {graph: machine for graph, machine in self._first.items() if machine in first}
 
     def put(self, item: Json) -> None:
         """Store one resource that is new or has changed."""
-        record = self._interned(read_resource(item))
+        record = _interned(read_resource(item))
         with self._lock:
             self._records = {**self._records, record.name: record}
 
@@ -230,73 +208,48 @@ class Fleet:
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
         """Return the record's graph with its own host name; nodes with equal graphs share one."""
-        found = self._graph(record)
-        return replace(found[0], hostname=record.name) if found else None
+        first = self._kind(record)
+        return replace(first.graph, hostname=record.name) if first and first.graph else None
 
     def kind(self, record: NodeRecord) -> str | None:
         """Return a key shared by records with equal graphs; None without a graph of this release."""
-        found = self._graph(record)
-        return found[1] if found else None
+        first = self._kind(record)
+        return first.facts if first else None
 
-    def machine_key(self, record: NodeRecord) -> str | None:
-        """Return a key shared by records with equal facts except GPU memory in use; None without readable facts."""
-        machine = self._machines.get(record.facts or "")
-        return machine.alike if machine is not None and machine.snapshot is not None else None
+    def is_readable(self, record: NodeRecord) -> bool:
+        """Return whether the record has facts of this release; records with equal `facts` are of equal machines."""
+        machine = self._machine(record)
+        return machine is not None and machine.snapshot is not None
 
-    def _graph(self, record: NodeRecord) -> tuple[NodeTopology, str] | None:
-        if record.graph is not None and record.graph not in self._graphs:
-            try:
-                graph = _graph_of(self._machine(record))
-            except _UNREADABLE:
-                graph = None  # written by another release
-            if graph is None:
-                self._graphs[record.graph] = None
-            else:  # one object for equal graphs, which lets the planner detect equal nodes
-                kind = self._kinds.setdefault(graph, record.graph)
-                self._graphs[record.graph] = self._graphs.get(kind) or (graph, kind)
-        return self._graphs.get(record.graph or "")
+    def _machine(self, record: NodeRecord) -> _Machine | None:
+        return self._machines.setdefault(record.facts, _Machine(record.facts)) if record.facts else None
 
-    def _machine(self, record: NodeRecord) -> Snapshot | None:
-        machine = self._machines.get(record.facts or "")
-        return machine.snapshot if machine is not None else None
+    def _kind(self, record: NodeRecord) -> _Machine | None:
+        machine = self._machine(record)
+        if machine is None or machine.graph is None:
+            return None
+        if machine.facts not in self._kinds:  # one object for equal graphs: the planner then detects equal nodes
+            self._kinds[machine.facts] = self._first.setdefault(machine.graph, machine)
+        return self._kinds[machine.facts]
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
         """Return what the node's agent read, as far as advice needs it, with the record's name.
 
         If the record contains no facts that this release can read, each probe is failed with that reason.
         """
-        facts = self._machine(record)
+        machine = self._machine(record)
         try:
-            if facts is not None:
-                return node_facts.of_node(facts, name=record.name, addresses=record.addresses)
+            if machine is not None and machine.snapshot is not None:
+                return node_facts.of_node(machine.snapshot, name=record.name, addresses=record.addresses)
         except _UNREADABLE:
             log.warning("the record of %s holds addresses that are not its interfaces'", record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
         return node_facts.unpublished(record.name, why)
 
-    def _interned(self, record: NodeRecord) -> NodeRecord:
-        """Return the record with shared machine and key objects, so that equal nodes use memory once."""
-        graph, facts = (text and sys.intern(text) for text in (record.graph, record.facts))
-        machine = record.machine
-        if machine is not None and facts is not None:
-            machine = self._machines.setdefault(facts, _Machine(machine)).facts
-        return replace(record, graph=graph, facts=facts, machine=machine, drawn=None)
 
-
-def _graph_of(snapshot: Snapshot | None) -> NodeTopology | None:
-    """Build the graph of a record's facts, without host name.
-
-    Raises ValueError if two devices have the same name, or if there are too many, as every pair is evaluated.
-    """
-    if snapshot is None:
-        return None
-    gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
-    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
-        raise ValueError(f"more than {node_facts.MOST_DEVICES} devices")
-    node = build(snapshot)
-    if len({device.name for device in node.devices}) != len(node.devices):
-        raise ValueError("two devices have one name")
-    return node
+def _interned(record: NodeRecord) -> NodeRecord:
+    """Return the record with the shared text of its facts, so that equal nodes use memory once."""
+    return replace(record, facts=record.facts and sys.intern(record.facts), drawn=None)
 
 
 def row(record: NodeRecord, now: float | None = None) -> Json:

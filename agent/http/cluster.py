@@ -284,9 +284,9 @@ def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) 
         if request.nodes > len(used):
             raise RequestError(f"nodes={request.nodes}: {len(used)} nodes are known that did not fail")
         used = used[: request.nodes]
-    kinds: dict[tuple[str | None, str | None], NodeRecord] = {}
+    kinds: dict[str | None, NodeRecord] = {}
     for record in used:
-        kinds.setdefault((record.graph, record.facts), record)
+        kinds.setdefault(record.facts, record)
     snapshots = tuple(fleet.snapshot(record) for record in kinds.values())
     cluster = join(_topologies(fleet, used, request.ranks_per_node))
     try:

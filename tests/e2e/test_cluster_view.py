@@ -134,15 +134,18 @@ def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, 
     """The definition bounds every field; the agent stays within, so that a sick node is never too sick to be shown."""
     finding = {"code": "c" * 128, "severity": "fail", "subject": "s" * 128, "message": "m" * 512}
     largest = replace(
-        record_of(H100, node), findings=(finding,) * MOST_FINDINGS, addresses=("a" * 64,) * node_facts.MOST_ADDRESSES
+        record_of(H100, node),
+        findings=(finding,) * MOST_FINDINGS,
+        addresses=("a" * 64,) * node_facts.MOST_ADDRESSES,
+        facts="f" * node_facts.MOST_FACTS_LETTERS,
     )
     publisher = Publisher(client, lambda: largest, namespace="default", labels=False)
     publisher.write(largest)
     assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings
     for more in (
         replace(largest, findings=(finding,) * (MOST_FINDINGS + 1)), replace(largest, addresses=("a" * 65,)),
-        replace(largest, findings=({**finding, "message": "\x1b[31m"},)), replace(largest, machine={"unheard": {}}),
-        replace(largest, machine={"gpu": {"gpus": [{"indices": "0", "memoryBytes": -1}]}}),
+        replace(largest, findings=({**finding, "message": "\x1b[31m"},)), replace(largest, facts="f" * 65537),
+        replace(largest, facts="{}"),
         replace(largest, drawn={"devices": [{"name": "GPU0", "kind": "gpu", "links": "x; rm"}]}),
         replace(largest, verdict="good"), replace(largest, links="l" * 65), replace(largest, gpus=-1),
     ):  # fmt: skip
