@@ -15,7 +15,6 @@ from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, Measured, NodeRecord
 from collectives.bench.results import Bar
 from contracts.finding import Finding, Status
-from probes.api import Snapshot
 
 if TYPE_CHECKING:  # pydantic, which is not loaded without expectations
     from agent.checks.expect import Expectation
@@ -45,12 +44,6 @@ def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
     """Return the record of each node; a node without a published record is unknown and was never scanned."""
     unknown = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
     return tuple(held.record(name) or replace(unknown, name=name, host=name) for name in names)
-
-
-def readable(names: Iterable[str], held: Fleet) -> tuple[Snapshot, ...]:
-    """Return what the agents of these nodes read, for each record that contains it."""
-    records = [record for name in names if (record := held.record(name)) is not None]
-    return tuple(held.snapshot(record) for record in records if held.topology(record) is not None)
 
 
 def checks_of(
