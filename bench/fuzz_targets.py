@@ -242,7 +242,7 @@ def _report() -> Any:
 
 @cache
 def _machine() -> Any:
-    found, _ = pack(_scanned())
+    found = pack(_scanned())
     assert found is not None  # noqa: S101 - a small machine
     return json.loads(gzip.decompress(base64.b64decode(found)))
 
@@ -373,10 +373,11 @@ def baseline(data: bytes) -> object:
 def machine(data: bytes) -> object:
     """A node's machine as the API server hands it out, its graph built, joined with others and shown."""
     about = {"verdict": "pass", "scannedAt": "2255-01-01T00:00:00Z", "agentVersion": "1"}
-    fleet = Fleet()
+    fleet, items = Fleet(), []
     for name, text in (("a", _json(_machine, data)), ("b", _dumps(_machine()))):
         facts = base64.b64encode(gzip.compress(text)).decode()
-        fleet.put({"metadata": {"name": name}, "status": {**about, "facts": facts}})
+        items.append({"metadata": {"name": name}, "status": {**about, "facts": facts}})
+    fleet.replace(items)
     for record in fleet.records():
         fleet.snapshot(record)
     join([node for record in fleet.records() if (node := fleet.topology(record))])

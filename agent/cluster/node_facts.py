@@ -1,8 +1,8 @@
 """The facts about a machine in a node's record: the inputs of the topology graph and of the planner.
 
 They are the facts of the probes as JSON, compressed with gzip and encoded in base64. Values that change between scans
-(counters, temperatures) or identify one machine are omitted. Addresses are replaced by their networks and published
-beside the facts. So nodes with equal hardware have equal facts, and a cluster of thousands has few distinct machines.
+(counters, temperatures) or identify one machine are omitted, and addresses are replaced by their networks. So nodes
+with equal hardware have equal facts, and a cluster of thousands has few distinct machines.
 Specification: deploy/daemonset/base/nodetopology-crd.yaml.
 """
 
@@ -14,7 +14,6 @@ import io
 import ipaddress
 import json
 import re
-from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
@@ -25,12 +24,11 @@ from probes import wire
 from probes.api import Absent, Failed, Ok, Outcome, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.facts import InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciDevice, PciFacts, is_network
-from probes.rdma.facts import RdmaFacts, RdmaPort
+from probes.rdma.facts import Gid, RdmaFacts
 
-MOST_ADDRESSES = 512
 MOST_DEVICES = 256  # GPUs and NICs together: every pair is evaluated
 MOST_LETTERS = 512  # of every text; longer texts are cut
 MOST_FACTS_LETTERS = 65536  # of the compressed facts; an HGX H100 needs 5,000
@@ -51,31 +49,21 @@ def clean(text: str, most: int = MOST_LETTERS) -> str:
     return _CONTROL.sub("?", redact(text[: 2 * most])[:most])
 
 
-def pack(snapshot: Snapshot) -> tuple[str | None, tuple[str, ...]]:
-    """Return the facts shared by equal nodes, and the node's own addresses; None if they exceed the record limits."""
-    interfaces = snapshot.facts(InterfacesFacts)
-    known = {_ip(text) for each in (interfaces.interfaces if interfaces else ()) for text in each.addresses}
-    own: list[str] = []
-
-    def hide(text: str) -> str:
-        own.append(text if _ip(text) in known else "")
-        return _network(text)
-
+def pack(snapshot: Snapshot) -> str | None:
+    """Return the facts, which equal nodes share; None if they exceed the record limits."""
     outcomes = {
-        name: replace(outcome, facts=_readdressed(_bare(outcome.facts), hide)) if isinstance(outcome, Ok) else outcome
+        name: replace(outcome, facts=_bare(outcome.facts)) if isinstance(outcome, Ok) else outcome
         for name in _FACTS
         if (outcome := snapshot.outcomes.get(name)) is not None
     }
     parts = {name: wire.outcome_to_json(replace(outcome, seconds=0.0)) for name, outcome in outcomes.items()}
     text = json.dumps(_cleaned(parts), sort_keys=True)
     packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-    if len(text) > MOST_FACTS_BYTES or len(packed) > MOST_FACTS_LETTERS or len(own) > MOST_ADDRESSES:
-        return None, ()
-    return packed, tuple(own)
+    return None if len(text) > MOST_FACTS_BYTES or len(packed) > MOST_FACTS_LETTERS else packed
 
 
 def unpack(packed: str) -> Snapshot:
-    """Return the snapshot without host name, with networks for addresses. ValueError for another release's format."""
+    """Return the snapshot without host name, ValueError for another release's format."""
     try:
         with gzip.open(io.BytesIO(base64.b64decode(packed[:MOST_FACTS_LETTERS]))) as stream:
             parts = plain.loads(bounded.rest(stream, MOST_FACTS_BYTES))
@@ -98,23 +86,6 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, list):
         return [_cleaned(each) for each in value]
     return clean(value) if isinstance(value, str) else value
-
-
-def of_node(snapshot: Snapshot, *, name: str, addresses: tuple[str, ...]) -> Snapshot:
-    """Convert an unpacked snapshot to that of a node: add its name and addresses. ValueError if they do not fit."""
-    left = iter(addresses)
-
-    def restore(network: str) -> str:
-        own = next(left, "")
-        if own and _network(own) != network:  # the record was manipulated
-            raise ValueError(f"{own} is not in {network}")
-        return own or network
-
-    outcomes = {
-        name: replace(outcome, facts=_readdressed(outcome.facts, restore)) if isinstance(outcome, Ok) else outcome
-        for name, outcome in snapshot.outcomes.items()
-    }
-    return replace(snapshot, hostname=name, outcomes=outcomes)
 
 
 def unpublished(name: str, why: str) -> Snapshot:
@@ -140,20 +111,15 @@ def _bare(value: Any) -> Any:
             changes[field.name] = () if field.default is MISSING else field.default
     if isinstance(value, PciDevice) and value.link_transfers_per_second_max and not is_network(value.class_code):
         changes["link_transfers_per_second"] = None  # a GPU's link is slower while it is idle
+    if isinstance(value, Interface):
+        changes["addresses"] = tuple(map(_network, value.addresses))
+    if isinstance(value, Gid):
+        changes["gid"] = _network(value.gid)
     if kind is LimitsFacts:
         changes["whose"] = _PROCESS.sub("the agent's process", changes["whose"])
     if kind is HostinfoFacts:
         changes["hostname"] = ""
     return replace(value, **changes)
-
-
-def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | str:
-    """Return the address of an interface ("10.1.2.3/24") or of a GID; a text that is none is returned as it is."""
-    try:
-        address = ipaddress.ip_interface(text).ip
-    except ValueError:
-        return text
-    return address if address.version == 4 else address.ipv4_mapped or address
 
 
 def _network(text: str) -> str:
@@ -166,18 +132,3 @@ def _network(text: str) -> str:
         return text
     host_bits = 16 if gid.ipv4_mapped else 64
     return str(ipaddress.IPv6Address(int(gid) >> host_bits << host_bits))
-
-
-def _readdressed(facts: Any, change: Callable[[str], str]) -> Any:
-    """Return the facts with each address of an interface, and each GID of an RDMA port, changed."""
-    if isinstance(facts, InterfacesFacts):
-        interfaces = (replace(each, addresses=tuple(map(change, each.addresses))) for each in facts.interfaces)
-        return replace(facts, interfaces=tuple(interfaces))
-    if not isinstance(facts, RdmaFacts):
-        return facts
-
-    def port_of(port: RdmaPort) -> RdmaPort:
-        return replace(port, gids=tuple(replace(gid, gid=change(gid.gid)) for gid in port.gids))
-
-    devices = (replace(device, ports=tuple(map(port_of, device.ports))) for device in facts.devices)
-    return replace(facts, devices=tuple(devices))

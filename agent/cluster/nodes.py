@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -56,7 +55,6 @@ class NodeRecord:
     findings: tuple[dict[str, str], ...] = ()
     facts: str | None = field(default=None, repr=False)  # compressed (agent.cluster.node_facts); equal nodes have equal
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for human readers; own node only
-    addresses: tuple[str, ...] = ()  # of the node, in the order of the networks in the facts
     changes: tuple[dict[str, str], ...] = ()  # recent changes, oldest first: at, kind, text, code
     agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
@@ -88,7 +86,7 @@ class NodeRecord:
 NAMES = {
     "agentVersion": "agent_version", "node": "host", "interval": "interval_seconds",
     **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "driver", "findings", "facts",
-                               "addresses", "changes")},
+                               "changes")},
 }  # fmt: skip
 _VERDICTS = ("pass", "warn", "unknown", "fail")
 _MOST = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
@@ -130,26 +128,26 @@ def from_resource(item: Json) -> NodeRecord:
 
 
 class _Machine:
-    """The facts that equal nodes share, and the graph built from them."""
+    """The facts that equal nodes share, and the graph built from them; None if they are of another release."""
 
     def __init__(self, facts: str) -> None:
-        self.facts = facts
+        self._facts = facts
 
     @cached_property
     def snapshot(self) -> Snapshot | None:
-        """Return the snapshot without host name; None if the facts are of another release."""
+        """The snapshot without host name."""
         try:
-            return node_facts.unpack(self.facts)
+            return node_facts.unpack(self._facts)
         except _UNREADABLE:
             return None
 
     @cached_property
     def graph(self) -> NodeTopology | None:
-        """Return the graph without host name; None if it cannot be built, or has more devices than are read."""
-        gpus = self.snapshot.facts(GpuFacts) if self.snapshot else None
-        rdma = self.snapshot.facts(RdmaFacts) if self.snapshot else None
-        devices = len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ())
-        if self.snapshot is None or devices > node_facts.MOST_DEVICES:
+        """The graph without host name; None also if it has more devices than are read: every pair is evaluated."""
+        if self.snapshot is None:
+            return None
+        gpus, rdma = self.snapshot.facts(GpuFacts), self.snapshot.facts(RdmaFacts)
+        if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
             return None
         try:
             node = build(self.snapshot)
@@ -159,43 +157,35 @@ class _Machine:
 
 
 class Fleet:
-    """All records by name; updated by a watch or by this agent's own scan, and read by requests."""
+    """All records by name, from lists of the cluster or from this agent's own scan."""
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
+        self._versions: dict[str, str] = {}  # resourceVersion of each record
         self._machines: dict[str, _Machine] = {}  # by facts
-        # The first machine with this graph, by graph, and by the facts of each machine: hashing a graph takes longer
-        # than the rest of an answer.
-        self._first: dict[NodeTopology, _Machine] = {}
-        self._kinds: dict[str, _Machine] = {}
-        self._lock = threading.Lock()
 
     def replace(self, items: Iterable[Json]) -> None:
-        """Replace all records by a complete list of resources."""
-        self.set(read_resource(item) for item in items)
+        """Replace all records by a complete list of resources; those that have not changed are not read again."""
+        versions: dict[str, str] = {}
+
+        def each() -> Iterator[NodeRecord]:
+            for item in items:
+                name, version = str(item["metadata"]["name"]), str(item["metadata"].get("resourceVersion", ""))
+                versions[name] = version
+                known = self._records.get(name) if version and self._versions.get(name) == version else None
+                yield known or read_resource(item)
+
+        self.set(each())
+        self._versions = versions
 
     def set(self, records: Iterable[NodeRecord]) -> None:
         """Replace all records by these."""
-        found = {record.name: _interned(record) for record in records}
-        with self._lock:
-            self._records = found
-            held = {record.facts for record in found.values()}
-            self._machines = {facts: machine for facts, machine in self._machines.items() if facts in held}
-            self._kinds = {facts: first for facts, first in self._kinds.items() if facts in held}
-            first = set(self._kinds.values())
-            self._first = {graph: machine for graph, machine in self._first.items() if machine in first}
-
-    def put(self, item: Json) -> None:
-        """Store one resource that is new or has changed."""
-        record = _interned(read_resource(item))
-        with self._lock:
-            self._records = {**self._records, record.name: record}
-
-    def remove(self, item: Json) -> None:
-        """Remove the record of a deleted resource."""
-        name = item["metadata"]["name"]
-        with self._lock:
-            self._records = {key: value for key, value in self._records.items() if key != name}
+        self._records = {
+            record.name: replace(record, facts=record.facts and sys.intern(record.facts), drawn=None)
+            for record in records
+        }
+        used = {record.facts for record in self._records.values()}
+        self._machines = {facts: machine for facts, machine in self._machines.items() if facts in used}
 
     def records(self) -> tuple[NodeRecord, ...]:
         """Return all records, sorted by name."""
@@ -207,49 +197,28 @@ class Fleet:
         return self._records.get(name)
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
-        """Return the record's graph with its own host name; nodes with equal graphs share one."""
-        first = self._kind(record)
-        return replace(first.graph, hostname=record.name) if first and first.graph else None
-
-    def kind(self, record: NodeRecord) -> str | None:
-        """Return a key shared by records with equal graphs; None without a graph of this release."""
-        first = self._kind(record)
-        return first.facts if first else None
+        """Return the record's graph with its own host name; None without a graph of this release."""
+        machine = self._machine(record)
+        return replace(machine.graph, hostname=record.name) if machine and machine.graph else None
 
     def is_readable(self, record: NodeRecord) -> bool:
-        """Return whether the record has facts of this release; records with equal `facts` are of equal machines."""
+        """Return whether the record has facts of this release; equal machines have equal facts."""
         machine = self._machine(record)
         return machine is not None and machine.snapshot is not None
 
-    def _machine(self, record: NodeRecord) -> _Machine | None:
-        return self._machines.setdefault(record.facts, _Machine(record.facts)) if record.facts else None
-
-    def _kind(self, record: NodeRecord) -> _Machine | None:
-        machine = self._machine(record)
-        if machine is None or machine.graph is None:
-            return None
-        if machine.facts not in self._kinds:  # one object for equal graphs: the planner then detects equal nodes
-            self._kinds[machine.facts] = self._first.setdefault(machine.graph, machine)
-        return self._kinds[machine.facts]
-
     def snapshot(self, record: NodeRecord) -> Snapshot:
-        """Return what the node's agent read, as far as advice needs it, with the record's name.
+        """Return what the node's agent read, with the record's name, and networks in place of addresses.
 
         If the record contains no facts that this release can read, each probe is failed with that reason.
         """
         machine = self._machine(record)
-        try:
-            if machine is not None and machine.snapshot is not None:
-                return node_facts.of_node(machine.snapshot, name=record.name, addresses=record.addresses)
-        except _UNREADABLE:
-            log.warning("the record of %s holds addresses that are not its interfaces'", record.name)
+        if machine is not None and machine.snapshot is not None:
+            return replace(machine.snapshot, hostname=record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
         return node_facts.unpublished(record.name, why)
 
-
-def _interned(record: NodeRecord) -> NodeRecord:
-    """Return the record with the shared text of its facts, so that equal nodes use memory once."""
-    return replace(record, facts=record.facts and sys.intern(record.facts), drawn=None)
+    def _machine(self, record: NodeRecord) -> _Machine | None:
+        return self._machines.setdefault(record.facts, _Machine(record.facts)) if record.facts else None
 
 
 def row(record: NodeRecord, now: float | None = None) -> Json:

@@ -46,7 +46,6 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
     none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
     ports = [port for device in rdma.devices for port in device.ports] if rdma else None
     models = Counter(gpu.model for gpu in node.gpus if gpu.model)
-    facts, addresses = node_facts.pack(snapshot)
     gpus = snapshot.facts(GpuFacts)
     changes = tuple(
         {"at": time_of(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
@@ -62,7 +61,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
         driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,
-        findings=_findings(checks, view.since), facts=facts, drawn=drawn(node), addresses=addresses, changes=changes,
+        findings=_findings(checks, view.since), facts=node_facts.pack(snapshot), drawn=drawn(node), changes=changes,
     )  # fmt: skip
 
 
