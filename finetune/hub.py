@@ -101,7 +101,9 @@ def fetch(name: str, path: str, revision: str) -> Path:
 @contextlib.contextmanager
 def asking(setting: str, name: str, revision: str | None) -> Iterator[None]:
     """What goes wrong inside becomes a ConfigError that says which name, and why in the library's own words."""
-    get_session().timeout = constants.HF_HUB_ETAG_TIMEOUT  # of itself it waits without end
+    hooks = (session := get_session()).event_hooks
+    if _bound not in hooks["request"]:
+        session.event_hooks = {**hooks, "request": [*hooks["request"], _bound]}
     try:
         yield
     except ConfigError:
@@ -112,6 +114,13 @@ def asking(setting: str, name: str, revision: str | None) -> Iterator[None]:
         token = "the token in HF_TOKEN" if get_token() else "no token (HF_TOKEN)"
         asked = f"revision {revision or 'main'}, asked of {constants.ENDPOINT} with {token}"
         raise ConfigError(f"{setting}={name!r}: {' '.join(str(error).split())[:500]} ({asked})") from error
+
+
+def _bound(request: Any) -> None:
+    """Limit the time of a request: of itself the library waits without end for an answer that is no file."""
+    timeouts = request.extensions.get("timeout") or {}
+    names = ("connect", "read", "write", "pool")
+    request.extensions["timeout"] = {one: timeouts.get(one) or constants.HF_HUB_ETAG_TIMEOUT for one in names}
 
 
 def main(name: str, revision: str) -> None:
