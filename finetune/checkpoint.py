@@ -82,7 +82,7 @@ class Checkpoints:
             dcp.save(dict(state), checkpoint_id=draft, process_group=self.group)
             if dist.get_rank() == 0:
                 self._publish(draft, final, {"schema_version": SCHEMA_VERSION, **about, "step": step})
-        except Exception as error:  # noqa: BLE001  DCP passes on what any rank's file system and torch raise
+        except (OSError, dcp.CheckpointException) as error:  # of this rank's file system; of any rank's part
             why = self._with_room(error)
         failed = torch.tensor([float(bool(why))])
         dist.all_reduce(failed, group=self.group)
@@ -112,7 +112,7 @@ class Checkpoints:
         """Read into the given tensors, independent of the layout that wrote the checkpoint."""
         try:
             dcp.load(dict(state), checkpoint_id=path, process_group=self.group)
-        except Exception as error:
+        except (Exception, dcp.CheckpointException) as error:  # which is no Exception
             raise ConfigError(f"resume_from_checkpoint: {path} does not fit this model: {_root(error)}") from error
 
 
