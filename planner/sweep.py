@@ -10,7 +10,8 @@ from contracts.finding import Interval
 from planner.advice import RankedLayout
 from planner.forecast import machines
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.recommend import best_layout, plan, search_planned, unjudged
+from planner.recommend import best_layout, plan, unjudged
+from planner.search import search
 from topology.graph import ClusterTopology
 
 
@@ -91,7 +92,7 @@ def _make_point(
     planned = plan(cluster, (), model, train)
     best = best_layout(planned)
     if best is None:
-        misses = (row.reason for row in search_planned(planned).rejected if row.rule == "memory-fits")
+        misses = (row.reason for row in search(planned).rejected if row.rule == "memory-fits")
         return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest excess comes first
     forecast = best.forecast
     step = forecast.step_seconds

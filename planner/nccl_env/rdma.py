@@ -21,8 +21,6 @@ from topology.graph import NicNode
 
 def ib_hca(case: Situation) -> Setting | Note | None:
     """NCCL_IB_HCA, if NCCL would otherwise use a port that the job must not use."""
-    if case.backend != "nccl" or case.one_node:
-        return None
     if not case.rdma_ports:
         return _note_no_hca(case)
     choices = {node.hostname: choose_ports(node) for node in case.nodes if node.default_ports()}
@@ -238,7 +236,7 @@ def _list_returning(node: NodeView, choice: PortChoice) -> list[PortView]:
 
 def silent_ports(case: Situation) -> Note | None:
     """Report a port that is down: NCCL loses a rail without a message."""
-    if case.backend != "nccl" or case.one_node or not case.rdma_ports:
+    if not case.rdma_ports:
         return None
     down = [(node.hostname, f"{view.name} {view.port.state}") for node in case.nodes for view in _missing_ports(node)]
     if not down:
@@ -248,7 +246,7 @@ def silent_ports(case: Situation) -> Note | None:
 
 def cross_nic(case: Situation) -> Setting | Note | None:
     """NCCL_CROSS_NIC=0, if every rail is a separate network."""
-    if case.backend != "nccl" or case.one_node or not case.rdma_ports:
+    if not case.rdma_ports:
         return None
     for node in case.nodes:
         chosen = choose_ports(node).chosen
@@ -268,8 +266,6 @@ def cross_nic(case: Situation) -> Setting | Note | None:
 
 def net_plugin(case: Situation) -> Setting | Note | None:
     """NCCL_NET, if NCCL would fall back to TCP without a message; mainly for EFA."""
-    if case.backend != "nccl" or case.one_node:
-        return None
     if case.sockets:
         return setting("net.tcp_job", "Socket", "network between the nodes: TCP")
     seen = case.rdma_ports or case.efa or case.cxi
