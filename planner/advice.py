@@ -12,7 +12,7 @@ from typing import Any
 from contracts.finding import Interval
 from contracts.layout import Layout
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.nccl_env.situation import Note, PodNeed, Setting
+from planner.nccl_env.situation import Note, Setting
 
 SCHEMA_VERSION = 1
 
@@ -66,7 +66,7 @@ class Recommendation:
 
     settings: tuple[Setting, ...]
     notes: tuple[Note, ...] = ()
-    needs: tuple[PodNeed, ...] = ()
+    needs: tuple[Setting, ...] = ()
     backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
     model: ModelSpec | None = None
     train: TrainSpec | None = None
@@ -98,7 +98,7 @@ class ExportRequest:
     model: ModelSpec
     train: TrainSpec
     settings: tuple[Setting, ...] = ()
-    needs: tuple[PodNeed, ...] = ()
+    needs: tuple[Setting, ...] = ()
     ranks_per_node: int = 1
     on_gpu: bool = True
 

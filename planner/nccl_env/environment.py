@@ -22,7 +22,7 @@ from planner.nccl_env.hcas import choose_ports, is_virtual_function
 from planner.nccl_env.names import RESERVED
 from planner.nccl_env.nodes import NodeView
 from planner.nccl_env.platforms import published, settings_as_published
-from planner.nccl_env.situation import Note, PodNeed, Setting, Situation, need, note, setting
+from planner.nccl_env.situation import Note, Setting, Situation, note, setting
 from probes.limits.probe import LimitsFacts
 
 
@@ -135,7 +135,7 @@ _SHM_BYTES_PER_RANK = 1024**3
 _EFA_HUGEPAGES = "hugepages-2Mi: 5120Mi"
 
 
-def _list_needs(case: Situation) -> Iterator[PodNeed]:
+def _list_needs(case: Situation) -> Iterator[Setting]:
     """Yield the needs of a pod of this job."""
     if not case.nodes:
         return
@@ -143,14 +143,14 @@ def _list_needs(case: Situation) -> Iterator[PodNeed]:
     yield _need_shm(largest, case.ranks_on(largest))
     if case.gpus:
         gpus = largest.gpu_count()
-        yield need("pod.gpus", f"nvidia.com/gpu: {gpus}", f"{largest.hostname}: {gpus} GPUs")
+        yield setting("pod.gpus", f"nvidia.com/gpu: {gpus}", f"{largest.hostname}: {gpus} GPUs")
     if case.one_node:
         return
     if joined := nvlink_between_nodes(case):
-        yield need("pod.compute_domain", "resource.nvidia.com/v1beta1", joined)
+        yield setting("pod.compute_domain", "resource.nvidia.com/v1beta1", joined)
     if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
-        yield need("pod.memlock", "unlimited", _describe_memlock(case))
-        yield need("pod.ipc_lock", "IPC_LOCK", _describe_memlock(case))
+        yield setting("pod.memlock", "unlimited", _describe_memlock(case))
+        yield setting("pod.ipc_lock", "IPC_LOCK", _describe_memlock(case))
     if case.efa:
         yield from _need_efa(case)
     for node in case.nodes:
@@ -168,14 +168,14 @@ def _get_limits(node: NodeView) -> LimitsFacts | None:
     return node.snapshot.facts(LimitsFacts) if node.snapshot else None
 
 
-def _need_shm(node: NodeView, ranks: int) -> PodNeed:
+def _need_shm(node: NodeView, ranks: int) -> Setting:
     limits = _get_limits(node)
     have = limits.shm_size_bytes if limits and not limits.of_agent else None
     evidence = f"{node.hostname}: {ranks} ranks"
     if have is not None and limits is not None:
         evidence += f"; /dev/shm of {limits.whose}: {have / 2**20:.0f} MiB"
     users = "NCCL and DataLoader workers pass" if node.gpu_count() else "DataLoader workers pass"
-    return need("pod.shm", str(ranks * _SHM_BYTES_PER_RANK), evidence, users=users)
+    return setting("pod.shm", str(ranks * _SHM_BYTES_PER_RANK), evidence, users=users)
 
 
 def _describe_memlock(case: Situation) -> str:
@@ -189,30 +189,30 @@ def _describe_memlock(case: Situation) -> str:
     return "memlock was not read"
 
 
-def _need_efa(case: Situation) -> Iterator[PodNeed]:
+def _need_efa(case: Situation) -> Iterator[Setting]:
     node = max(case.nodes, key=lambda each: each.efa_count())
     devices, gpus, ranks = node.efa_count(), node.gpu_count(), case.ranks_on(node)
     part = ranks < gpus  # pods on the other GPUs need theirs
     evidence = f"{node.hostname}: {devices} EFA devices" + (f", for {ranks} of {gpus} GPUs" if part else "")
-    yield need("pod.efa", f"vpc.amazonaws.com/efa: {-(-devices * ranks // gpus) if part else devices}", evidence)
+    yield setting("pod.efa", f"vpc.amazonaws.com/efa: {-(-devices * ranks // gpus) if part else devices}", evidence)
     limits = _get_limits(node)
     pages = ", ".join(f"{size}: {number}" for size, number in (limits.hugepages or {}).items()) if limits else ""
-    yield need("pod.hugepages", _EFA_HUGEPAGES, f"{node.hostname}: {pages or 'huge pages were not read'}")
+    yield setting("pod.hugepages", _EFA_HUGEPAGES, f"{node.hostname}: {pages or 'huge pages were not read'}")
 
 
-def _need_roce(node: NodeView) -> Iterator[PodNeed]:
+def _need_roce(node: NodeView) -> Iterator[Setting]:
     """Return the secondary network and the RDMA resource that belongs to it."""
     facts = node.interfaces()
     choice = choose_ports(node)
     for interface in facts.interfaces if facts else ():
         if interface.role == "secondary" and interface.multus_network:
             evidence = f"{node.hostname}: {interface.name} is on {interface.multus_network}"
-            yield need("pod.network", interface.multus_network, evidence)
+            yield setting("pod.network", interface.multus_network, evidence)
     if choice.secondary:
         devices = ", ".join(f"{device} ({interface})" for device, interface in choice.secondary.items())
         functions = sum(is_virtual_function(view) for view in choice.chosen)
         more = ["pod.virtual_functions"] if functions else []
-        yield need("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *more)
+        yield setting("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class EnvAdvice:
 
     settings: tuple[Setting, ...]
     notes: tuple[Note, ...]
-    needs: tuple[PodNeed, ...]
+    needs: tuple[Setting, ...]
     backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
 
 
@@ -232,7 +232,7 @@ _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
     rdma.cross_nic, rdma.net_plugin, platforms.slingshot_protocol, platforms.slingshot_tuning, platforms.collnet,
 )  # fmt: skip
 _LAST = (
-    gpus.topo_file, gpus.p2p_level, gpus.pcie_pairs, gpus.nvls, gpus.mnnvl, gpus.gdr_c2c,
+    gpus.topo_file, gpus.p2p_level, gpus.pcie_pairs, gpus.nvls, gpus.mnnvl,
     platforms.gdr_prerequisites, allocator, watchdog, omp_threads, cpu_binding,
 )  # fmt: skip
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (*_FIRST, *_BETWEEN_NODES, *_LAST)
@@ -260,7 +260,7 @@ def settings(case: Situation) -> EnvAdvice:
     unknown = any(each.text.startswith("Unknown") or each.topic == "platform" for each in notes)
     if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):
         notes = [note("nccl.nothing"), *notes]
-    needs: dict[tuple[str, str], PodNeed] = {}
+    needs: dict[tuple[str, str], Setting] = {}
     for each in _list_needs(case):
         needs.setdefault((each.name, each.value), each)
     return EnvAdvice(settings=tuple(chosen), notes=tuple(notes), needs=tuple(needs.values()), backend=case.backend)

@@ -117,7 +117,6 @@ def _note_automatic(case: Situation, choices: dict[str, PortChoice]) -> Note:
     more = ["hca.other_names"] if choice.secondary and any(map(is_virtual_function, choice.chosen)) else []
     if len(choice.chosen) > 1 and not _is_known_machine(node, choice):
         more.append("hca.storage_unknown")
-        count += _describe_differences(node, choice)
     return note("hca.automatic", count, *more)
 
 
@@ -130,31 +129,6 @@ def _is_known_machine(node: NodeView, choice: PortChoice) -> bool:
     platform = recognise(node)
     known = [machine(name) for name in platform.catalogue] if platform else []
     return any((each.nics, each.gpus) == (count, node.gpu_count()) for each in known)
-
-
-def _describe_differences(node: NodeView, choice: PortChoice) -> str:
-    """Describe facts that may show the storage ports: ports that share a GPU, subnets, neighbours (LLDP)."""
-    parts = []
-    near: dict[tuple[str, ...], list[str]] = {}
-    for entry in node.topology.nearest_nic if node.topology else ():
-        near.setdefault(entry.nics, []).append(entry.gpu)
-    crowded = [(nics, gpus) for nics, gpus in near.items() if len(nics) > len(gpus)]
-    if crowded and len(crowded) < len(near):
-        parts += [f"{' and '.join(nics)} are equally near to {', '.join(gpus)}" for nics, gpus in crowded[:4]]
-    subnets = {view.device.name: str(subnet) for view in choice.chosen if (subnet := port_subnet(node, view))}
-    if len(set(subnets.values())) > 1:
-        parts.append("subnets: " + ", ".join(f"{name} {subnet}" for name, subnet in subnets.items()))
-    facts = node.interfaces()
-    ends: dict[str | None, list[str]] = {}
-    for each in facts.interfaces if facts else ():
-        if each.neighbour:
-            ends.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has the links of its ports
-    wires = [
-        f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := ends.get(view.port.netdev))
-    ]
-    if wires:
-        parts.append("neighbours by LLDP: " + ", ".join(wires))
-    return "".join(f"; {part}" for part in parts)
 
 
 def _note_no_hca(case: Situation) -> Note:
