@@ -97,8 +97,6 @@ class ExportRequest:
     layout: Layout
     model: ModelSpec
     train: TrainSpec
-    settings: tuple[Setting, ...] = ()
-    needs: tuple[Setting, ...] = ()
     ranks_per_node: int = 1
     on_gpu: bool = True
 
@@ -120,8 +118,6 @@ def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> Export
         layout=recommendation.chosen.layout,
         model=recommendation.model,
         train=replace(recommendation.train, steps=recommendation.total_steps or recommendation.train.steps),
-        settings=recommendation.settings,
-        needs=recommendation.needs,
         ranks_per_node=ranks_per_node,
         on_gpu=recommendation.backend == "nccl",
     )
@@ -152,9 +148,7 @@ def from_template(name: str, request: ExportRequest, **values: Any) -> str:
 
 
 def yaml_from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """Render a YAML template, and format the result with PyYAML. Comment lines come first."""
+    """Render a YAML template, and format the result with PyYAML."""
     import yaml
 
-    text = from_template(name, request, **values)
-    comments = [line for line in text.splitlines(keepends=True) if line.startswith("#")]
-    return "".join(comments) + yaml.safe_dump(yaml.safe_load(text), sort_keys=False)
+    return yaml.safe_dump(yaml.safe_load(from_template(name, request, **values)), sort_keys=False)

@@ -562,13 +562,20 @@ _FREED = ("gradient_accumulation", "reshard_after_forward", "fused_cross_entropy
 
 
 def nearest(planned: Planned) -> tuple[str, ...]:
-    """Return the changes to the job's settings with which it can run with the same batch; empty if nothing helps."""
-    requested = planned.requested
-    precision = {name: value for name, value in requested.items() if name == "precision"}
-    for best in search(planned, precision).best[:1]:
-        chosen = {name: getattr(best.layout, name) for name in (*_TELLING, *_FREED)}
-        other = [spelled(n, value) for n, value in chosen.items() if n in requested and value != requested[n]]
-        return (f"{', '.join(other)} ({best.layout.family}), for the same batch of {planned.global_batch}",)
+    """Return the changes to the job's settings with which it can run with the same batch; empty if nothing helps.
+
+    A smaller micro-batch with more accumulation is preferred; else every setting but the precision may change.
+    """
+    requested = {"gradient_accumulation": 1, **planned.requested}
+    rest = {name: value for name, value in planned.requested.items() if name != "gradient_accumulation"}
+    micro = requested.get("micro_batch", 1)
+    smaller = [{**rest, "micro_batch": n} for n in range(micro - 1, 0, -1) if micro % n == 0]
+    free = {name: value for name, value in rest.items() if name == "precision"}
+    found = (best for named in (*smaller, free) for best in search(planned, named).best[:1])
+    for layout in (best.layout for best in found):
+        chosen = {name: getattr(layout, name) for name in (*_TELLING, *_FREED)}
+        other = [spelled(name, value) for name, value in chosen.items() if value != requested.get(name, value)]
+        return (f"{', '.join(other)} ({layout.family}), for the same batch of {planned.global_batch}",)
     return ()
 
 
