@@ -1,7 +1,7 @@
 """Models: creates a `ModelSpec` from a Hugging Face config.json or a known name.
 
 Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, GPT-2, Phi3,
-Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite, MiniMax-M2, OLMo2
+Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite, MiniMax-M2, OLMo2
 and OLMo3 classes (text models only). models.toml has the shapes of known names and the defaults of the classes.
 """
 
@@ -139,7 +139,6 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
         sliding_layers=sliding,
         quantised=_read_quantisation(config),
         **_read_latent(config, family),
-        **_read_linear(config, family, layers),
         **_read_mixture(config, family, layers, ffn),
     )
 
@@ -178,24 +177,6 @@ def _read_latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
     }
 
 
-def _read_linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, int]:
-    """Return Qwen 3 Next's linear attention layers: those in layer_types, else all except every fourth."""
-    if family != "qwen3_next":
-        return {}
-    if _whole(config, ("linear_conv_kernel_dim",), default=4) != 4:
-        raise ModelError(f"config.json: linear_conv_kernel_dim={config['linear_conv_kernel_dim']!r}: must be 4")
-    kinds = config.get("layer_types")
-    linear = layers - layers // _whole(config, ("full_attention_interval",))
-    if isinstance(kinds, list):
-        linear = sum(kind == "linear_attention" for kind in kinds[:layers])
-    heads = _whole(config, ("linear_num_value_heads",))
-    keys = _whole(config, ("linear_num_key_heads",)) * _whole(config, ("linear_key_head_dim",))
-    values = heads * _whole(config, ("linear_value_head_dim",))
-    return {
-        "linear_layers": linear, "linear_heads": heads, "linear_key_width": keys, "linear_value_width": values,
-    }  # fmt: skip
-
-
 def _read_mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
     """Return the properties of the experts, if any layer has experts."""
     dense = _count_dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
@@ -205,7 +186,7 @@ def _read_mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int)
     shared = 0
     if family in _FAMILIES["shared"]:
         shared = width * _whole(config, ("n_shared_experts",), default=0)
-    elif family in ("qwen2_moe", "qwen3_next"):
+    elif family == "qwen2_moe":
         shared = _whole(config, ("shared_expert_intermediate_size",))
     elif family == "llama4":
         shared = width
@@ -273,7 +254,7 @@ def _count_dense_layers(config: Mapping[str, Any], family: str, layers: int) -> 
         step = _whole(config, ("interleave_moe_layer_step",))
         named = _read_indices(config, "moe_layers") or range(step - 1, layers, step)
         return layers - len({i for i in named if 0 <= i < layers})
-    if family not in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
+    if family not in ("qwen3_moe", "qwen2_moe"):
         return 0
     step = _whole(config, ("decoder_sparse_step",), default=1)
     only = _read_indices(config, "mlp_only_layers")
