@@ -106,7 +106,7 @@ class ExportRequest:
         return max(1, self.layout.world_size // self.ranks_per_node)
 
 
-Formats = Mapping[str, tuple[str, Callable[[ExportRequest], str]]]  # format -> (description, exporter)
+Formats = Mapping[str, Callable[[ExportRequest], str]]  # format -> exporter
 
 
 def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> ExportRequest:

@@ -118,6 +118,7 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
     )  # fmt: skip
     window, sliding = _read_window(config, family, layers)
     tied = config.get("tie_word_embeddings")
+    latent = _TABLES["latent"] if family == "deepseek_v3" else {}
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or kind),
         family=family,
@@ -133,12 +134,12 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
         attention_bias=_has_attention_bias(config, family),
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
         mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
-        max_positions=_read_positions(config),
+        max_positions=_whole(config, ("max_position_embeddings", "n_positions"), default=0) or None,
         rope_types=_read_rope_types(config),
         sliding_window=window,
         sliding_layers=sliding,
         quantised=_read_quantisation(config),
-        **_read_latent(config, family),
+        **{name: _whole(config, (key,), default=0 if name == "q_rank" else None) for name, key in latent.items()},
         **_read_mixture(config, family, layers, ffn),
     )
 
@@ -163,18 +164,6 @@ def _read_quantisation(config: Mapping[str, Any]) -> str:
     """Return how the weights are quantised ("gptq", "mxfp4"); "" if they are not."""
     kind = config.get("quantization_config")
     return str(kind.get("quant_method") or "in an unknown way") if isinstance(kind, Mapping) else ""
-
-
-def _read_latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
-    """Return the ranks and columns of multi-head latent attention."""
-    if family != "deepseek_v3":
-        return {}
-    return {
-        "q_rank": _whole(config, ("q_lora_rank",), default=0),  # null: full queries
-        "kv_rank": _whole(config, ("kv_lora_rank",)),
-        "rope_dim": _whole(config, ("qk_rope_head_dim",)),
-        "value_dim": _whole(config, ("v_head_dim",)),
-    }
 
 
 def _read_mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
@@ -223,12 +212,6 @@ def _has_attention_bias(config: Mapping[str, Any], family: str) -> bool:
     return bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))
 
 
-def _read_positions(config: Mapping[str, Any]) -> int | None:
-    names = ("max_position_embeddings", "n_positions")
-    present = any(config.get(name) is not None for name in names)
-    return _whole(config, names, default=1 << 20) if present else None
-
-
 def _read_rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the types in rope_parameters (rope_scaling before transformers 5); a model may have one per layer kind."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -262,26 +245,33 @@ def _count_dense_layers(config: Mapping[str, Any], family: str, layers: int) -> 
 
 
 def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
-    """Return the window, and the number of sliding layers unless it is the default (all, or half in Gemma 2)."""
-    if family == "llama4":
-        return _read_chunks(config, layers)
+    """Return the window, and the number of sliding layers unless it is the default (all, or half in Gemma 2).
+
+    Llama 4 divides the sequence into chunks, in the layers with rotary positions: three of four.
+    """
     enabled = family in _FAMILIES["sliding"] or (
         family in _FAMILIES["sliding_where_asked"] and bool(config.get("use_sliding_window"))
     )
-    window = config.get("sliding_window") if enabled else None
+    name, word = ("sliding_window", "sliding_attention")
+    if family == "llama4":
+        name, word = ("attention_chunk_size", "chunked_attention")
+    window = config.get(name) if enabled else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         return None, None
     if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):  # transformers ignores layer_types there
         return window, None
     kinds, first = config.get("layer_types"), config.get("max_window_layers")
     if isinstance(kinds, list):
-        sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
-    elif family == "gpt_oss":
-        sliding = (layers + 1) // 2  # the first, and every other
+        sliding = sum(kind == word for kind in kinds[:layers])
+    elif family == "llama4" and (rotary := _read_indices(config, "no_rope_layers")):
+        sliding = sum(map(bool, rotary[:layers]))
+    elif family in ("gemma3", "llama4"):
+        pattern = "sliding_window_pattern" if family == "gemma3" else "no_rope_layer_interval"
+        sliding = layers - layers // _whole(config, (pattern,))
     elif family == "olmo3":
         sliding = layers - layers // 4
-    elif family == "gemma3":
-        sliding = layers - layers // _whole(config, ("sliding_window_pattern",))
+    elif family == "gpt_oss":
+        sliding = (layers + 1) // 2  # the first, and every other
     elif family == "qwen2_moe" and isinstance(first, int):
         sliding = (min(first, layers) + 1) // 2  # every other of the first ones
     elif family in _FAMILIES["sliding_where_asked"] and isinstance(first, int):
@@ -289,20 +279,6 @@ def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
     else:
         return window, None
     return (window, None if sliding == layers else sliding) if sliding else (None, None)
-
-
-def _read_chunks(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
-    """Return Llama 4's chunk size, and its chunked layers: those with rotary positions, three of four."""
-    if config.get("attention_chunk_size") is None:
-        return None, None
-    chunk, kinds = _whole(config, ("attention_chunk_size",)), config.get("layer_types")
-    if isinstance(kinds, list):
-        chunked = sum(kind == "chunked_attention" for kind in kinds[:layers])
-    elif _read_indices(config, "no_rope_layers"):
-        chunked = sum(map(bool, _read_indices(config, "no_rope_layers")[:layers]))
-    else:
-        chunked = layers - layers // _whole(config, ("no_rope_layer_interval",))
-    return (chunk, None if chunked == layers else chunked) if chunked else (None, None)
 
 
 def model_from_file(path: Path, *, any_type: bool = False) -> ModelSpec:

@@ -182,4 +182,4 @@ def finetune_yaml(request: ExportRequest) -> str:
     return yaml_from_template("finetune.yaml", request, model_name=hub, members=members)
 
 
-FORMATS: Formats = {"finetune": ("the YAML of the fine-tune job that ships", finetune_yaml)}
+FORMATS: Formats = {"finetune": finetune_yaml}

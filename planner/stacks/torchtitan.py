@@ -67,4 +67,4 @@ def torchtitan_toml(request: ExportRequest) -> str:
     return from_template("torchtitan.toml", request, names=_MODELS)
 
 
-FORMATS: Formats = {"torchtitan": ("torchtitan's job configuration (TOML)", torchtitan_toml)}
+FORMATS: Formats = {"torchtitan": torchtitan_toml}
