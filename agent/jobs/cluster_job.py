@@ -17,7 +17,6 @@ from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
-from agent.jobs import submission
 from contracts.job_plan import JobPlan, dumps
 from contracts.tables import read_texts
 from planner.advice import Recommendation
@@ -124,22 +123,12 @@ def with_dra(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"dra": bool(options["dra"]), "device_classes": _device_classes(options["dra"])}
 
 
-def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> Recommendation:
-    """Remove the ComputeDomain if the option or the cluster requires it, and print the reason to stderr."""
-    need = next((each for each in advice.needs if each.name == "compute_domain"), None)
-    if need is None or (options["nodes"] or 1) == 1:
-        return advice
-    why = "--no-compute-domain" if options["no_compute_domain"] else ""
-    if not why and asks:
-        group, _, version = need.value.partition("/")
-        try:
-            why = submission.why_not_served(connect(options["context"], tries=2), group, version)
-        except (AccessError, ApiError) as error:
-            print_text(f"warning: unknown whether the cluster has ComputeDomains: {error}", err=True)
-    if not why:
-        return advice
-    print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL uses the network, not NVLink", err=True)
-    return replace(advice, needs=tuple(each for each in advice.needs if each is not need))
+def without_compute_domain(advice: Recommendation) -> Recommendation:
+    """Remove the ComputeDomain, and print what that means to stderr."""
+    needs = tuple(need for need in advice.needs if need.name != "compute_domain")
+    if len(needs) < len(advice.needs):
+        print_text("warning: no ComputeDomain: between nodes NCCL uses the network, not NVLink", err=True)
+    return replace(advice, needs=needs)
 
 
 def for_pods(

@@ -21,18 +21,6 @@ _POLL_SECONDS = 1.0
 _REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobSet; of the Training Operator
 
 
-def why_not_served(client: Client, group: str, version: str) -> str:
-    """Return why the cluster does not have this version of the API; empty if it has. Raises ApiError if unknown."""
-    try:
-        known = client.get(f"/apis/{group}")
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        return f"the cluster serves no {group}"
-    versions = [str(each.get("version")) for each in known.get("versions") or ()]
-    return "" if version in versions else f"the cluster serves {group} {', '.join(versions)} and not {version}"
-
-
 def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
     """Create the objects through the API, after the server has accepted each in a dry run.
 
@@ -47,7 +35,8 @@ def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -
                 line = _send(client, document, is_job=document is made[-1], dry_run=not really)
             except ApiError as error:
                 so_far = f"; created before it: {', '.join(done)}" if done else "; nothing was created"
-                text = f"{name}: the API server says {error.status}: {error}{so_far}"
+                served = f"; is {document['apiVersion']} served by this cluster?" if error.status == 404 else ""
+                text = f"{name}: the API server says {error.status}: {error}{served}{so_far}"
                 raise ApiError(error.status, text) from None
             if really or dry_run:
                 done += [name] if really and line == "created" else []
