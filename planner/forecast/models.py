@@ -8,6 +8,7 @@ and OLMo3 classes (text models only). models.toml has the shapes of known names 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -283,7 +284,7 @@ def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
 
 def model_from_file(path: Path, *, any_type: bool = False) -> ModelSpec:
     """Read a config.json, or the folder with one; `any_type` as in model_from_config. Raises ModelError."""
-    path = path / "config.json" if bounded.is_folder(path) else path
+    path = path / "config.json" if os.path.isdir(path) else path
     try:
         config = plain(bounded.read(path, _MAX_CONFIG_BYTES))
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
