@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -20,7 +21,6 @@ from huggingface_hub import HfApi, constants, errors, get_session, get_token, hf
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig
 
 MAX_FILES = 10_000  # of a data set's listing
@@ -61,7 +61,7 @@ def commits_of(config: JobConfig) -> dict[str, Any]:
 def is_id(setting: str, name: str) -> bool:
     """Whether a setting names something on a hub; refuses what is neither that nor here."""
     path = Path(name).expanduser()
-    if name.startswith(("random:", "synthetic:", "builtin:")) or bounded.exists(path):
+    if name.startswith(("random:", "synthetic:", "builtin:")) or os.path.exists(path):
         return False
     if name.startswith(("/", ".", "~")):
         raise ConfigError(f"{setting}={name!r}: no such file or folder")
