@@ -31,7 +31,6 @@ from agent.jobs import search
 from agent.pages.report import Row, digest, lines, make_environment, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
-from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast import machines, models
 from planner.sweep import FrontierPoint, panels_svg, series
@@ -75,31 +74,15 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
 
 def what_if_page(
     view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str,
-    examples: Sequence[tuple[Mapping[str, str], Recommendation]] = (), points: Sequence[FrontierPoint] = (),
+    points: Sequence[FrontierPoint] = (),
 ) -> str:  # fmt: skip
-    """Return the form with, if it was answered, layouts and the comparison of machines; without a request, examples."""
+    """Return the form and, if it was answered, the layouts and the comparison of numbers of nodes."""
     given = {name: asked[name] for name in FORM if asked.get(name)}
     drawn = Markup("".join(panels_svg(points))) if points else ""  # noqa: S704 - escaped there
     return _page(
-        "what_if", view, asked=given, query=given, advice=advice, error=error, examples=examples, points=points,
+        "what_if", view, asked=given, query=given, advice=advice, error=error, points=points,
         drawn=drawn, series=series(points),
     )  # fmt: skip
-
-
-def examples() -> list[dict[str, str]]:
-    """Return the requests that the what-if page opens with."""
-    found: list[dict[str, str]] = read_table(__file__, "examples.toml")["example"]
-    return found
-
-
-def endpoints_page(document: Mapping[str, Any]) -> str:
-    """Return the page of all endpoints, from the OpenAPI document."""
-    endpoints = [
-        {"path": path, "method": method, "about": about.get("description", ""), "takes": about.get("parameters", [])}
-        for path, methods in document["paths"].items()
-        for method, about in methods.items()
-    ]
-    return _rendered("endpoints", endpoints=endpoints)
 
 
 def policy() -> str:

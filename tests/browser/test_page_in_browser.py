@@ -97,7 +97,7 @@ def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict
 def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
     """The dark colours hold the same contrast rules."""
     with chromium.tab(dark=True) as tab:
-        for endpoint in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
+        for endpoint in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2"):
             tab.open_page(machines["sick-h100-rdma-off"] + endpoint)
             assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 26)"
             accessible(tab, axe)
@@ -114,7 +114,7 @@ def every_page(
 ) -> dict[str, str]:
     """The address of every page with healthy, failing, empty and large data, each table and figure among them."""
     names = ("sick-h100-rdma-off", "aws-p4d-8xA100-4efa", "cpu-only-vm")
-    alike = ("cluster", "docs", QUESTION, f"{QUESTION}&steps=2000&price=98.32&network=100G",
+    alike = ("cluster", QUESTION, f"{QUESTION}&steps=2000&price=98.32&network=100G",
              "what-if?model=Llama-3.1-70B&method=full&machine=4xl40s",
              "what-if?model=Llama-3.1-8B&nodes=0")  # fmt: skip
     asked = [*((name, path) for name in names for path in ("", "what-if")), *((names[0], path) for path in alike)]
