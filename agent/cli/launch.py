@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,15 +257,11 @@ def _launch_script(
         print_text(render(plain.write(plan.document), form or "yaml"), nl=False)
         print_text("# " + shlex.join(plan.words), err=form == "json")
         return
-    require_writable("--output", folder, folder=True)
-    progress = Progress()
-    _pass_gate(found, options, plan.document.environment, plan.ranks, progress)
-    progress.step(f"launch: {script.name} on {count(plan.ranks, 'rank')}")
-    try:
-        done = trainer.train(plan, folder, timeout, progress.note)
-    finally:
-        progress.done()
-    measured.comparison(console(), _store(done))
+    record = _run_here(
+        found, options, folder, plan.document.environment, plan.ranks,
+        f"{script.name} on {count(plan.ranks, 'rank')}", lambda note: trainer.train(plan, folder, timeout, note),
+    )  # fmt: skip
+    measured.comparison(console(), record)
     print_text(f"record: {folder / 'run.json'}", err=True)
 
 
@@ -278,23 +274,34 @@ def _launch_here(
     from planner.kubernetes.job import storage_rate
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
-    require_writable("--output", folder, folder=True)
-    progress = Progress()
-    settings = {setting.name: setting.value for setting in advice.settings}
-    _pass_gate(found, options, settings, advice.chosen.layout.world_size, progress)
-    progress.step(f"launch: {advice.chosen.layout.family}")
     bytes_per_second = storage_rate(options["storage_rate"])
     seconds = grace(advice, bytes_per_second)
     if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
         print_text(f"note: {notice}", err=True)
-    try:
-        plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
-        done = launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=progress.note)
-    finally:
-        progress.done()
-    record = _store(done)
+    plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
+    record = _run_here(
+        found, options, folder, {setting.name: setting.value for setting in advice.settings},
+        advice.chosen.layout.world_size, advice.chosen.layout.family,
+        lambda note: launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=note),
+    )  # fmt: skip
     measured.run(console(), record)
     measured.comparison(console(), record)
+
+
+def _run_here(
+    found: Sequence[Snapshot], options: dict[str, Any], folder: Path, settings: dict[str, str], ranks: int, title: str,
+    train: Callable[[Callable[[str], None]], Launched],
+) -> RunRecord:  # fmt: skip
+    """Check this host, run the job on it, and return its stored record; exit if the check or the job failed."""
+    require_writable("--output", folder, folder=True)
+    progress = Progress()
+    _pass_gate(found, options, settings, ranks, progress)
+    progress.step(f"launch: {title}")
+    try:
+        done = train(progress.note)
+    finally:
+        progress.done()
+    return _store(done)
 
 
 def _store(done: Launched) -> RunRecord:
