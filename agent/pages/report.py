@@ -260,10 +260,11 @@ def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -
 
 
 def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> Row:
+    agent = f", agent {record.agent_version or 'unknown'}" if agents else ""
     return Row(
         record=record, word="unknown" if record.silent(now) else record.verdict, groups=tuple(grouped(checks)),
         codes=tuple(dict.fromkeys(check.code for check in checks)),
-        version=f"driver {record.driver or 'unknown'}" + (f", agent {record.agent_version or 'unknown'}" if agents else ""),
+        version=f"driver {record.driver or 'unknown'}{agent}",
         age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
         since=min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0),
     )  # fmt: skip
