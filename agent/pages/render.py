@@ -30,7 +30,7 @@ from contracts import question
 from contracts.finding import Finding, Status
 from planner.advice import Recommendation
 from planner.forecast import machines, models
-from planner.sweep import FrontierPoint, panels_svg, series
+from planner.sweep import FrontierPoint
 from topology import diff
 from topology.paths import with_expectations
 
@@ -75,11 +75,9 @@ def what_if_page(
 ) -> str:  # fmt: skip
     """Return the form and, if it was answered, the layouts and the comparison of numbers of nodes."""
     given = {name: asked[name] for name in FORM if asked.get(name)}
-    drawn = Markup("".join(panels_svg(points))) if points else ""  # noqa: S704 - escaped there
     return _rendered(
         "what_if", view=view, asked={**dict.fromkeys(FORM, ""), **given}, query=given, advice=advice, error=error,
-        points=points, drawn=drawn, series=series(points), machines=machines.names(),
-        models=[model.name for model in models.KNOWN],
+        points=points, machines=machines.names(), models=[model.name for model in models.KNOWN],
     )  # fmt: skip
 
 
