@@ -34,7 +34,7 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast import machines, models
-from planner.sweep import FrontierPoint, panels_svg, series
+from planner.sweep import FrontierPoint
 from topology import diff
 from topology.paths import with_expectations
 
@@ -79,11 +79,9 @@ def what_if_page(
 ) -> str:  # fmt: skip
     """Return the form with, if it was answered, layouts and the comparison of machines; without a request, examples."""
     given = {name: asked[name] for name in FORM if asked.get(name)}
-    drawn = Markup("".join(panels_svg(points))) if points else ""  # noqa: S704 - escaped there
     return _page(
-        "what_if", view, asked=given, query=given, advice=advice, error=error, examples=examples, points=points,
-        drawn=drawn, series=series(points),
-    )  # fmt: skip
+        "what_if", view, asked=given, query=given, advice=advice, error=error, examples=examples, points=points
+    )
 
 
 def examples() -> list[dict[str, str]]:
@@ -213,9 +211,8 @@ def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[
     """
     alike: dict[str, tuple[NodeRecord, list[str]]] = {}
     for record in records:
-        key = fleet.machine_key(record)
-        if key is not None and not record.silent(now):
-            alike.setdefault(key, (record, []))[1].append(record.name)
+        if fleet.is_readable(record) and not record.silent(now):
+            alike.setdefault(record.facts or "", (record, []))[1].append(record.name)
     if not alike:
         return ()
     found = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])

@@ -157,36 +157,6 @@ def test_no_page_is_wider_than_a_phone(
     assert not wide, wide
 
 
-OVERLAPS = """[...document.querySelectorAll('.chart')].flatMap(chart => {
-  const boxes = [...chart.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
-  const frame = chart.getBoundingClientRect();
-  const out = boxes.filter(([, b]) => b.left < frame.left || b.right > frame.right || b.bottom > frame.bottom);
-  return out.map(([t]) => t).concat(boxes.flatMap(([t, a], i) => boxes.slice(i + 1).filter(([, b]) =>
-    a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom).map(([u]) => t + ' over ' + u)));
-})"""
-
-
-def test_the_charts_have_axes_and_the_colours_of_the_page(chromium: Tabs, machines: dict[str, str]) -> None:
-    """Run time and cost over nodes, narrow and wide, light and dark: ticks, no label over another, points all over."""
-    for width, dark in ((390, True), (1440, False), (1440, True)):
-        with chromium.tab(width=width, dark=dark) as tab:
-            tab.open_page(machines["cpu-only-vm"] + QUESTION + "&steps=2000&price=98.32&network=25G")
-            assert tab.run("[...document.querySelectorAll('.chart .title')].map(t => t.textContent)") == [
-                "Run time (minutes)", "Cost (in the currency of the price)",
-            ]  # fmt: skip
-            assert tab.run(OVERLAPS) == []
-            card = tab.run("getComputedStyle(document.querySelector('.layout')).backgroundColor")
-            assert tab.run("getComputedStyle(document.querySelector('.chart')).backgroundColor") == card
-            ticks = tab.run("[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.tick').length)")
-            assert all(count >= 4 + 3 for count in ticks), ticks
-            filled = tab.run(
-                "[...document.querySelectorAll('.chart')].map(c => { const y = [...c.querySelectorAll('.line line')]"
-                ".map(e => e.getBoundingClientRect()); const frame = c.getBoundingClientRect();"
-                "return (Math.max(...y.map(b => b.bottom)) - Math.min(...y.map(b => b.top))) / frame.height; })"
-            )
-            assert all(share > 0.4 for share in filled), filled
-
-
 def test_the_what_if_form_by_keyboard(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
     """Tab to the form, choose, press Enter: layouts side by side, each with both bars on shared scales."""
     address = machines["sick-h100-rdma-off"]
