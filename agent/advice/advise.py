@@ -25,7 +25,7 @@ from agent.base import units
 from agent.base.options import RequestError, parse_version
 from contracts import question
 from contracts.finding import Finding
-from contracts.layout import LayoutError, values_of
+from contracts.layout import LayoutError
 from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, RankedLayout, Recommendation, request_of
@@ -36,7 +36,7 @@ from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
 from planner.nccl_env.situation import situation
-from planner.recommend import BATCH, best_layout, forecast_named, plan, recommend
+from planner.recommend import best_layout, plan, recommend
 from planner.sweep import FrontierPoint, frontier
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
@@ -197,20 +197,6 @@ def of_cluster(
     if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
         advice = replace(advice, helps_most=nearest(request, snapshots))
     return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
-
-
-def for_layout(request: Request, text: str, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Recommendation:
-    """Return the advice for the layout in `text`, if it gives one; `unknowns` lists the assumptions about the job."""
-    advice, values = of_cluster(request, cluster, snapshots), values_of(text)
-    if values and advice.model:
-        planned = plan(cluster, snapshots, advice.model, request.train)
-        both = {"micro_batch", "gradient_accumulation"} <= set(values)  # these two determine the batch size
-        assumed = tuple(one for one in planned.unknowns if not (both and one.startswith(BATCH)))
-        advice = replace(advice, chosen=forecast_named(planned, values), unknowns=assumed)
-        return with_budget(advice, request, len(cluster.nodes))
-    family = advice.chosen.layout.family if advice.chosen else "none"
-    words = f"layout not given: {family}, the fastest with RDMA, is assumed: give --layout"
-    return replace(advice, unknowns=(*advice.unknowns, words))
 
 
 # If no layout fits: the closest requests for which a layout fits, each as a ready-to-run command.

@@ -9,7 +9,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,30 +17,28 @@ from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import command
 from agent.base.output import emit, print_text
 from contracts.host_list import compress_host_list, expand_host_list, slurm_name
-from contracts.question import most
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from agent.jobs.slurm import JobFiles
+    from contracts.finding import Finding
     from planner.why import Verdict
 
 
 @command("why")
 @click.argument("logs", metavar="[LOG]...", nargs=-1)
 def why(
-    logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
-    diagnostics: tuple[str, ...], manifest: Path | None, layout: str, limit: float, watch: bool, form: str,
-    job: str | None, metrics: Path | None, **options: Any,
+    logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None, hosts: tuple[Path, ...],
+    nodes: str | None, limit: float, watch: bool, form: str, job: str | None, metrics: Path | None,
 ) -> None:  # fmt: skip
     """Read the sources, print the verdict, and exit with its code."""
-    from agent.advice.request import Request
     from agent.why import diagnosis as gathered
     from agent.why.ranks import watch as watch_run
 
     if watch and logs:
         raise click.UsageError("--watch and LOG cannot be combined.")
-    options["nodes"], checks, published = _nodes(options["nodes"])
+    checks = _checks_of(nodes) if nodes is not None else ()
     if run is None:  # the logs may include the folder of a run
         run = next((Path(word) for word in logs if (Path(word) / "ranks").is_dir()), None)
         logs = tuple(word for word in logs if Path(word) != run)
@@ -50,13 +48,10 @@ def why(
         run, logs, again = run or of_job.run, (*logs, *map(str, of_job.logs)), of_job.again
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
-        sources = gathered.WhySources(
-            logs=files, run=run, ras=ras, recorder=recorder, diagnostics=diagnostics,
-            manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
-            published=published, limit=limit, again=again,
-        )  # fmt: skip
-        if not any((logs, run, ras, recorder, diagnostics, manifest)):
-            raise click.UsageError("give a LOG, --run, --job, --ras, --flight-recorder, --diag or --manifest")
+        sources = gathered.WhySources(logs=files, run=run, ras=ras, recorder=recorder, hosts=hosts, checks=checks,
+                                      limit=limit, again=again)  # fmt: skip
+        if not any((logs, run, ras, recorder)):
+            raise click.UsageError("give a LOG, --run, --job, --ras or --flight-recorder")
         if watch and run is not None:
             found = watch_run(
                 run, lambda verdict: _print_change(verdict, form), lambda text: print_text(text, err=True), limit=limit,
@@ -100,22 +95,17 @@ def _emit(verdict: Verdict, form: str) -> None:
         print_text(compress_host_list(map(slurm_name, verdict.nodes)))
 
 
-def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ...]]:
-    """Parse --nodes: (count, (), ()), or for names and labels (None, findings and snapshots of the agents)."""
-    if word is None or (word.isascii() and word.isdigit()):
-        if word and not 1 <= int(word[:7]) <= most("nodes"):
-            raise click.UsageError(f"--nodes {word[:20]}: must be from 1 to {most('nodes')}, names or labels")
-        return (int(word) if word else None), (), ()
+def _checks_of(nodes: str) -> tuple[Finding, ...]:
+    """Return the findings that the agents of these nodes, given by names or labels, have published."""
     from agent.cluster.client import AccessError, ApiError, connect
-    from agent.cluster.gate import checks_of, fleet, named, readable
+    from agent.cluster.gate import checks_of, fleet, named
 
     try:
         client = connect(None).brief()
-        names = () if "=" in word else expand_host_list(word)
-        found, held = named(client, names, word if "=" in word else None), fleet(client)
-        return None, checks_of(found, held), readable(found, held)
+        names = () if "=" in nodes else expand_host_list(nodes)
+        return checks_of(named(client, names, nodes if "=" in nodes else None), fleet(client))
     except (AccessError, ApiError) as error:
-        raise click.ClickException(f"--nodes {word[:80]}: {error}") from None
+        raise click.ClickException(f"--nodes {nodes[:80]}: {error}") from None
 
 
 def _file(word: str, stack: ExitStack) -> str:
@@ -157,12 +147,6 @@ def show(out: Console, found: Verdict) -> None:
         out.print(f"waited for: {escape(line)}")
     for line in found.disagree:
         out.print(f"sources differ: {escape(line)}")
-    for line in found.change:
-        out.print(f"change: {escape(line)}")
-    if found.forecast:
-        out.print(escape(found.forecast))
-    for line in found.assumed:
-        out.print(f"? {escape(line)}")
     for one in found.unknown:
         out.print(f"unknown: {escape(one.what)}. To see it: {escape(one.command)}")
     if found.sources:

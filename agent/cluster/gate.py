@@ -1,30 +1,18 @@
-"""Nodes of the cluster: which nodes are selected, the gate for their published records, and their racks.
-
-`preflight --nodes` and `--selector` select nodes by name and label. There is no standard label for the rack of a node.
-The following are recognised: NVIDIA Topograph (network.topology.nvidia.com/leaf, and fabric.topograph.run/tier-0 since
-1.0), EKS (topology.k8s.aws/network-node-layer-3, the layer next to an instance), GKE
-(cloud.google.com/gce-topology-subblock), GPU feature discovery (nvidia.com/gpu.clique, an NVLink domain), and site
-labels whose name ends with rack, leaf or switch.
-"""
+"""Nodes of the cluster: which nodes `preflight --nodes` and `--selector` select, and the gate for their records."""
 
 from __future__ import annotations
 
-import re
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from agent.base import units
-from agent.checks.measured import BASELINE_LEAST, BUSBW, CLUSTER_CODES, bar_words, make_finding, status_of
+from agent.checks.measured import CLUSTER_CODES, make_finding
 from agent.checks.verdict import GateError
-from agent.cluster.client import METADATA, ApiError, Client, path_of
-from agent.cluster.node_facts import clean
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, Measured, NodeRecord
-from collectives.bench.results import Bar
+from agent.cluster.client import Client, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from contracts.finding import Finding, Status
-from probes.api import Snapshot
 
 if TYPE_CHECKING:  # pydantic, which is not loaded without expectations
     from agent.checks.expect import Expectation
@@ -56,19 +44,12 @@ def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
     return tuple(held.record(name) or replace(unknown, name=name, host=name) for name in names)
 
 
-def readable(names: Iterable[str], held: Fleet) -> tuple[Snapshot, ...]:
-    """Return what the agents of these nodes read, for each record that contains it."""
-    records = [record for name in names if (record := held.record(name)) is not None]
-    return tuple(held.snapshot(record) for record in records if held.topology(record) is not None)
-
-
 def checks_of(
     names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
 ) -> tuple[Finding, ...]:
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now
     checks: list[Finding] = []
-    peers = _peers(held.records())
     for name in names:
         record = held.record(name)
         if record is None or record.silent(now):
@@ -78,46 +59,8 @@ def checks_of(
         found = published(name, record)
         if expected is not None:
             found = _settled(expected, record, held, found)
-        checks += [*found, *_against_equals(record, peers)]
+        checks += found
     return tuple(checks)
-
-
-LEAST_EQUALS = 5  # minimum number of nodes: among fewer, even the best may be faulty
-
-
-def _peers(records: Iterable[NodeRecord]) -> Mapping[tuple[Any, ...], list[float]]:
-    """Return bus bandwidths of nodes with equal hardware and equal measurements, best first."""
-    found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    for record in records:
-        for one in record.measured if record.product else ():
-            found[_measured_as(record, one)].append(one["busbw"])
-    return {key: sorted(values, reverse=True) for key, values in found.items()}
-
-
-def _measured_as(record: NodeRecord, one: Measured) -> tuple[Any, ...]:
-    return record.product, record.gpus, one["op"], one["bytes"], one["job"]
-
-
-def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[float]]) -> list[Finding]:
-    """Compare a node's benchmark with the best tenth of equal nodes: same GPUs, op, size and ranks.
-
-    Returns nothing without a published benchmark, and unknown if fewer than five equal nodes published one.
-    """
-    made = []
-    for mine in record.measured:
-        same = peers.get(_measured_as(record, mine), [])
-        value, subject = mine["busbw"], mine["op"]
-        if len(same) < LEAST_EQUALS:
-            why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
-            made.append(Finding(code=BUSBW, status=Status.UNKNOWN, node=record.name, subject=subject, message=why))
-            continue
-        best = same[max(2, -(-len(same) // 10)) - 1]  # never only the best: one wrong record would fail all others
-        bar = Bar(name="best tenth", low=BASELINE_LEAST * best, typical=best, high=best / BASELINE_LEAST)
-        status, case = status_of(value, bar), f"{BUSBW} equals"
-        measured = f"{units.rate(value)} of {bar_words(bar)}"
-        check = make_finding(case, record.name, status, subject=subject, measured=measured, count=len(same))
-        made.append(replace(check, remedy="") if status == "pass" else check)
-    return made
 
 
 def _settled(expected: Expectation, record: NodeRecord, held: Fleet, found: Sequence[Finding]) -> list[Finding]:
@@ -161,41 +104,3 @@ def published(name: str, record: NodeRecord) -> list[Finding]:
     else:
         found.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
     return found
-
-
-# The rack or switch of each node, from the labels of the Node objects.
-
-LABELS = tuple(map(re.compile, (
-    r"(?:.*[./-])?rack", r"(?:.*[./-])?(?:leaf|switch)", r"fabric\.topograph\.run/tier-0",
-    r"topology\.k8s\.aws/network-node-layer-3", r"cloud\.google\.com/gce-topology-subblock",
-    r"(?:.*[./-])?block", r"nvidia\.com/gpu\.clique",
-)))  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """The racks or switches of nodes: `of` contains (node, value) from the label, or `why` the reason for none."""
-
-    label: str = ""
-    of: tuple[tuple[str, str], ...] = ()
-    why: str = "no label of the Nodes names a rack or a switch"
-
-
-def places_by(labels: Mapping[str, Mapping[str, str]]) -> Places:
-    """Use the first of LABELS that any node has; of several matching keys, the one that most nodes have."""
-    counts = Counter(key for mine in labels.values() for key in mine)
-    for pattern in LABELS:
-        keys = [key for key, _ in counts.most_common() if pattern.fullmatch(key)]
-        if keys:
-            found = ((name, clean(mine[keys[0]], 63)) for name, mine in labels.items() if mine.get(keys[0]))
-            return Places(label=clean(keys[0], 317), of=tuple(sorted(found)), why="")
-    return Places()
-
-
-def read_places(client: Client) -> Places:
-    """Read the places from the API server; without permission to list Nodes they are empty, with the reason."""
-    try:
-        nodes = client.items(path_of("v1", "nodes"), accept=METADATA)
-        return places_by({str(node["metadata"]["name"]): node["metadata"].get("labels") or {} for node in nodes})
-    except ApiError as error:
-        return Places(why=f"the labels of the Nodes could not be read: HTTP {error.status}")

@@ -8,17 +8,14 @@ readers and is never read back. agent.cluster.publish creates the record of the 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import sys
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any
 
 from agent.base import version
 from agent.cluster import node_facts
@@ -39,15 +36,6 @@ SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
 LEAST_SILENT_SECONDS = 120.0
 
 
-class Measured(TypedDict):
-    """The result of one collective at its largest verified size."""
-
-    op: str
-    bytes: int
-    job: str
-    busbw: float  # bytes per second
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
     """The record that one agent publishes about its node."""
@@ -63,13 +51,10 @@ class NodeRecord:
     hcas: int | None = None
     rdma: str | None = None  # "8/8 active"
     memlock: str | None = None  # "unlimited", "8 MiB"
+    driver: str | None = None
     findings: tuple[dict[str, str], ...] = ()
-    graph: str | None = None  # key of the graph's inputs: nodes with the same key have equal graphs
-    facts: str | None = None  # key of all facts
-    machine: dict[str, Json] | None = field(default=None, compare=False, repr=False)  # facts with these keys
+    facts: str | None = field(default=None, repr=False)  # compressed (agent.cluster.node_facts); equal nodes have equal
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for human readers; own node only
-    addresses: tuple[str, ...] = ()  # of the node, they replace the numbers in the facts
-    measured: tuple[Measured, ...] = ()  # its last benchmark with all ranks on this node
     changes: tuple[dict[str, str], ...] = ()  # recent changes, oldest first: at, kind, text, code
     agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
@@ -97,28 +82,11 @@ class NodeRecord:
         return self.age_seconds(now) > max(LEAST_SILENT_SECONDS, SILENT_INTERVALS * self.interval_seconds)
 
 
-def keys_of(machine: Json | None) -> tuple[str | None, str | None]:
-    """Return the keys of the graph's inputs and of all facts; equal facts have equal keys. Raises ValueError."""
-    if machine is None:
-        return None, None
-    graph = _key([_key(machine.get(part)) for part in node_facts.GRAPH_PARTS])
-    rest = [(part, _key(machine[part])) for part in sorted(machine) if part not in node_facts.GRAPH_PARTS]
-    return graph, _key([graph, *rest])
-
-
-def _key(value: Any) -> str:
-    try:
-        text = json.dumps(value, sort_keys=True)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 # Members of a status and the names of the corresponding members of a record.
 NAMES = {
     "agentVersion": "agent_version", "node": "host", "interval": "interval_seconds",
-    **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "findings", "machine",
-                               "addresses", "measured", "changes")},
+    **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "driver", "findings", "facts",
+                               "changes")},
 }  # fmt: skip
 _VERDICTS = ("pass", "warn", "unknown", "fail")
 _MOST = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
@@ -156,68 +124,68 @@ def from_resource(item: Json) -> NodeRecord:
     for member, most in _MOST.items():
         if not 0 <= (getattr(record, member) or 0) <= most:
             raise ValueError(f"status.{member} must be a number from 0 to {most}")
-    graph, facts = keys_of(record.machine)
-    return replace(record, graph=graph, facts=facts)
+    return record
 
 
 class _Machine:
-    """The facts that equal nodes share, and values derived from them."""
+    """The facts that equal nodes share, and the graph built from them; None if they are of another release."""
 
-    def __init__(self, facts: dict[str, Json]) -> None:
-        self.facts = facts
+    def __init__(self, facts: str) -> None:
+        self._facts = facts
 
     @cached_property
     def snapshot(self) -> Snapshot | None:
-        """Return the snapshot without host name; None if the facts are of another release."""
+        """The snapshot without host name."""
         try:
-            return node_facts.unpack(self.facts)
+            return node_facts.unpack(self._facts)
         except _UNREADABLE:
             return None
 
     @cached_property
-    def alike(self) -> str:
-        """Return a key of all facts except GPU memory in use."""
-        parts = (part for part in sorted(self.facts) if part != node_facts.MEMORY_USED)
-        return _key([(part, _key(self.facts[part])) for part in parts])
+    def graph(self) -> NodeTopology | None:
+        """The graph without host name; None also if it has more devices than are read: every pair is evaluated."""
+        if self.snapshot is None:
+            return None
+        gpus, rdma = self.snapshot.facts(GpuFacts), self.snapshot.facts(RdmaFacts)
+        if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
+            return None
+        try:
+            node = build(self.snapshot)
+        except _UNREADABLE:
+            return None
+        return node if len({device.name for device in node.devices}) == len(node.devices) else None
 
 
 class Fleet:
-    """All records by name; updated by a watch or by this agent's own scan, and read by requests."""
+    """All records by name, from lists of the cluster or from this agent's own scan."""
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
-        self._machines: dict[str, _Machine] = {}  # by key of the facts, so that equal nodes share one object
-        # By key, with the key of an equal graph (other facts may differ), because hashing a graph takes longer than the
-        # rest of an answer
-        self._graphs: dict[str, tuple[NodeTopology, str] | None] = {}
-        self._kinds: dict[NodeTopology, str] = {}
-        self._lock = threading.Lock()
+        self._versions: dict[str, str] = {}  # resourceVersion of each record
+        self._machines: dict[str, _Machine] = {}  # by facts
 
     def replace(self, items: Iterable[Json]) -> None:
-        """Replace all records by a complete list of resources."""
-        self.set(read_resource(item) for item in items)
+        """Replace all records by a complete list of resources; those that have not changed are not read again."""
+        versions: dict[str, str] = {}
+
+        def each() -> Iterator[NodeRecord]:
+            for item in items:
+                name, version = str(item["metadata"]["name"]), str(item["metadata"].get("resourceVersion", ""))
+                versions[name] = version
+                known = self._records.get(name) if version and self._versions.get(name) == version else None
+                yield known or read_resource(item)
+
+        self.set(each())
+        self._versions = versions
 
     def set(self, records: Iterable[NodeRecord]) -> None:
         """Replace all records by these."""
-        found = {record.name: self._interned(record) for record in records}
-        with self._lock:
-            self._records = found
-            held = {key for record in found.values() for key in (record.graph, record.facts)}
-            self._machines = {key: machine for key, machine in self._machines.items() if key in held}
-            self._kinds = {graph: key for graph, key in self._kinds.items() if key in held}
-            self._graphs = {key: one for key, one in self._graphs.items() if {key, one[1] if one else key} <= held}
-
-    def put(self, item: Json) -> None:
-        """Store one resource that is new or has changed."""
-        record = self._interned(read_resource(item))
-        with self._lock:
-            self._records = {**self._records, record.name: record}
-
-    def remove(self, item: Json) -> None:
-        """Remove the record of a deleted resource."""
-        name = item["metadata"]["name"]
-        with self._lock:
-            self._records = {key: value for key, value in self._records.items() if key != name}
+        self._records = {
+            record.name: replace(record, facts=record.facts and sys.intern(record.facts), drawn=None)
+            for record in records
+        }
+        used = {record.facts for record in self._records.values()}
+        self._machines = {facts: machine for facts, machine in self._machines.items() if facts in used}
 
     def records(self) -> tuple[NodeRecord, ...]:
         """Return all records, sorted by name."""
@@ -229,74 +197,28 @@ class Fleet:
         return self._records.get(name)
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
-        """Return the record's graph with its own host name; nodes with equal graphs share one."""
-        found = self._graph(record)
-        return replace(found[0], hostname=record.name) if found else None
+        """Return the record's graph with its own host name; None without a graph of this release."""
+        machine = self._machine(record)
+        return replace(machine.graph, hostname=record.name) if machine and machine.graph else None
 
-    def kind(self, record: NodeRecord) -> str | None:
-        """Return a key shared by records with equal graphs; None without a graph of this release."""
-        found = self._graph(record)
-        return found[1] if found else None
-
-    def machine_key(self, record: NodeRecord) -> str | None:
-        """Return a key shared by records with equal facts except GPU memory in use; None without readable facts."""
-        machine = self._machines.get(record.facts or "")
-        return machine.alike if machine is not None and machine.snapshot is not None else None
-
-    def _graph(self, record: NodeRecord) -> tuple[NodeTopology, str] | None:
-        if record.graph is not None and record.graph not in self._graphs:
-            try:
-                graph = _graph_of(self._machine(record))
-            except _UNREADABLE:
-                graph = None  # written by another release
-            if graph is None:
-                self._graphs[record.graph] = None
-            else:  # one object for equal graphs, which lets the planner detect equal nodes
-                kind = self._kinds.setdefault(graph, record.graph)
-                self._graphs[record.graph] = self._graphs.get(kind) or (graph, kind)
-        return self._graphs.get(record.graph or "")
-
-    def _machine(self, record: NodeRecord) -> Snapshot | None:
-        machine = self._machines.get(record.facts or "")
-        return machine.snapshot if machine is not None else None
+    def is_readable(self, record: NodeRecord) -> bool:
+        """Return whether the record has facts of this release; equal machines have equal facts."""
+        machine = self._machine(record)
+        return machine is not None and machine.snapshot is not None
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
-        """Return what the node's agent read, as far as advice needs it, with the record's name.
+        """Return what the node's agent read, with the record's name, and networks in place of addresses.
 
         If the record contains no facts that this release can read, each probe is failed with that reason.
         """
-        facts = self._machine(record)
-        try:
-            if facts is not None:
-                return node_facts.of_node(facts, name=record.name, addresses=record.addresses)
-        except _UNREADABLE:
-            log.warning("the record of %s holds addresses that are not its interfaces'", record.name)
+        machine = self._machine(record)
+        if machine is not None and machine.snapshot is not None:
+            return replace(machine.snapshot, hostname=record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
         return node_facts.unpublished(record.name, why)
 
-    def _interned(self, record: NodeRecord) -> NodeRecord:
-        """Return the record with shared machine and key objects, so that equal nodes use memory once."""
-        graph, facts = (text and sys.intern(text) for text in (record.graph, record.facts))
-        machine = record.machine
-        if machine is not None and facts is not None:
-            machine = self._machines.setdefault(facts, _Machine(machine)).facts
-        return replace(record, graph=graph, facts=facts, machine=machine, drawn=None)
-
-
-def _graph_of(snapshot: Snapshot | None) -> NodeTopology | None:
-    """Build the graph of a record's facts, without host name.
-
-    Raises ValueError if two devices have the same name, or if there are too many, as every pair is evaluated.
-    """
-    if snapshot is None:
-        return None
-    gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
-    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
-        raise ValueError(f"more than {node_facts.MOST_DEVICES} devices")
-    node = build(snapshot)
-    if len({device.name for device in node.devices}) != len(node.devices):
-        raise ValueError("two devices have one name")
-    return node
+    def _machine(self, record: NodeRecord) -> _Machine | None:
+        return self._machines.setdefault(record.facts, _Machine(record.facts)) if record.facts else None
 
 
 def row(record: NodeRecord, now: float | None = None) -> Json:

@@ -22,7 +22,6 @@ from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
-from contracts import bounded
 from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_plan import RunForecast, dumps
 from contracts.tables import read_table
@@ -103,7 +102,7 @@ def script_of(
 
 def _hosts(word: str | None) -> tuple[str, ...]:
     """Return the hosts of --exclude: a list, or a file of lists."""
-    if word and ("/" in word or os.path.isfile(word)):  # noqa: PTH113 - Path.is_file raises OSError for a long list
+    if word and ("/" in word or os.path.isfile(word)):
         word = read_input(word, _LIST_BYTES, hint="").decode(errors="replace")
     return expand_host_list(word or "")
 
@@ -193,7 +192,7 @@ def job_files(job_id: str) -> JobFiles:
     again = f"{does} ({words})" if does else ""
     work = Path(fields.get("WorkDir") or Path.cwd())
     named = (fields.get("Command", ""), *fields.get("SubmitLine", "").split())
-    scripts = [path for word in named if bounded.is_file(path := work / word)]
+    scripts = [path for word in named if os.path.isfile(path := work / word)]
     of_job = [work, *(path.parent for path in scripts)] if fields else []
     folders = tuple(dict.fromkeys([*of_job, Path.cwd()]))
     names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")

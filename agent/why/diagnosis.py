@@ -8,25 +8,15 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agent.advice.causes import (
-    with_end_of_job,
-    with_gate,
-    with_manifest,
-    with_nodes,
-    with_price,
-    with_record,
-    with_restart,
-    with_sockets,
-)
-from agent.advice.request import Request
 from agent.base.hosts import snapshots as replay
 from agent.base.options import InputError
 from agent.checks.host_checks import checks_of_scans
+from agent.why.job import with_end_of_job, with_gate, with_nodes, with_record, with_restart
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
@@ -39,7 +29,6 @@ from contracts.run_record import RunRecord
 from planner import why
 from planner.why import Cause, RunFacts, Unknown, Verdict
 from planner.why.facts import BUSY_SECONDS
-from probes.api import Snapshot
 from probes.gpu import health
 from probes.registry import ALL
 
@@ -48,7 +37,6 @@ _MOST_LOG_LINES = 20_000_000
 _REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
 _MONITOR = ("this command again, after the ranks have called init_process_group. Only a job with the monitor writes "
             "there (topoflight launch, wrap or run)")  # fmt: skip
-_PASSED = re.compile(r"(?:NCCL DIAG |^ *)\[OK\] ")
 
 
 class WhyError(InputError):
@@ -63,12 +51,8 @@ class WhySources:
     run: Path | None = None
     ras: tuple[str, ...] = ()  # files, or HOST:PORT
     recorder: Path | None = None
-    diagnostics: tuple[str, ...] = ()
-    manifest: Path | None = None
-    request: Request = field(default_factory=Request)  # machine and run, used for prices
+    hosts: tuple[Path, ...] = ()  # recordings of nodes
     checks: tuple[Finding, ...] = ()  # of nodes, as published by their agents
-    published: tuple[Snapshot, ...] = ()  # what these agents read, as far as advice needs it
-    layout: str = ""  # of the run: "dp_shard=4,micro_batch=32"
     limit: float = BUSY_SECONDS  # longest time that ranks may wait for a busy rank
     again: str | None = None  # what a requeued job does; "": it has ended; None: unknown
 
@@ -81,22 +65,14 @@ def answer(sources: WhySources) -> Verdict:
     reports = [_ras(source) for source in sources.ras]
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
-    if checked := sum(_PASSED.search(line) is not None for line in _lines(sources.diagnostics)):
-        verdict = replace(verdict, sources=(*verdict.sources, f"NCCL's diagnostics: {checked} checks passed"))
-    request = sources.request
-    snapshots = replay(request.hosts, ALL) if request.hosts else sources.published
     if found is not None:
         verdict = with_log(verdict, found, seen)
-        verdict = with_sockets(verdict, found, request, sources.layout, snapshots, sources.manifest)
-    if request.hosts or sources.checks:
-        checks = (*sources.checks, *(checks_of_scans(snapshots) if request.hosts else ()))
-        verdict = with_nodes(verdict, checks)
-    if sources.manifest is not None:
-        verdict = with_manifest(verdict, sources.manifest)
+    if sources.hosts or sources.checks:
+        checks = checks_of_scans(replay(sources.hosts, ALL)) if sources.hosts else ()
+        verdict = with_nodes(verdict, (*sources.checks, *checks))
     record = _record(sources.run)
     if record is not None:
-        nodes = len({state.host for state in seen.states.values() if state.host})
-        verdict = with_price(with_record(verdict, record), record, request, nodes)
+        verdict = with_record(verdict, record)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
@@ -126,10 +102,9 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
         seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
     if not seen.states and seen.traces:
         seen = replace(seen, now=newest(seen.traces))
-    logs = (*sources.logs, *sources.diagnostics)
     try:
-        found = evidence.read_files(logs) if logs else None
-        log = watchdog.read(_lines(logs))
+        found = evidence.read_files(sources.logs) if sources.logs else None
+        log = watchdog.read(_lines(sources.logs))
         stacks, unranked = _stacks(sources.logs, seen)
     except OSError as error:
         raise WhyError(f"{error.filename}: {error.strerror}") from None
@@ -204,7 +179,7 @@ def _last_log(sources: WhySources) -> str:
     logs = [Path(path) for path in evidence.files_of(sources.logs) if isinstance(path, str | Path)]
     if not logs and sources.run is not None:
         logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
-    written = {path: path.stat().st_mtime for path in logs if bounded.is_file(path)}
+    written = {path: path.stat().st_mtime for path in logs if os.path.isfile(path)}
     return next(_tails([str(max(written, key=written.__getitem__))]), "") if written else ""
 
 
@@ -249,7 +224,7 @@ def _ras(source: str) -> ras.RasReport:
     """Read a RAS report from a file or a socket."""
     host, colon, port = source.rpartition(":")
     try:
-        if not bounded.exists(source) and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
+        if not os.path.exists(source) and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
             return ras.read(ras.ask(host, int(port)))
         return ras.read(bounded.read(source, ras.MOST_BYTES))
     except (OSError, bounded.TooLargeError, ras.RasError) as error:

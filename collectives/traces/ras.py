@@ -75,7 +75,7 @@ def read(raw: bytes) -> RasReport:
     if '"PEER_' in text:
         raise RasError("events of its monitor in JSON: give them as text")
     if "NCCL DIAG" in text or "=== RAS Diagnostics ===" in text:
-        raise RasError("this is its diagnostics: give them with --diag")
+        raise RasError("these are its diagnostics: give the file as LOG")
     if not _TEXTS["said"].search(text):
         raise RasError("no answer of NCCL's RAS: neither its JSON nor its text")
     return _text(text)

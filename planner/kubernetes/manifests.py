@@ -12,29 +12,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from contracts.plain import PlainError, loads
 from contracts.run_record import KILLED, RESUMABLE
 from planner.kubernetes.job import END_SECONDS, MOUNT, JobSpec
 
 Document = dict[str, Any]
 NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
-
-
-def attached(documents: Any) -> list[str]:
-    """Return the interfaces that Multus creates in the pods of these documents: their given names, or net1 to netN."""
-    found: list[str] = []
-    for one in mappings(documents):
-        marks = one.get("annotations")
-        networks = marks.get(NETWORKS_ANNOTATION) if isinstance(marks, dict) else None
-        found += _parse_annotation(networks) if isinstance(networks, str) else []
-    return list(dict.fromkeys(found))
 
 
 def mappings(document: Any) -> Iterator[Document]:
@@ -43,17 +31,6 @@ def mappings(document: Any) -> Iterator[Document]:
         yield document
     for one in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
         yield from mappings(one)
-
-
-def _parse_annotation(networks: str) -> list[str]:
-    """Return the interface names of a Multus annotation: "namespace/name@interface,...", or a JSON list of objects."""
-    rows: Any = [{"interface": word.strip().partition("@")[2]} for word in networks.split(",") if word.strip()]
-    if networks.lstrip().startswith("["):
-        rows = []
-        with suppress(PlainError):
-            rows = loads(networks)
-    names = [one.get("interface") if isinstance(one, dict) else None for one in rows[:32]]
-    return [str(name or f"net{number}")[:15] for number, name in enumerate(names, 1)]
 
 
 # The label with the job's name that each API's controller sets on the pods.

@@ -27,17 +27,6 @@ _MOST_BRANCHES = 4  # maximum number of branches of one template condition that 
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
 
-def missing_sources(documents: list[Any]) -> list[str]:
-    """Return the names of ConfigMaps that containers take variables from and that are not in the documents.
-
-    Raises EnvironmentTextError.
-    """
-    walk = _Walk(documents)
-    for document in documents:
-        walk.visit(document, title(document), 0)
-    return list(dict.fromkeys(name for script in walk.found.values() for name in script.files))
-
-
 def parse(text: str, kind: str) -> list[list[Any]]:
     """Parse YAML, JSON or TOML. Returns one list of documents for each branch of a template's conditions.
 

@@ -57,7 +57,7 @@ class Cause:
     evidence: tuple[str, ...] = ()
     action: str = ""
     cost: float | None = None  # fraction of the run's time that it costs while it lasts
-    price: str = ""  # the cost as text, and in hours and currency if steps and prices are known
+    price: str = ""  # the cost as text
 
 
 def cause_named(
@@ -95,9 +95,6 @@ class Verdict:
     disagree: tuple[str, ...] = ()  # sources that contradict each other, and which one was used
     unknown: tuple[Unknown, ...] = ()
     sources: tuple[str, ...] = ()
-    change: tuple[str, ...] = ()  # settings to change, of an environment or a manifest
-    forecast: str = ""  # after the change
-    assumed: tuple[str, ...] = ()  # by the forecast, where the question does not say it
     schema_version: int = SCHEMA_VERSION
 
 

@@ -170,7 +170,7 @@ def test_an_archive_costs_no_more_than_its_files(tmp_path: Path) -> None:
 
 
 READERS = [
-    "evidence {0}", "why {0}", "why --ras {0} {1}", "why --diag {0} {1}", "lint-env {0}", "topo --from {0}",
+    "evidence {0}", "why {0}", "why --ras {0} {1}", "lint-env {0}", "topo --from {0}",
     "scan --host {0}", "diff {0} {1}", "preflight --host {1} --expect-file {0}", "preflight --host {1} --baseline {0}",
     "wrap {0}", "launch --config {0} --host {1} --dry-run", "recommend --host {1} --model {0}",
     "recommend --host {1} --calibration {0}",

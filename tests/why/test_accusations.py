@@ -559,7 +559,7 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
     used = {"--run", "--watch", "--limit", "--output", "--metrics"}
     others = [option for option in why.params if option.opts[-1] not in used]
     for option in others:
-        value = {"--flight-recorder": str(tmp_path), "--manifest": __file__, "--host": __file__, "--method": "full"}
+        value = {"--flight-recorder": str(tmp_path), "--host": __file__}
         text = option.opts[-1]
         words = ["x"] if text == "logs" else [text, value.get(text, "7")]
         done = topoflight("why", "--watch", "--run", tmp_path, *words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +11,14 @@ from typing import Any
 import pytest
 from rigs.tables import each_row, rows_of
 
-from agent.advice import causes
-from agent.advice.request import Request
-from agent.cluster.node_facts import unpublished
 from agent.why import diagnosis as gathered
-from collectives.nccl_log.transport import Evidence
+from agent.why import job
 from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace
 from collectives.traces.states import Mark, RankState
 from collectives.traces.watchdog import LogFacts
 from contracts.finding import Finding, Status
-from contracts.run_record import Measured, RunRecord
 from planner.why import Cause, RunFacts, Verdict, judge
-from probes.api import Ok
-from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 
 rows = rows_of(__file__)
 
@@ -675,106 +668,15 @@ def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
     throttled = Finding(code="gpu.clocks.throttled", status=Status.FAIL, node="host-2", subject="GPU 3", message="hot")
     cause = Cause(code="link.node", message="the network of host-2 carries nothing", nodes=("host-2",))
     cut = Verdict(state="stuck", line="stuck", nodes=("host-2",), causes=(cause,))
-    found = causes.with_nodes(cut, [*down, throttled])
+    found = job.with_nodes(cut, [*down, throttled])
     assert (found.nics, found.gpus) == (("host-2 mlx5_0",), ())
     assert found.causes[0].action == "plug it in"
     assert "rdma.port.down mlx5_0" in found.causes[0].evidence[0]
     slow = replace(cut, causes=(replace(cause, code="rank.compute"),))
-    assert causes.with_nodes(slow, [*down, throttled]).gpus == ("host-2 GPU 3",)
-    nothing = causes.with_nodes(NOTHING, down)
+    assert job.with_nodes(slow, [*down, throttled]).gpus == ("host-2 GPU 3",)
+    nothing = job.with_nodes(NOTHING, down)
     assert (nothing.state, nothing.causes, nothing.nics) == ("fine", (), ())
-    assert "host-2" in causes.with_nodes(cut, down[1:]).unknown[0].what
-
-
-NETWORKS = """kind: Pod
-metadata: {{name: a, annotations: {{k8s.v1.cni.cncf.io/networks: '{}'}}}}
-"""
-
-
-@each_row(("networks", "words"), rows("rdma_names"))
-def test_the_interface_of_rdma_is_named_by_who_knows_it(tmp_path: Path, networks: str, words: str) -> None:
-    manifest = tmp_path / "job.yaml"
-    manifest.write_text(NETWORKS.format(networks))
-    assert causes.rdma_of((), Evidence(), manifest) == words
-    assert causes.rdma_of((), Evidence(hcas=("mlx5_1:1/RoCE",)), manifest) == "mlx5_1"
-    port = RdmaPort(port=1, state="ACTIVE", netdev="net1")
-    device = RdmaDevice(name="mlx5_1", kind="hca", ports=(port, replace(port, port=2, state="DOWN", netdev="net2")))
-    scan = replace(unpublished("a", ""), outcomes={"rdma": Ok(facts=RdmaFacts(devices=(device,)))})
-    assert causes.rdma_of((scan,), Evidence(), manifest) == "net1"
-    assert causes.rdma_of((), Evidence(), None) == ""
-
-
-def test_a_cause_costs_its_share_of_all_steps() -> None:
-    slow = judge(of(history(60, {3: 0.5})))
-    assert slow.causes[0].cost == pytest.approx(0.5, abs=0.05)
-    record = RunRecord(measured=Measured(step_seconds=2.0))
-    request = Request(price="36", nodes=2).changed(steps=3600)
-    found = causes.with_price(slow, record, request, 0)
-    assert "min of 2 h 0 min for 3600 steps, +68 of your prices" in found.causes[0].price
-    assert found.forecast.startswith("without it: ")
-    assert causes.with_price(slow, RunRecord(), request, 0) == slow
-
-
-SOCKETS = """pod-0:1:2 [0] NCCL INFO NCCL version 2.21.5+cuda12.4
-pod-0:1:2 [0] NCCL INFO comm 0x5 rank 0 nRanks 16 nNodes 2 localRanks 8 localRank 0 MNNVL 0
-pod-0:1:2 [0] NCCL INFO Using network Socket
-pod-0:1:2 [0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/Socket/0
-"""
-
-
-def test_sockets_are_priced_by_the_best_layout_where_none_is_named(tmp_path: Path) -> None:
-    log = tmp_path / "job.log"
-    log.write_text(SOCKETS)
-    request = Request.of(machine="dgx-h100", nodes=2, network="25G", model="Llama-3.1-8B")
-    found = gathered.answer(gathered.WhySources(logs=(str(log),), request=request))
-    assert found.state == "slow"
-    assert "instead of RDMA: " in found.causes[0].price
-    assert any("over which interface RDMA" in one.what for one in found.unknown)
-    manifest = tmp_path / "job.yaml"
-    manifest.write_text(NETWORKS.format("rdma-net"))
-    named = gathered.answer(gathered.WhySources(logs=(str(log),), request=request, manifest=manifest))
-    assert "instead of RDMA over net1 of the manifest's networks: " in named.causes[0].price
-
-
-def test_a_price_of_sockets_is_of_one_layout_and_says_what_it_assumes(tmp_path: Path) -> None:
-    log = tmp_path / "job.log"
-    log.write_text(SOCKETS)
-
-    def verdict(layout: str, **more: Any) -> Any:
-        asked = {"machine": "ND96amsr_A100_v4", "nodes": 2, "network": "25G", "model": "Llama-3.1-8B"} | more
-        sources = gathered.WhySources(logs=(str(log),), request=Request.of(**asked), layout=layout)
-        return gathered.answer(sources)
-
-    batch = "global batch not given: 64 sequences assumed"
-    none = "layout not given: DDP, the fastest with RDMA, is assumed"
-    for layout, more, assumed in (
-        ("", {}, (batch, none)), ("", {"global_batch": 64}, (none,)), ("dp_shard=16", {}, (batch,)),
-        ("dp_shard=16,micro_batch=4", {"global_batch": 64}, ()),
-        ("dp_shard=16,micro_batch=4,gradient_accumulation=2", {}, ()),
-    ):  # fmt: skip
-        found = verdict(layout, **more)
-        assert len(found.assumed) == len(assumed), (layout, more, found.assumed)
-        assert all(map(str.startswith, found.assumed, assumed)), (layout, more, found.assumed)
-        assert found.change == ()  # what Azure publishes does not choose the network
-    part = verdict("dp_shard=16")  # over sockets alone another micro-batch and checkpointing would be the fastest
-    micro, recompute = re.search(r"micro-batch (\d+), checkpointing (\w+) on", part.forecast).groups()
-    whole = verdict(f"dp_shard=16,micro_batch={micro},checkpointing={recompute}")
-    assert (part.causes[0].price, part.forecast) == (whole.causes[0].price, whole.forecast)
-    for more in ({"model": None}, {"network": None}):  # what is missing is asked for in one go
-        hint = next(one.command for one in verdict("", **more).unknown if "costs" in one.what)
-        assert all(option in hint for option in ("--network", "--sequence-length", "--global-batch", "--layout")), hint
-
-
-def test_manifests_and_scripts_are_judged_as_lint_env_does(tmp_path: Path) -> None:
-    script, job = tmp_path / "job.sh", tmp_path / "job.yaml"
-    script.write_text("export NCCL_IB_DISABLE=1\ntorchrun train.py\n")
-    found = gathered.answer(gathered.WhySources(manifest=script))
-    assert (found.state, found.causes[0].code) == ("slow", "env.debug.leftover")
-    assert "NCCL_IB_DISABLE" in found.line
-    container = "{name: main, envFrom: [{configMapRef: {name: nccl}}], args: [bash, -c, torchrun train.py]}"
-    job.write_text(f"kind: Job\nmetadata: {{name: sft}}\nspec: {{template: {{spec: {{containers: [{container}]}}}}}}\n")
-    unknown = gathered.answer(gathered.WhySources(manifest=job)).unknown
-    assert any("ConfigMap nccl" in one.what and "kubectl get configmap nccl" in one.command for one in unknown)
+    assert "host-2" in job.with_nodes(cut, down[1:]).unknown[0].what
 
 
 @pytest.mark.long
