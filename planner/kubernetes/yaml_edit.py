@@ -46,8 +46,8 @@ def extended(text: str, target: list[Any]) -> str:
     """
     before = documents(text)
     _check_only_added(before, target, "")
-    edits = _Edits(text)
-    for node, old, new in zip(yaml.compose_all(text, yaml.SafeLoader), before, target, strict=True):
+    edits, nodes = _Edits(text), list(yaml.compose_all(text, yaml.SafeLoader))  # a list keeps the ids of all nodes
+    for node, old, new in zip(nodes, before, target, strict=True):
         edits.compare(node, old, new)
     made = edits.made()
     with suppress(YamlTextError):

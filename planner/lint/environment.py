@@ -305,6 +305,10 @@ def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[
     for name, row in settings()["needs"].items():
         if environment.get(name) and row["other"] not in named:
             yield finding("env.pair.missing", name, environment[name], why=row["why"], other=row["other"])
+    value = environment.get("NCCL_COLLNET_ENABLE", "")
+    helpers = any(each.startswith(("NCCL_SHARP_", "SHARP_", "NCCL_UCX_", "NCCL_IBEXT_")) for each in named)
+    if strtoll(value)[0] > 0 and not helpers and "NCCL_NET_PLUGIN" not in named:
+        yield finding("env.pair.missing/collnet", "NCCL_COLLNET_ENABLE", value)
 
 
 def nodes_of(environment: Mapping[str, str]) -> int | None:
