@@ -312,30 +312,17 @@ def _held_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) ->
     status = min((status_of(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
     if status == "unknown":
         message += f": {write.bars[0].why[0]}" if write.bars else ""
+    now = next((bar for bar in known if bar.name == IS), None)
     if status in ("unknown", "pass"):
         key = f"{LOW_BANDWIDTH} pass"
-        return make_finding(key, result.host, status, subject=write.port, evidence=evidence, measured=message)
-    cause, remedy = _cause_of_write(write, result, then)
-    return make_finding(LOW_BANDWIDTH, result.host, status, subject=write.port, evidence=evidence, measured=message,
-                cause=cause, remedy=remedy)  # fmt: skip
-
-
-def _cause_of_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> tuple[str, str]:
-    """Return the cause, as far as this host shows it, and the remedy."""
-    now = next((bar for bar in write.bars if bar.name == IS and bar.low is not None), None)
-    if now is not None and now.low is not None and write.bytes_per_second >= now.low:
-        return f"the port is what limits it: {'; '.join(now.why)}", (
-            "See rdma.port.rate, rdma.mtu.small and topology.nic.pcie_bound for this device."
-        )
-    return (
-        f"the port of {result.host} is as it was, so the fault is on the link between {result.host} and {result.peer}"
-        if then
-        else f"the port of {result.host} could carry more, so the fault is on the link between {result.host} and "
-        f"{result.peer}, or at its other end"
-    ), (
-        "Measure the other way round, then each of the two with a third host: the one that is slow with both has the "
-        "bad port, cable or switch port. rdma.counters.rising on either side names packet loss."
-    )
+    elif now is not None and now.low is not None and value >= now.low:
+        key = f"{LOW_BANDWIDTH} port"
+    else:
+        key = f"{LOW_BANDWIDTH} baseline" if then else LOW_BANDWIDTH
+    return make_finding(
+        key, result.host, status, subject=write.port, evidence=evidence, measured=message, host=result.host,
+        peer=result.peer, why="; ".join(now.why) if now else "",
+    )  # fmt: skip
 
 
 # The child of agent.jobs.child.

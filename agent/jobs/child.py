@@ -1,9 +1,8 @@
-"""Measure, calibrate and train on this host in a child process, and return its results.
+"""Measure and calibrate on this host in a child process, and return its results.
 
-The children are agent.jobs.benchmark and agent.jobs.launch. They hold the host's lock, start the ranks, read NCCL's log
-and end all processes that they started. A verb that only needs the result loads none of this code. A child reads one
-JSON document from stdin and answers in JSON lines: {"note": text} during the work, and at the end {"answer": value} or
-{"error": text}.
+The child is agent.jobs.benchmark. It holds the host's lock, starts the ranks, reads NCCL's log and ends all processes
+that it started. A verb that only needs the result loads none of this code. The child reads one JSON document from stdin
+and answers in JSON lines: {"note": text} during the work, and at the end {"answer": value} or {"error": text}.
 """
 
 from __future__ import annotations
@@ -15,22 +14,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import click
 
 from agent.base import units
-from agent.base.output import Progress, write_atomic
+from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
 from agent.checks.measured import JUDGED_OPS
 from collectives.bench.results import BenchResult, read_as
-from contracts import run_record
-from contracts.job_plan import JobPlan, dumps
-from contracts.run_record import RunRecord
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.forecast.models import model_named
 from probes import wire
@@ -39,6 +33,7 @@ from probes.gpu.facts import GpuFacts
 from topology.paths import Due
 
 BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
+_PROGRAM = "agent.jobs.benchmark"
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)  # blocked in the child until its handlers are installed
 
 
@@ -74,7 +69,7 @@ def measure(
         "task": "measure", "snapshot": wire.to_json(host), "ranks": ranks, "budget_seconds": seconds, "quick": quick,
         "force": force, "due": asdict(due) if due else None, "environment": dict(environment or {}),
     }  # fmt: skip
-    found, signals = _ask("agent.jobs.benchmark", request, progress.note, stop)
+    found, signals = _ask(request, progress.note, stop)
     result = read_as(found, BenchResult)
     if signals:  # also a signal received after the last measurement
         result = replace(result, stopped_by=signals[0])
@@ -98,39 +93,18 @@ def calibration(
         "device": "cuda" if gpu else "cpu", "copies": ranks, "method": "full" if method == "full" else "lora",
         "budget_seconds": budget_seconds,
     }  # fmt: skip
-    found, signals = _ask("agent.jobs.benchmark", request, lambda _words: None, stop or threading.Event())
-    _end_if_interrupted(signals)
+    found, signals = _ask(request, lambda _words: None, stop or threading.Event())
+    if signal.SIGINT.name in signals:
+        raise KeyboardInterrupt
     return parse_calibration(found)
 
 
-def train(
-    plan: JobPlan, output: Path, *, timeout_seconds: float, grace_seconds: int, on_line: Callable[[str], None],
-    stop: threading.Event,
-) -> tuple[RunRecord | None, str]:  # fmt: skip
-    """Run the job of the plan to its end; return its record, and why the run is not usable (empty if it is).
-
-    Raises ChildError, OSError.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomic(output / "plan.json", dumps(plan))
-    began = time.time()
-    request = {"output": str(output), "timeout_seconds": timeout_seconds, "grace_seconds": grace_seconds}
-    why, signals = _ask("agent.jobs.launch", request, on_line, stop)
-    _end_if_interrupted(signals)
-    return run_record.of_start(output / "run.json", began), str(why)
-
-
-def _end_if_interrupted(signals: Sequence[str]) -> None:
-    if signal.SIGINT.name in signals:
-        raise KeyboardInterrupt
-
-
 def _ask(
-    program: str, request: Mapping[str, Any], on_note: Callable[[str], None], stop: threading.Event
+    request: Mapping[str, Any], on_note: Callable[[str], None], stop: threading.Event
 ) -> tuple[Any, Sequence[str]]:
     """Return the child's answer, and the signals received meanwhile. Raises ChildError, KeyboardInterrupt."""
     last: dict[str, Any] = {}
-    with _child(program, stop) as (child, signals):
+    with _child(stop) as (child, signals):
         assert child.stdin is not None and child.stdout is not None  # noqa: S101 - opened for it
         with contextlib.suppress(BrokenPipeError), child.stdin:  # the child has died; its exit code is reported below
             child.stdin.write(json.dumps(request))
@@ -140,12 +114,13 @@ def _ask(
                 on_note(last["note"])
     if "answer" in last:
         return last["answer"], signals
-    _end_if_interrupted(signals)
-    raise ChildError(last.get("error") or f"{program} ended with exit code {child.returncode} and gave no answer")
+    if signal.SIGINT.name in signals:
+        raise KeyboardInterrupt
+    raise ChildError(last.get("error") or f"{_PROGRAM} ended with exit code {child.returncode} and gave no answer")
 
 
 @contextlib.contextmanager
-def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+def _child(stop: threading.Event) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """Start the child; yield it and the names of the signals forwarded to it. It has ended when the block is left.
 
     SIGTERM and Ctrl-C are delayed until the child has its handlers. It then answers with the results it has. A second
@@ -157,7 +132,7 @@ def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Pop
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         with subprocess.Popen(
-            [sys.executable, "-P", "-m", program, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-m", _PROGRAM, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, start_new_session=True,
         ) as child:  # fmt: skip
 

@@ -37,7 +37,7 @@ from agent.checks.verdict import (
     unjudged,
     with_environment,
 )
-from agent.jobs import child
+from agent.jobs import child, launch
 from agent.jobs.child import ChildError
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
@@ -318,15 +318,17 @@ def _train(
     output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     try:
         plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
-        record, why = child.train(
+        done = launch.train(
             plan, output, timeout_seconds=options["timeout"], grace_seconds=grace(advice, None),
             on_line=progress.note, stop=stop,
         )  # fmt: skip
-    except (InputError, ChildError, OSError) as error:
+    except (InputError, OSError) as error:
         return None, str(error)
-    if record is not None:
-        result_store.store_run(record)
-    return (None, why) if why else (record, "")
+    if done.record is not None:
+        result_store.store_run(done.record)
+        if done.exit_code == 0 or (done.wrote_its_end and not done.cut_short):
+            return done.record, ""
+    return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
 def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
