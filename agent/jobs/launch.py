@@ -20,7 +20,7 @@ from pathlib import Path
 
 from agent.advice.job_settings import GRACE_SECONDS
 from agent.base.output import write_atomic
-from agent.jobs.child import sigterm
+from agent.jobs.signals import sigterm
 from collectives.bench import processes
 from contracts import run_record
 from contracts.job_plan import JobPlan, dumps
