@@ -70,7 +70,7 @@ def recommend(**options: object) -> None:
         explain = bool(options["explain"])
         from agent.terminal.advice import recommendation
 
-        emit(advice, form, lambda out: recommendation(out, advice, explain=explain, brief=not explain))
+        emit(advice, form, lambda out: recommendation(out, advice, brief=not explain))
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         nodes = request.nodes or max(1, len(request.hosts))
         print_text(export(advice, form, nodes=nodes), nl=False)

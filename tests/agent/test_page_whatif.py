@@ -1,4 +1,4 @@
-"""The what-if page: worked examples before a question, and with it layouts, cost and what other numbers of nodes do."""
+"""The what-if page: layouts, cost and what other numbers of nodes do."""
 
 from __future__ import annotations
 
@@ -27,14 +27,6 @@ def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
     answer = questions.answer(known, "what_if", {"fields": tuple(fields.items())})
     assert isinstance(answer, Answer)
     return answer.body.decode()
-
-
-def test_it_opens_with_worked_examples_that_are_questions_to_ask_again() -> None:
-    text = page()
-    assert text.count('<a href="what-if?model=') == len(pages.examples())
-    table = text[text.index("Worked examples") :]
-    assert len(re.findall(r"\d+ (?:m?s|s) \(", table)) == len(pages.examples()), "each with its step"
-    assert "nothing fits" not in table
 
 
 def test_a_machine_of_the_catalogue_shows_time_and_cost_by_nodes() -> None:
