@@ -141,8 +141,7 @@ def findings_of(checks: Iterable[Finding]) -> Findings:
 
 def _fault(group: Group) -> str:
     on = group.place if len(group.subjects) == 1 else group.places
-    text = "; ".join(dict.fromkeys(check.message for check in group.checks)) if group.trouble else group.message
-    return f"{', '.join(group.codes)}{on and ' '}{on}: {text}"
+    return f"{group.id}{on and ' '}{on}: {group.message}"
 
 
 def answer(

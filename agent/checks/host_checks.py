@@ -35,8 +35,8 @@ from topology import check as topology_check
 from topology.build import build
 from topology.graph import NodeTopology, Pairs, rank
 
-if TYPE_CHECKING:  # pydantic, which is not loaded without expectations
-    from agent.checks.expect import Expectation
+if TYPE_CHECKING:
+    from agent.checks.expect import Expected
 
 EXPECT_CODES = ("expect.node.unmet",)
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes that apply to every host
@@ -145,7 +145,7 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
 
 def checks_of_hosts(
     snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
-    expected: Expectation | str | None = None,
+    expected: Sequence[Expected] | str = (),
 ) -> tuple[Finding, ...]:  # fmt: skip
     """Run all checks of these hosts; `earlier` scans of the same hosts show which counters rise.
 
@@ -159,8 +159,10 @@ def checks_of_hosts(
             unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
                              required=True)  # fmt: skip
             found = (*found, unread)
-        elif expected is not None:
-            found = expected.settle(found, snapshot, node)
+        elif expected:
+            from agent.checks.expect import settle
+
+            found = settle(expected, found, snapshot.hostname, (snapshot, node))
         checks.extend(found)
     return tuple(checks)
 

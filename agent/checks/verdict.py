@@ -26,7 +26,7 @@ from topology.cluster import join
 from topology.graph import NodeTopology
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expectation
+    from agent.checks.expect import Expected
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult
     from collectives.search.plan import SearchResult
@@ -187,7 +187,7 @@ def build_view(
     *,
     runs: tuple[RunRecord, ...] = (),
     earlier: Sequence[Snapshot] = (),
-    expected: Expectation | str | None = None,
+    expected: Sequence[Expected] | str = (),
     search: SearchResult | None = None,
 ) -> View:
     """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.

@@ -25,8 +25,8 @@ from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, Measured, NodeRecord
 from collectives.bench.results import Bar
 from contracts.finding import Finding, Status
 
-if TYPE_CHECKING:  # pydantic, which is not loaded without expectations
-    from agent.checks.expect import Expectation
+if TYPE_CHECKING:
+    from agent.checks.expect import Expected
 
 _SILENT, _VERDICT = CLUSTER_CODES
 
@@ -56,7 +56,7 @@ def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
 
 
 def checks_of(
-    names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
+    names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Sequence[Expected] = ()
 ) -> tuple[Finding, ...]:
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now
@@ -69,8 +69,11 @@ def checks_of(
             continue
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = published(name, record)
-        if expected is not None:
-            found = _settled(expected, record, held, found)
+        if expected:
+            from agent.checks.expect import settle
+
+            node = held.topology(record)
+            found = [*settle(expected, found, name, (held.snapshot(record), node) if node else None)]
         checks += [*found, *_against_equals(record, peers)]
     return tuple(checks)
 
@@ -111,19 +114,6 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
         check = make_finding(case, record.name, status, subject=subject, measured=measured, count=len(same))
         made.append(replace(check, remedy="") if status == "pass" else check)
     return made
-
-
-def _settled(expected: Expectation, record: NodeRecord, held: Fleet, found: Sequence[Finding]) -> list[Finding]:
-    """Add the expectations of a node from its record; for a record of another release all of them are unknown."""
-    from agent.checks import expect
-
-    node = held.topology(record)
-    if node is None:
-        why = f"the record of {record.name} holds no graph of this release"
-        more = expect.unread(expected, record.name, why)
-    else:
-        more = expect.checks_of(expected, held.snapshot(record), node, record.name)
-    return [*expect.settled((*found, *more))]
 
 
 def _why_silent(record: NodeRecord | None, now: float) -> str:

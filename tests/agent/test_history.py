@@ -14,7 +14,7 @@ from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes,
 from rigs.tables import each_row, rows_of
 
 from agent.checks import history
-from agent.checks.expect import Expectation, parse
+from agent.checks.expect import Expected, parse
 from agent.checks.explain import section
 from agent.checks.history import AT_ONCE, History
 from agent.checks.measured import ALL_CODES
@@ -80,9 +80,9 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
     """Withdrawn as a whole, or one of several of which another cannot be read; also in the agent that starts next."""
     blind = with_outcomes(tray, rdma=Absent(why="not read"))
     both, one = parse(["gpus=72,hcas=1"]), parse(["hcas=1"])
-    rows: list[tuple[str, Snapshot, Expectation | str | None, bool]] = [
+    rows: list[tuple[str, Snapshot, tuple[Expected, ...] | str, bool]] = [
         ("withdrawn", tray, None, False),
-        ("empty", tray, Expectation(), False),
+        ("empty", tray, (), False),
         ("one of two withdrawn, the other unknown", blind, one, False),
         ("met", tray, parse(["gpus=1,hcas=1"]), False),
         ("still unmet", tray, both, True),
