@@ -23,7 +23,7 @@ from topology.check import departures
 from topology.expected import FAILS_BELOW
 from topology.paths import Bar as BarName
 
-BUSBW, NVLS, MNNVL = "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off"
+BUSBW, NVLS = "bench.busbw.low", "bench.nvls.unused"
 SHOULD: Final = "as it should be"
 IS: Final = "as it is"
 BASELINE: Final = "as in the baseline"
@@ -57,7 +57,7 @@ def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[F
     """Return the checks of all results measured with enough bytes."""
     node = ", ".join(sorted(set(result.hosts)))
     judged = [m for m in result.measurements if m.verified and is_judged_result(m)]
-    return [*_busbw(judged, result, snapshots, node), _nvls(judged, result, node), _mnnvl(judged, result, node)]
+    return [*_busbw(judged, result, snapshots, node), _nvls(judged, result, node)]
 
 
 def least_of(m: Measurement) -> float | None:
@@ -84,7 +84,7 @@ def _busbw(
     if not judged:
         yield make_finding(f"{BUSBW} unknown", node, why=_why_not(result))
     for m in judged:
-        yield _held(m, node, snapshots)
+        yield _held(m, node, result, snapshots)
 
 
 def _why_not(result: BenchResult) -> str:
@@ -97,7 +97,7 @@ def _why_not(result: BenchResult) -> str:
     return "no result of at least 64 MiB per rank; smaller sizes measure latency, not links"
 
 
-def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
+def _held(m: Measurement, node: str, result: BenchResult, snapshots: Sequence[Snapshot]) -> Finding:
     """Compare a measurement with its bars: the first is the expected value, "as it is" counts only active links."""
     value = m.busbw_bytes_per_second
     first = next((bar for bar in m.bars if bar.name != IS), None)
@@ -116,7 +116,7 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
     if status == "pass":
         case = "open" if first is None or first.low is None else "pass"
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
-    case, words = _cause(m, first, now, value, snapshots)
+    case, words = _cause(m, first, now, result, snapshots)
     return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **words)
 
 
@@ -140,16 +140,19 @@ def status_of(value: float, bar: Bar) -> Status:
 
 
 def _cause(
-    m: Measurement, first: Bar | None, now: Bar | None, value: float, snapshots: Sequence[Snapshot]
+    m: Measurement, first: Bar | None, now: Bar | None, result: BenchResult, snapshots: Sequence[Snapshot]
 ) -> tuple[str, dict[str, object]]:
     """Return the cause as far as the two bars show it: the case of the finding, and the values for its text."""
-    hosts = len(set(m.hosts))
+    hosts, value = len(set(m.hosts)), m.busbw_bytes_per_second
     if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
         return " ring", {}
     due = (first.low if first else None) or 0.0
     if now is not None and now.low is not None and now.low <= value and now.low < due:
         missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
         return " links", {"missing": "; ".join(missing) or _difference(first, now)}
+    remote = result.evidence.inter_node_transport if result.evidence else None
+    if hosts > 1 and len(result.nvlink_domains) == 1 and result.nvlink_domains[0] and remote != "NVLink (MNNVL)":
+        return " mnnvl", {"hosts": hosts, "domain": result.nvlink_domains[0], "by": remote or "another way"}
     if hosts > 1:
         nccl = m.backend == "nccl"
         one = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
@@ -184,35 +187,11 @@ def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Find
                 bar=bar_words(bar), ring=units.rate(ring))  # fmt: skip
 
 
-def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
-    """Check for hosts of one NVLink domain whose ranks do not reach each other over NVLink."""
-    hosts, domains = len(set(result.hosts)), result.nvlink_domains
-    if hosts < 2 or len(domains) != 1 or not domains[0]:
-        why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
-        return make_finding(f"{MNNVL} unknown", node, why=why)
-    proof = result.evidence
-    lines = tuple(f"line {row.line}: {row.text}" for row in (proof.fabric if proof else ()) if "MNNVL" in row.proves)
-    remote = proof.inter_node_transport if proof else None
-    if remote == "NVLink (MNNVL)":
-        return make_finding(f"{MNNVL} pass", node, evidence=lines)
-    slow = [
-        m for m in judged if len(set(m.hosts)) > 1 and any(b.low and m.busbw_bytes_per_second < b.low for b in m.bars)
-    ]
-    if not (lines or remote not in (None, "unknown") or slow):
-        return make_finding(f"{MNNVL} unknown", node, why="the log does not say how NCCL joins the hosts")
-    off = result.environment.get("NCCL_MNNVL_ENABLE") == "0"
-    return make_finding(
-        MNNVL, node, evidence=lines or ("the log has no line on MNNVL",), hosts=hosts, domain=domains[0],
-        by=f"over {remote}" if remote not in (None, "unknown") else "by another way",
-        choice=" (NCCL_MNNVL_ENABLE=0 in the environment)" if off else "",
-    )  # fmt: skip
-
-
 # The checks of a benchmark and of a run.
 
 
 BENCH_CODES = (
-    "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off",
+    "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused",
     "bench.rank.slow", "evidence.gdrdma.off", "evidence.log.problem",
 )  # fmt: skip
 RUN_CODES = (

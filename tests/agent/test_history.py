@@ -81,8 +81,7 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
     blind = with_outcomes(tray, rdma=Absent(why="not read"))
     both, one = parse(["gpus=72,hcas=1"]), parse(["hcas=1"])
     rows: list[tuple[str, Snapshot, tuple[Expected, ...] | str, bool]] = [
-        ("withdrawn", tray, None, False),
-        ("empty", tray, (), False),
+        ("withdrawn", tray, (), False),
         ("one of two withdrawn, the other unknown", blind, one, False),
         ("met", tray, parse(["gpus=1,hcas=1"]), False),
         ("still unmet", tray, both, True),
