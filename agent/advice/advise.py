@@ -66,13 +66,10 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     rows = texts("assumed_rows", length=request.train.sequence_length) if is_assumed else request.unmeasured
     unknowns = (*advice.unknowns, rows) if rows else advice.unknowns
     advice = replace(advice, rows=rows_of(request), node_hour_price=price, unknowns=unknowns)
-    if advice.chosen is None or not budget_names:
+    steps = _steps_of(request, advice.chosen) if advice.chosen else None
+    if advice.chosen is None or steps is None:
         return advice
-    step = advice.chosen.forecast.step_seconds
-    if request.epochs is not None and request.unmeasured and rows_of(request) is None:
-        return advice
-    steps = steps_of(request, advice.chosen)
-    whole = step.scaled(steps)
+    whole = advice.chosen.forecast.step_seconds.scaled(steps)
     cost = None if price is None else whole.scaled(price * nodes / 3600.0)
     return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
 
@@ -80,24 +77,22 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
 _ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps is not rounded up
 
 
-def steps_of(request: Request, chosen: RankedLayout) -> int:
-    """Return the optimizer steps of the whole run, at least 1. RequestError for epochs if the rows are unknown."""
-    forecast = chosen.forecast
-    if request.train.steps is not None:
-        return request.train.steps
+def _steps_of(request: Request, chosen: RankedLayout) -> int | None:
+    """Return the optimizer steps of the whole run; None without a budget, or if the rows could not be measured."""
+    forecast, train, rows = chosen.forecast, request.train, rows_of(request)
     if request.hours is not None:
         return int(request.hours * 3600 / forecast.step_seconds.mid * (1.0 + _ROUNDING))
     if request.tokens is not None:
         steps = request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)
         return max(1, math.ceil(steps * (1.0 - _ROUNDING)))
-    rows = rows_of(request)
+    if request.epochs is None or (rows is None and request.unmeasured):
+        return train.steps
     if rows is None:
         raise RequestError("epochs: the number of rows is unknown; give rows, lengths or dataset")
-    train = request.train
     if train.packing and train.length_histogram:  # several rows are packed into one sequence
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
     per_epoch = max(1, math.ceil(rows / chosen.layout.global_batch))  # the last batch contains the remaining rows
-    return max(1, math.ceil((request.epochs or 1.0) * per_epoch))
+    return max(1, math.ceil(request.epochs * per_epoch))
 
 
 def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
@@ -163,15 +158,13 @@ def answer(
         from agent.checks.host_checks import checks_of_scans
 
         checks = checks_of_scans(snapshots)
-    calibration = calibrated
+    ranks = ranks or request.ranks_per_node
     try:
-        if calibration is None and request.calibration is not None:
-            calibration = load_calibration(request.calibration)
-        ranks = ranks or request.ranks_per_node
-        cluster = cluster_of(request, snapshots, ranks)
+        stored = load_calibration(request.calibration) if request.calibration and calibrated is None else None
         return of_cluster(
-            request, cluster, snapshots, measured=measured, calibration=calibration, ranks=ranks, checks=checks
-        )
+            request, cluster_of(request, snapshots, ranks), snapshots, measured=measured,
+            calibration=calibrated or stored, ranks=ranks, checks=checks,
+        )  # fmt: skip
     except (LayoutError, machines.MachineError, CalibrationError, ValueError) as error:
         raise RequestError(str(error)) from None
 

@@ -74,7 +74,7 @@ def launch(
         for word, line in summary(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
     if folder is None:  # the output folder of the job's settings
-        settings = job_settings.explicit_settings(options["config"], options["overrides"], options["trainer"])
+        settings = job_settings.settings(options["config"], options["overrides"], options["trainer"]).explicit
         folder = Path(settings.get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
         _launch_on_slurm(advice, found, folder, shown, options)

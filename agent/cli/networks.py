@@ -51,7 +51,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
 
 def _here(options: dict[str, Any]) -> NetworkBars:
     """Run over network namespaces of this host."""
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, job_request
+    from agent.advice.job_settings import EMBEDDED_MODEL, job_request, settings
     from agent.advice.request import Request
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
@@ -63,9 +63,9 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     if options["ranks"] not in (None, HOSTS):
         raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
     shaped = namespaces.parse(options["networks"] or DEFAULT_NETWORKS)
-    settings = explicit_settings(options["config"], options["overrides"])
+    explicit = settings(options["config"], options["overrides"]).explicit
     defaults = {"max_steps": networks.STEPS, "save_strategy": "no", "eval_strategy": "no"}
-    unset = (f"{name}={value}" for name, value in defaults.items() if name not in settings)
+    unset = (f"{name}={value}" for name, value in defaults.items() if name not in explicit)
     overrides = (*options["overrides"], *unset)
     request = Request.of(
         model=options["model"], method=options["method"], sequence_length=options["sequence_length"],
@@ -101,7 +101,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
 def _there(options: dict[str, Any]) -> NetworkBars:
     """Run one cluster job per network, one after another; with --dry-run print the jobs and exit."""
     from agent.advice.advise import answer, with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request, transport
+    from agent.advice.job_settings import EMBEDDED_MODEL, settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
     from agent.base.options import RequestError
     from agent.cluster.client import connect
@@ -111,8 +111,8 @@ def _there(options: dict[str, Any]) -> NetworkBars:
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
     over = networks.parse(options["networks"])
-    settings = explicit_settings(options["config"], options["overrides"])
-    request = for_whole_run(with_rows(training_request(options), settings), settings)
+    explicit = settings(options["config"], options["overrides"]).explicit
+    request = for_whole_run(with_rows(training_request(options), explicit), explicit)
     found = snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
     advice = answer(request, found)
@@ -153,7 +153,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
         title=f"One fine-tune of {model}, {layout.family} over "
         f"{layout.world_size} ranks, by network",
         where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
-        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or settings.get("max_steps") or 1,
+        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or explicit.get("max_steps") or 1,
         node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
     ))  # fmt: skip
 

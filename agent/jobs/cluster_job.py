@@ -269,7 +269,7 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
 def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of --config, overridden by --set."""
     trainer = options.get("trainer", job_settings.OURS)
-    return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()), trainer)
+    return job_settings.settings(options.get("config"), options.get("overrides", ()), trainer).explicit
 
 
 def resources_for(advice: Recommendation, options: Mapping[str, Any]) -> tuple[str, ...] | None:
