@@ -190,22 +190,16 @@ def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Find
 # The checks of a benchmark and of a run.
 
 
-BENCH_CODES = (
-    "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused",
-    "bench.rank.slow", "evidence.gdrdma.off", "evidence.log.problem",
-)  # fmt: skip
-RUN_CODES = (
-    "run.failed", "run.layout.mismatch", "run.loss.not_falling", "forecast.step_time.outside",
-    "forecast.memory.outside",
-)  # fmt: skip
+def _codes(*families: str) -> tuple[str, ...]:
+    """Return the codes of findings.toml that begin with one of these words."""
+    return tuple(dict.fromkeys(code for key in _TEXTS if (code := key.split()[0]).startswith(families)))
 
 
-RDMA_BENCH_CODES = ("bench.rdma.low_bandwidth",)
-SEARCH_CODES = (
-    "search.node.lost", "search.node.stuck", "search.node.slow", "search.node.part", "search.node.unjudged",
-    "search.link.bad",
-)  # fmt: skip
-CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
+RDMA_BENCH_CODES = _codes("bench.rdma.")
+BENCH_CODES = tuple(code for code in _codes("bench.", "evidence.") if code not in RDMA_BENCH_CODES)
+RUN_CODES = _codes("run.", "forecast.")
+SEARCH_CODES = _codes("search.")
+CLUSTER_CODES = _codes("cluster.")
 PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
 HOST_CODES: tuple[str, ...] = (  # checks that a preflight of a host can perform
     *PROBE_CODES, *SCAN_CODES, *TOPOLOGY_CODES, *ENVIRONMENT_CODES, *EXPECT_CODES, *BENCH_CODES, *RUN_CODES,

@@ -122,8 +122,8 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
     if not record.scanned_at_seconds:
         return "its agent has never answered"
     if record.stopped_at_seconds is not None:
-        return f"its agent ended {units.ago(max(0.0, now - record.stopped_at_seconds))} ago"
-    return f"silent for {units.ago(record.age_seconds(now))}"
+        return f"its agent ended {units.duration(max(0.0, now - record.stopped_at_seconds))} ago"
+    return f"silent for {units.duration(record.age_seconds(now))}"
 
 
 def published(name: str, record: NodeRecord) -> list[Finding]:
